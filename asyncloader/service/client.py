@@ -161,6 +161,9 @@ class ServiceWorkers:
             unreadable = self._progress.unreadable(node.address)
         if unreadable is not None:
             raise Unreachable(f"{node.address}: {unreadable}", final=True)
+        difference = node.facts.difference(self._dataset.facts)
+        if difference:  # a node that was started again, or one with another copy of the data
+            raise Unreachable(f"{node.address}: {difference}: all nodes of a service need the same data", final=True)
         catalog, share = self._dataset.catalog, self._service.share == "epoch"
         opening = pack_opening(self._session, worker, self._credits, setup, share=share, catalog=catalog)
         link.send(frames.OPENING, opening)

@@ -11,7 +11,6 @@ sends the name and the arguments, and the service, where the same module is inst
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import inspect
 import json
@@ -21,6 +20,8 @@ import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from asyncloader.service.fingerprint import fingerprint
 
 __all__ = ["Defined", "Definition", "Made", "converted", "definition", "load_definition"]
 
@@ -90,6 +91,7 @@ class Definition:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = function.__name__
+        self._fingerprint: str | None = None
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,12 +113,21 @@ class Definition:
         return tuple(inspect.signature(self.function).parameters)
 
     def fingerprint(self) -> str:
-        """Says which code this is: the same on both sides if the function's source is."""
-        try:
-            source = inspect.getsource(self.function)
-        except (OSError, TypeError):
-            source = ""
-        return hashlib.sha256(source.encode()).hexdigest()[:16]
+        """Says which code this is: see `fingerprint.py`. The files are read at the first call only: an edit that comes
+        later does not change the code that runs.
+        """
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.function)
+        return self._fingerprint
+
+    def check(self, fingerprint: str, where: str) -> None:
+        """Raise ValueError if the code is not that with this fingerprint, which was found where the text says."""
+        if fingerprint != self.fingerprint():
+            raise ValueError(
+                f"the definition {self.name} differs: its source has the fingerprint {fingerprint:.16} {where}, and "
+                f"{self.fingerprint()} where the dataset is made. Install the same module, and the same modules of its "
+                "package, everywhere, and start again what was started before"
+            )
 
     def __repr__(self) -> str:
         return f"<definition {self.function.__module__}.{self.name}>"
@@ -154,6 +165,7 @@ def load_definition(target: str) -> Definition:
         known = [key for key, value in vars(module).items() if isinstance(value, Definition)]
         what = f"it has {', '.join(known)}" if known else "decorate a function with @asyncloader.definition"
         raise ValueError(f"{target!r}: {module_name} has no definition {name!r}; {what}")  # noqa: TRY004
+    found.fingerprint()  # of the files that were imported just now, and not of those that a loader finds later
     return found
 
 

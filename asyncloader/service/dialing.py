@@ -7,6 +7,7 @@ All of this blocks, in threads that may wait.
 
 from __future__ import annotations
 
+import functools
 import logging
 import select
 import socket
@@ -203,6 +204,7 @@ def on_any_node(
         if isinstance(service, SharedService):
             service.start_if_missing()
         answers: dict[str, str] = {}
+        unlike: list[str] = []  # nodes that will not change their mind, and why
         final = True  # whether all have refused for good
         places: list[tuple[str, Any]] = []
         for address in service.addresses:
@@ -219,14 +221,20 @@ def on_any_node(
             try:
                 node = _greet(service, defined, address, place)
                 try:
-                    return use(node)
+                    used = use(node)
                 except BaseException:
                     node.link.close()
                     raise
             except Unreachable as error:
                 answers[address], final = str(error), final and error.final
+                if error.final:
+                    unlike.append(str(error))
             except (OSError, ValueError) as error:
                 answers[address], final = f"{address}: {line_of(str(error), _MOST_TEXT)}", False
+            else:
+                for text in unlike:  # that other nodes do its part must not hide that it is not alike
+                    _warn_once(text)
+                return used
             if refused is not None:
                 refused(address, answers[address].removeprefix(f"{address}: "))
         waited = monotonic() - began
@@ -240,6 +248,11 @@ def on_any_node(
             _log.warning("no node of %s has been there for %.0f seconds: %s", service.url, waited, text)
         (closed or threading.Event()).wait(min(soonest, max(0.0, service.wait - waited)))
         pause = min(_LONGEST_PAUSE_S, 2 * pause)
+
+
+@functools.lru_cache(256)  # each worker that connects learns of it
+def _warn_once(text: str) -> None:
+    _log.warning("a node is not used, for it refuses, or differs from the others: %s", text)
 
 
 def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: threading.Event) -> Plan:

@@ -383,11 +383,14 @@ class HostProcesses:
             ConnectionError: the process died.
         """
         made = min(await self._some(), key=lambda each: len(each.lanes) + each.failed_lanes)
+        facts = await self.facts()
         self._requests += 1
         number = self._requests
         ours, theirs = channel_pair()
         try:
-            asked = LaneOpening(number, opening.session, opening.worker, opening.setup, opening.catalog, opening.start)
+            asked = LaneOpening(
+                number, opening.session, opening.worker, opening.setup, opening.catalog, opening.start, facts
+            )
             self._ask(made, OPEN, asked, [theirs.fileno()])
             made.lanes[number] = lane = end(ours, number)
         except BaseException:

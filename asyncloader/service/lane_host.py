@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
 import select
 import socket
@@ -37,6 +38,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.counters import LANE_KEY, Recorder
+from asyncloader.errors import StateError
 from asyncloader.service.definition import Defined, Made, load_definition
 from asyncloader.service.dialect import PLAIN
 from asyncloader.service.pickled import PickledDefinition
@@ -102,6 +104,13 @@ class Facts(NamedTuple):
     shuffle: int | None = None
     problem: str = ""
 
+    def difference(self, planned: Facts) -> str:
+        """How this dataset differs from the one that was planned with; empty if in nothing that a plan needs."""
+        for name, mine, theirs in zip(self._fields, self, planned, strict=True):
+            if mine != theirs and name != "problem":
+                return f"its dataset has {name}={mine}, and the loader planned with {name}={theirs}"
+        return ""
+
 
 class LaneOpening(NamedTuple):
     """A new lane.
@@ -113,6 +122,7 @@ class LaneOpening(NamedTuple):
         setup: the loader's options, without dataset and functions.
         catalog: the shards that the loader assigns; None: of no such dataset.
         start: where it begins: an `EpochStart`, packed by the loader and not read by the node.
+        facts: what the loader's node says of the dataset, with which it has planned.
     """
 
     number: int
@@ -121,6 +131,7 @@ class LaneOpening(NamedTuple):
     setup: WorkerSetup
     catalog: Catalog | None
     start: bytes
+    facts: Facts
 
 
 class LaneEnding(NamedTuple):
@@ -145,12 +156,14 @@ class HostSetup(NamedTuple):
         arguments: the definition's.
         threads: whether its lanes read a blocking dataset in threads (`concurrency`).
         data: the definition itself, where an engine sent it; None: it is imported.
+        fingerprint: of the definition that the node has imported; empty: it was sent.
     """
 
     target: str
     arguments: dict[str, Any]
     threads: bool = False
     data: bytes | None = None
+    fingerprint: str = ""
 
     def run(self, channel: Channel, recorder: Recorder, entered: float) -> None:
         """Serve lanes until the node ends this process. Raises what its channel raises."""
@@ -160,6 +173,8 @@ class HostSetup(NamedTuple):
         torch.set_num_threads(1)
         try:
             definition = load_definition(self.target) if self.data is None else PickledDefinition(self.data)
+            if self.fingerprint:  # the files may have been changed since the node was started
+                definition.check(self.fingerprint, "in the node")
             defined = Defined(definition, self.arguments)
             made = defined.make()
             facts = facts_of(made.dataset)
@@ -309,9 +324,17 @@ class _LaneSetup(NamedTuple):
     catalog: Catalog | None
     worker: int
     start: bytes
+    facts: Facts
 
     def load(self) -> WorkerSetup:
         dataset, functions = self.made or self.defined.make()
+        # What is stored may have changed since the node's first process was started.
+        difference = facts_of(dataset).difference(self.facts)
+        if difference:
+            raise StateError(
+                f"process {os.getpid()} of the node: {difference}. What is stored has changed since the node was "
+                "started: start it again, and make a new loader"
+            )
         collate_fn, seeded = functions.get("collate_fn"), self.options.seeded
         init = functions.get("worker_init_fn")
         assert seeded is not None  # a service serves seeded loaders only
@@ -366,7 +389,9 @@ class _Host:
             channel = _LaneChannel(sock, self._loop)
             made = self._made if self._shared or self._fresh else None
             self._fresh = False
-            setup = _LaneSetup(opening.setup, self._defined, made, opening.catalog, opening.worker, opening.start)
+            setup = _LaneSetup(
+                opening.setup, self._defined, made, opening.catalog, opening.worker, opening.start, opening.facts
+            )
             runner = TaskRunner(
                 opening.worker, channel, setup, channel.recorder, perf_counter(), PLAIN, self._draw_check
             )

@@ -151,7 +151,8 @@ class Node:
             if served.open and len(self._hosts) >= self._most_hosts:
                 self._make_room()
             data = served.definition.data if isinstance(served.definition, PickledDefinition) else None
-            setup = HostSetup(served.target, dict(arguments), threads, data)
+            fingerprint = served.definition.fingerprint() if data is None else ""
+            setup = HostSetup(served.target, dict(arguments), threads, data, fingerprint)
             host = self._hosts[key] = HostProcesses(setup, self._workers, lasting=not served.open)
             host.start()
         return host

@@ -60,7 +60,7 @@ def pickled(dataset: Any, functions: Mapping[str, Any]) -> Defined:
             dataset, own = dataset.make()
             made = _Made(dataset, {**own, **functions})
         else:
-            made = _Named(f"{by.function.__module__}:{by.name}", dataset.arguments)
+            made = _Named(f"{by.function.__module__}:{by.name}", dataset.arguments, by.fingerprint())
     return Defined(PickledDefinition(cloudpickle.dumps(made)), {})
 
 
@@ -75,9 +75,12 @@ class _Made:
 class _Named:
     """Has each process make a dataset, instead of one that is sent."""
 
-    def __init__(self, target: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, target: str, arguments: dict[str, Any], fingerprint: str) -> None:
         self._target = target
         self._arguments = arguments
+        self._fingerprint = fingerprint
 
     def __call__(self) -> Any:
-        return Defined(load_definition(self._target), self._arguments).make()
+        made_by = load_definition(self._target)
+        made_by.check(self._fingerprint, "at the loader")
+        return Defined(made_by, self._arguments).make()

@@ -20,6 +20,7 @@ from asyncloader.service.extra import check_extra
 
 if TYPE_CHECKING:
     from asyncloader.remote.assignment import Assignment
+    from asyncloader.service.lane_host import Facts
     from asyncloader.service.served_shards import Catalog
 
 __all__ = ["ServedDataset", "let_go", "located"]
@@ -31,17 +32,16 @@ class ServedDataset:
     Args:
         defined: its definition.
         service: where it is.
-        length: its length; None if it has none.
-        stateful: whether it has a state of its own.
+        facts: what it is; every node at which it is read must say the same.
     """
 
-    def __init__(self, defined: Defined, service: Any, length: int | None, *, stateful: bool) -> None:
+    def __init__(self, defined: Defined, service: Any, facts: Facts) -> None:
         self.defined = defined
         self.service = service
+        self.facts = facts
         self.catalog: Catalog | None = None
         """If the loader assigns its shards: those of the newest plan."""
-        self._length = length
-        if stateful:
+        if facts.stateful and facts.shuffle is None:  # of shards the loader keeps the position
             self.state_dict = self.load_state_dict = self._is_elsewhere
 
     def _is_elsewhere(self, *_: Any) -> NoReturn:
@@ -53,9 +53,9 @@ class ServedDataset:
 
 class _Sized(ServedDataset):
     def __len__(self) -> int:
-        if self._length is None:
+        if self.facts.length is None:
             raise TypeError(f"{self!r} has no length")
-        return self._length
+        return self.facts.length
 
 
 class _Map(_Sized, Dataset[Any]):
@@ -87,15 +87,11 @@ class _SizedAsyncStream(_Sized, _AsyncStream):
 
 
 class _Shards(ServedDataset, IterableDataset[Any]):
-    """A dataset whose shards the loader assigns; a node plans each epoch. Interface as `RemoteIterableDataset`.
+    """A dataset whose shards the loader assigns; a node plans each epoch. Interface as `RemoteIterableDataset`."""
 
-    Args:
-        shuffle_buffer: samples that each worker shuffles together.
-    """
-
-    def __init__(self, defined: Defined, service: Any, shuffle_buffer: int) -> None:
-        super().__init__(defined, service, None, stateful=False)
-        self.shuffle_buffer = shuffle_buffer
+    def __init__(self, defined: Defined, service: Any, facts: Facts) -> None:
+        super().__init__(defined, service, facts)
+        self.shuffle_buffer = facts.shuffle or 0
         self.shard_urls: Sequence[str] = ()
         """Their names, from the first plan on."""
 
@@ -190,9 +186,9 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
     if service.share and (facts.iterable or facts.stateful):
         raise ValueError(f"share='epoch' is for datasets with an index and without a state, and {defined!r} is not one")
     if facts.shuffle is not None:
-        return arguments | {"dataset": _Shards(defined, service, facts.shuffle)}
+        return arguments | {"dataset": _Shards(defined, service, facts)}
     kind = _KINDS[facts.iterable, facts.asynchronous, facts.length is not None]
-    return arguments | {"dataset": kind(defined, service, facts.length, stateful=facts.stateful)}
+    return arguments | {"dataset": kind(defined, service, facts)}
 
 
 def let_go(dataset: Any) -> None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.integration.running import PATIENCE_S, ROOT, environment
 
 __all__ = ["ALL", "NodeProcess", "serving"]
@@ -47,6 +49,11 @@ class NodeProcess:
     def unix(self) -> str:
         """Its Unix socket."""
         return next(each for each in self.addresses if each.startswith("unix:"))
+
+    def workers(self) -> list[psutil.Process]:
+        """Its processes. One has torch's name for a worker from its first lane on."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        return [each for each in family if each.name() in ("asyncloader_lane", "pt_data_worker")]
 
     def kill(self) -> None:
         """As a machine that loses its power, for all that its loaders see."""

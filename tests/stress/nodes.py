@@ -131,8 +131,7 @@ class Fleet:
         if kind == "reset":
             proxy.reset()
         elif kind == "worker":
-            family = psutil.Process(node.process.pid).children(recursive=True)
-            for worker in [each for each in family if each.name().startswith("asyncloader")][:1]:
+            for worker in node.workers()[:1]:
                 with suppress(psutil.NoSuchProcess):
                     worker.kill()
         elif kind in ("kill", "drain"):

@@ -1,0 +1,212 @@
+"""Nodes that are not alike: other code, other data, and both while a loader reads. Batches of two kinds never mix."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module, invalidate_caches
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader, Service, ServiceUnavailable, StateError
+from tests import script_server
+from tests.integration.running import PATIENCE_S, ROOT, environment
+from tests.service.proxy import proxied
+from tests.service.serving import NodeProcess, serving
+
+OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "num_workers": 2, "shuffle": True}
+DATA = """
+import json
+from pathlib import Path
+from torch.utils.data import Dataset, IterableDataset
+import asyncloader
+from skewed import steps
+
+SHIFT = 100
+
+class Shifted(Dataset):
+    def __init__(self, n):
+        self.n = n
+    def __len__(self):
+        return self.n
+    def __getitem__(self, index):
+        if not 0 <= index < self.n:
+            raise IndexError(index)
+        return steps.changed(index + SHIFT)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(8)
+
+@asyncloader.definition
+def data():
+    length = int(Path("length").read_text())
+    return Shifted(length) if length else Stream()
+"""
+STEPS = "def changed(value):\n    return 2 * value\n"
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path) -> Iterator[Path]:
+    """The loader's copy of the package, for the test's time."""
+    folder = install(tmp_path / "loader")
+    sys.path.insert(0, str(folder))
+    forget()
+    yield folder
+    sys.path.remove(str(folder))
+    forget()
+
+
+def install(folder: Path, data: str = DATA, steps: str = STEPS, length: int = 40) -> Path:
+    """A machine's folder, with the package and its data. It begins as the others do."""
+    (folder / "skewed").mkdir(parents=True, exist_ok=True)
+    (folder / "skewed" / "__init__.py").touch()
+    (folder / "skewed" / "data.py").write_text(data)
+    (folder / "skewed" / "steps.py").write_text(steps)
+    (folder / "length").write_text(str(length))
+    return folder
+
+
+@contextmanager
+def node_in(folder: Path, **options: Any) -> Generator[NodeProcess]:
+    """A node that was started there."""
+    within = ["env", "-C", str(folder), f"PYTHONPATH={folder}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE=1"]
+    options = {"listen": ["127.0.0.1:0"], "workers": 1, **options}
+    with serving(folder, ["data"], module="skewed.data", within=within, **options) as node:
+        yield node
+
+
+def defined() -> Any:
+    return import_module("skewed.data").data()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"steps": STEPS.replace("2", "3")}, "the definition data differs"),
+        ({"length": 41}, "length=41, and the loader planned with length=40"),
+    ],
+    ids=["library", "length"],
+)
+@pytest.mark.thorough
+def test_a_node_that_differs_is_not_used(change: Any, text: str, tmp_path: Path, caplog: Any) -> None:
+    """The other one makes all batches, and the log says why; alone it is an error. The names of both are in it."""
+    with (
+        node_in(install(tmp_path / "first")) as first,
+        node_in(install(tmp_path / "second", **change)) as second,
+        DataLoader[Any](defined(), **OPTIONS, workers=f"{first.tcp},{second.tcp}") as loader,
+    ):
+        got = sorted(int(value) for batch in loader for value in batch)
+        assert got == [2 * (index + 100) for index in range(40)]
+        if "definition" in text:
+            with pytest.raises(ServiceUnavailable, match=rf"{second.tcp}.*{text}"):
+                DataLoader[Any](defined(), **OPTIONS, workers=second.tcp)
+    assert text in caplog.text
+    assert second.tcp in caplog.text
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("between", [False, True], ids=["within", "between"])
+def test_a_node_that_comes_back_with_other_data(between: bool, tmp_path: Path) -> None:
+    """In mid-epoch, and between epochs of persistent workers: an error that names the node and both lengths, and no
+    batch of the new data.
+    """
+    folder = install(tmp_path / "node", length=400)
+    options: dict[str, Any] = {**OPTIONS, "persistent_workers": True, "max_worker_restarts": 0}
+    with ExitStack() as lives:
+        node = lives.enter_context(node_in(folder))
+        proxy = lives.enter_context(proxied(node.tcp))
+        loader = DataLoader[Any](defined(), **options, workers=Service(proxy.address, wait=PATIENCE_S))
+        lives.callback(loader.close)
+        batches = iter(loader)
+        got = list(batches) if between else list(islice(batches, 3))
+        node.kill()
+        node = lives.enter_context(node_in(install(folder, length=600)))
+        proxy.aim(node.tcp)
+        with pytest.raises(ServiceUnavailable, match=rf"{proxy.address}.*length=600.*planned with length=400"):
+            got += list(loader if between else batches)
+        assert all(int(value) < 2 * (400 + 100) for batch in got for value in batch)
+
+
+@pytest.mark.thorough
+def test_processes_that_are_replaced_after_a_change(tmp_path: Path) -> None:
+    """What is stored changes under a node that runs: what a new process would make is not mixed with what the others
+    made.
+    """
+    folder = install(tmp_path / "node", length=400)
+    with node_in(folder) as node:
+        options: dict[str, Any] = {**OPTIONS, "num_workers": 1, "max_worker_restarts": 9}
+        with DataLoader[Any](defined(), **options, workers=node.tcp) as loader:
+            batches, got = iter(loader), []
+            got.append(next(batches))
+            install(folder, length=500)
+            for process in node.workers():
+                process.kill()
+            with pytest.raises(StateError, match=r"length=500, and the loader planned with length=400"):
+                got += batches
+            assert all(int(value) < 2 * (400 + 100) for batch in got for value in batch)
+
+
+def test_the_code_that_a_fingerprint_covers(tmp_path: Path, modules: Path) -> None:
+    """The module with all its helpers, and what it imports of its package; neither other files, nor the line endings,
+    nor where it is installed. It is that of the code that runs, not of a later edit.
+    """
+    other = "from . import other\n" + STEPS
+    windows = install(tmp_path / "windows")
+    for file in ("data.py", "steps.py"):
+        path = windows / "skewed" / file
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    unused = install(tmp_path / "unused")
+    (unused / "skewed" / "other.py").write_text("X = 1\n")
+    assert len({fingerprint_in(each) for each in (modules, windows, unused)}) == 1
+    folders = [
+        modules,
+        install(tmp_path / "helper", DATA.replace("SHIFT = 100", "SHIFT = 101")),
+        install(tmp_path / "library", steps=STEPS.replace("2", "3")),
+        install(tmp_path / "of the library", steps=other),
+        install(tmp_path / "of the library too", steps=other),
+    ]
+    for number, folder in enumerate(folders[-2:]):
+        (folder / "skewed" / "other.py").write_text(f"X = {number}\n")
+    assert len({fingerprint_in(each) for each in folders}) == len(folders)
+    made_by = defined().definition
+    before = made_by.fingerprint()
+    install(modules, steps=STEPS.replace("2", "4"))
+    assert made_by.fingerprint() == before
+    with pytest.raises(ValueError, match=rf"data differs: .* 0123 at the node, and {before} where"):
+        made_by.check("0123", "at the node")
+
+
+@pytest.mark.parametrize("how", [["skewed/data.py"], ["-m", "skewed.data"]], ids=["file", "module"])
+def test_the_main_module_is_the_module_that_nodes_import(how: list[str], modules: Path) -> None:
+    """As with workers="shared". Where it is run as a file, it is in no package."""
+    path = modules / "skewed" / "data.py"
+    show = "\nif __name__ == '__main__': print(data.fingerprint())\n"
+    path.write_text((DATA if how[0] == "-m" else DATA.replace("from skewed import steps", "")) + show)
+    env = environment() | {"PYTHONPATH": f"{modules}{os.pathsep}{ROOT}"}
+    done = script_server.run([sys.executable, *how], timeout=PATIENCE_S, env=env, cwd=modules)
+    assert done.stdout.strip() == fingerprint_in(modules), done.stderr
+
+
+def fingerprint_in(folder: Path) -> str:
+    """That of the definition there."""
+    forget()
+    sys.path.insert(0, str(folder))
+    try:
+        found: str = import_module("skewed.data").data.fingerprint()
+        return found
+    finally:
+        sys.path.remove(str(folder))
+        forget()
+
+
+def forget() -> None:
+    """The next import finds what is on the disk then."""
+    invalidate_caches()
+    for name in [each for each in sys.modules if each.partition(".")[0] == "skewed"]:
+        del sys.modules[name]
