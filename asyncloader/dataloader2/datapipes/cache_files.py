@@ -105,7 +105,7 @@ class CacheFiles:
             with open(part, mode, encoding=None if "b" in mode else "utf-8", errors=errors) as opened:
                 write(opened)
             self._compare(part, file)
-            now = time.time_ns()
+            now = max(time.time_ns(), self.valid_from or 0)  # the clock may have been put back, or another machine's
             os.utime(part, ns=(now, now))  # the kernel's own time stamps are some milliseconds late
             os.replace(part, file)
         except BaseException:
