@@ -318,32 +318,28 @@ class _LaneLoop(AsyncTaskLoop):
 class _LaneSetup(NamedTuple):
     """A lane's set-up, with the process's dataset or one of its own."""
 
-    options: WorkerSetup
+    opening: LaneOpening
     defined: Defined
     made: Made | None
-    catalog: Catalog | None
-    worker: int
-    start: bytes
-    facts: Facts
 
     def load(self) -> WorkerSetup:
         dataset, functions = self.made or self.defined.make()
         # What is stored may have changed since the node's first process was started.
-        difference = facts_of(dataset).difference(self.facts)
+        difference = facts_of(dataset).difference(self.opening.facts)
         if difference:
             raise StateError(
                 f"process {os.getpid()} of the node: {difference}. What is stored has changed since the node was "
                 "started: start it again, and make a new loader"
             )
-        collate_fn, seeded = functions.get("collate_fn"), self.options.seeded
+        collate_fn, seeded = functions.get("collate_fn"), self.opening.setup.seeded
         init = functions.get("worker_init_fn")
         assert seeded is not None  # a service serves seeded loaders only
-        return self.options._replace(
+        return self.opening.setup._replace(
             dataset=dataset,
-            starts=[PLAIN.load_start(self.start)] * (self.worker + 1),
-            worker_init_fn=init if self.catalog is None else finding(dataset, self.catalog, init),
+            starts=[PLAIN.load_start(self.opening.start)] * (self.opening.worker + 1),
+            worker_init_fn=init if self.opening.catalog is None else finding(dataset, self.opening.catalog, init),
             decode=functions.get("decode"),
-            collate_fn=collate_fn or self.options.collate_fn,
+            collate_fn=collate_fn or self.opening.setup.collate_fn,
             seeded=seeded._replace(seed_collate=collate_fn is not None),
         )
 
@@ -389,9 +385,7 @@ class _Host:
             channel = _LaneChannel(sock, self._loop)
             made = self._made if self._shared or self._fresh else None
             self._fresh = False
-            setup = _LaneSetup(
-                opening.setup, self._defined, made, opening.catalog, opening.worker, opening.start, opening.facts
-            )
+            setup = _LaneSetup(opening, self._defined, made)
             runner = TaskRunner(
                 opening.worker, channel, setup, channel.recorder, perf_counter(), PLAIN, self._draw_check
             )
