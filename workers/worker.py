@@ -89,7 +89,7 @@ def worker_main(
         runner = TaskRunner(worker_id, channel, setup, recorder, entered)
         tune(concurrent=runner.asynchronous)
         if runner.asynchronous:
-            serve_async(lambda: AsyncTaskLoop(runner).run())
+            serve_async(lambda: _serve(runner))
         else:
             _serve_blocking(runner)
     except ConnectionError:
@@ -251,6 +251,10 @@ class AsyncTaskLoop:
             self._done.set_result(None)
         else:
             self._done.set_exception(error)
+
+
+async def _serve(runner: TaskRunner) -> None:
+    await AsyncTaskLoop(runner).run()  # made in the loop
 
 
 _DEFAULT_THRESHOLDS = (700, 2000)

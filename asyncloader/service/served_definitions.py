@@ -63,8 +63,8 @@ def asked(everything: Mapping[str, Served], hello: Hello) -> tuple[Served, Mappi
     if hello.fingerprint != fingerprint:
         raise Refused(
             f"the definition {hello.name} differs: its source has the fingerprint {line_of(hello.fingerprint):.16} at "
-            f"the loader, and {fingerprint} at this node. Install the same module, and the same modules of its package, "
-            "on both sides, and start again what was started before"
+            f"the loader, and {fingerprint} at this node. Install the same module, and the same modules of its package,"
+            " on both sides, and start again what was started before"
         )
     try:
         given = json.loads(hello.arguments)

@@ -399,16 +399,3 @@ def hogging(marks: str = "") -> Any:
 def awaited_hogging(marks: str = "") -> Any:
     """An asynchronous one."""
     return Awaited(20), {"worker_init_fn": partial(hog, marks)}
-
-
-class Unsaved(Stream):
-    """Its state cannot be taken."""
-
-    def state_dict(self) -> dict[str, Any]:
-        raise OddError("no state")
-
-
-@asyncloader.definition
-def unsaved() -> Any:
-    """A stream of which every lane fails at its start."""
-    return Unsaved(8)

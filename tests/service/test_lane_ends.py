@@ -68,15 +68,3 @@ def test_a_process_that_can_open_no_more_files(place: str, kind: str, tmp_path: 
         assert (marks / "hogged").exists()
         with DataLoader[Any](served, **options) as local:
             assert_same(got, list(local))
-
-
-def test_a_lane_that_fails_at_its_start(tmp_path: Path) -> None:
-    """Its loader gets the dataset's error, and its process serves on."""
-    with serving(tmp_path, ["unsaved", "numbers"], workers=1) as node:
-        for place in (node.tcp, node.unix):
-            with (
-                DataLoader[Any](definitions.unsaved(), 2, seed=1, num_workers=1, workers=place) as loader,
-                pytest.raises(RuntimeError, match="no state"),
-            ):
-                list(loader)
-        assert "process" not in [*tmp_path.glob("*.log")][0].read_text()  # noqa: RUF015
