@@ -338,7 +338,7 @@ class PageLockError(LoaderError, MemoryError):
 
 
 class ServiceUnavailable(LoaderError, ConnectionError):
-    """No node of a service gave a worker in time. The text has each address, and what it answered."""
+    """No node of a service gave a worker, or a batch, in time. The text has each address, and what it did."""
 
 
 class ShardError(LoaderError, ValueError):

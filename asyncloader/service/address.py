@@ -25,7 +25,9 @@ class Service:
         tls_ca: file with the certificates that nodes' certificates are checked against; None: no TLS.
         tls_cert: file with the certificate that this side shows; None: none.
         tls_key: file with its key.
-        wait: seconds to look for a node before an error is raised.
+        wait: seconds to look for a node before an error is raised; and to go on while connections are made, and end
+            again before any node delivers a batch. A node that is at a task for long is waited for all the same:
+            `timeout` and `worker_timeout` of the loader bound that.
         share: ``"epoch"``: batches are made once at each node for all loaders that read the same dataset with the same
             seed in the same epoch, and that ask for this; None: this loader's are its own.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,26 +19,32 @@ OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": 2, "shuffl
 LENGTH = 1200
 
 
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The addresses of two nodes."""
+    folder = tmp_path_factory.mktemp("nodes")
+    flags: dict[str, Any] = {"listen": ["127.0.0.1:0"], "workers": 1}
+    with (
+        serving(folder, ["hanging"], "--open", "hanging", **flags) as one,
+        serving(folder, ["hanging"], "--open", "hanging", **flags) as two,
+    ):
+        yield f"{one.tcp},{two.tcp}"
+
+
 @pytest.mark.parametrize(("seed", "in_order"), [(1, True), (13, True), (13, False)])
-def test_what_is_late_comes_from_another_node(seed: int, in_order: bool, tmp_path: Path) -> None:
+def test_what_is_late_comes_from_another_node(seed: int, in_order: bool, nodes: str, tmp_path: Path) -> None:
     """While one node hangs at a task, and once it has answered after all: the batches are those of an undisturbed run,
     and nobody waits for it.
     """
     gate = tmp_path / "gate"
-    options = {**OPTIONS, "seed": seed}
+    options: dict[str, Any] = {**OPTIONS, "seed": seed}
     with DataLoader[Any](definitions.numbers(n=LENGTH), **options) as loader:
         expected = list(loader)
     late = next(number for number, batch in enumerate(expected) if 13 in batch["index"])
     assert 250 < late < 500 if seed == 1 else 50 < late < 100
     os.mkfifo(gate)
     hanging = definitions.hanging(n=LENGTH, marks=str(tmp_path))
-    listen = ["127.0.0.1:0"]
-    flags = ["--open", "hanging"]
-    with (
-        serving(tmp_path, ["hanging"], *flags, listen=listen, workers=1) as one,
-        serving(tmp_path, ["hanging"], *flags, listen=listen, workers=1) as two,
-        DataLoader[Any](hanging, **options, in_order=in_order, workers=f"{one.tcp},{two.tcp}") as loader,
-    ):
+    with DataLoader[Any](hanging, **options, in_order=in_order, workers=nodes) as loader:
         batches = iter(loader)
         got = list(islice(batches, late + 50))
         assert loader.stats()["data/hedged_batches"] > 0
@@ -49,16 +56,12 @@ def test_what_is_late_comes_from_another_node(seed: int, in_order: bool, tmp_pat
     assert_same(got, expected)
 
 
-def test_what_is_late_at_the_beginning_of_the_next_epoch(tmp_path: Path) -> None:
+def test_what_is_late_at_the_beginning_of_the_next_epoch(nodes: str, tmp_path: Path) -> None:
     """Is known from the epoch before."""
+    options: dict[str, Any] = {**OPTIONS, "seed": 37}
     (tmp_path / "hung").touch()
     hanging = definitions.hanging(n=LENGTH, marks=str(tmp_path))
-    listen = ["127.0.0.1:0"]
-    with (
-        serving(tmp_path, ["hanging"], "--open", "hanging", listen=listen, workers=1) as one,
-        serving(tmp_path, ["hanging"], "--open", "hanging", listen=listen, workers=1) as two,
-        DataLoader[Any](hanging, **{**OPTIONS, "seed": 37}, workers=f"{one.tcp},{two.tcp}") as loader,
-    ):
+    with DataLoader[Any](hanging, **options, workers=nodes) as loader:
         expected = list(loader)
         late = next(number for number, batch in enumerate(expected) if 13 in batch["index"])
         assert 4 < late < 12
