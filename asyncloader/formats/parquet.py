@@ -330,7 +330,7 @@ class _Groups:
             PageHeaders(length, PageLimits(self._largest, values))
             for (_, length), values in zip(group.chunks, group.values, strict=True)
         ]
-        windows = Windows(group.chunks, pages, self._window_bytes, self._fetch)
+        windows = Windows(group.chunks, self._window_bytes, self._fetch, pages)
         windows.begin()
         return group, windows
 

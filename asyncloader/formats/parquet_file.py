@@ -31,16 +31,16 @@ class Windows:
 
     Args:
         chunks: ``(start, length)`` of each, ascending, without overlaps.
-        pages: check the bytes of each before they are given.
         most: bytes of all windows together, about; each has at least 64 KiB, and those on their way come on top.
         fetch: has ranges read.
+        pages: check the bytes of each chunk before they are given; empty: they are not checked.
 
     Attributes:
         whole: all of the row group fits into the windows.
     """
 
     def __init__(
-        self, chunks: Sequence[tuple[int, int]], pages: Sequence[PageHeaders], most: int, fetch: Fetch
+        self, chunks: Sequence[tuple[int, int]], most: int, fetch: Fetch, pages: Sequence[PageHeaders] = ()
     ) -> None:
         total = sum(length for _, length in chunks)
         self._fetch = fetch
@@ -78,16 +78,20 @@ class Windows:
                 self._advance(number, at, length)
                 continue
             part = data[at - start : at - start + length]
-            pages = self._pages[number]
-            unchecked = self._starts[number] + pages.given - at  # from which byte of this part on
-            if unchecked < 0:
-                raise ValueError("pages are not read in their order")
-            if unchecked < len(part):
-                pages.feed(part[unchecked:])
+            if self._pages:
+                self._check(number, at, part)
             parts.append(part)
             at += len(part)
             length -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _check(self, number: int, at: int, part: bytes) -> None:
+        pages = self._pages[number]
+        unchecked = self._starts[number] + pages.given - at  # from which byte of this part on
+        if unchecked < 0:
+            raise ValueError("pages are not read in their order")
+        if unchecked < len(part):
+            pages.feed(part[unchecked:])
 
     def _window(self, number: int, at: int, length: int = 0) -> tuple[int, int]:
         return at, min(max(self._sizes[number], length), self._ends[number] - at)
