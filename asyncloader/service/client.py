@@ -289,10 +289,10 @@ class ServedWorker:
         self.suspect: int | None = None
         self._moved = ""
         self.process: Any = self
-        _install_fork_hook()
-        _served.add(self)
         self._link = link
         self.channel: Any = self._passed() if link.fds else RemoteChannel(link)
+        _install_fork_hook()
+        _served.add(self)  # last: another thread may fork at any moment, and the child releases what it finds here
 
     def _passed(self) -> Channel:
         sock = socket.socket(fileno=self._link.fds.popleft())
