@@ -14,9 +14,10 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Coroutine, Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.service.agent import AgentNode, AgentSetup
 from asyncloader.service.engine import Credentials
@@ -26,8 +27,12 @@ from asyncloader.service.scaling import Load, Scaling
 __all__ = ["Agent", "Fleet", "FleetNode", "FleetOptions", "View", "placed_at"]
 
 _log = logging.getLogger("asyncloader")
+_T = TypeVar("_T")
 _LOOK_S = 1.0
 _ANSWER_S = 5.0
+_CHECK_S = 10.0
+_START_S = 120.0
+"""Seconds after which a node that does not come, or does not take what it should serve, is reported, and begun anew."""
 _MOST_WAIT_S = 30.0
 
 
@@ -82,7 +87,12 @@ class Agent:
     """
 
     def __init__(self, workers: int, credentials: Credentials) -> None:
-        self._node = AgentNode(AgentSetup(_ray().util.get_node_ip_address(), workers, credentials))
+        try:
+            self._node = AgentNode(AgentSetup(_ray().util.get_node_ip_address(), workers, credentials))
+        except Exception:  # Ray starts an actor anew whose process has ended, and none whose constructor raised
+            _log.exception("the node cannot be started")
+            time.sleep(_LOOK_S)
+            os._exit(1)
         threading.Thread(target=self._end_with_node, name="asyncloader-agent", daemon=True).start()
 
     def _end_with_node(self) -> None:
@@ -106,8 +116,10 @@ class Agent:
         self._node.drain()
 
     def lives(self) -> None:
-        """Return never: whoever waits for this learns of the end."""
-        threading.Event().wait()
+        """Return never: the caller gets an error at the end. A node that has stopped is ended: see `AgentNode`."""
+        while True:
+            time.sleep(_CHECK_S)
+            self._node.load()
 
 
 class Fleet:
@@ -126,6 +138,7 @@ class Fleet:
         self._served: dict[str, Any] = {}  # each in Ray's store, once for all machines
         self._near: dict[str, None] = {}  # machines of loaders, where nodes are wanted first
         self._agents: dict[str, Any] = {}
+        self._workers: dict[str, int] = {}
         self._keeping: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         fewest, most = options.nodes or 1, options.max_nodes
@@ -140,10 +153,17 @@ class Fleet:
         if name not in self._served:
             self._served[name] = _ray().put(data)
         if self._looking is None:
-            self._looking = asyncio.get_running_loop().create_task(self._look())
-        await asyncio.gather(
-            *(self._agents[each].serve.remote(self._served[name]) for each in self._ready), return_exceptions=True
+            self._looking = _begun(self._look())
+        ready = list(self._ready)
+        answers = await asyncio.gather(
+            *(_within(_ANSWER_S, self._agents[each].serve.remote(self._served[name])) for each in ready),
+            return_exceptions=True,
         )
+        for each, answer in zip(ready, answers, strict=True):
+            if isinstance(answer, Exception) and each in self._ready:  # it is ready again once it serves everything
+                _log.warning("the node at machine %s does not take a dataset, and is begun anew: %r", each, answer)
+                self._let_go(each)
+                self._keeping[each] = _begun(self._keep(each, self._workers[each]))
         if not self._ready:
             await self._change(_MOST_WAIT_S)
         return self._view()
@@ -171,24 +191,29 @@ class Fleet:
         self._changed = asyncio.Event()
 
     async def _look(self) -> None:
-        """Begin with machines that come, and let go of those that go."""
+        """Begin with machines that come, and let go of those that go, for ever."""
+        said = ""
         while True:
             try:
-                alive = await asyncio.to_thread(_machines, self._options.resources)
-            except _ray().exceptions.RayError as error:
-                _log.warning("Ray does not say which machines there are: %s", error)
-                await asyncio.sleep(_LOOK_S)
-                continue
-            for machine in [each for each in self._agents if each not in alive]:
-                self._forget(machine)
-            wanted = self._options.nodes if self._scaling is None else await self._scaled(self._scaling)
-            for machine in sorted(alive, key=lambda each: (each not in self._near, -alive[each])):
-                if machine in self._agents or (wanted is not None and len(self._agents) >= wanted):
-                    continue
-                workers = self._options.cpus_per_node or max(1, alive[machine] // 2)
-                if alive[machine] >= workers:
-                    self._begin(machine, workers)
+                await self._look_once()
+                said = ""
+            except Exception as error:  # whatever Ray answers once: without this task no machine would be used any more
+                if said != repr(error):  # and not each second
+                    said = repr(error)
+                    _log.warning("Ray does not say which machines there are, and is asked again", exc_info=error)
             await asyncio.sleep(_LOOK_S)
+
+    async def _look_once(self) -> None:
+        alive = await asyncio.to_thread(_machines, self._options.resources)
+        for machine in [each for each in self._agents if each not in alive]:
+            self._forget(machine)
+        wanted = self._options.nodes if self._scaling is None else await self._scaled(self._scaling)
+        for machine in sorted(alive, key=lambda each: (each not in self._near, -alive[each])):
+            if machine in self._agents or (wanted is not None and len(self._agents) >= wanted):
+                continue
+            workers = self._options.cpus_per_node or max(1, alive[machine] // 2)
+            if alive[machine] >= workers:
+                self._begin(machine, workers)
 
     async def _scaled(self, scaling: Scaling) -> int:
         """How many nodes there should be. Those that came last go first, if there are too many."""
@@ -197,14 +222,15 @@ class Fleet:
             _log.info("the load wants %d nodes; until now it wanted %d", wanted, before)
         staying = [machine for machine in self._agents if machine not in self._leaving]
         for machine in sorted(staying, key=lambda each: each not in self._near)[wanted:]:
-            self._leaving[machine] = asyncio.get_running_loop().create_task(self._leave(machine))
+            self._leaving[machine] = _begun(self._leave(machine))
         return wanted
 
     async def _loads(self) -> dict[str, Load]:
         async def ask(machine: str) -> None:
-            with contextlib.suppress(_ray().exceptions.RayError, TimeoutError):
-                async with asyncio.timeout(_ANSWER_S):  # Ray is slow to notice that a machine is gone
-                    loads[machine] = await self._agents[machine].load.remote()
+            with contextlib.suppress(
+                _ray().exceptions.RayError, TimeoutError
+            ):  # Ray notices late that a machine is gone
+                loads[machine] = await _within(_ANSWER_S, self._agents[machine].load.remote())
 
         loads: dict[str, Load] = {}
         await asyncio.gather(*(ask(machine) for machine in self._ready))
@@ -215,8 +241,7 @@ class Fleet:
         agent = self._agents[machine]
         self._let_go(machine)
         with contextlib.suppress(_ray().exceptions.RayError, TimeoutError):
-            async with asyncio.timeout(DRAIN_S + _ANSWER_S):
-                await agent.drain.remote()
+            await _within(DRAIN_S + _ANSWER_S, agent.drain.remote())
         _ray().kill(agent)
         del self._agents[machine], self._leaving[machine]
 
@@ -238,26 +263,54 @@ class Fleet:
         options = {"num_cpus": workers, "resources": self._options.resources, "max_restarts": -1, "max_concurrency": 2}
         actor = _ray().remote(Agent).options(scheduling_strategy=placed_at(machine), **options)
         self._agents[machine] = actor.remote(workers, self._credentials)
-        self._keeping[machine] = asyncio.get_running_loop().create_task(self._keep(machine, workers))
+        self._workers[machine] = workers
+        self._keeping[machine] = _begun(self._keep(machine, workers))
 
     async def _keep(self, machine: str, workers: int) -> None:
         """Have the agent serve everything whenever it is there, and say where it is."""
-        agent = self._agents[machine]
+        agent, said = self._agents[machine], ""
         while True:
+            there = False
             try:
-                addresses = await agent.addresses.remote()
+                addresses = await _within(_START_S, agent.addresses.remote())
+                there = True
                 served: set[str] = set()
                 while len(served) < len(self._served):
                     for name, stored in list(self._served.items()):
-                        await agent.serve.remote(stored)
+                        await _within(_START_S, agent.serve.remote(stored))
                         served.add(name)
                 self._ready[machine] = FleetNode(machine, addresses, workers)
                 self._tell()
+                said = ""
                 await agent.lives.remote()
-            except _ray().exceptions.RayError:
+            except Exception as error:  # of Ray's, or of the agent's node: whatever it is, the agent is tried again
                 if self._ready.pop(machine, None) is not None:
                     self._tell()
+                if said != type(error).__name__:
+                    said = type(error).__name__
+                    _log.warning("the node at machine %s is not ready, and is tried again: %r", machine, error)
+                if there and isinstance(error, TimeoutError):  # one that Ray has not placed yet is no worse than none
+                    with contextlib.suppress(Exception):
+                        _ray().kill(agent, no_restart=False)
                 await asyncio.sleep(_LOOK_S)
+
+
+def _begun(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Begin a task that is not awaited; what it raises is logged."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+    task.add_done_callback(_report)
+    return task
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("a part of the fleet has failed", exc_info=task.exception())
+
+
+async def _within(seconds: float, answer: Awaitable[_T]) -> _T:
+    """Await an agent's answer for so long. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        return await answer
 
 
 def _machines(resources: Mapping[str, float]) -> dict[str, int]:

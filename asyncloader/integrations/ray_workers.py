@@ -19,6 +19,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal, Self
 
+from asyncloader.errors import ServiceUnavailable
 from asyncloader.integrations.ray_actors import Fleet, FleetOptions, View, placed_at
 from asyncloader.service.engine import Credentials, EngineNode
 from asyncloader.service.pickled import PickledDefinition
@@ -26,6 +27,8 @@ from asyncloader.service.pickled import PickledDefinition
 __all__ = ["RayWorkers"]
 
 _log = logging.getLogger("asyncloader")
+_SAY_AFTER_S = 60.0
+_START_S = 240.0
 
 
 class RayWorkers:
@@ -108,7 +111,7 @@ class RayWorkers:
             self._machine = _ray().get_runtime_context().get_node_id()
         self._served.add(what)
         try:
-            view: View = _ray().get(fleet.serve.remote(what.name, what.data, self._machine))
+            view: View = self._answer(fleet.serve.remote(what.name, what.data, self._machine))
         except BaseException:
             self.left()
             raise
@@ -122,6 +125,24 @@ class RayWorkers:
             question = self._ask(fleet) if self._pending is None else None
         self._hear(question)
         return view.credentials
+
+    def _answer(self, question: Any) -> View:
+        """Wait for the fleet, which may be starting.
+
+        Raises:
+            ServiceUnavailable: it did not answer in time.
+        """
+        try:
+            if not _ray().wait([question], timeout=_SAY_AFTER_S)[0]:
+                _log.warning("%r waits for the actor that keeps its nodes, which Ray has not started yet", self)
+            view: View = _ray().get(question, timeout=_START_S)
+        except _ray().exceptions.GetTimeoutError:
+            _ray().cancel(question)
+            raise ServiceUnavailable(
+                f"{self!r}: the actor that keeps its nodes has not answered for {_SAY_AFTER_S + _START_S:.0f} seconds. "
+                "`ray list actors` says whether Ray could start it"
+            ) from None
+        return view
 
     def left(self) -> None:
         """As `Engine`. With the last loader the nodes end, unless this was copied. Waits for nothing."""
@@ -237,8 +258,12 @@ def _copied(options: FleetOptions, fleet: Any) -> RayWorkers:
 def _answered(workers: weakref.ref[RayWorkers], question: Any, answer: Future[View]) -> None:
     """In a thread of Ray's."""
     this = workers()
-    if this is not None and not answer.cancelled() and answer.exception() is None:
+    if this is None or answer.cancelled():
+        return
+    if answer.exception() is None:
         this._take(question, answer.result())
+    elif this._pending is question:  # it was not taken back
+        _log.warning("%r does not learn of its nodes any more: %r", this, answer.exception())
 
 
 def _job() -> str:

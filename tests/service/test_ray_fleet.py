@@ -1,0 +1,193 @@
+"""What keeps Ray's nodes, with agents that are stopped, late, or fail in ways that nobody foresaw. Ray is played here:
+`tests/ray_cluster` has a cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncloader.integrations import ray_actors
+from asyncloader.integrations.ray_actors import Fleet, FleetOptions
+from asyncloader.service import agent as agents
+from asyncloader.service.agent import AgentNode, AgentSetup
+from asyncloader.service.engine import Credentials
+from tests.integration.running import run_async
+
+
+class RayError(Exception):
+    """As Ray's."""
+
+
+class Played:
+    """An agent. Its `how` says what becomes of each kind of question; "lives" is answered by `end`."""
+
+    def __init__(self, machine: str) -> None:
+        self.machine = machine
+        self.how: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {}
+        self.served: list[Any] = []
+        self.ends: list[asyncio.Future[None]] = []
+        self.killed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *given: self._answer(name, *given))
+
+    async def _answer(self, name: str, *given: Any) -> Any:
+        if name in self.how:
+            return await self.how[name]()
+        if name == "serve":
+            self.served.append(given[0])
+        if name == "lives":
+            self.ends.append(asyncio.get_running_loop().create_future())
+            await self.ends[-1]
+        return (f"tcp://{self.machine}:1",)
+
+
+class Cluster:
+    """Ray, with these machines."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *machines: str) -> None:
+        self.machines = dict.fromkeys(machines, 2)
+        self.agents: dict[str, Played] = {each: Played(each) for each in machines}
+        self.failing: list[Exception] = []
+        monkeypatch.setattr(ray_actors, "_ray", lambda: self)
+        monkeypatch.setattr(ray_actors, "_machines", self.alive)
+        monkeypatch.setattr(ray_actors, "placed_at", lambda machine: machine)
+        for name, seconds in {"_LOOK_S": 0.01, "_ANSWER_S": 0.05, "_START_S": 0.2}.items():
+            monkeypatch.setattr(ray_actors, name, seconds)
+        self.exceptions = SimpleNamespace(RayError=RayError)
+
+    def alive(self, _: Any) -> dict[str, int]:
+        if self.failing:
+            raise self.failing.pop()
+        return self.machines
+
+    def put(self, data: bytes) -> bytes:
+        return data
+
+    def remote(self, _: Any) -> Any:
+        def options(scheduling_strategy: str, **_: Any) -> Any:
+            return SimpleNamespace(remote=lambda *_: self.agents[scheduling_strategy])
+
+        return SimpleNamespace(options=options)
+
+    def kill(self, agent: Played, *, no_restart: bool) -> None:
+        assert not no_restart
+        agent.killed += 1
+        agent.how.clear()  # Ray starts it anew
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something that happens on this loop, as its tasks go on."""
+    while not true():  # noqa: ASYNC110 - what a task of the fleet does sets no event
+        await asyncio.sleep(0)
+
+
+def run(play: Callable[[Fleet], Coroutine[Any, Any, None]]) -> None:
+    """Let a fleet live for so long, and end its tasks."""
+
+    async def live() -> None:
+        fleet = Fleet(FleetOptions(None, 1, {}, None), Credentials(""))
+        try:
+            await play(fleet)
+        finally:
+            tasks = [*fleet._keeping.values(), *([fleet._looking] if fleet._looking is not None else [])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    run_async(live())
+
+
+def ready(fleet: Fleet) -> set[str]:
+    return set(fleet._ready)
+
+
+def test_an_agent_that_is_stuck_holds_up_no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not offered to loaders until it serves all that the others do."""
+    cluster = Cluster(monkeypatch, "one", "two")
+
+    async def play(fleet: Fleet) -> None:
+        await fleet.serve("first", b"1", "one")
+        await until(lambda: ready(fleet) == {"one", "two"})
+        stuck = asyncio.Event()
+        cluster.agents["two"].how["serve"] = stuck.wait
+        view = await fleet.serve("second", b"2", "one")
+        assert [node.machine for node in view.nodes] == ["one"]
+        del cluster.agents["two"].how["serve"]
+        stuck.set()
+        await until(lambda: ready(fleet) == {"one", "two"})
+        assert {b"1", b"2"} <= set(cluster.agents["two"].served)
+
+    run(play)
+
+
+@pytest.mark.parametrize("question", ["addresses", "serve"])
+def test_an_agent_that_hangs_at_its_start(
+    question: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so. One that was there is begun anew; one that Ray does not place, as all CPUs are taken, is not."""
+    cluster = Cluster(monkeypatch, "one")
+    agent = cluster.agents["one"]
+    agent.how[question] = for_ever
+
+    async def play(fleet: Fleet) -> None:
+        serving = asyncio.ensure_future(fleet.serve("first", b"1", "one"))
+        await until(lambda: "the node at machine one is not ready" in caplog.text)
+        if question == "addresses":
+            assert not agent.killed
+            agent.how.clear()
+        assert [node.machine for node in (await serving).nodes] == ["one"]
+
+    run(play)
+    assert agent.killed == (question == "serve")
+    assert "the node at machine one is not ready" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RayError("gone"), KeyError("of no kind that was foreseen"), OSError("broken")])
+def test_whatever_fails_once_is_tried_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The list of machines, and an agent that dies while it is ready."""
+    cluster = Cluster(monkeypatch, "one")
+    cluster.failing += [error]
+
+    async def play(fleet: Fleet) -> None:
+        await fleet.serve("first", b"1", "one")
+        await until(lambda: ready(fleet) == {"one"})
+        agent = cluster.agents["one"]
+        await until(lambda: bool(agent.ends))
+        agent.ends[0].set_exception(error)
+        await until(lambda: not ready(fleet))
+        await until(lambda: ready(fleet) == {"one"})
+        cluster.machines = {}
+        await until(lambda: not fleet._agents)
+
+    run(play)
+    assert "Ray does not say which machines there are" in caplog.text
+
+
+def test_a_node_that_has_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent's question has an end, and then the engine can start another one."""
+    node = AgentNode(AgentSetup("127.0.0.1", 1, Credentials("token")))
+    try:
+        assert node.load().processes == 1
+        os.kill(node.process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(agents, "_ANSWER_S", 0.2)
+        with pytest.raises(ConnectionError, match="did not answer for 0 seconds, and was ended"):
+            node.load()
+        assert node.process.returncode == -signal.SIGKILL
+        with pytest.raises(ConnectionError):
+            node.load()
+    finally:
+        node.close()
