@@ -65,6 +65,7 @@ MOST_ARRAYS: Final = 100_000
 """Containers of a value, at most, and one more for each 8 bytes that it is sent in: an empty one is sent as one byte,
 and takes about 80. Numbers and texts need no such limit."""
 _ARRAY_BYTES = 8
+_MOST_ARRAYS_EVER = 1 << 20  # counting them takes half a second
 MOST_KEY_PAIRS: Final = 1 << 31
 """The squares of the numbers of keys of a value's sets and dictionaries that are not texts, added up, at most: 46,340
 keys of one. The hashes of texts are secret; those of numbers are not, and keys that are chosen for that make a table's
@@ -167,7 +168,7 @@ _SIZED = {
 
 def too_many_arrays(data: bytes) -> int:
     """Return how many containers there may be, if there are more of them; else 0. Takes about a nanosecond per byte."""
-    most = MOST_ARRAYS + len(data) // _ARRAY_BYTES
+    most = min(MOST_ARRAYS + len(data) // _ARRAY_BYTES, _MOST_ARRAYS_EVER)
     if len(data) - len(data.translate(None, _ARRAY_HEADS)) <= most:
         return 0
     at = found = 0  # such bytes may be part of a number or a text: the data must be read to tell
