@@ -22,7 +22,7 @@ from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.layout import slot_count
 from asyncloader.workers.memory.ring import WorkerRing
 
-MOST = 64 << 20
+MOST = 8 << 20
 
 
 async def test_a_loader_gets_no_more_memory_than_its_share() -> None:
@@ -143,33 +143,27 @@ def oneoff(played: Played, body: bytes, nbytes: int) -> None:
         os.close(fd)
 
 
-async def settled(played: Played) -> None:
-    """Let the lane do what it can without the loader."""
-    for _ in range(200):
-        await asyncio.sleep(0)
-        played.process.flush()
-
-
 async def test_batches_that_are_not_read() -> None:
     """Beyond its share a loader gets nothing made until it reads; then it gets everything."""
     async with Played(most_bytes=MOST) as played:
-        number, size, given, came = 200, MOST // 16, 0, 0
+        number, size, given, came, turn = 60, MOST // 16, 0, 0, 0
         for task in range(number):
             played.loader.send(wire.TASK, b"index", epoch=0, task=task)
-        for turn in range(2000):
+        while came < number:
             await asyncio.sleep(0)
+            turn += 1
             played.loader.flush()
             for kind, body in played.process.receive():
                 if kind == wire.TASK:
                     given += 1
                     oneoff(played, body, size)
             played.process.flush()
-            if turn == 1000:
+            if turn == 500:
                 assert given <= MOST // size + 2 * slot_count(4)
                 assert played.session._unsent <= MOST + slot_count(4) * size + (1 << 20)
-            if turn > 1000:
+            if turn > 500:
                 came += len(list(played.loader.receive()))
-        assert (given, came) == (number, number)
+        assert given == number
         assert not played.session._unsent
 
 
@@ -192,12 +186,12 @@ async def test_floods(kind: int) -> None:
         body = wire.pack_reset(kind, 1, body)[wire.PREFIX_BYTES :] if kind == wire.RESET else body
         task = 0
         while played.lane._reads_link:
-            if played.loader.send(kind, body, epoch=1, task=task):
+            for _ in range(100 if kind == frames.PING else 1):
+                played.loader.send(kind, body, epoch=1, task=task)
                 task += 1
-            while not played.loader.flush() and played.lane._reads_link:
+            while not played.loader.flush() and played.lane._reads_link:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-        await settled(played)
         held = played.lane._link.queued + played.lane._channel.unsent_bytes + played.lane._waiting_bytes
         assert held <= 3 * _MOST_QUEUED
         while not played.lane._reads_link:  # once it is read, so is the link
