@@ -10,7 +10,8 @@ from asyncloader.service.session import Session
 
 def test_what_is_unsent_makes_it_full() -> None:
     """Until enough was sent; who waits is called once. Rings alone never do, and one batch must fit."""
-    session, called = Session("one", 100), []
+    called: list[bool] = []
+    session = Session("one", 100)
     session.hold(90)
     with pytest.raises(RingMemoryError, match="the most for one loader"):
         session.hold(11)
