@@ -5,9 +5,8 @@ Data path: channel -> [task_runner: fetch -> collate -> ring slot] -> channel.
 `TaskRunner` holds a worker's state: its copy of the dataset, its ring, its process-global random numbers. How frames
 are waited for is decided in `worker.py`.
 
-`save_rng_state` and `restore_rng_state` hand the
-state of the process-global generators from a worker that leaves to its replacement. That is needed in torch mode only:
-in seeded mode random numbers belong to samples, not to workers. A worker that is killed saves nothing.
+`save_rng_state` and `restore_rng_state` hand the state of the process-global generators from a worker that leaves to
+its replacement, in torch mode: in seeded mode random numbers belong to samples. A worker that is killed saves nothing.
 """
 
 from __future__ import annotations
@@ -50,12 +49,7 @@ from asyncloader.workers.memory_use import PrivateMemory
 from asyncloader.workers.processor_use import ProcessorUse
 from asyncloader.workers.stderr_capture import captured_stderr
 
-__all__ = [
-    "LateSetup",
-    "TaskRunner",
-    "restore_rng_state",
-    "save_rng_state",
-]
+__all__ = ["LateSetup", "TaskRunner", "restore_rng_state", "save_rng_state"]
 
 _LOOK_S = 0.02  # between two looks at how much CPU time was used: one takes 5 us
 
@@ -81,8 +75,7 @@ class TaskRunner:
         recorder: gets what the worker counts and times.
         entered: when the process began.
         dialect: how values come and go.
-        draw_check: of this process, where several workers share it. What the process uses of the CPUs is then not
-            measured: it is no worker's own.
+        draw_check: of this process, where several workers share it; its use of the CPUs is then no worker's own.
 
     An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__aenter__`, `__iter__`) is kept and
     answers every task of the epoch; torch answers the first one so. With persistent workers the next epoch tries
@@ -173,11 +166,7 @@ class TaskRunner:
             )
 
     def release(self) -> None:
-        """Let go of the dataset, its threads, the ring and all descriptors. Nothing may be carried out afterwards.
-
-        For a process that goes on without this worker. The collector would come late, or never: this object, the reader
-        and what assigns shards refer to one another.
-        """
+        """Let go of the dataset, its threads, the ring and all descriptors: the collector would come late."""
         if self._reader is not None:
             self._reader.close()
         if self._processor_use is not None:

@@ -13,10 +13,8 @@ The node opens lanes, over the process's own channel. A lane ends with its socke
 other reason, of the dataset's or of this process's, is reported to the node, so that its loader goes on elsewhere.
 
 *What a lane holds is bounded.* A loader that sends more than its process carries out, or does not read what was made,
-holds up itself: nothing is read from its lane, or none of its tasks is carried out, until its queues are shorter. That
-cannot last for ever: frames are taken from the one queue by carrying them out, from the other by the loader that reads;
-neither waits for a frame that was not read, except for the assignments of shards, whose lanes run on the event loop and
-are read as long as the loader reads. A loader within its credits is never held up.
+holds up itself: nothing is read from its lane, or none of its tasks is carried out, until its queues are shorter. Both
+get shorter without a frame that was not read: by carrying frames out, or by the loader that reads.
 """
 
 from __future__ import annotations
@@ -135,13 +133,7 @@ class LaneOpening(NamedTuple):
 
 
 class LaneEnding(NamedTuple):
-    """The end of a lane whose loader did not ask for it. The process lives on.
-
-    Attributes:
-        number: as in `LaneOpening`.
-        reason: why.
-        at_task: whether it ended at one of its tasks.
-    """
+    """The end of a lane, at one of its tasks or not, whose loader did not ask for it. The process lives on."""
 
     number: int
     reason: str
@@ -278,12 +270,7 @@ class _Lane:
 
 
 class _LaneLoop(AsyncTaskLoop):
-    """Carries out the tasks of one lane among several on an event loop.
-
-    Args:
-        lane: the lane.
-        failed: called with the error that ends it, before its tasks have ended: one may ignore its cancellation.
-    """
+    """Carries out a lane's tasks on the loop of all lanes. `failed` is called before its tasks have ended."""
 
     def __init__(self, lane: _Lane, failed: Callable[[BaseException, bool], None]) -> None:
         super().__init__(lane.runner)
@@ -303,9 +290,8 @@ class _LaneLoop(AsyncTaskLoop):
             self._loop.add_reader(self._channel.fileno(), self._readable)
 
     def _take(self, kind: int, body: bytes) -> None:
-        if kind == wire.TASK and (
-            len(self._tasks) >= _MOST_TASKS or (len(body) > 1 << 15 and sum(self._tasks.values()) > _MOST_TASK_BYTES)
-        ):
+        large = len(body) > 1 << 15 and sum(self._tasks.values()) > _MOST_TASK_BYTES
+        if kind == wire.TASK and (large or len(self._tasks) >= _MOST_TASKS):
             raise ValueError(f"broken stream: a loader has {len(self._tasks)} tasks or their bytes at one worker")
         super()._take(kind, body)
 
