@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from asyncloader.transports.client_owner import ClientOwner
-from asyncloader.transports.download import RetryingClient
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import safe_url, status_error
 from asyncloader.transports.retry import RequestFailed, RetryPolicy, is_retryable, parse_retry_after
+from asyncloader.transports.retrying_client import RetryingClient
 
 if TYPE_CHECKING:
     import aiohttp

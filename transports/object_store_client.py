@@ -33,10 +33,11 @@ from asyncloader.counters import count
 from asyncloader.transports.base import gather_all
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.client_owner import ClientOwner, Scope
-from asyncloader.transports.download import SLOW_S, RetryingClient
+from asyncloader.transports.download import SLOW_S
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
 from asyncloader.transports.object_store_config import Location, Settings, open_store
 from asyncloader.transports.retry import Attempts, RequestFailed, RetryPolicy
+from asyncloader.transports.retrying_client import RetryingClient
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta

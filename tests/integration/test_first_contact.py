@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader, Dataset, RemoteIterableDataset
-from asyncloader.transports import HttpTransport, ReadFailed, RetryPolicy, download
+from asyncloader.transports import HttpTransport, ReadFailed, RetryPolicy, retrying_client
 
 pytestmark = pytest.mark.network
 
@@ -94,7 +94,7 @@ def told() -> Iterator[Told]:
 
 async def test_a_store_that_comes_back_is_told(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line when it has not answered for some seconds, one when it does, and none in a healthy run."""
-    monkeypatch.setattr(download, "_SILENT_S", -1.0)
+    monkeypatch.setattr(retrying_client, "_SILENT_S", -1.0)
     with silent() as (sock, port):
         root = f"http://127.0.0.1:{port}"
         async with HttpTransport(root, retry=PATIENT) as transport:
@@ -132,7 +132,7 @@ class Objects(Dataset[Any]):
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 async def test_what_three_workers_see_is_told_once(told: Told, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the log of the main process, wherever the workers were started."""
-    monkeypatch.setattr(download, "_SILENT_S", -1.0)
+    monkeypatch.setattr(retrying_client, "_SILENT_S", -1.0)
     asked: Counter[bytes] = Counter()
 
     async def down_at_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -154,4 +154,4 @@ async def test_what_three_workers_see_is_told_once(told: Told, method: str, monk
 
 def impatient(worker: int) -> None:
     """A worker that is not forked has not the test's changes."""
-    download._SILENT_S = -1.0
+    retrying_client._SILENT_S = -1.0

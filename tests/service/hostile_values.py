@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -76,9 +77,9 @@ class _Spoiling(Proxy):
         self._value = value
         super().__init__(target)
 
-    def _pump(self, source: socket.socket, target: socket.socket, *rest: Any) -> None:
-        if not rest[1]:
-            super()._pump(source, target, *rest)
+    def _pump(self, source: socket.socket, target: socket.socket, allowed: threading.Event, counts: bool) -> None:
+        if not counts:
+            super()._pump(source, target, allowed, counts)
             return
         with contextlib.suppress(OSError, EOFError):
             while True:

@@ -6,6 +6,8 @@ import datetime as dt
 import decimal
 import io
 import multiprocessing
+import random
+import resource
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,6 +25,7 @@ from asyncloader.formats import Located, ShardError
 from asyncloader.formats import parquet as reader
 from asyncloader.formats.parquet import read_rows
 from asyncloader.formats.parquet_file import RangeFile, Windows
+from asyncloader.formats.parquet_pages import PageHeaders, PageLimits
 from tests.drawn import scaled
 from tests.unit.formats.shard_readers import corrupted
 from tests.unit.formats.test_parquet_footer import URL, encrypted, footer_of, lying, written
@@ -233,9 +236,42 @@ def test_page_headers_that_claim_2_gib(sizes: bytes) -> None:
     start, _ = footer_of(data).group(0).chunks[0]
     # The header of the first page: its type, then its two sizes as zigzag numbers.
     huge = data[start : start + 2] + b"\x15" + sizes
-    with pytest.raises(ShardError, match="row group 0 is damaged") as caught:
+    with pytest.raises(ShardError, match=r"a page claims [\d,]+ bytes; 67,108,864 are allowed"):
         rows_of(data[:start] + huge + data[start + len(huge) :], max_sample_bytes=1 << 20)
-    assert caught.value.offset == start
+
+
+@pytest.mark.parametrize("step", [1, 7, 300, 1 << 20])
+def test_page_headers_are_followed(step: int) -> None:
+    """In pieces of any size, to the end of each column chunk; no byte more."""
+    data = written(pa.table({"a": [f"text {n}" for n in range(5000)]}), data_page_size=500, compression="snappy")
+    group = footer_of(data).group(0)
+    for (start, length), values in zip(group.chunks, group.values, strict=True):
+        pages = PageHeaders(length, PageLimits(1 << 20, values))
+        for at in range(start, start + length, step):
+            pages.feed(data[at : min(at + step, start + length)])
+        assert pages.given == length
+        tight = PageHeaders(length, PageLimits(100, values))
+        with pytest.raises(ValueError, match="100 are allowed"):
+            tight.feed(data[start : start + length])
+
+
+def test_mutated_pages_end_in_errors_or_rows() -> None:
+    """Drawn faults in pages: rows or a `ShardError`, and no memory beyond what a page may have."""
+    table = {"i": list(range(300)), "l": [[n] * (n % 5) for n in range(300)], "s": [f"t{n % 9}" for n in range(300)]}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rng = random.Random(5)
+    for compression in ("none", "snappy", "zstd"):
+        whole = written(pa.table(table), compression=compression, row_group_size=100, data_page_version="2.0")
+        end = len(whole) - reader.footer_size(whole, len(whole), URL)
+        heads = [start for group in range(3) for start, _ in footer_of(whole).group(group).chunks]
+        for _ in range(100):
+            data = bytearray(whole)
+            at = rng.choice(heads) + rng.randrange(24)
+            new = rng.choice([b"\xff\xff\xff\xff\x0f", b"\xfe\xff\xff\xff\x0f", bytes([rng.randrange(256)])])
+            data[at : at + len(new)] = new
+            with suppress(ShardError):
+                rows_of(bytes(data[:end]) + whole[end:], max_sample_bytes=1 << 20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000
 
 
 def test_checksums_of_pages_are_verified() -> None:

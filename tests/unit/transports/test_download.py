@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.transports.client_owner import ClientOwner, Scope
-from asyncloader.transports.download import Download, RetryingClient, read_blocks
+from asyncloader.transports.download import Download, read_blocks
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.retry import RequestFailed, RetryPolicy
+from asyncloader.transports.retrying_client import RetryingClient
 
 SOON = RetryPolicy(budget_s=60, first_delay_s=1e-6, cap_s=1e-6)
 

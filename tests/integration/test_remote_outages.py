@@ -1,0 +1,119 @@
+"""A transport's error is no bad sample: nothing is left out for it, whatever `on_error` says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from asyncloader import AsyncDataLoader, Dataset, RemoteIterableDataset
+from asyncloader.transports import AccessDenied, ObjectNotFound, ReadFailed, RetryPolicy
+from tests.integration.http_store import HttpStore, broken, serving, status
+from tests.unit.remote.shards import MAKERS, jsonl, number_of
+
+pytestmark = pytest.mark.network
+
+SOON = RetryPolicy(budget_s=0.3, first_delay_s=0.001, cap_s=0.01)
+COUNT = 400
+
+
+@pytest_asyncio.fixture
+async def store() -> AsyncIterator[HttpStore]:
+    async with serving() as store:
+        yield store
+
+
+def loader_of(store: HttpStore, urls: list[str], **options: Any) -> AsyncDataLoader[Any]:
+    dataset = RemoteIterableDataset([f"{store.url}/{url}" for url in urls], storage_options={"retry": SOON})
+    return AsyncDataLoader(dataset, batch_size=10, seed=1, decode=number_of, **options)
+
+
+def minus_one(index: Any, error: Exception) -> int:
+    return -1
+
+
+FORMATS = sorted(url for url in MAKERS if ".mds" not in url)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("on_error", ["skip", minus_one], ids=["skip", "function"])
+@pytest.mark.parametrize("url", FORMATS)
+async def test_a_reset_loses_nothing(store: HttpStore, url: str, on_error: Any, workers: int) -> None:
+    """In the middle of a shard, from a server with a weak ETag alone."""
+    data = MAKERS[url](range(COUNT))
+    store.put(url, data, etag='W/"1"')
+    store.faults[url] += [broken(len(data) // 2)] * (1 if workers else 3)
+    async with loader_of(store, [url], on_error=on_error, num_workers=workers) as loader:
+        got = [number async for batch in loader for number in batch.tolist()]
+        assert sorted(got) == list(range(COUNT))
+        assert not loader.skipped_samples
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip", minus_one], ids=["raise", "skip", "function"])
+async def test_an_outage_is_raised_and_reading_goes_on(store: HttpStore, on_error: Any) -> None:
+    """It is longer than the budget, when shards are opened: an error each time, and then all samples."""
+    urls = [f"{n}.jsonl" for n in range(4)]
+    for number, url in enumerate(urls):
+        store.put(url, jsonl(range(100 * number, 100 * number + 100)))
+    got: list[int] = []
+    async with loader_of(store, urls, on_error=on_error) as loader:
+        batches = aiter(loader)
+        got += (await anext(batches)).tolist()
+        for url in urls:
+            store.faults[url].extend([status(503)] * 10_000)
+
+        async def read_on() -> None:
+            while True:
+                got.extend((await anext(batches)).tolist())
+
+        with pytest.raises(ReadFailed, match="503"):
+            await read_on()
+        store.faults.clear()
+        async for batch in batches:
+            got += batch.tolist()
+        assert sorted(got) == list(range(400))
+        assert not loader.skipped_samples
+
+
+async def test_refused_credentials_and_missing_shards(store: HttpStore) -> None:
+    """The first says nothing about the shard, and is raised; the second does, and is skipped."""
+    for number in range(2):
+        store.put(f"{number}.jsonl", jsonl(range(10 * number, 10 * number + 10)))
+    async with loader_of(store, ["0.jsonl", "gone.jsonl", "1.jsonl"], on_error="skip") as loader:
+        got = [number async for batch in loader for number in batch.tolist()]
+        assert sorted(got) == list(range(20))
+        assert len(loader.skipped_samples) == 1
+    store.faults["1.jsonl"].extend([status(403)] * 20)
+    async with loader_of(store, ["0.jsonl", "1.jsonl"], on_error="skip") as loader:
+        with pytest.raises(AccessDenied):
+            async for _ in loader:
+                pass
+
+
+class Raising(Dataset[Any]):
+    """Its samples 3 and 5 cannot be had, in different ways."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 8
+
+    async def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise ObjectNotFound("it is not there")
+        if index == 5:
+            raise self.error
+        return index
+
+
+@pytest.mark.parametrize("on_error", ["skip", "refill", minus_one], ids=["skip", "refill", "function"])
+async def test_map_datasets(on_error: Any) -> None:
+    """A missing object is its sample's fault, as is any error of a user's own client; an outage is not."""
+    with pytest.raises(ReadFailed, match="reset"):
+        [batch async for batch in AsyncDataLoader(Raising(ReadFailed("reset")), 8, seed=1, on_error=on_error)]
+    loader = AsyncDataLoader(Raising(ConnectionResetError("mine")), 8, seed=1, on_error=on_error)
+    batches = [batch.tolist() async for batch in loader]
+    assert len(batches[0]) == (6 if on_error == "skip" else 8)

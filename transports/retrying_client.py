@@ -1,0 +1,152 @@
+"""Decides whether a failed request is sent again, and keeps what is known of each server: whether it answers.
+
+Data path: http, object_store -> download -> [retrying_client] -> server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from asyncloader.transports.errors import ReadFailed
+from asyncloader.transports.retry import Attempts, RetryCounts, RetryPolicy
+
+if TYPE_CHECKING:
+    from asyncloader.transports.client_owner import ClientOwner
+    from asyncloader.transports.retry import RequestFailed
+
+_log = logging.getLogger("asyncloader")
+_SILENT_S = 5.0  # without progress, after which the log says so
+_LAST_S = 1.0  # how long an answer is waited for when the time is up
+_FOLLOWS_S = 1.0  # after a failure, within which the next operation is taken to be for the same purpose
+
+__all__ = ["RetryingClient"]
+
+_C = TypeVar("_C")
+
+
+@dataclass(slots=True)
+class _Contact:
+    """Whether a server answers this process, whichever client asks."""
+
+    answered: bool = False
+    began: float = 0.0  # when the first operation began that was not answered
+    tried: float = -inf  # when the attempt after the last failure was, or will be, made
+    failures: int = 0  # since `began`
+    silent: bool = False  # the log has said that it does not answer
+
+    def begin(self, now: float) -> float:
+        """Return when the trying began that something at this time belongs to; it may begin now."""
+        if now - self.tried > _FOLLOWS_S:
+            self.began, self.tried, self.failures = now, now, 0
+        return self.began
+
+
+_contacts: dict[str, _Contact] = {}
+
+
+class RetryingClient(ABC, Generic[_C]):
+    """Sends requests below one root and handles their failures. Subclasses add the requests themselves.
+
+    Args:
+        owner: has the connections.
+        retry: what is retried and for how long.
+        min_bytes_per_s: the rate below which a response is given up; 0: any will do.
+    """
+
+    def __init__(self, owner: ClientOwner[_C], retry: RetryPolicy, min_bytes_per_s: float = 0.0) -> None:
+        self.owner = owner
+        self.min_bytes_per_s = min_bytes_per_s
+        self.counts = RetryCounts()
+        self._retry = retry
+
+    @abstractmethod
+    def where(self, path: str | None) -> str:
+        """Return the URL of an object, or the nearest one known, for texts: without secrets. None: of the root."""
+
+    @property
+    def server(self) -> str:
+        """Return what the client's requests go to: clients of the same one share what is known of it."""
+        return self.where(None)
+
+    @cached_property
+    def _contact(self) -> _Contact:
+        return _contacts.setdefault(self.server, _Contact())
+
+    @property
+    def reached(self) -> bool:
+        """Whether the store has answered this process, with whatever it was."""
+        return self._contact.answered
+
+    def answered(self, *, busy: bool = False) -> None:
+        """Note that the store has answered. `busy`: that it cannot serve the request now; so it is not back yet."""
+        contact = self._contact
+        contact.answered = True
+        if contact.silent and not busy:
+            contact.silent = False
+            _log.warning("%s answers again", self.where(None), extra={"store": self.server, "silent": False})
+
+    def patience(self, seconds: float) -> float:
+        """Return how long to wait for an answer: so many seconds, but less as long as there was none at all."""
+        contact, first = self._contact, self._retry.first_contact_s
+        if contact.answered or not first:
+            return seconds
+        now = asyncio.get_running_loop().time()
+        return min(seconds, max(_LAST_S, contact.begin(now) + first - now))
+
+    @property
+    def _policy(self) -> RetryPolicy:
+        return self._retry if self.reached else self._retry.at_first_contact
+
+    def attempts(self, began: float, *, share: float = 0.5) -> Attempts:
+        """Start to track an operation that has failed once; `share` as in `Attempts`.
+
+        Until the store has answered, operations that follow one another share the time for that.
+        """
+        contact = self._contact
+        since = began if contact.answered else contact.begin(began)
+        return Attempts(self._policy, since, attempt=began, share=share)
+
+    def judge(self, path: str | None, failed: RequestFailed, attempts: Attempts, now: float) -> float:
+        """Return the seconds to wait before the next attempt, and count it; raise if there is none."""
+        if not failed.retryable:
+            raise failed.final or self.failure(path, failed) from failed.cause
+        contact, policy = self._contact, self._policy
+        contact.failures += 1
+        attempts.follow(policy)
+        verdict = attempts.failed(now, failed.retry_after)
+        contact.tried = now + (verdict.delay or 0.0)
+        if verdict.delay is None:
+            self.counts.give_up()
+            number, reason = attempts.failures, verdict.reason
+            if not contact.answered and policy.budget_s:
+                number = contact.failures
+                reason = (
+                    f"no answer at all within {policy.budget_s:g} s. Is the address right? "
+                    "RetryPolicy(first_contact_s=) is how long to try"
+                )
+            times = "once" if number == 1 else f"{number} times"
+            raise self.failure(path, failed, f"tried {times}: {reason}") from failed.cause
+        if not contact.silent and attempts.waited(now) > _SILENT_S:
+            contact.silent = True
+            _log.warning(
+                "%s has not answered for %.0f s (%s); it is tried for %g s, then the read fails",
+                *(self.where(None), attempts.waited(now), failed.text, policy.budget_s),
+                extra={"store": self.server, "silent": True},
+            )
+        self.counts.retry(failed.kind, verdict.delay)
+        return verdict.delay
+
+    def failure(self, path: str | None, failed: RequestFailed, note: str = "") -> ReadFailed:
+        """Make the error of a request that failed for good; `path` None: of a listing."""
+        subject = "the listing" if path is None else repr(path)
+        text = f"reading {subject} failed: {self.where(path)}: {failed.text}{'; ' + note if note else ''}"
+        error = ReadFailed(text, path=path)
+        if isinstance(failed.cause, OSError):
+            error.errno = failed.cause.errno
+        return error
