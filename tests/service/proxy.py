@@ -46,8 +46,9 @@ class Proxy:
 
     def _run(self, function: object, *args: object) -> None:
         thread = threading.Thread(target=function, args=args)  # type: ignore[arg-type]
-        self._threads.append(thread)
+        self._threads = [each for each in self._threads if each.is_alive()]
         thread.start()
+        self._threads.append(thread)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -59,10 +60,18 @@ class Proxy:
                     near.close()
                     continue
                 self._sockets |= {near, far}
-                self._run(self._pump, near, far, self.to_node, False)
-                self._run(self._pump, far, near, self.to_loader, True)
+                last = threading.Semaphore(1)  # whoever cannot have it is the last of the two, and closes
+                self._run(self._pump, near, far, self.to_node, False, last)
+                self._run(self._pump, far, near, self.to_loader, True, last)
 
-    def _pump(self, source: socket.socket, target: socket.socket, allowed: threading.Event, counts: bool) -> None:
+    def _pump(
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        allowed: threading.Event,
+        counts: bool,
+        last: threading.Semaphore,
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 allowed.wait()
@@ -74,6 +83,10 @@ class Proxy:
         for sock in (source, target):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        if not last.acquire(blocking=False):
+            self._sockets -= {source, target}
+            source.close()
+            target.close()
 
     def reset(self) -> None:
         """Break all connections."""
@@ -96,7 +109,7 @@ class Proxy:
         self.reset()
         for thread in self._threads:
             thread.join()
-        for sock in self._sockets:
+        for sock in list(self._sockets):
             sock.close()
 
 
