@@ -12,7 +12,7 @@ WHOLE, FEW = 100, 20  # examples where a test names no number
 def choose(*, whole: bool) -> None:
     """Say how many: before the tests are imported, whose decorators ask."""
     slow = [HealthCheck.too_slow]  # a loaded machine draws slowly
-    settings.register_profile("tests", max_examples=WHOLE if whole else FEW, suppress_health_check=slow)
+    settings.register_profile("tests", max_examples=WHOLE if whole else FEW, deadline=None, suppress_health_check=slow)
     settings.load_profile("tests")
 
 

@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 from asyncloader.errors import ServiceUnavailable
 from asyncloader.service import frames
 from asyncloader.service.address import Service
+from asyncloader.service.dataset_facts import Facts
 from asyncloader.service.definition import Defined
 from asyncloader.service.dialect import PLAIN
 from asyncloader.service.handshake import Challenge, Hello, Look, Looked, Proof, Refusal, Welcome, proof, proves
-from asyncloader.service.lane_host import Facts
 from asyncloader.service.link import Link
 from asyncloader.service.records import pack_record, read_record
 from asyncloader.service.served_shards import Plan, PlanRequest, gathered

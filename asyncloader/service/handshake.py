@@ -25,9 +25,9 @@ from msgspec import Meta
 from torch.utils.data import default_collate, default_convert
 
 import asyncloader
+from asyncloader.service.dataset_facts import Facts
 from asyncloader.service.definition import Defined
 from asyncloader.service.dialect import PLAIN
-from asyncloader.service.lane_host import Facts
 from asyncloader.service.records import Count, Name, pack_record, read_record
 from asyncloader.service.served_shards import Catalog, check_catalog
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy

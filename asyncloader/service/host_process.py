@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.counters import LANE_KEY, StageTimes, stage_times, total
+from asyncloader.service.dataset_facts import Facts
 from asyncloader.service.handshake import Opening
 from asyncloader.service.lane_host import (
     ENDED,
@@ -24,7 +25,6 @@ from asyncloader.service.lane_host import (
     OPEN,
     PLAN,
     PLANNED,
-    Facts,
     HostSetup,
     LaneEnding,
     LaneOpening,

@@ -32,18 +32,15 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.counters import LANE_KEY, Recorder
 from asyncloader.errors import StateError
+from asyncloader.service.dataset_facts import Facts, facts_of
 from asyncloader.service.definition import Defined, Made, load_definition
 from asyncloader.service.dialect import PLAIN
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.served_shards import Catalog, PlanRequest, finding, planned
-from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_async_stream
-from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc import wire
@@ -60,7 +57,6 @@ __all__ = [
     "OPEN",
     "PLAN",
     "PLANNED",
-    "Facts",
     "HostSetup",
     "LaneEnding",
     "LaneOpening",
@@ -81,33 +77,6 @@ _FRAME_BYTES = 200  # that a frame takes in a queue besides its own
 _MOST_TASKS = 1 << 13  # of a lane on the event loop: twice the credits that a loader may have
 _MOST_REASON = 2000  # characters
 _MOST_TASK_BYTES = 256 << 20  # of their frames
-
-
-class Facts(NamedTuple):
-    """What a loader must know of a dataset to plan an epoch.
-
-    Attributes:
-        iterable: whether it is iterated.
-        length: its length; None if it has none.
-        asynchronous: whether it is read on an event loop.
-        stateful: whether it has a state of its own.
-        shuffle: if the loader assigns its shards: samples that each worker shuffles together; else None.
-        problem: why it cannot be served; empty if all is well.
-    """
-
-    iterable: bool = False
-    length: int | None = None
-    asynchronous: bool = False
-    stateful: bool = False
-    shuffle: int | None = None
-    problem: str = ""
-
-    def difference(self, planned: Facts) -> str:
-        """How this dataset differs from the one that was planned with; empty if in nothing that a plan needs."""
-        for name, mine, theirs in zip(self._fields, self, planned, strict=True):
-            if mine != theirs and name != "problem":
-                return f"its dataset has {name}={mine}, and the loader planned with {name}={theirs}"
-        return ""
 
 
 class LaneOpening(NamedTuple):
@@ -186,21 +155,6 @@ class HostSetup(NamedTuple):
             serve_async(host.run_async)
         else:
             host.run()
-
-
-def facts_of(dataset: Any) -> Facts:
-    """Look at a dataset."""
-    iterable = isinstance(dataset, IterableDataset) or is_async_stream(dataset)
-    if assigns_shards(dataset):  # its length would cost a look into each of its shards
-        return Facts(True, None, True, is_stateful(dataset), getattr(dataset, "shuffle_buffer", 0))
-    problem = ""
-    try:
-        length = len(dataset)  # pyright: ignore[reportArgumentType] - or the error says that it has none
-    except (TypeError, NotImplementedError):  # the two ways in which datasets say that they have none
-        length = None
-    if not iterable and length is None:
-        problem = f"{type(dataset).__name__} has no length, without which no order can be made of its samples"
-    return Facts(iterable, length, is_async_dataset(dataset), is_stateful(dataset), None, problem)
 
 
 class _LaneChannel(Channel):

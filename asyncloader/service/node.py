@@ -21,6 +21,7 @@ from typing import Any
 
 from asyncloader.service import frames
 from asyncloader.service.awaiting import message_of, secured, send_whole, waited
+from asyncloader.service.dataset_facts import Facts
 from asyncloader.service.epoch_cache import EpochCache
 from asyncloader.service.handshake import (
     Challenge,
@@ -38,7 +39,7 @@ from asyncloader.service.handshake import (
     read_opening,
 )
 from asyncloader.service.host_process import HostProcesses, LaneEnd, NotMade
-from asyncloader.service.lane_host import Facts, HostSetup
+from asyncloader.service.lane_host import HostSetup
 from asyncloader.service.link import Link
 from asyncloader.service.node_lanes import ForwardedLane, PassedLane
 from asyncloader.service.pickled import PickledDefinition

@@ -20,7 +20,7 @@ from asyncloader.service.extra import check_extra
 
 if TYPE_CHECKING:
     from asyncloader.remote.assignment import Assignment
-    from asyncloader.service.lane_host import Facts
+    from asyncloader.service.dataset_facts import Facts
     from asyncloader.service.served_shards import Catalog
 
 __all__ = ["ServedDataset", "let_go", "located"]

@@ -17,10 +17,10 @@ import torch
 
 from asyncloader.service import frames
 from asyncloader.service.batches import BatchEncoder
+from asyncloader.service.dataset_facts import Facts
 from asyncloader.service.dialect import PLAIN
 from asyncloader.service.frames import HEADER_BYTES, Header, pack_header, unpack_header
 from asyncloader.service.handshake import Welcome
-from asyncloader.service.lane_host import Facts
 from asyncloader.service.values import pack
 from asyncloader.workers.ipc import wire
 from tests.stress.hostility import ESCAPE, FROM_NODE, Case, any_body, any_head, encoded, rng_of, spoiled, value

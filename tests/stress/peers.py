@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from tests.stress.hostility import Case, draw
-from tests.stress.peer_arena import Child, Finding, LoaderArena, NodeArena, deadline_of, verdict
+from tests.stress.peer_arena import Child, Finding, LoaderArena, NodeArena, verdict
 
 __all__ = ["main", "run"]
 

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 from asyncloader.errors import RingMemoryError
 from asyncloader.service.batches import BatchTemplate
+from asyncloader.service.dataset_facts import Facts
 from asyncloader.service.dialect import PLAIN
 from asyncloader.service.handshake import Hello, Welcome, read_opening
-from asyncloader.service.lane_host import Facts
 from asyncloader.service.link import Link
 from asyncloader.service.node import Node
 from asyncloader.service.records import pack_record, read_record

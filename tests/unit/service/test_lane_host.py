@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from asyncloader import RemoteIterableDataset
-from asyncloader.service.lane_host import Facts, _Host, _Lane, facts_of
+from asyncloader.service.dataset_facts import Facts, facts_of
+from asyncloader.service.lane_host import _Host, _Lane
 from tests.service import definitions
 
 

@@ -27,6 +27,7 @@ def test_the_last_answers_come_before_the_death(held_open: bool) -> None:
         _listener=None,
         _watchdog=None,
         _loop=None,
+        _failed=False,
         _owner=os.getpid(),
         epoch=0,
     )
