@@ -26,7 +26,7 @@ from tests.stress.peer_child import AT_A_TIME, RECORD, record
 from tests.stress.peer_loader import Connection, Place, Stalled, play
 from tests.stress.peer_node import HostileNode
 
-__all__ = ["Child", "Finding", "LoaderArena", "NodeArena", "deadline_of", "verdict"]
+__all__ = ["Child", "Finding", "LoaderArena", "NodeArena", "verdict"]
 
 STALL_S = 3.0
 """Seconds without a batch that an honest loader may see, besides those in which the machine is busy."""
@@ -34,11 +34,14 @@ GROWTH = 256 << 20
 """Bytes of memory that hostile loaders may make a node's process take."""
 LOG_BYTES = 256 << 10
 """Bytes of a node's log that one hostile loader may cause."""
+DEADLINE_S = 15.0
+"""Seconds that a loader may take for its epoch, whatever the node does: some times what `Service(wait=)` says."""
 _STANDING = 48
 """Connections that are left standing at a time."""
 _NAMES = ["numbers", "awaited", "stream", "large"]
 _TOKEN = "correct horse"
 _WAIT_S = 2.0
+_KILLED = ("signal: Killed", "SIGKILL")  # a loader may have the process killed that is at its task
 _RAW = ESCAPE[:5].encode()
 
 
@@ -167,7 +170,8 @@ class Child:
         with suppress(OSError):
             self.process.send_signal(signal.SIGUSR1)
             sleep(0.5)
-        return self.log.read_text(errors="replace")[-3000:]
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if line.startswith("  File") and "/asyncloader/" in line)[-1500:]
 
     def close(self) -> str:
         """End it. Returns why it ended badly; "" if well."""
@@ -215,7 +219,7 @@ class _Node:
         if len(text) > LOG_BYTES:
             found.append(f"log: {len(text):,} bytes at once")
         for line in said.splitlines():
-            if "died" in line and "SIGKILL" not in line:
+            if "died" in line and not any(each in line for each in _KILLED):
                 found.append(f"process: {line[:500]}")
         if self.memory is not None and code is None and (grown := self.memory.grown()):
             found.append(grown)
@@ -383,12 +387,6 @@ class Finding:
     """Whether another case may have been the cause."""
 
 
-def deadline_of(case: Case) -> float:
-    """Seconds that a loader may take."""
-    del case
-    return 25.0
-
-
 def verdict(case: Case, finding: Finding) -> list[str]:
     """What is wrong with it."""
     if finding.crash:
@@ -454,7 +452,7 @@ class NodeArena:
         try:
             request: dict[str, Any] = {"number": number, "name": case.name, "url": ",".join(urls), "wait": _WAIT_S}
             child.tell(**request, workers=rng.choice([1, 2, 2]), asynchronous=rng.random() < 0.5)
-            line = child.line_with(deadline_of(case), number=number)
+            line = child.line_with(DEADLINE_S, number=number)
             with self._lock:
                 finding.disturbed = not (alone and len(self._running) == 1)
             if line is not None:
@@ -465,7 +463,7 @@ class NodeArena:
                     f"the loader's process ended with {code}: {child.log.read_text(errors='replace')[-1500:]}"
                 )
             else:
-                finding.hang = f"no end after {deadline_of(case):.0f} s, in {hostile.acted} hostile connections"
+                finding.hang = f"no end after {DEADLINE_S:.0f} s, in {hostile.acted} hostile connections"
                 if not finding.disturbed:
                     finding.hang += f": {child.stacks()}"
         finally:

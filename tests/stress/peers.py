@@ -29,8 +29,6 @@ RECENT = 12
 """Cases that may be the cause of a finding: they are played again, one by one."""
 _SETTLE_S = 4.0
 """Seconds after a case that is played alone, in which what it does must show."""
-_RETRIES = 2
-"""Further runs of a node's case that failed beside others: it fails if it fails in one of them, alone."""
 
 
 class Failure(NamedTuple):
@@ -93,12 +91,11 @@ def run_nodes(cases: Sequence[Case], failed: Callable[[Failure], bool], told: Co
         with ThreadPoolExecutor(Child.AT_A_TIME) as threads:
             findings = list(threads.map(arena.play, cases))
         for case, finding in zip(cases, findings, strict=True):
-            problems = verdict(case, finding)
-            again = 0
-            while problems and again < _RETRIES and finding.disturbed:  # a crash or a hang of another one, perhaps
-                finding, again = arena.play(case), again + 1
-                problems = verdict(case, finding)
-            told[outcome_of(case, finding)] += 1
+            problems, latest = verdict(case, finding), finding
+            if problems and finding.disturbed:  # perhaps by the crash of another one
+                latest = arena.play(case)
+                problems = verdict(case, latest)
+            told[outcome_of(case, latest)] += 1
             if problems and not failed(Failure([case], problems)):
                 return
         for problem in arena.problems():
