@@ -77,9 +77,16 @@ class _Spoiling(Proxy):
         self._value = value
         super().__init__(target)
 
-    def _pump(self, source: socket.socket, target: socket.socket, allowed: threading.Event, counts: bool) -> None:
+    def _pump(
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        allowed: threading.Event,
+        counts: bool,
+        last: threading.Semaphore,
+    ) -> None:
         if not counts:
-            super()._pump(source, target, allowed, counts)
+            super()._pump(source, target, allowed, counts, last)
             return
         with contextlib.suppress(OSError, EOFError):
             while True:

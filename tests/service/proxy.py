@@ -137,9 +137,16 @@ class FruitlessProxy(Proxy):
         self._how = how
         super().__init__(target)
 
-    def _pump(self, source: socket.socket, target: socket.socket, allowed: threading.Event, counts: bool) -> None:
+    def _pump(
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        allowed: threading.Event,
+        counts: bool,
+        last: threading.Semaphore,
+    ) -> None:
         if counts:
-            super()._pump(source, target, allowed, counts)
+            super()._pump(source, target, allowed, counts, last)
             return
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
