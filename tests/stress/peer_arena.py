@@ -218,9 +218,8 @@ class _Node:
             found.append("log: control characters of a loader's are in the node's log")
         if len(text) > LOG_BYTES:
             found.append(f"log: {len(text):,} bytes at once")
-        for line in said.splitlines():
-            if "died" in line and not any(each in line for each in _KILLED):
-                found.append(f"process: {line[:500]}")
+        deaths = [line for line in said.splitlines() if "died" in line and not any(each in line for each in _KILLED)]
+        found += [f"process: {line[:500]}" for line in deaths]
         if self.memory is not None and code is None and (grown := self.memory.grown()):
             found.append(grown)
         return found

@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, Service
+from asyncloader.option_objects import grouped
 from asyncloader.service import dialing, remote_channel
 from tests.integration.comparing import assert_same
 from tests.service import definitions
@@ -80,7 +81,7 @@ async def _read(number: int, place: dict[str, Any], loader: Any, expected: list[
 
 
 async def _steady(path: str, places: list[dict[str, Any]]) -> None:
-    with Path(path).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+    with Path(path).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:  # noqa: ASYNC230 - before anything runs
         loaders: list[Any] = []
         for number, place in enumerate(places):
             service = Service(place["url"], token=place["token"], tls_ca=place["tls_ca"])
@@ -118,7 +119,7 @@ def _case(case: dict[str, Any], expected: list[Any]) -> None:
     got: list[Any] = []
     error = ""
     try:
-        options = _options(name, case["workers"]) | {"max_worker_restarts": 6}
+        options = grouped(_options(name, case["workers"]) | {"max_worker_restarts": 6, "worker_timeout": 3.0})
         if case["asynchronous"]:
             asyncio.run(_read_once(getattr(definitions, name)(), options | {"workers": service}, got))
         else:
@@ -138,7 +139,7 @@ def _case(case: dict[str, Any], expected: list[Any]) -> None:
 async def _read_once(defined: Any, options: dict[str, Any], got: list[Any]) -> None:
     async with AsyncDataLoader[Any](defined, **options) as loader:
         async for batch in loader:
-            got.append(batch)
+            got.append(batch)  # noqa: PERF401 - those that came before an error count
 
 
 def _cases() -> None:

@@ -16,7 +16,8 @@ import msgspec
 
 from asyncloader.service import frames
 from asyncloader.service.frames import HEADER_BYTES, pack_header
-from asyncloader.service.handshake import proof
+from asyncloader.service.handshake import Proof, proof
+from asyncloader.service.records import pack_record
 from asyncloader.service.values import pack
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
@@ -54,6 +55,7 @@ class Connection:
         self.fds: list[int] = []
         self.drip = b""
         """Bytes that go out one at a time."""
+        host = ""
         if place.address.startswith("unix:"):
             self.raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.raw.settimeout(ANSWER_S)
@@ -181,7 +183,7 @@ def _steps(case: Case) -> list[Step]:
     if case.script == "stay":
         return [*steps, Step(frames.STAY, b""), Step(frames.PING, b"")]
     if case.script == "look":
-        return [*steps, Step(frames.LOOK, pack([1, 2]), answer=frames.LOOKED)]
+        return [*steps, Step(frames.LOOK, pack_record(([1, 2],)), answer=frames.LOOKED)]
     if case.script == "plan":
         return [*steps, Step(frames.PLAN, REQUEST)]
     opening = openings()[rng_of(case.seed, "opening").randrange(2) if case.name in ("numbers", "large") else 0]
@@ -248,7 +250,7 @@ class _Play:
                 theirs = _challenged(message[1])
                 mine = proof(self._token, "loader", bytes(32), theirs)
                 _REPLAYED[0] = mine
-                self._steps[1].body = pack((mine,))
+                self._steps[1].body = pack_record(Proof(mine))
             if message[0] == frames.OPENED and self._peer.fds:
                 self._lane = socket.socket(fileno=self._peer.fds.pop(0))
                 self._lane.settimeout(ANSWER_S)
@@ -319,7 +321,7 @@ class _Play:
                 *(_REPLAYED[0], proof(secret, "loader", bytes(32), bytes(32))),
             ]
         )
-        body = pack((wrong,))
+        body = encoded([wrong])
         self._peer.send(pack_header(due.kind, len(body)) + body)
 
     def _epochs(self, due: Step) -> None:
@@ -353,16 +355,15 @@ class _Play:
 
     def _index(self, due: Step) -> None:
         rng = self._rng
-        body = rng.choice(
-            [
-                lambda: pack(list(range(rng.choice([1000, 100_000])))),
-                lambda: pack([rng.choice([-1, 1 << 62, 10**30, 40])]),
-                lambda: pack([rng.choice(["x", None, 1.5, b"", [[]], {"a": 1}])]),
-                lambda: pack([0] * rng.choice([1000, 100_000])),
-                lambda: encoded(value(rng)),
-                lambda: spoiled(rng, pack([0, 1, 2])),
-            ]
-        )()
+        bodies: list[Callable[[], bytes]] = [
+            lambda: pack(list(range(rng.choice([1000, 100_000])))),
+            lambda: pack([rng.choice([-1, 1 << 62, 10**30, 40])]),
+            lambda: pack([rng.choice(["x", None, 1.5, b"", [[]], {"a": 1}])]),
+            lambda: pack([0] * rng.choice([1000, 100_000])),
+            lambda: encoded(value(rng)),
+            lambda: spoiled(rng, pack([0, 1, 2])),
+        ]
+        body = rng.choice(bodies)()
         for task in range(100, 100 + rng.choice([1, 1, 4])):
             self._unhindered(pack_header(wire.TASK, len(body), 0, task) + body)
 
