@@ -77,30 +77,19 @@ class _Spoiling(Proxy):
         self._value = value
         super().__init__(target)
 
-    def _pump(
-        self,
-        source: socket.socket,
-        target: socket.socket,
-        allowed: threading.Event,
-        counts: bool,
-        last: threading.Semaphore,
-    ) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket, allowed: threading.Event, counts: bool) -> None:
         if not counts:
-            super()._pump(source, target, allowed, counts, last)
+            super()._forward(source, target, allowed, counts)
             return
-        with contextlib.suppress(OSError, EOFError):
-            while True:
-                header = frames.unpack_header(_exactly(source, frames.HEADER_BYTES), 1 << 30, 1 << 40)
-                body, payload = _exactly(source, header.body), _exactly(source, header.payload)
-                if header.kind in self._before:
-                    spoiled = body_of_frame(self._kind, self._value, header.epoch, header.task)
-                    head = frames.pack_header(self._kind, len(spoiled), header.epoch, header.task)
-                    target.sendall(head + spoiled)
-                head = frames.pack_header(header.kind, len(body), header.epoch, header.task, len(payload))
-                target.sendall(head + body + payload)
-        for sock in (source, target):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        while True:
+            header = frames.unpack_header(_exactly(source, frames.HEADER_BYTES), 1 << 30, 1 << 40)
+            body, payload = _exactly(source, header.body), _exactly(source, header.payload)
+            if header.kind in self._before:
+                spoiled = body_of_frame(self._kind, self._value, header.epoch, header.task)
+                head = frames.pack_header(self._kind, len(spoiled), header.epoch, header.task)
+                target.sendall(head + spoiled)
+            head = frames.pack_header(header.kind, len(body), header.epoch, header.task, len(payload))
+            target.sendall(head + body + payload)
 
 
 def _exactly(sock: socket.socket, nbytes: int) -> bytes:

@@ -72,12 +72,8 @@ class Proxy:
         counts: bool,
         last: threading.Semaphore,
     ) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                allowed.wait()
-                target.sendall(data)
-                if counts:
-                    self.forwarded.release()
+        with contextlib.suppress(OSError, EOFError):
+            self._forward(source, target, allowed, counts)
         if not allowed.is_set():
             allowed.wait()  # a silent network does not tell of an end, either
         for sock in (source, target):
@@ -87,6 +83,13 @@ class Proxy:
             self._sockets -= {source, target}
             source.close()
             target.close()
+
+    def _forward(self, source: socket.socket, target: socket.socket, allowed: threading.Event, counts: bool) -> None:
+        while data := source.recv(1 << 16):
+            allowed.wait()
+            target.sendall(data)
+            if counts:
+                self.forwarded.release()
 
     def reset(self) -> None:
         """Break all connections."""
@@ -137,33 +140,22 @@ class FruitlessProxy(Proxy):
         self._how = how
         super().__init__(target)
 
-    def _pump(
-        self,
-        source: socket.socket,
-        target: socket.socket,
-        allowed: threading.Event,
-        counts: bool,
-        last: threading.Semaphore,
-    ) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket, allowed: threading.Event, counts: bool) -> None:
         if counts:
-            super()._pump(source, target, allowed, counts, last)
+            super()._forward(source, target, allowed, counts)
             return
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                at = data.find(TASK)
-                if at < 0:
-                    target.sendall(data)
-                    continue
-                self.lanes += 1
-                if self._how == "announces":
-                    _, epoch, task, _ = HEAD.unpack_from(data, at)
-                    source.sendall(pack_header(RESULT, 0, epoch, task, 1 << 20))
-                    while source.recv(1 << 16):
-                        pass
-                break
-        for sock in (source, target):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        while data := source.recv(1 << 16):
+            at = data.find(TASK)
+            if at < 0:
+                target.sendall(data)
+                continue
+            self.lanes += 1
+            if self._how == "announces":
+                _, epoch, task, _ = HEAD.unpack_from(data, at)
+                source.sendall(pack_header(RESULT, 0, epoch, task, 1 << 20))
+                while source.recv(1 << 16):
+                    pass
+            return
 
 
 @contextlib.contextmanager

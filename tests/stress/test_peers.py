@@ -25,9 +25,11 @@ def test_all_is_drawn() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.network
-def test_seeds() -> None:
+@pytest.mark.parametrize(("side", "seeds"), [("loader", 160), ("node", 40)])
+def test_seeds(side: str, seeds: int) -> None:
     """No crash, no stall, no memory without a bound, and exact batches or an error that names the node."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.stress.peers", "--seeds", "200"]
+    options = ["--side", side, "--seeds", str(seeds)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.stress.peers", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "200 draws, 0 failures" in done.stdout
+    assert f"{seeds} draws, 0 failures" in done.stdout
