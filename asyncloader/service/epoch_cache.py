@@ -99,7 +99,7 @@ class EpochCache:
             self._entries -= 1
 
     def made(self, key: Hashable, batch: MadeBatch) -> None:
-        """Who was told to make the batch has it."""
+        """Store the batch that a lane's process has made, and give it to the lanes that wait for it."""
         waiting = self._taken(key)
         size = _size(batch)
         if size <= self._most and key not in self._made:
@@ -111,7 +111,7 @@ class EpochCache:
             waiter(batch)
 
     def failed(self, key: Hashable) -> None:
-        """Who was told to make the batch does not: the next one does."""
+        """Have the next lane in line make the batch, because the lane that was to make it failed."""
         self._failures.append(key)
         if self._failing:
             return  # a waiter's doing: the call that is in progress goes on with it, however many there are

@@ -104,7 +104,7 @@ def _imported(source: str, package: str) -> Iterator[str]:
 
 
 def _spec(module: str) -> Any:
-    """Where a module is, found without an import of it; None: there is none."""
+    """Find a module's file without importing the module; None: no such file exists."""
     parts = module.split(".")
     top = sys.modules.get(parts[0])
     places = list(getattr(top, "__path__", ())) or None

@@ -153,19 +153,19 @@ class ForwardedLane:
             for message in self._link.receive():
                 self._take(message)
                 if not self._reads_link:
-                    break  # what is left in the link is taken when it is read again
+                    break  # the rest of the link's messages are taken when it is read again
         except Exception as error:  # whatever it is: a lane that answers pings, and nothing else, would be waited for
             self._fails(error)
         if self._link.ended:
             self.close()
 
     def _fails(self, error: Exception) -> None:
-        """What the loader asks for cannot be done."""
+        """End the lane, or report a death, because a request of the loader cannot be carried out."""
         why = str(error) or type(error).__name__  # a log record that somebody keeps must not keep the ring
         if isinstance(error, RingMemoryError):  # at another node it may be the same: the loader must not try for ever
             _log.warning("a loader asks for more memory than there is: %s", why)
             self.died(Death(0, None, why, "", blamed=True, shared=False))
-        else:  # it is no loader of ours
+        else:  # the peer does not follow the protocol
             _log.warning("a loader's connection is closed: %s", why)
             self.close()
 
@@ -367,7 +367,7 @@ class ForwardedLane:
             self._renew_ring()
 
     def _own(self, payload: memoryview) -> Callable[[], None]:
-        """Count a batch that lies in no ring. Returns what must be called once it was sent."""
+        """Count a batch that lies in no ring. Returns the function to call once it was sent."""
         self._session.count(payload.nbytes)
         return partial(self._session.count, -payload.nbytes)
 

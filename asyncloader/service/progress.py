@@ -124,7 +124,7 @@ class Progress:
         return max(0.0, self._nodes[address].failed_at + rest - now)
 
     def problem(self, every: int, stands: bool, now: float) -> str | None:
-        """What to tell the user if it is of no use to go on; else None.
+        """The error's text if the epoch should end, because no node delivers; else None.
 
         Args:
             every: answers of all lanes so far.

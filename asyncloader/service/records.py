@@ -1,10 +1,11 @@
-"""Packs and reads the messages with which a session begins, and what a node says of its processes. Pure: no sockets.
+"""Packs and reads the messages of a handshake, and a node's reports on its processes. Pure: no sockets.
 
 Data path: loader -> [records] -> connection -> [records] -> node, and back.
 
-These messages are read before anybody has proved anything, so their reader knows numbers, texts, bytes, lists and
-named tuples of these in the order and number that each message's type has, and makes nothing else: no dictionary, no
-set, no tensor, no type by its name. Other values (`values.py`) are read only after the proof, and not by the node.
+These messages are read before either side has proved that it has the token, so their reader knows numbers, texts, bytes,
+lists and named tuples of these in the order and number that each message's type has, and makes nothing else: no
+dictionary, no set, no tensor, no type by its name. Other values (`values.py`) are read only after the proof, and not by
+the node.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _T = TypeVar("_T")
 
 
 def pack_record(record: Any) -> bytes:
-    """Pack a named tuple of plain values. What is no valid Unicode in a text is replaced.
+    """Pack a named tuple of plain values. Characters of a text that are not valid Unicode are replaced.
 
     Raises:
         ValueError: it has an integer of more than 64 bits.
@@ -54,7 +55,7 @@ def read_record(kind: type[_T], body: bytes) -> _T:
     """Read a message's body as this named tuple, whose annotations say what its fields may be.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the body is not such a record.
     """
     try:
         record: _T = _decoder(cast("Any", kind)).decode(body)
