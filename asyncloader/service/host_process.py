@@ -371,11 +371,14 @@ class HostProcesses:
 
     # ---------------------------------------------------------------------------------------------- lanes
 
-    async def open(self, opening: Opening, end: Callable[[Any, int], LaneEnd]) -> tuple[LaneEnd, int, int]:
+    async def open(
+        self, opening: Opening, facts: Facts, end: Callable[[Any, int], LaneEnd]
+    ) -> tuple[LaneEnd, int, int]:
         """Open a lane in the process that has the fewest. Returns the node's end, the number, and the process's id.
 
         Args:
             opening: the loader's request.
+            facts: that the loader was given of the dataset. Those of a process that was made since may be others.
             end: makes the node's end, of the socket and the lane's number.
 
         Raises:
@@ -383,7 +386,6 @@ class HostProcesses:
             ConnectionError: the process died.
         """
         made = min(await self._some(), key=lambda each: len(each.lanes) + each.failed_lanes)
-        facts = await self.facts()
         self._requests += 1
         number = self._requests
         ours, theirs = channel_pair()

@@ -69,14 +69,13 @@ there is no dataset, as text; a `LaneEnding`."""
 MOST_PROBLEM = 1500
 """Characters of the text that says why there is no dataset, at most."""
 
-
 _COUNTS_S = 0.25
 _MOST_FRAME = (64 << 20) + 256  # a message's largest body, and the head of a frame
 _MOST_QUEUED = 16 << 20  # bytes of a lane's frames, in either direction; one frame more, if it is that large
 _FRAME_BYTES = 200  # that a frame takes in a queue besides its own
 _MOST_TASKS = 1 << 13  # of a lane on the event loop: twice the credits that a loader may have
-_MOST_REASON = 2000  # characters
 _MOST_TASK_BYTES = 256 << 20  # of their frames
+_MOST_REASON = 2000  # characters
 
 
 class LaneOpening(NamedTuple):

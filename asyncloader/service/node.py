@@ -369,12 +369,12 @@ class Node:
             if opening.setup.fetch_threads and not facts.asynchronous:
                 host = self._host(served, host.setup.arguments, threads=True)
                 with host.in_use():
-                    facts = await waited(host.facts(), link)
-                    if facts.problem:
-                        raise Refused(facts.problem)
-                    await self._open(link, host, served, opening)
+                    problem = (await waited(host.facts(), link)).problem
+                    if problem:
+                        raise Refused(problem)
+                    await self._open(link, host, served, opening, facts)
             else:
-                await self._open(link, host, served, opening)
+                await self._open(link, host, served, opening, facts)
         return True
 
     async def _plan(self, link: Link, host: HostProcesses, facts: Facts, request: PlanRequest) -> None:
@@ -402,7 +402,7 @@ class Node:
         guest: PassedLane = PassedLane(link, lambda: self._ended(guest), lambda: None)
         self._lanes.add(guest)
 
-    async def _open(self, link: Link, host: HostProcesses, served: Served, opening: Opening) -> None:
+    async def _open(self, link: Link, host: HostProcesses, served: Served, opening: Opening, facts: Facts) -> None:
         lane: ForwardedLane | PassedLane | None = None
         passed: list[socket.socket] = []
 
@@ -432,7 +432,7 @@ class Node:
         session.lanes += 1
         try:
             await waited(host.begun(), link)
-            _, number, pid = await host.open(opening, end)
+            _, number, pid = await host.open(opening, facts, end)
         except BaseException:
             self._forget(session)
             raise

@@ -14,11 +14,13 @@ import pytest
 
 from asyncloader import DataLoader, Service, ServiceUnavailable
 from asyncloader.service import host_process
+from asyncloader.service.handshake import read_opening
 from asyncloader.service.host_process import HostProcesses, NotMade
 from asyncloader.service.lane_host import HostSetup
 from tests.integration.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.serving import serving
+from tests.stress.wire_inputs import openings
 
 OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": 2}
 
@@ -105,8 +107,23 @@ async def test_what_nobody_wants_is_given_up(tmp_path: Path, monkeypatch: pytest
         while not host.given_up:
             await host._news.wait()
         with pytest.raises(NotMade, match="no disk"):
-            await host.open(unused, lambda *_: pytest.fail("a lane in no process"))
+            await host.open(unused, unused, lambda *_: pytest.fail("a lane in no process"))
         assert host.idle
+    finally:
+        await host.close()
+
+
+async def test_a_lane_begins_with_what_its_loader_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process compares that with its own dataset: the node's newest facts may be of a later process, too."""
+    host = HostProcesses(HostSetup("tests.service.definitions:on_disk", {"root": str(tmp_path)}), 1)
+    host.start()
+    asked: list[Any] = []
+    monkeypatch.setattr(host, "_ask", lambda made, kind, request, fds: asked.append(request))
+    try:
+        planned = (await host.facts())._replace(length=7)
+        end: Any = lambda sock, number: sock.close()  # noqa: E731
+        await host.open(read_opening(openings()[0]), planned, end)
+        assert asked[0].facts == planned
     finally:
         await host.close()
 
