@@ -147,9 +147,35 @@ def test_processes_that_are_replaced_after_a_change(tmp_path: Path) -> None:
             install(folder, length=500)
             for process in node.workers():
                 process.kill()
-            with pytest.raises(StateError, match=r"length=500, and the loader planned with length=400"):
+            # Of the node, which knows it by then, or of the process.
+            with pytest.raises((ServiceUnavailable, StateError), match=r"length=500, .* planned with .*400"):
                 got += batches
             assert all(int(value) < 2 * (400 + 100) for batch in got for value in batch)
+
+
+@pytest.mark.thorough
+def test_code_that_is_edited_under_a_node(tmp_path: Path) -> None:
+    """Its new processes would run it, and the others not: loaders get that as an error at once, by its name, and all is
+    well when it is put back.
+    """
+    folder = install(tmp_path / "node", length=400)
+    with node_in(folder) as node:
+        options: dict[str, Any] = {**OPTIONS, "num_workers": 1, "max_worker_restarts": 9}
+        text = r"the definition data differs: .* in the node, and"
+        with DataLoader[Any](defined(), **options, workers=Service(node.tcp, wait=1)) as loader:
+            batches = iter(loader)
+            got = [next(batches)]
+            install(folder, steps=STEPS.replace("2", "3"), length=400)
+            for process in node.workers():
+                process.kill()
+            with pytest.raises(ServiceUnavailable, match=text):
+                got += batches
+            assert all(int(value) % 2 == 0 for batch in got for value in batch)
+        with pytest.raises(ServiceUnavailable, match=text):
+            DataLoader[Any](defined(), **options, workers=Service(node.tcp, wait=1))
+        install(folder, length=400)
+        with DataLoader[Any](defined(), **options, workers=node.tcp) as loader:
+            assert len(list(loader)) == 100
 
 
 def test_the_code_that_a_fingerprint_covers(tmp_path: Path, modules: Path) -> None:
