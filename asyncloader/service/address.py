@@ -26,8 +26,10 @@ class Service:
         tls_cert: file with the certificate that this side shows; None: none.
         tls_key: file with its key.
         wait: seconds to look for a node before an error is raised; and to go on while connections are made, and end
-            again before any node delivers a batch. A node that is at a task for long is waited for all the same:
-            `timeout` and `worker_timeout` of the loader bound that.
+            again before any node delivers a batch. While the loader's other workers deliver, one that finds no node
+            looks on. A node that is at a task for long is waited for all the same: `timeout` and `worker_timeout` of
+            the loader bound that. One that says that it makes the dataset is waited for ten minutes, or `wait` if that
+            is more.
         share: ``"epoch"``: batches are made once at each node for all loaders that read the same dataset with the same
             seed in the same epoch, and that ask for this; None: this loader's are its own.
     """

@@ -83,6 +83,8 @@ class ServiceWorkers:
         self._next = 0
         self._progress = Progress(max(_STANDS_S, dataset.service.wait))  # before that no lane can be said to stand
         self._answers = 0  # of workers that have ended
+        self._seen = 0  # answers, when they were last looked at
+        self._delivered = 0.0  # when there were more than before
         self._lock = threading.Lock()
 
     def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
@@ -114,7 +116,9 @@ class ServiceWorkers:
 
         if isinstance(self._service, SharedService) and not self._service.stays:
             ask_facts(self._service, self._defined)  # the node was started anew: it must not end with this epoch
-        return on_any_node(self._service, self._defined, use, self._order, self._closed, self._refused)
+        return on_any_node(
+            self._service, self._defined, use, self._order, self._closed, self._refused, self._delivered_at
+        )
 
     def _order(self, addresses: Sequence[str]) -> Sequence[tuple[int, float]]:
         """Try the nodes first that deliver, and of these those that would then have the fewest of this loader's workers
@@ -140,9 +144,17 @@ class ServiceWorkers:
     def _every_answer(self) -> int:
         return self._answers + sum(worker.answers for worker in self._made if not worker.counted)
 
+    def _delivered_at(self) -> float:
+        """When this loader's other workers delivered last, as far as was looked at."""
+        with self._lock:
+            every = self._every_answer()
+            if every != self._seen:
+                self._seen, self._delivered = every, monotonic()
+            return self._delivered
+
     def _refused(self, address: str, why: str) -> None:
         with self._lock:
-            self._progress.refused(address, why)
+            self._progress.refused(address, why, monotonic())
 
     def _ended(self, worker: ServedWorker, why: str) -> None:
         """A worker has ended; why, if through no fault of its tasks or of ours. In the loop's thread."""
@@ -167,7 +179,7 @@ class ServiceWorkers:
         catalog, share = self._dataset.catalog, self._service.share == "epoch"
         opening = pack_opening(self._session, worker, self._credits, setup, share=share, catalog=catalog)
         link.send(frames.OPENING, opening)
-        pid = read_record(Opened, answer_of(link, frames.OPENED)).pid
+        pid = read_record(Opened, answer_of(link, frames.OPENED, busy=self._service.wait)).pid
         made = ServedWorker(worker, pid, node.address, link, self._ended)
         with self._lock:
             self._progress.connected(node.address)
@@ -181,7 +193,10 @@ class ServiceWorkers:
     def rebalance(self, workers: Sequence[ServedWorker]) -> None:
         """As `WorkerSource`: nodes may have come."""
         nodes = {address: self._service.workers_at(address) for address in self._service.addresses}
-        for number in to_move([worker.node for worker in workers], nodes):
+        now = monotonic()
+        with self._lock:
+            avoided = [address for address in nodes if self._progress.avoided(address, now)]
+        for number in to_move([worker.node for worker in workers], nodes, avoided):
             workers[number].move()
 
     async def look(self, workers: Sequence[ServedWorker], seconds: float) -> dict[int, Report]:

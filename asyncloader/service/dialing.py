@@ -38,7 +38,9 @@ __all__ = ["NodeConnection", "Unreachable", "answer_of", "ask_facts", "ask_plan"
 _log = logging.getLogger("asyncloader")
 
 _CONNECT_S = 3.0
-_ANSWER_S = 30.0  # a node may be making the dataset
+_ANSWER_S = 30.0  # without a sign of life
+_LONGEST_ANSWER_S = 600.0
+"""Seconds with signs of life, at most, unless `Service.wait` is more: a node may be making the dataset."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _SAY_AFTER_S = 3.0
 _USER_TIMEOUT_MS = 3000  # until a lane is open; see `RemoteChannel`
@@ -138,7 +140,7 @@ def _greet(service: Service, defined: Defined, address: str, place: Any) -> Node
             text = "a token was given, and it has none, so it cannot prove that it is the right service"
             raise Unreachable(text, final=True)
         link.send(frames.PROOF, pack_record(Proof(proof(token, "loader", hello.nonce, theirs))))
-        welcome = read_record(Welcome, answer_of(link, frames.WELCOME))
+        welcome = read_record(Welcome, answer_of(link, frames.WELCOME, busy=service.wait))
         if not proves(welcome.proof, token, "node", hello.nonce, theirs):
             raise Unreachable("it could not prove that it has the token", final=True)
         link.most_body = frames.MOST_BODY
@@ -151,9 +153,19 @@ def _greet(service: Service, defined: Defined, address: str, place: Any) -> Node
         raise Unreachable(f"{address}: {line_of(str(text), _MOST_TEXT)}", final=final) from None
 
 
-def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S) -> bytes:
-    """Wait for the node's answer; raises what the callers here handle."""
-    deadline, said = monotonic() + seconds, False
+def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S, *, busy: float | None = None) -> bytes:
+    """Wait for the node's answer; raises what the callers here handle.
+
+    Args:
+        link: the connection.
+        kind: of the answer.
+        seconds: without any message, after which the node is given up.
+        busy: seconds for which it may send PONGs before the answer, or `_LONGEST_ANSWER_S` if that is more: such a peer
+            has perhaps not even proved that it is a node. None: it may send none.
+    """
+    began, said = monotonic(), False
+    last = began + max(busy or 0.0, _LONGEST_ANSWER_S)
+    deadline = began + seconds
     poll = select.poll()
     poll.register(link.fileno(), select.POLLIN)
     while True:
@@ -161,8 +173,8 @@ def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S) -> bytes:
             if message.header.kind == frames.REFUSED:
                 text, for_now = read_record(Refusal, message.body)
                 raise Unreachable(f"it refused: {line_of(text, _MOST_TEXT)}", final=not for_now)
-            if message.header.kind == frames.PONG:
-                deadline = monotonic() + seconds
+            if message.header.kind == frames.PONG and busy is not None:
+                deadline = min(monotonic() + seconds, last)
                 if not said:
                     said = True
                     _log.warning("a node makes the dataset, or looks for its shards; the loader waits for that")
@@ -174,7 +186,12 @@ def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S) -> bytes:
             raise ConnectionError("it closed the connection")
         left = deadline - monotonic()
         if left <= 0 or not poll.poll(1000 * left):
-            raise TimeoutError(f"it did not answer for {seconds:.0f} seconds")
+            if deadline < last:
+                raise TimeoutError(f"it did not answer for {seconds:.0f} seconds")
+            raise TimeoutError(
+                f"it said for {last - began:.0f} seconds that it makes the dataset, or looks for its shards: look at "
+                "its log; if that takes longer, give Service(wait=) more"
+            )
 
 
 def on_any_node(
@@ -184,6 +201,7 @@ def on_any_node(
     order: Callable[[Sequence[str]], Iterable[tuple[int, float]]],
     closed: threading.Event | None = None,
     refused: Callable[[str, str], None] | None = None,
+    delivered_at: Callable[[], float] | None = None,
 ) -> _T:
     """Connect to nodes, one after the other, until one is there and `use` of it succeeds.
 
@@ -195,9 +213,11 @@ def on_any_node(
             left alone yet; what it raises ends this.
         closed: set once nobody waits for it.
         refused: called with the address of a node that could not be used, and why.
+        delivered_at: says when anything came from other connections to the service: those who have them go on
+            meanwhile, and this looks on.
 
     Raises:
-        ServiceUnavailable: none was there for `service.wait` seconds.
+        ServiceUnavailable: none was there for `service.wait` seconds, and nothing came from any.
     """
     began, pause, said = monotonic(), _FIRST_PAUSE_S, False
     while True:
@@ -237,15 +257,16 @@ def on_any_node(
                 return used
             if refused is not None:
                 refused(address, answers[address].removeprefix(f"{address}: "))
-        waited = monotonic() - began
+        now = monotonic()
+        waited = now - max(began, delivered_at() if delivered_at is not None else began)
         text = "; ".join(answers.values()) or "none is ready"
         if final and answers:
             raise ServiceUnavailable(f"no node of {service.url} serves this loader: {text}")
         if waited >= service.wait or (closed is not None and closed.is_set()):
             raise ServiceUnavailable(f"no node of {service.url} was there for {waited:.0f} seconds: {text}")
-        if waited >= _SAY_AFTER_S and not said:
+        if now - began >= _SAY_AFTER_S and not said:
             said = True
-            _log.warning("no node of %s has been there for %.0f seconds: %s", service.url, waited, text)
+            _log.warning("no node of %s has been there for %.0f seconds: %s", service.url, now - began, text)
         (closed or threading.Event()).wait(min(soonest, max(0.0, service.wait - waited)))
         pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
@@ -265,7 +286,7 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
 
     def use(node: NodeConnection) -> Plan | bytes:
         node.link.send(frames.PLAN, pack_record(request))
-        answer = gathered(lambda: answer_of(node.link, frames.PLANNED))
+        answer = gathered(lambda: answer_of(node.link, frames.PLANNED, busy=service.wait))
         node.link.close()
         return answer
 

@@ -6,7 +6,7 @@ Data path: none; where a connection is made.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 __all__ = ["node_order", "to_move"]
 
@@ -19,23 +19,26 @@ def node_order(loads: Sequence[float], turn: int, failures: Sequence[int] | None
     return sorted(range(len(loads)), key=lambda number: (failed[number], loads[number], (number - turn) % len(loads)))
 
 
-def to_move(nodes: Sequence[str], capacities: Mapping[str, int]) -> list[int]:
-    """The workers that should leave, so that others nodes, which have come, get their part.
+def to_move(nodes: Sequence[str], capacities: Mapping[str, int], avoided: Collection[str] = ()) -> list[int]:
+    """The workers that should leave, so that other nodes, which have come, get their part.
 
     Args:
         nodes: where each worker is.
-        capacities: the processes of each node that is there.
+        capacities: the processes of each node of the service.
+        avoided: those that failed, or were not there, when they were last tried: they keep their workers, and get no
+            more, because a worker that left for one of them would come back.
 
     Returns:
         the numbers of workers: as few as possible, so that no node has more than its part, rounded up, as long as
         another one has less than its own, rounded down.
     """
+    there = Counter(node for node in nodes if node in capacities)
+    capacities = {node: number for node, number in capacities.items() if there[node] or node not in avoided}
     total = sum(capacities.values())
     if not total:
         return []
-    there = Counter(node for node in nodes if node in capacities)
     fair = {node: len(nodes) * capacity / total for node, capacity in capacities.items()}
-    missing = sum(max(0, int(fair[node]) - there[node]) for node in capacities)
+    missing = sum(max(0, int(fair[node]) - there[node]) for node in capacities if node not in avoided)
     leaving = []
     for number in reversed(range(len(nodes))):
         node = nodes[number]

@@ -33,6 +33,7 @@ class _Node:
     why: str = ""  # the last one ended, or could not be made
     in_a_row: int = 0
     failed_at: float = -inf
+    refused_at: float = -inf  # no lane could be opened then, and none was since
 
 
 class Progress:
@@ -54,11 +55,14 @@ class Progress:
 
     def connected(self, address: str) -> None:
         """A lane was opened."""
-        self._node(address).connected += 1
+        node = self._node(address)
+        node.connected += 1
+        node.refused_at = -inf
 
-    def refused(self, address: str, why: str) -> None:
+    def refused(self, address: str, why: str, now: float) -> None:
         """No lane could be opened."""
-        self._node(address).why = why
+        node = self._node(address)
+        node.why, node.refused_at = why, now
 
     def lost(
         self,
@@ -114,6 +118,11 @@ class Progress:
         """How often the node has delivered nothing since it last did."""
         node = self._nodes.get(address)
         return node.in_a_row if node is not None and now - node.failed_at < _FORGOTTEN_S else 0
+
+    def avoided(self, address: str, now: float) -> bool:
+        """Whether a worker that delivers elsewhere should not leave for this node."""
+        node = self._nodes.get(address)
+        return node is not None and (self.failures(address, now) > 0 or now - node.refused_at < _FORGOTTEN_S)
 
     def rest(self, address: str, now: float) -> float:
         """Seconds for which the node should be left alone yet."""

@@ -49,3 +49,12 @@ def test_moving_evens_out_and_ends(places: list[str], capacities: dict[str, int]
         there = Counter(settled)
         settled.append(names[node_order([(there[name] + 1) / capacities[name] for name in names], turn)[0]])
     assert len(to_move(settled, capacities)) <= sum(place not in capacities for place in places)
+
+
+def test_a_node_that_failed_attracts_nobody() -> None:
+    """A worker that left for it would come back, in each epoch anew. Those that it has do not count as gone."""
+    assert to_move(["a", "a", "b"], {"a": 1, "b": 1, "c": 1}) == [1]
+    assert to_move(["a", "a", "b"], {"a": 1, "b": 1, "c": 1}, ["c"]) == []
+    assert to_move(["a", "a", "a", "a"], {"a": 1, "b": 1, "c": 1}, ["b"]) == [3, 2]
+    assert to_move(["a", "a", "b"], {"a": 1, "b": 1, "c": 1}, ["a"]) == [1]
+    assert to_move(["a"], {"a": 1}, ["a"]) == []

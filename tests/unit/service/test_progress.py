@@ -35,7 +35,7 @@ def test_no_progress() -> None:
     for now in range(0, 70, 10):
         assert now == 60 or progress.problem(7, False, now) is None
         fail(progress, now, every=7)
-    progress.refused("b", "Connection refused\n\x1b[2J")
+    progress.refused("b", "Connection refused\n\x1b[2J", 60)
     text = progress.problem(7, False, 61)
     assert text is not None
     assert "for 61 seconds, and 7 connections" in text
@@ -72,3 +72,18 @@ def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connectio
     progress.lost("a", "\x1b[2Jbroken", 5.0, 8, 0, 5, 5.5, unreadable=True)
     assert progress.unreadable("a") == "3 times in a row its answers could not be read; the last time: \\x1b[2Jbroken"
     assert progress.unreadable("b") is None
+
+
+def test_a_node_that_was_not_there_is_avoided_for_a_minute() -> None:
+    """As one that delivers nothing is; until a connection to it succeeds."""
+    progress = Progress(60)
+    assert not progress.avoided("a", 0.0)
+    progress.refused("a", "Connection refused", 10.0)
+    assert progress.failures("a", 11.0) == 0  # a worker that has no node tries it like the others
+    assert progress.avoided("a", 69.0)
+    assert not progress.avoided("a", 71.0)
+    progress.refused("a", "Connection refused", 100.0)
+    progress.connected("a")
+    assert not progress.avoided("a", 101.0)
+    fail(progress, 102.0, address="a")
+    assert progress.avoided("a", 103.0)
