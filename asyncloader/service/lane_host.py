@@ -190,7 +190,7 @@ class _LaneChannel(Channel):
     @property
     def full(self) -> bool:
         """Whether so much waits to be sent that nothing may be added. A segment counts as much, whatever its size."""
-        return self.unsent_fds > 0 or self.unsent_bytes > _MOST_QUEUED
+        return self.unsent_fds > 0 or self.unsent_memory > _MOST_QUEUED
 
     def close(self) -> None:
         """As `Channel.close`."""

@@ -285,7 +285,7 @@ class ForwardedLane:
                 self._loop.add_reader(self._channel.fileno(), self._on_lane)
             else:
                 self._loop.remove_reader(self._channel.fileno())
-        if self._channel.fileno() >= 0 and self._channel.unsent_bytes + self._waiting_bytes > _MOST_QUEUED:
+        if self._channel.fileno() >= 0 and self._channel.unsent_memory + self._waiting_bytes > _MOST_QUEUED:
             read = False
             if self._deaf is None:
                 self._deaf = self._loop.call_later(

@@ -25,6 +25,7 @@ _READ_BYTES = 1 << 16
 _MAX_FDS = 8
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _LOST = -1
+_OBJECT_BYTES = 450  # of the objects that hold an unsent frame, besides its bytes
 _CLOEXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # a program started by the user must not inherit our segments
 
 
@@ -53,6 +54,11 @@ class Channel:
     def fileno(self) -> int:
         """The socket's descriptor, -1 once closed."""
         return self.sock.fileno()
+
+    @property
+    def unsent_memory(self) -> int:
+        """Bytes of memory that the unsent frames take, about: those of small ones are mostly Python's objects."""
+        return self.unsent_bytes + _OBJECT_BYTES * len(self._unsent)
 
     # ------------------------------------------------------------------------------------------ receiving
 

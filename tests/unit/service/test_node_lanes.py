@@ -192,7 +192,7 @@ async def test_floods(kind: int) -> None:
             while not played.loader.flush() and played.lane._reads_link:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-        held = played.lane._link.queued + played.lane._channel.unsent_bytes + played.lane._waiting_bytes
+        held = played.lane._link.queued + played.lane._channel.unsent_memory + played.lane._waiting_bytes
         assert held <= 3 * _MOST_QUEUED
         while not played.lane._reads_link:  # once it is read, so is the link
             await asyncio.sleep(0)

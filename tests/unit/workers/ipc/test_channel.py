@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -228,3 +229,22 @@ def test_pair_is_ours_and_theirs() -> None:
     assert ours.family == socket.AF_UNIX
     ours.close()
     theirs.close()
+
+
+def test_the_memory_of_small_frames_that_wait(pair: tuple[Channel, Channel]) -> None:
+    """Is that of the objects that hold them: a bound on their bytes alone would let it be ten times as much."""
+    channel, other = pair
+    while channel.send(wire.pack(wire.RESET, bytes(20))):
+        pass
+    waiting = channel.unsent_bytes
+    tracemalloc.start()
+    try:
+        for _ in range(2000):
+            channel.send(wire.pack(wire.RESET, bytes(20)))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 5 * (channel.unsent_bytes - waiting) < taken < channel.unsent_memory < 2 * taken
+    while not channel.flush():
+        list(other.receive(wait=True))
+    assert channel.unsent_memory == 0
