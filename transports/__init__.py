@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncloader.transports.base import ObjectInfo, Transport
+from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport
 from asyncloader.transports.errors import (
     AccessDenied,
     InvalidPath,
@@ -51,6 +51,7 @@ __all__ = [
     "ObjectNotFound",
     "ObjectStoreTransport",
     "ObjectTooLarge",
+    "PinnedReader",
     "RangeOutOfBounds",
     "ReadFailed",
     "ReadPlan",

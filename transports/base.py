@@ -38,11 +38,14 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
+from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds, ReadFailed
 from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
 
 __all__ = [
     "ObjectInfo",
+    "PinnedReader",
     "Transport",
+    "changed",
     "gather_all",
 ]
 
@@ -201,6 +204,14 @@ class Transport(ABC):
         same = before.etag is not None and before.size == len(data) and before == await self.info(path)
         return data, ObjectInfo(len(data), before.etag if same else None)
 
+    def pinned(self, path: str) -> PinnedReader:
+        """Return a reader of parts of an object whose answers are all of one version. Opens nothing.
+
+        The default asks for the object's metadata around each read. Transports that get the version together with the
+        bytes override it and save these requests.
+        """
+        return PinnedReader(self, path)
+
     @abstractmethod
     async def aclose(self) -> None:
         """Close what the transport opened, and wait until it is closed. See the module's contract."""
@@ -216,6 +227,79 @@ class Transport(ABC):
     def _plan(self, ranges: Iterable[tuple[int, int]]) -> ReadPlan:
         """Plan `ranges` with this transport's `range_gap` and `range_size`."""
         return plan_ranges(ranges, max_gap=self.range_gap, max_size=self.range_size)
+
+
+class PinnedReader:
+    """Reads parts of one object, all of the version that the first answer was of.
+
+    Holds nothing that has to be closed. Calls may be concurrent.
+
+    Args:
+        transport: of the object.
+        path: the object.
+    """
+
+    def __init__(self, transport: Transport, path: str) -> None:
+        self.transport = transport
+        self._path = path
+        self._first: ObjectInfo | None = None
+        self._size: int | None = None  # as `info` has returned it
+
+    async def info(self) -> ObjectInfo:
+        """Return the object's size and version.
+
+        Raises:
+            ReadFailed: the object has changed.
+            The other errors of `Transport.info`.
+        """
+        try:
+            info = await self._info()
+        except ObjectNotFound as error:
+            if self._size is None:
+                raise
+            raise changed(self._path) from error
+        self._size = info.size
+        return info
+
+    async def read_ranges(self, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
+        """Read ranges. As `Transport.read_ranges`.
+
+        Raises:
+            ReadFailed: the object has changed. None of its new bytes are returned.
+            The other errors of `Transport.read_ranges` and `info`.
+        """
+        wanted = list(ranges)
+        try:
+            return await self._read_ranges(wanted)
+        except (ObjectNotFound, RangeOutOfBounds) as error:
+            # They say something about another object than the one that `info` has described.
+            if self._size is None or any(start + length > self._size for start, length in wanted):
+                raise
+            raise changed(self._path) from error
+
+    async def _info(self) -> ObjectInfo:
+        info = await self.transport.info(self._path)
+        first = self._first = self._first or info
+        # A version that is no longer stated proves nothing: of a local file, it means that the file was just changed.
+        if info.size != first.size or (first.etag is not None and info.etag != first.etag):
+            raise changed(self._path)
+        return info
+
+    async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
+        if self._first is None:
+            await self._info()
+        data = await self.transport.read_ranges(self._path, ranges)
+        await self._info()  # the same as before the read: so the bytes are of this version
+        return data
+
+
+def changed(path: str) -> ReadFailed:
+    """Make the error for an object of which parts of two versions were about to be returned."""
+    return ReadFailed(
+        f"{path!r} changed while it was read; the bytes of two versions are never mixed. Read it again, and write "
+        "objects under new names instead of replacing them",
+        path=path,
+    )
 
 
 _R = TypeVar("_R")

@@ -6,10 +6,6 @@ Data path: store -> [cached: cache directory] -> dataset.
 
 For an object that is cached, the store is asked only for its version: one small request per read. An object that is not
 cached is read in one request, as without a cache. `cache_layout` shows the directory.
-
-`Tee` copies a stream's chunks into the cache, in a thread, while the consumer works on them. At most `_BATCH` bytes
-wait besides those being written, so a disk that is slower than the network slows the stream. A disk error drops the
-copy; the stream continues.
 """
 
 from __future__ import annotations
@@ -24,17 +20,18 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from asyncloader.sizes import Size, optional_size
-from asyncloader.transports.base import ObjectInfo, Transport
+from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_layout import hash_key, object_url
 from asyncloader.transports.cache_store import CacheEntry, CacheFill, CacheStore, EntryLost
+from asyncloader.transports.cache_tee import Tee
 from asyncloader.transports.cache_usage import CacheCounts
 from asyncloader.transports.checks import check_chunk_size, check_path, check_range, check_size, check_start
 from asyncloader.transports.errors import ReadFailed, SizeUnknown, TransportError
+from asyncloader.transports.pinned import PinnedEntry
 
 __all__ = [
     "CachedTransport",
-    "Tee",
 ]
 
 _R = TypeVar("_R")
@@ -161,17 +158,16 @@ class CachedTransport(Transport):
         """Read ranges, from the cache if the object is there. As `Transport.read_ranges`."""
         wanted = list(ranges)
 
-        def use(entry: CacheEntry) -> Sequence[bytes]:
-            for start, length in wanted:
-                check_range(path, entry.size, start, length)
-            return [entry.read(start, length) for start, length in wanted]
-
         check_path(path)
-        hit = await self._hit(path, use)
+        hit = await self._hit(path, partial(_read_entry, path, wanted))
         if hit is None:
             return await self.inner.read_ranges(path, wanted)
         self._count(sum(map(len, hit)))
         return hit
+
+    def pinned(self, path: str) -> PinnedReader:
+        """Return a reader that uses one cached version, or the store, for all of its reads. As `Transport.pinned`."""
+        return PinnedEntry(self, path)
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read an object in chunks; if it is read from byte 0 to its end, it is cached. As `Transport.stream`.
@@ -380,6 +376,45 @@ class CachedTransport(Transport):
                 stacklevel=2,
             )
 
+    # --- one version for several reads
+
+    async def find_version(self, path: str) -> ObjectInfo | None:
+        """Return the version of an object that is cached and valid; None if there is none."""
+        check_path(path)
+        opener, _ = await self._find(path)
+        if opener is None:
+            return None
+        return await self._attempt(partial(_use_entry, opener, lambda entry: ObjectInfo(entry.size, entry.etag)))
+
+    async def read_ranges_of(self, path: str, etag: str, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
+        """Read ranges of one version, from the cache, or from the store if it has been evicted. As `read_ranges`.
+
+        Raises:
+            ReadFailed: it has been evicted, and the store has another version.
+        """
+        opener = partial(self._store.open, self._key(path), etag)
+        use = partial(_read_entry, path, ranges)
+        hit = await self._attempt(partial(_use_entry, opener, use)) if self._serves else None
+        if hit is not None:
+            self._count(sum(map(len, hit)))
+            return hit
+        self.count_miss()
+        await self._require(path, etag)
+        data = await self.inner.read_ranges(path, ranges)
+        await self._require(path, etag)
+        return data
+
+    def count_miss(self) -> None:
+        """Note that an object was wanted that is not cached."""
+        if self._serves:
+            self._counts.miss()
+
+
+def _read_entry(path: str, ranges: Sequence[tuple[int, int]], entry: CacheEntry) -> Sequence[bytes]:
+    for start, length in ranges:
+        check_range(path, entry.size, start, length)
+    return [entry.read(start, length) for start, length in ranges]
+
 
 def _use_entry(opener: Callable[[], CacheEntry | None], use: Callable[[CacheEntry], _R]) -> _R | None:
     entry = opener()
@@ -389,87 +424,3 @@ def _use_entry(opener: Callable[[], CacheEntry | None], use: Callable[[CacheEntr
         return use(entry)
     finally:
         entry.close()
-
-
-# Bytes per call in a thread: chunks from a network are often only some KiB.
-_BATCH = 1 << 20
-
-
-class Tee:
-    """Copies one object into the cache. `drop` must always be called in the end; it does nothing after `keep`.
-
-    Args:
-        fill: the file; None for no copy.
-        pool: the threads that write.
-        on_error: called in the loop with the disk's error, at most once.
-    """
-
-    def __init__(self, fill: CacheFill | None, pool: BlockingPool, on_error: Callable[[OSError], None]) -> None:
-        self._fill = fill
-        self._pool = pool
-        self._on_disk_error = on_error
-        self._waiting: list[bytes] = []
-        self._bytes = 0
-        self._writing: asyncio.Future[None] | None = None
-
-    @property
-    def open(self) -> bool:
-        """Whether there is a copy that can still be kept."""
-        return self._fill is not None
-
-    async def add(self, chunk: bytes) -> None:
-        """Add the next bytes. TransportClosed: the pool was closed."""
-        if self._fill is None:
-            return
-        self._waiting.append(chunk)
-        self._bytes += len(chunk)
-        if self._bytes >= _BATCH:
-            await self._flush()
-
-    async def keep(self) -> None:
-        """Write the remaining bytes, and make the file part of the cache."""
-        await self._written()
-        if (fill := self._fill) is not None:
-            try:
-                await self._pool.run(partial(fill.commit, b"".join(self._waiting)))
-            except OSError as error:
-                self._fail(error)
-            self._fill = None
-
-    async def drop(self) -> None:
-        """Delete the file, unless it was kept."""
-        if (fill := self._fill) is not None:
-            self._fill = None
-            writing, self._writing = self._writing, None
-            await self._pool.finish(fill.abort)
-            if writing is not None:
-                await asyncio.wait([writing])
-                if not writing.cancelled():
-                    writing.exception()  # retrieved; the copy is deleted anyway
-
-    async def _flush(self) -> None:
-        await self._written()
-        if self._fill is None or not self._waiting:
-            return
-        data = self._waiting[0] if len(self._waiting) == 1 else b"".join(self._waiting)
-        self._waiting.clear()
-        self._bytes = 0
-        self._writing = asyncio.wrap_future(self._pool.submit(partial(self._fill.write, data)))
-
-    async def _written(self) -> None:
-        """Wait for the write in progress. If the caller is cancelled, the write continues and `drop` waits for it."""
-        if self._writing is None:
-            return
-        try:
-            await asyncio.shield(self._writing)
-        except OSError as error:
-            self._writing = None
-            self._fail(error)
-            await self.drop()
-        else:
-            self._writing = None
-
-    def _fail(self, error: OSError) -> None:
-        self._waiting.clear()
-        self._bytes = 0
-        self._on_disk_error(error)

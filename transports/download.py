@@ -28,9 +28,10 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from asyncloader.counters import count
-from asyncloader.transports.base import ObjectInfo, Transport, gather_all
+from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, gather_all
 from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
 from asyncloader.transports.errors import RangeOutOfBounds, ReadFailed
+from asyncloader.transports.pinned import PinnedObject
 from asyncloader.transports.retry import RequestFailed
 from asyncloader.transports.retrying_client import RetryingClient
 
@@ -66,6 +67,10 @@ class ObjectVersion(Protocol):
     @property
     def validator(self) -> str | None:
         """An identifier of these exact bytes; None if there is none."""
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the whole object; None if not stated."""
 
     def differs(self, other: Self) -> bool:
         """Return whether the two are certainly not the same version."""
@@ -423,11 +428,27 @@ class NetworkTransport(Transport, Generic[_K]):
         Raises:
             ReadFailed: also when the object changed between the requests.
         """
+        data, _ = await self.read_ranges_with_versions(path, ranges)
+        return data
+
+    async def read_ranges_with_versions(
+        self, path: str, ranges: Iterable[tuple[int, int]]
+    ) -> tuple[Sequence[bytes], list[ObjectVersion]]:
+        """Read ranges as `read_ranges`, and return the version that each request's answer was of."""
         self._check(path)
         plan = self._plan(ranges)
         self._client.owner.use()
         downloads = [self._download(path, block.start, block.length) for block in plan.blocks]
-        return plan.cut(await read_blocks(self._client, path, downloads, self.range_requests))
+        blocks = await read_blocks(self._client, path, downloads, self.range_requests)
+        return plan.cut(blocks), [download.version for download in downloads if download.version is not None]
+
+    def pinned(self, path: str) -> PinnedReader:
+        """Return a reader that compares each answer's version, without further requests. As `Transport.pinned`."""
+        return PinnedObject(self, path)
+
+    @abstractmethod
+    async def version(self, path: str) -> ObjectVersion:
+        """Return an object's version, with the same request as `info`, which has its errors."""
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read an object in chunks as they arrive; a download that breaks is resumed. As `Transport.stream`.

@@ -17,7 +17,7 @@ from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_path, check_prefix
 from asyncloader.transports.download import NetworkTransport, check_limits
 from asyncloader.transports.errors import InvalidPath, TransportError
-from asyncloader.transports.http_answers import safe_url
+from asyncloader.transports.http_answers import Version, safe_url
 from asyncloader.transports.http_client import HeaderSource, HttpClient
 from asyncloader.transports.http_download import HttpDownload
 from asyncloader.transports.retry import RetryPolicy
@@ -122,16 +122,21 @@ class HttpTransport(NetworkTransport[HttpClient]):
 
     async def size(self, path: str) -> int:
         """Return an object's size, by HEAD, or by a GET of one byte if HEAD fails. As `Transport.size`."""
-        check_path(path)
-        return (await HttpDownload(self._client, path).info()).size
+        return (await self.info(path)).size
 
     async def info(self, path: str) -> ObjectInfo:
         """Return an object's size and version, with the same request as `size`. As `Transport.info`.
 
         The version is a strong ETag, otherwise a ``Last-Modified`` date that is at least a minute old.
         """
+        version = await self.version(path)
+        assert version.size is not None
+        return ObjectInfo(version.size, version.validator)
+
+    async def version(self, path: str) -> Version:
+        """Return an object's version, with the same request as `info`."""
         check_path(path)
-        return await HttpDownload(self._client, path).info()
+        return await HttpDownload(self._client, path).measure()
 
     def _download(
         self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None

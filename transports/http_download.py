@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_size, check_start
 from asyncloader.transports.client_owner import Scope
 from asyncloader.transports.download import Download
@@ -47,8 +46,8 @@ class HttpDownload(Download[HttpClient, Version]):
         self._response: aiohttp.ClientResponse | None = None
         self._digest: tuple[Any, bytes] | None = None
 
-    async def info(self) -> ObjectInfo:
-        """Return the object's size and version; reads at most one of its bytes."""
+    async def measure(self) -> Version:
+        """Return the object's version, whose size is known; reads at most one of its bytes."""
         return await self._run(self._measure)
 
     def _classify_error(self, error: BaseException) -> RequestFailed | None:
@@ -63,7 +62,7 @@ class HttpDownload(Download[HttpClient, Version]):
         super()._restart()
         self._digest = None
 
-    async def _measure(self, scope: Scope) -> ObjectInfo:
+    async def _measure(self, scope: Scope) -> Version:
         response = await self._request(scope, "HEAD")
         self._response = response
         size = self._stated_size(response)
@@ -74,8 +73,7 @@ class HttpDownload(Download[HttpClient, Version]):
         if size is not None:
             self.close()
             # The headers of a 416 response do not describe the object.
-            known = response.status != 416
-            return ObjectInfo(size, Version.of(response.headers, size).validator if known else None)
+            return Version.of({} if response.status == 416 else response.headers, size)
         if response.status not in {200, 206}:
             raise self._client.bad_status(self._path, response)
         raise self._client.refused(self._path, response, "it does not state the object's size", SizeUnknown)
@@ -225,6 +223,7 @@ class HttpDownload(Download[HttpClient, Version]):
             if size is None:
                 self.close()
                 size = (await self._measure(scope)).size
+                assert size is not None
             if size > self._start:
                 raise self._client.refused(
                     self._path, response, f"bytes from {self._start:,} on were asked for, and it has {size:,}"

@@ -29,7 +29,7 @@ from urllib.parse import unquote, urlsplit
 
 from aiofiles.threadpool import wrap
 
-from asyncloader.transports.base import ObjectInfo, Transport
+from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, changed
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.checks import (
     check_chunk_size,
@@ -157,6 +157,32 @@ class LocalTransport(Transport):
         """Read a whole file and its version in one call in a thread. As `Transport.read_with_info`."""
         return await self._pool.run(partial(self._with_file, path, partial(self._read_described, path, max_bytes)))
 
+    def pinned(self, path: str) -> PinnedReader:
+        """Return a reader that compares the file's identity, size and time with each read. As `Transport.pinned`."""
+        return _PinnedFile(self, path)
+
+    async def read_ranges_of(
+        self, path: str, ranges: Iterable[tuple[int, int]], first: os.stat_result | None
+    ) -> tuple[Sequence[bytes], os.stat_result]:
+        """Read ranges of the file that `first` describes, None: of any, and return its description.
+
+        Raises:
+            ReadFailed: the file is another one, or was modified.
+            The other errors of `read_ranges`.
+        """
+        plan = self._plan(ranges)
+
+        def use(descriptor: int, size: int) -> tuple[Sequence[bytes], os.stat_result]:
+            before = os.fstat(descriptor)
+            if first is not None and _identity(first) != _identity(before):
+                raise changed(path)
+            data = self._read_blocks(path, plan, descriptor, size)
+            if _identity(before) != _identity(os.fstat(descriptor)):
+                raise changed(path)
+            return data, before
+
+        return await self._pool.run(partial(self._with_file, path, use))
+
     def open(self, path: str) -> AbstractAsyncContextManager[AsyncBufferedReader]:
         """Open a file for reading, like aiofiles, in this transport's threads and below its root.
 
@@ -230,12 +256,41 @@ class LocalTransport(Transport):
         return data, ObjectInfo(len(data), before.etag if same else None)
 
     def _read_planned(self, path: str, plan: ReadPlan) -> Sequence[bytes]:
-        def use(descriptor: int, size: int) -> Sequence[bytes]:
-            for block in plan.blocks:
-                check_range(path, size, block.start, block.length)
-            return plan.cut([_pread(descriptor, path, block.start, block.length) for block in plan.blocks])
+        return self._with_file(path, partial(self._read_blocks, path, plan))
 
-        return self._with_file(path, use)
+    def _read_blocks(self, path: str, plan: ReadPlan, descriptor: int, size: int) -> Sequence[bytes]:
+        for block in plan.blocks:
+            check_range(path, size, block.start, block.length)
+        return plan.cut([_pread(descriptor, path, block.start, block.length) for block in plan.blocks])
+
+
+class _PinnedFile(PinnedReader):
+    """Parts of one file. The arguments are those of `PinnedReader`."""
+
+    def __init__(self, transport: LocalTransport, path: str) -> None:
+        super().__init__(transport, path)
+        self._files = transport
+        self._status: os.stat_result | None = None
+
+    async def _info(self) -> ObjectInfo:
+        _, status = await self._read(())
+        return ObjectInfo(status.st_size, None)
+
+    async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
+        data, _ = await self._read(ranges)
+        return data
+
+    async def _read(self, ranges: Iterable[tuple[int, int]]) -> tuple[Sequence[bytes], os.stat_result]:
+        data, status = await self._files.read_ranges_of(self._path, ranges, self._status)
+        self._status = first = self._status or status
+        if _identity(first) != _identity(status):  # concurrent first reads
+            raise changed(self._path)
+        return data, status
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    """Return what changes when a file is replaced or modified; the latter as far as the file system's clock shows."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _describe(descriptor: int) -> ObjectInfo:

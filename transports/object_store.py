@@ -132,9 +132,13 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
 
     async def info(self, path: str) -> ObjectInfo:
         """Return an object's size and its ETag if that is strong, by HEAD. As `Transport.info`."""
-        check_key(path)
-        version = StoreVersion.of(await self._client.meta(path))
+        version = await self.version(path)
         return ObjectInfo(version.size, version.validator)
+
+    async def version(self, path: str) -> StoreVersion:
+        """Return an object's version, by HEAD."""
+        check_key(path)
+        return StoreVersion.of(await self._client.meta(path))
 
     def _download(
         self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None

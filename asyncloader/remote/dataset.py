@@ -13,6 +13,7 @@ import os
 import pickle
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardE
 from asyncloader.remote.assignment import Assignment, AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.discovery import find_shards
+from asyncloader.remote.parquet_reading import Pins
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
 from asyncloader.remote.shard_sizes import bytes_per_sample, with_counts, with_edges, with_sizes
 from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, grouped
@@ -237,9 +239,11 @@ class RemoteIterableDataset(IterableDataset[Any]):
         from.
         """
         assert self._shards is not None
-        return WorkerStream(self._shards, self._open, source, self.shuffle_buffer)
+        return WorkerStream(self._shards, partial(self._open, Pins()), source, self.shuffle_buffer)
 
-    def _open(self, shard: Shard, shard_range: CatalogRange, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
+    def _open(
+        self, pins: Pins, shard: Shard, shard_range: CatalogRange, on_bad: OnBad
+    ) -> AsyncGenerator[list[Located], None]:
         return read_shard_range(
             self._stores.here(),
             shard,
@@ -249,6 +253,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             reader=self.format if shard.format == CUSTOM and callable(self.format) else None,
             read_ahead=self.read_ahead,
             columns=self.columns,
+            pins=pins,
         )
 
     def _shuffled(

@@ -11,22 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError
 from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_footer, read_rows
-from asyncloader.transports import ObjectInfo, Transport, TransportClosed
+from asyncloader.transports import ObjectInfo, PinnedReader, Transport, TransportClosed
 
-__all__ = ["Ranges", "read_footer", "read_parquet"]
+__all__ = ["Pins", "Ranges", "read_footer", "read_parquet"]
 
 
-async def read_footer(transport: Transport, path: str, url: str) -> tuple[Footer, ObjectInfo]:
+MOST_PINS = 256
+"""Shards whose versions a worker remembers; its ranges of one shard are read close to each other."""
+
+
+async def read_footer(pinned: PinnedReader, url: str) -> tuple[Footer, ObjectInfo]:
     """Read a file's footer, in one or two requests, and its metadata in the store.
 
     Raises:
@@ -34,12 +40,13 @@ async def read_footer(transport: Transport, path: str, url: str) -> tuple[Footer
         TransportError: it cannot be read.
         ImportError: pyarrow is not installed.
     """
-    info = await transport.info(path)
+    info = await pinned.info()
     length = min(TAIL_BYTES, info.size)
-    tail = await transport.read_range(path, info.size - length, length)
+    (tail,) = await pinned.read_ranges([(info.size - length, length)])
     wanted = footer_size(tail, info.size, url)
     if wanted > length:
-        tail = await transport.read_range(path, info.size - wanted, wanted - length) + tail
+        (before,) = await pinned.read_ranges([(info.size - wanted, wanted - length)])
+        tail = before + tail
     return await asyncio.to_thread(parse_footer, tail[-wanted:], info.size, url), info
 
 
@@ -54,54 +61,87 @@ async def read_parquet(
     on_bad: OnBad | None = None,
     read_ahead: int = 8 << 20,
     columns: Sequence[str] | None = None,
+    pins: Pins | None = None,
 ) -> AsyncGenerator[list[Located], None]:
     """Read rows ``[start, stop)`` of a file. As `formats.parquet.read_rows`, with `on_bad` called in the loop.
 
+    With `pins`, the file must be of the version of which others have read rows.
+
     Raises:
-        ShardError: also if the file was replaced while it was read, as far as the store can tell.
-        TransportError: the bytes cannot be read.
+        ShardError: the file is damaged.
+        TransportError: the bytes cannot be read, or are of another version of the file than its footer.
     """
-    footer, info = await read_footer(transport, path, url)
-    ranges = Ranges(transport, path)
-    bad: list[ShardError] = []
-    rows = read_rows(
-        footer,
-        ranges.fetch,
-        start=start,
-        stop=stop,
-        columns=columns,
-        max_sample_bytes=max_sample_bytes,
-        on_bad=None if on_bad is None else bad.append,
-        window_bytes=read_ahead,
-    )
+    with (Pins() if pins is None else pins).reading(transport, path, url) as pin:
+        footer, _ = await read_footer(pin.reader, url)
+        ranges = Ranges(pin.reader)
+        bad: list[ShardError] = []
+        rows = read_rows(
+            footer,
+            ranges.fetch,
+            start=start,
+            stop=stop,
+            columns=columns,
+            max_sample_bytes=max_sample_bytes,
+            on_bad=None if on_bad is None else bad.append,
+            window_bytes=read_ahead,
+        )
 
-    def step() -> Step:
-        batch: list[Located] | None = None
-        fault: Exception | None = None
-        try:
-            batch = next(rows, None)
-        except Exception as error:
-            fault = error
-        bad_rows = bad[:]
-        bad.clear()
-        return Step(batch, bad_rows, fault)
+        def step() -> Step:
+            batch: list[Located] | None = None
+            fault: Exception | None = None
+            try:
+                batch = next(rows, None)
+            except Exception as error:
+                fault = error
+            bad_rows = bad[:]
+            bad.clear()
+            return Step(batch, bad_rows, fault)
 
-    async with aclosing(_Steps(ranges, step)) as steps:
-        steps.begin()
-        while True:
-            batch, bad_rows, fault = await steps.result()
-            if on_bad is not None:
-                for error in bad_rows:
-                    on_bad(error)
-            if fault is not None:
-                raise fault
-            if batch is None:
-                break
+        async with aclosing(_Steps(ranges, step)) as steps:
             steps.begin()
-            yield batch
-    now = await transport.info(path)
-    if now.size != info.size or (None not in (info.etag, now.etag) and now.etag != info.etag):
-        raise ShardError("the file was replaced while it was read; write files under new names instead", url=url)
+            while True:
+                batch, bad_rows, fault = await steps.result()
+                if on_bad is not None:
+                    for error in bad_rows:
+                        on_bad(error)
+                if fault is not None:
+                    raise fault
+                if batch is None:
+                    break
+                steps.begin()
+                pin.used = True
+                yield batch
+
+
+@dataclass(slots=True)
+class _Pin:
+    reader: PinnedReader
+    open: int = 0  # ranges that are being read
+    used: bool = False  # rows of this version have been returned
+
+
+class Pins:
+    """The versions of the shards of which one worker has read rows in an epoch: of each the reader that reads them."""
+
+    def __init__(self) -> None:
+        self._pins: OrderedDict[str, _Pin] = OrderedDict()
+
+    @contextmanager
+    def reading(self, transport: Transport, path: str, url: str) -> Generator[_Pin, None, None]:
+        """Give the reader of a shard. A version of which no rows were returned is forgotten in the end."""
+        pin = self._pins.get(url)
+        if pin is None or pin.reader.transport is not transport:
+            pin = self._pins[url] = _Pin(transport.pinned(path))
+        self._pins.move_to_end(url)
+        pin.open += 1
+        try:
+            yield pin
+        finally:
+            pin.open -= 1
+            if not (pin.open or pin.used) and self._pins.get(url) is pin:
+                del self._pins[url]
+            if len(self._pins) > MOST_PINS and (idle := next((u for u, p in self._pins.items() if not p.open), None)):
+                del self._pins[idle]
 
 
 class Step(NamedTuple):
@@ -115,9 +155,8 @@ class Step(NamedTuple):
 class Ranges:
     """Reads byte ranges of one object in the running loop, for a thread that waits for them."""
 
-    def __init__(self, transport: Transport, path: str) -> None:
-        self._transport = transport
-        self._path = path
+    def __init__(self, pinned: PinnedReader) -> None:
+        self._pinned = pinned
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[asyncio.Task[None], Future[Sequence[bytes]]] = {}
         self._closed = False
@@ -156,7 +195,7 @@ class Ranges:
 
     async def _read(self, ranges: list[tuple[int, int]], answer: Future[Sequence[bytes]]) -> None:
         try:
-            answer.set_result(await self._transport.read_ranges(self._path, ranges))
+            answer.set_result(await self._pinned.read_ranges(ranges))
         except Exception as error:
             answer.set_exception(error)
 

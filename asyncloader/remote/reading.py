@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError, ShardRange, ShardReader, open_reader
 from asyncloader.remote.catalog import PARQUET, Shard
@@ -20,6 +20,9 @@ from asyncloader.remote.prefetch import StreamBuffer
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import RangeOutOfBounds, ReadFailed, Transport, TransportError
+
+if TYPE_CHECKING:
+    from asyncloader.remote.parquet_reading import Pins
 
 __all__ = ["READ_AHEAD", "MakeReader", "read_shard_range"]
 
@@ -45,6 +48,7 @@ async def read_shard_range(
     reader: MakeReader | None = None,
     read_ahead: int = READ_AHEAD,
     columns: Sequence[str] | None = None,
+    pins: Pins | None = None,
 ) -> AsyncGenerator[list[Located], None]:
     """Read one range of a shard.
 
@@ -61,6 +65,7 @@ async def read_shard_range(
         reader: makes the reader of a user's own format, which has its own limits and its own `on_bad`.
         read_ahead: bytes that are fetched ahead of parsing, at least 1. A chunk of up to 1 MiB may come on top.
         columns: of Parquet, the columns to read. None: all. Other formats have no columns.
+        pins: of Parquet, the versions of the files of which rows have been read. None: any version will do.
 
     Yields:
         Non-empty lists of samples, in the shard's order, each sample with the offset at which to continue after it.
@@ -88,6 +93,7 @@ async def read_shard_range(
             on_bad=None if on_bad is None else bad.append,
             read_ahead=read_ahead,
             columns=columns,
+            pins=pins,
         )
     else:
         part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)

@@ -132,7 +132,7 @@ async def _with_footer(shard: Shard, stores: Stores) -> Shard:
     from asyncloader.remote.parquet_reading import read_footer
 
     transport, path = stores.find(shard.url)
-    footer, info = await read_footer(transport, path, shard.url)
+    footer, info = await read_footer(transport.pinned(path), shard.url)
     # Row groups without rows have equal edges, which are removed.
     return shard._replace(size=info.size, samples=footer.rows, edges=tuple(sorted(set(footer.edges))))
 

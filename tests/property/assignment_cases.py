@@ -10,6 +10,7 @@ from asyncloader import RemoteIterableDataset
 from asyncloader.formats import Located, OnBad, ShardError, ShardFormat
 from asyncloader.remote.assignment import Assignment
 from asyncloader.remote.catalog import Shard
+from asyncloader.remote.parquet_reading import Pins
 from asyncloader.remote.shard_splitting import CatalogRange
 
 __all__ = ["Case", "Shards", "plan_of", "ranges_of"]
@@ -131,7 +132,7 @@ class Shards(RemoteIterableDataset):
         ]
 
     async def _open(
-        self, shard: Shard, shard_range: CatalogRange, on_bad: OnBad
+        self, pins: Pins, shard: Shard, shard_range: CatalogRange, on_bad: OnBad
     ) -> AsyncGenerator[list[Located], None]:
         case = self._case
         stop = sum(case.shards[shard_range.shard]) if shard_range.stop is None else shard_range.stop // case.unit

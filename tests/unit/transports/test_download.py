@@ -29,6 +29,11 @@ class Tag(NamedTuple):
         """The number, if it proves."""
         return str(self.number) if self.proves_bytes else None
 
+    @property
+    def size(self) -> int | None:
+        """Not stated."""
+        return None
+
     def differs(self, other: Tag) -> bool:
         """By the numbers, if they say anything."""
         return self.proves_bytes and other.proves_bytes and self.number != other.number

@@ -1,0 +1,83 @@
+"""Reads parts of one object, all of one version, from a network or through the cache.
+
+Data path: parquet_reading -> [pinned] -> download, cached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from asyncloader.transports.base import ObjectInfo, PinnedReader, changed
+
+if TYPE_CHECKING:
+    from asyncloader.transports.cached import CachedTransport
+    from asyncloader.transports.download import NetworkTransport
+
+__all__ = ["PinnedEntry", "PinnedObject"]
+
+
+class PinnedObject(PinnedReader):
+    """Parts of one object. The arguments are those of `PinnedReader`."""
+
+    def __init__(self, transport: NetworkTransport[Any], path: str) -> None:
+        super().__init__(transport, path)
+        self._network = transport
+        self._stated: Any = None  # the version that the metadata named
+        self._read: Any = None  # the version of the bytes
+
+    async def _info(self) -> ObjectInfo:
+        version = await self._network.version(self._path)
+        self._stated = first = self._stated or version
+        if first.differs(version) or (self._read is not None and self._read.differs(version)):
+            raise changed(self._path)
+        if version.size is None:  # `version` has raised SizeUnknown
+            raise AssertionError(self._path)
+        return ObjectInfo(version.size, version.validator)
+
+    async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
+        data, versions = await self._network.read_ranges_with_versions(self._path, ranges)
+        for version in versions:
+            # Some servers name versions in answers to GET only: the metadata's must not contradict, no more.
+            if self._stated is not None and self._stated.differs(version):
+                raise changed(self._path)
+            self._read = self._read or version
+            self._compare(version)
+        return data
+
+    def _compare(self, version: Any) -> None:
+        first = self._read
+        # A server that named the version once must go on: an object without a name may be any other one.
+        if first.differs(version) or first.resembles(first) != first.resembles(version):
+            raise changed(self._path)
+
+
+class PinnedEntry(PinnedReader):
+    """Parts of one object. The arguments are those of `PinnedReader`."""
+
+    def __init__(self, transport: CachedTransport, path: str) -> None:
+        super().__init__(transport, path)
+        self._cached = transport
+        self._inner = transport.inner.pinned(path)
+        self._looking = asyncio.Lock()
+        self._looked = False
+        self._entry: ObjectInfo | None = None  # the cached version that is read; None: the store is
+
+    async def _info(self) -> ObjectInfo:
+        return await self._find() or await self._inner.info()
+
+    async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
+        entry = await self._find()
+        if entry is not None and entry.etag is not None:
+            return await self._cached.read_ranges_of(self._path, entry.etag, ranges)
+        self._cached.count_miss()
+        return await self._inner.read_ranges(ranges)
+
+    async def _find(self) -> ObjectInfo | None:
+        """Return the cached version that is read. Decided once: a version that is cached later may be another one."""
+        async with self._looking:
+            if not self._looked:
+                self._entry = await self._cached.find_version(self._path)
+                self._looked = True
+        return self._entry
