@@ -190,7 +190,7 @@ def unpack_answer(body: bytes) -> tuple[int, int, float, bytes]:
     """Return epoch, sequence number, busy seconds, payload."""
     epoch, seq, busy = _unpack(_ANSWER_HEAD, body)
     if not 0.0 <= busy < _LONGEST_S:
-        raise ValueError(f"broken stream: an answer that took {busy} seconds")
+        raise ValueError(f"broken stream: an answer of {len(body)} bytes that took {busy} seconds")
     return epoch, seq, busy, body[_ANSWER_HEAD.size :]
 
 
@@ -226,7 +226,7 @@ def unpack_result(body: bytes) -> tuple[Result, bytes, bytes]:
     """Return the result, its template (empty if `same`) and its cursor."""
     epoch, seq, slot, nbytes, pickled, samples, busy, same, cursor, sent = _unpack(_RESULT_HEAD, body)
     if not (0.0 <= busy < _LONGEST_S and 0.0 <= sent < _LONGEST_S):  # NaN is neither
-        raise ValueError(f"broken stream: a result that took {busy} seconds, sent at {sent}")
+        raise ValueError(f"broken stream: a result of {len(body)} bytes that took {busy} seconds, sent at {sent}")
     result = Result(epoch, seq, slot, nbytes, pickled, samples, busy, bool(same), cursor, sent)
     end = len(body) - cursor
     if end < _RESULT_HEAD.size:
