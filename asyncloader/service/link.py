@@ -18,7 +18,7 @@ import sys
 import termios
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from asyncloader.service.frames import HEADER_BYTES, MOST_BODY, Header, pack_header, unpack_header
 
@@ -30,8 +30,6 @@ _MESSAGE_BYTES = 400  # that an unsent message takes besides its own
 _WAKE = 1 << 18  # bytes of a payload that are worth a wake-up
 _MOST_FDS = 4
 _FD_BYTES = socket.CMSG_SPACE(_MOST_FDS * 4)
-
-Buffer: TypeAlias = memoryview | bytes
 
 
 class Message(NamedTuple):
