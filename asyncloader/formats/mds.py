@@ -31,6 +31,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from itertools import pairwise
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -267,7 +268,7 @@ def mds_encoding(text: str) -> Encoding:
     if name in RAW:
         return Encoding(None, _raw)
     if name == "int":
-        return Encoding(8, lambda data: int.from_bytes(data, "little", signed=True))
+        return Encoding(8, _int)
     if name in SCALARS:
         return _scalar(np.dtype(name).newbyteorder("<"))
     if name in TEXTS:
@@ -287,17 +288,30 @@ def _text(data: bytes) -> str:
     return data.decode()
 
 
+def _int(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _parsed(parse: Callable[[str], Any], data: bytes) -> Any:
+    return parse(data.decode())
+
+
+def _scalar_value(dtype: np.dtype[Any], data: bytes) -> Any:
+    return np.frombuffer(data, dtype)[0]
+
+
+# No lambdas: a data set is pickled to its workers, with the columns of its shards.
 TEXTS: dict[str, Decode] = {
     "str": _text,
-    "str_int": lambda data: int(data.decode()),
-    "str_float": lambda data: float(data.decode()),
-    "str_decimal": lambda data: Decimal(data.decode()),
-    "json": lambda data: json.loads(data.decode()),
+    "str_int": partial(_parsed, int),
+    "str_float": partial(_parsed, float),
+    "str_decimal": partial(_parsed, Decimal),
+    "json": partial(_parsed, json.loads),
 }
 
 
 def _scalar(dtype: np.dtype[Any]) -> Encoding:
-    return Encoding(dtype.itemsize, lambda data: np.frombuffer(data, dtype)[0])
+    return Encoding(dtype.itemsize, partial(_scalar_value, dtype))
 
 
 def _ndarray(options: str) -> Encoding:
@@ -314,10 +328,10 @@ def _ndarray(options: str) -> Encoding:
         if 0 in shape:
             raise ValueError(f"encoding ndarray has the empty shape {dims[:80]!r}")
     size = dtype.itemsize * math.prod(shape) if dtype is not None and shape is not None else None
-    return Encoding(size, lambda data: _array(data, dtype, shape))
+    return Encoding(size, partial(_array, dtype, shape))
 
 
-def _array(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> npt.NDArray[Any]:
+def _array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, data: bytes) -> npt.NDArray[Any]:
     """Decode an array, private and writable. Its claimed size is compared with `data` before memory is allocated."""
     pos = 0
     if dtype is None:

@@ -11,7 +11,7 @@ import pytest_asyncio
 from asyncloader import AsyncDataLoader, Dataset, RemoteIterableDataset
 from asyncloader.transports import AccessDenied, ObjectNotFound, ReadFailed, RetryPolicy
 from tests.integration.http_store import HttpStore, broken, serving, status
-from tests.unit.remote.shards import MAKERS, jsonl, number_of
+from tests.unit.remote.shards import MAKERS, jsonl, mds_index, number_of
 
 pytestmark = pytest.mark.network
 
@@ -34,17 +34,23 @@ def minus_one(index: Any, error: Exception) -> int:
     return -1
 
 
-FORMATS = sorted(url for url in MAKERS if ".mds" not in url)
+def put(store: HttpStore, url: str) -> tuple[str, str]:
+    """Serve a shard of `COUNT` samples; return the data set's URL and the shard's."""
+    data, shard = MAKERS[url](range(COUNT)), url
+    if url == "a.mds":
+        url, shard = "set/index.json", "set/shard.00000.mds"
+        store.put(url, mds_index(data, counts=[COUNT]))
+    store.put(shard, data, etag='W/"1"')
+    return url, shard
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("on_error", ["skip", minus_one], ids=["skip", "function"])
-@pytest.mark.parametrize("url", FORMATS)
+@pytest.mark.parametrize("url", sorted(MAKERS))
 async def test_a_reset_loses_nothing(store: HttpStore, url: str, on_error: Any, workers: int) -> None:
     """In the middle of a shard, from a server with a weak ETag alone."""
-    data = MAKERS[url](range(COUNT))
-    store.put(url, data, etag='W/"1"')
-    store.faults[url] += [broken(len(data) // 2)] * (1 if workers else 3)
+    url, shard = put(store, url)
+    store.faults[shard] += [broken(len(store.objects[shard].data) // 2)] * (1 if workers else 3)
     async with loader_of(store, [url], on_error=on_error, num_workers=workers) as loader:
         got = [number async for batch in loader for number in batch.tolist()]
         assert sorted(got) == list(range(COUNT))
