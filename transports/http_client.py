@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import safe_url, status_error
-from asyncloader.transports.retry import RequestFailed, RetryPolicy, is_retryable, parse_retry_after
+from asyncloader.transports.retry import RequestFailed, RetryPolicy, asked_delay, is_retryable
 from asyncloader.transports.retrying_client import RetryingClient
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             f"status {status}",
             f"status {status} {(response.reason or '')[:80]}".rstrip(),
             retryable=status in self._retry.statuses,
-            retry_after=parse_retry_after(response.headers.get("Retry-After"), time.time()),
+            retry_after=asked_delay(response.headers, time.time()),
             final=final,
         )
 
@@ -272,8 +272,7 @@ def classify_error(error: BaseException, answering: bool, statuses: frozenset[in
             return RequestFailed("broken body", "the connection broke in the middle of the answer", cause=error)
         case aiohttp.ClientHttpProxyError():  # https through a proxy: the answer to CONNECT, not to the request
             text = f"the proxy answered {error.status} {error.message[:80]}".rstrip()
-            asked = error.headers.get("Retry-After") if error.headers is not None else None
-            after = parse_retry_after(asked, time.time())
+            after = None if error.headers is None else asked_delay(error.headers, time.time())
             return RequestFailed(f"proxy {error.status}", text, retryable=error.status in statuses, retry_after=after)
         case aiohttp.ClientResponseError():
             # Its own text contains the whole URL.

@@ -34,7 +34,7 @@ import errno
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC
 from math import isfinite
@@ -50,6 +50,7 @@ __all__ = [
     "RetryCounts",
     "RetryPolicy",
     "Verdict",
+    "asked_delay",
     "is_retryable",
     "parse_retry_after",
 ]
@@ -291,6 +292,19 @@ def is_retryable(error: BaseException) -> bool:
     return False
 
 
+def asked_delay(headers: Mapping[str, str], now: float) -> float | None:
+    """Return the seconds that an answer's ``Retry-After`` asks for, 0 or more; None if it is missing or invalid.
+
+    A date is compared with the answer's own ``Date``: the two are of one clock, whatever the time is here.
+
+    Args:
+        headers: of the answer; the mapping ignores the case of names.
+        now: wall-clock time, seconds since the epoch in UTC; for an answer without a ``Date``.
+    """
+    answered = _moment(headers.get("Date") or "")
+    return parse_retry_after(headers.get("Retry-After"), now if answered is None else answered)
+
+
 def parse_retry_after(value: str | None, now: float) -> float | None:
     """Return the seconds that a ``Retry-After`` header asks for, 0 or more; None if it is missing or invalid.
 
@@ -298,23 +312,29 @@ def parse_retry_after(value: str | None, now: float) -> float | None:
 
     Args:
         value: the header, None if there is none.
-        now: wall-clock time, seconds since the epoch in UTC.
+        now: the time of the answer, seconds since the epoch in UTC.
     """
     if value is None:
         return None
     value = value.strip()
     if _DELAY_SECONDS.fullmatch(value):
         return float(value)
+    moment = _moment(value)
+    return None if moment is None else max(0.0, moment - now)
+
+
+def _moment(date: str) -> float | None:
+    """Return the time of an HTTP date, seconds since the epoch in UTC; None if it is none."""
     from email.utils import parsedate_to_datetime
 
     try:
-        moment = parsedate_to_datetime(value)
-    except (ValueError, IndexError, OverflowError):
+        moment = parsedate_to_datetime(date)
+    except (ValueError, TypeError, IndexError, OverflowError):
         return None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)  # an HTTP date is UTC, also in the form that does not say so
     try:
-        return max(0.0, moment.timestamp() - now)
+        return moment.timestamp()
     except (ValueError, OverflowError):
         return None
 

@@ -17,6 +17,7 @@ from asyncloader.transports.retry import (
     Attempts,
     RetryCounts,
     RetryPolicy,
+    asked_delay,
     is_retryable,
     parse_retry_after,
 )
@@ -278,3 +279,17 @@ def test_counts_give_a_copy() -> None:
         "waited_s": 0.0,
     }
     assert counts.total == 4
+
+
+@pytest.mark.parametrize("clock_is_off", [-86_400.0, 0.0, 86_400.0])
+def test_dates_of_one_answer_are_compared_with_each_other(clock_is_off: float) -> None:
+    """A clock here that is a day behind does not turn 5 seconds into a day; without a date only this clock is known."""
+    moment = 1_700_000_000
+    date = {"Retry-After": formatdate(moment + 5, usegmt=True)}
+    for sent in (formatdate(moment, usegmt=True), f" {formatdate(moment, usegmt=True)}"):
+        assert asked_delay({**date, "Date": sent}, moment + clock_is_off) == 5
+    for sent in ("", "yesterday", "Mon, 99 Foo 9999 99:99:99 GMT"):
+        assert asked_delay({**date, "Date": sent}, moment + clock_is_off) == max(0.0, 5 - clock_is_off)
+    assert asked_delay(date, moment + 2) == 3
+    assert asked_delay({"Retry-After": "7", "Date": formatdate(0, usegmt=True)}, 0.0) == 7
+    assert asked_delay({}, 0.0) is None
