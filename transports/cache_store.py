@@ -362,7 +362,8 @@ class CacheStore:
                 path = os.path.join(self._root, part)
                 with suppress(FileExistsError):
                     os.mkdir(path, 0o700)
-                if not _is_directory(path):
+                # A cache that is deleted at this moment is FileNotFoundError, as it would be in `mkdir`.
+                if not stat.S_ISDIR(os.lstat(path).st_mode):
                     raise PermissionError(errno.EPERM, "not a directory of the cache", path)
             self.usage.start()
             self._started_in = os.getpid()

@@ -68,4 +68,4 @@ def test_a_process_that_can_open_no_more_files(place: str, kind: str, tmp_path: 
         assert (marks / "hogged").exists()
         with DataLoader[Any](served, **options) as local:
             assert_same(got, list(local))
-        node.kill()  # and not ended in order: without a descriptor left, uvloop's end is a traceback in the process's log
+        node.kill()  # not ended in order: without a descriptor left, uvloop's end is a traceback in the process's log
