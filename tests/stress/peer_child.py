@@ -85,7 +85,10 @@ async def _steady(path: str, places: list[dict[str, Any]]) -> None:
         loaders: list[Any] = []
         for number, place in enumerate(places):
             service = Service(place["url"], token=place["token"], tls_ca=place["tls_ca"])
-            options = _options("numbers", 2) | {"persistent_workers": number % 2 == 0, "max_worker_restarts": 1 << 30}
+            options: dict[str, Any] = _options("numbers", 2) | {
+                "persistent_workers": number % 2 == 0,
+                "max_worker_restarts": 1 << 30,
+            }
             loaders.append(AsyncDataLoader[Any](definitions.numbers(), **options, workers=service))
         with DataLoader[Any](definitions.numbers(), **_options("numbers", 2)) as local:
             expected = list(local)
