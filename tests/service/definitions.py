@@ -382,9 +382,8 @@ def wide(n: int = 9) -> Any:
 def hog(marks: str, worker: int) -> None:
     """Leave no descriptors to this process, once: not even its ring arrives."""
     del worker
-    mark = Path(marks) / "hogged"
-    if not mark.exists():
-        mark.touch()
+    with suppress(FileExistsError):
+        (Path(marks) / "hogged").touch(exist_ok=False)  # in one process, though two may come here at a time
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
 
