@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from tests import script_server
 from tests.integration.running import PATIENCE_S, ROOT, environment
 
 __all__ = ["ALL", "NodeProcess", "serving"]
@@ -80,13 +81,12 @@ def serving(
     command += [part for place in places for part in ("--listen", place)]
     log = folder / f"node-{os.urandom(4).hex()}.log"
     with log.open("w") as stderr:
-        process = subprocess.Popen(
+        process = script_server.start(
             [*command, "--workers", str(workers), *flags],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            cwd=ROOT,
             env=environment() | {"PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            stderr=stderr.fileno(),
+            fresh=bool(within),
         )
     try:
         assert process.stdout is not None
