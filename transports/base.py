@@ -35,10 +35,11 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds, ReadFailed
+from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds, ReadFailed, SizeUnknown
 from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
 
 __all__ = [
@@ -241,7 +242,8 @@ class PinnedReader:
 
     def __init__(self, transport: Transport, path: str) -> None:
         self.transport = transport
-        self._path = path
+        self.path = path
+        self._streamed = False  # bytes of a stream have been returned
         self._first: ObjectInfo | None = None
         self._size: int | None = None  # as `info` has returned it
 
@@ -257,7 +259,7 @@ class PinnedReader:
         except ObjectNotFound as error:
             if self._size is None:
                 raise
-            raise changed(self._path) from error
+            raise changed(self.path) from error
         self._size = info.size
         return info
 
@@ -275,20 +277,46 @@ class PinnedReader:
             # They say something about another object than the one that `info` has described.
             if self._size is None or any(start + length > self._size for start, length in wanted):
                 raise
-            raise changed(self._path) from error
+            raise changed(self.path) from error
+
+    async def stream(self, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+        """Read the object from `start` on. As `Transport.stream`.
+
+        Raises:
+            ReadFailed: the object has changed. None of its new bytes are returned.
+            The other errors of `Transport.stream` and `info`.
+        """
+        streamed = self._streamed
+        try:
+            async with aclosing(self._stream(start, chunk_size)) as chunks:
+                async for chunk in chunks:
+                    self._streamed = True
+                    yield chunk
+        except RangeOutOfBounds as error:
+            if not streamed:
+                raise
+            raise changed(self.path) from error
+
+    async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
+        if type(self.transport).info is not Transport.info:  # otherwise no versions are known
+            with suppress(SizeUnknown):
+                await self._info()
+        async with aclosing(self.transport.stream(self.path, start=start, chunk_size=chunk_size)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def _info(self) -> ObjectInfo:
-        info = await self.transport.info(self._path)
+        info = await self.transport.info(self.path)
         first = self._first = self._first or info
         # A version that is no longer stated proves nothing: of a local file, it means that the file was just changed.
         if info.size != first.size or (first.etag is not None and info.etag != first.etag):
-            raise changed(self._path)
+            raise changed(self.path)
         return info
 
     async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
         if self._first is None:
             await self._info()
-        data = await self.transport.read_ranges(self._path, ranges)
+        data = await self.transport.read_ranges(self.path, ranges)
         await self._info()  # the same as before the read: so the bytes are of this version
         return data
 

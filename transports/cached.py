@@ -17,7 +17,7 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from asyncloader.sizes import Size, optional_size
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport
@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _R = TypeVar("_R")
+_Stream: TypeAlias = Callable[..., AsyncGenerator[bytes, None]]  # of `start` and `chunk_size`, by name
 
 # How long the end of a stream may wait for the store to confirm the object's version. After that it is not cached.
 _CONFIRM_S = 10.0
@@ -183,10 +184,8 @@ class CachedTransport(Transport):
             self._counts.miss()
         if entry is not None:
             given = self._stream_entry(path, entry, start, chunk_size)
-        elif self._fills and start == 0:
-            given = self._stream_filling(path, chunk_size, info)
         else:
-            given = self.inner.stream(path, start=start, chunk_size=chunk_size)
+            given = self.stream_from_store(path, partial(self.inner.stream, path), start, chunk_size, info)
         async with aclosing(given) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -277,11 +276,16 @@ class CachedTransport(Transport):
         finally:
             await self._pool.finish(entry.close)
         # The disk failed in the middle. The rest is read from the store, if the object is unchanged there.
-        await self._require(path, entry.etag)
-        async with aclosing(self.inner.stream(path, start=position, chunk_size=chunk_size)) as chunks:
+        async with aclosing(self._stream_version(path, entry.etag, position, chunk_size)) as chunks:
             async for chunk in chunks:
                 yield chunk
-        await self._require(path, entry.etag)
+
+    async def _stream_version(self, path: str, etag: str, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
+        await self._require(path, etag)
+        async with aclosing(self.inner.stream(path, start=start, chunk_size=chunk_size)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        await self._require(path, etag)
 
     async def _require(self, path: str, etag: str) -> None:
         if (await self.inner.info(path)).etag != etag:
@@ -299,7 +303,25 @@ class CachedTransport(Transport):
             await self._attempt(partial(self._store.put, self._key(path), info.etag, data), filling=True)
         return data, info
 
-    async def _stream_filling(self, path: str, chunk_size: int, info: ObjectInfo | None) -> AsyncGenerator[bytes, None]:
+    def stream_from_store(
+        self, path: str, source: _Stream, start: int, chunk_size: int, info: ObjectInfo | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Read an object in chunks from the store, and cache it as `stream` does.
+
+        Args:
+            path: the object.
+            source: reads it.
+            start: the first byte.
+            chunk_size: bytes, as in `stream`.
+            info: what the store has said of it, if it was asked.
+        """
+        if self._fills and start == 0:
+            return self._stream_filling(path, source, chunk_size, info)
+        return source(start=start, chunk_size=chunk_size)
+
+    async def _stream_filling(
+        self, path: str, source: _Stream, chunk_size: int, info: ObjectInfo | None
+    ) -> AsyncGenerator[bytes, None]:
         if info is None:
             info = await self._ask(path) or ObjectInfo(0, None)
         fill: CacheFill | None = None
@@ -308,7 +330,7 @@ class CachedTransport(Transport):
             fill = await self._attempt(begin, CacheFill.abort, filling=True)
         tee = Tee(fill, self._pool, partial(self._on_disk_error, filling=True))
         try:
-            async with aclosing(self.inner.stream(path, chunk_size=chunk_size)) as chunks:
+            async with aclosing(source(start=0, chunk_size=chunk_size)) as chunks:
                 received = 0
                 chunk = await anext(chunks, b"")
                 while chunk:
@@ -403,6 +425,25 @@ class CachedTransport(Transport):
         data = await self.inner.read_ranges(path, ranges)
         await self._require(path, etag)
         return data
+
+    async def stream_of(self, path: str, etag: str, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
+        """Read one version in chunks, from the cache, or from the store if it has been evicted. As `stream`.
+
+        Raises:
+            ReadFailed: it has been evicted, and the store has another version.
+        """
+        check_chunk_size(chunk_size)
+        check_start(path, None, start)
+        opener = partial(self._store.open, self._key(path), etag)
+        entry = await self._attempt(opener, CacheEntry.close) if self._serves else None
+        if entry is None:
+            self.count_miss()
+            given = self._stream_version(path, etag, start, chunk_size)
+        else:
+            given = self._stream_entry(path, entry, start, chunk_size)
+        async with aclosing(given) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def count_miss(self) -> None:
         """Note that an object was wanted that is not cached."""

@@ -2,9 +2,9 @@
 
 Data path: http, object_store -> [download] -> http_download, object_store_download -> server.
 
-`Download` reads one object or range: it keeps the
-position, a request slot and the retries. How a request is sent and a response understood is up to its subclasses,
-`HttpDownload` and `StoreDownload`. `NetworkTransport` is the part of a transport that all networks share.
+`Download` reads one object or range: it keeps the position, a request slot and the retries. How a request is sent and a
+response understood is up to its subclasses, `HttpDownload` and `StoreDownload`. `NetworkTransport` is the part of a
+transport that all networks share.
 
 *One version.* A download that breaks continues where it broke, if the store proves that the object is unchanged, by the
 answer's own validator: a server may ignore ``If-Range``. Without such a proof it begins again. A read has returned
@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from hashlib import sha256
 from math import isfinite
@@ -56,9 +57,7 @@ _CHANGED = (
     "the object changed while it was read, or nothing proves that it did not; the bytes of two versions are never "
     "mixed. Read it again, and write objects under new names instead of replacing them"
 )
-
-# Bytes that count as progress, so that the budget of the retries starts again. See `Attempts.progressed`.
-_PROGRESS = 1 << 16
+_PROGRESS = 1 << 16  # bytes, after which the budget of the retries starts again: `Attempts.progressed`
 
 
 class ObjectVersion(Protocol):
@@ -456,13 +455,22 @@ class NetworkTransport(Transport, Generic[_K]):
         Raises:
             ReadFailed: also when it breaks, and the object is another one when it is read again.
         """
+        async with aclosing(self.stream_with_versions(path, start, chunk_size)) as chunks:
+            async for chunk, _ in chunks:
+                yield chunk
+
+    async def stream_with_versions(
+        self, path: str, start: int, chunk_size: int
+    ) -> AsyncGenerator[tuple[bytes, ObjectVersion], None]:
+        """Read an object as `stream`, and return with each chunk the version that it is of."""
         self._check(path)
         check_chunk_size(chunk_size)
         check_start(path, None, start)
         download = self._download(path, start)
         try:
             while chunk := await download.part(chunk_size):
-                yield chunk
+                assert download.version is not None  # there was a response
+                yield chunk, download.version
         finally:
             download.close()
 

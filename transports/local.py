@@ -21,7 +21,7 @@ import os
 import stat
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
@@ -120,9 +120,17 @@ class LocalTransport(Transport):
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read a file in chunks of exactly `chunk_size`, the last one shorter. As `Transport.stream`."""
+        async with aclosing(self.stream_of(path, start, chunk_size, lambda _: None)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def stream_of(
+        self, path: str, start: int, chunk_size: int, opened: Callable[[os.stat_result], object]
+    ) -> AsyncGenerator[bytes, None]:
+        """Read a file as `stream`; `opened` is called with its description before anything is read, and may raise."""
         check_chunk_size(chunk_size)
         check_start(path, None, start)
-        async with self._open(path, start) as file:
+        async with self._open(path, start, opened) as file:
             while True:
                 with os_errors(path, self.root):
                     chunk = await file.read(chunk_size)
@@ -202,10 +210,12 @@ class LocalTransport(Transport):
         await self._pool.aclose()
 
     @asynccontextmanager
-    async def _open(self, path: str, start: int = 0) -> AsyncGenerator[AsyncBufferedReader, None]:
+    async def _open(
+        self, path: str, start: int = 0, opened: Callable[[os.stat_result], object] = lambda _: None
+    ) -> AsyncGenerator[AsyncBufferedReader, None]:
         check_path(path)
         # Buffered on purpose: its lock makes the close below wait for a read that a cancelled caller left running.
-        file = await self._pool.acquire(partial(self._open_buffered, path, start), BufferedReader.close)
+        file = await self._pool.acquire(partial(self._open_buffered, path, start, opened), BufferedReader.close)
         try:
             wrapped = wrap(file, loop=asyncio.get_running_loop(), executor=self._pool)
             yield cast("AsyncBufferedReader", wrapped)
@@ -214,9 +224,10 @@ class LocalTransport(Transport):
 
     # --- runs in the threads
 
-    def _open_buffered(self, path: str, start: int) -> BufferedReader:
+    def _open_buffered(self, path: str, start: int, opened: Callable[[os.stat_result], object]) -> BufferedReader:
         descriptor, size = self._files.open(path)
         try:
+            opened(os.fstat(descriptor))
             check_start(path, size, start)
             with os_errors(path, self.root):
                 if start:
@@ -281,11 +292,19 @@ class _PinnedFile(PinnedReader):
         return data
 
     async def _read(self, ranges: Iterable[tuple[int, int]]) -> tuple[Sequence[bytes], os.stat_result]:
-        data, status = await self._files.read_ranges_of(self._path, ranges, self._status)
-        self._status = first = self._status or status
-        if _identity(first) != _identity(status):  # concurrent first reads
-            raise changed(self._path)
+        data, status = await self._files.read_ranges_of(self.path, ranges, self._status)
+        self._compare(status)  # there may have been another first read meanwhile
         return data, status
+
+    async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._files.stream_of(self.path, start, chunk_size, self._compare)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _compare(self, status: os.stat_result) -> None:
+        self._status = first = self._status or status
+        if _identity(first) != _identity(status):
+            raise changed(self.path)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:

@@ -6,7 +6,8 @@ Data path: parquet_reading -> [pinned] -> download, cached.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.transports.base import ObjectInfo, PinnedReader, changed
@@ -28,29 +29,34 @@ class PinnedObject(PinnedReader):
         self._read: Any = None  # the version of the bytes
 
     async def _info(self) -> ObjectInfo:
-        version = await self._network.version(self._path)
+        version = await self._network.version(self.path)
         self._stated = first = self._stated or version
         if first.differs(version) or (self._read is not None and self._read.differs(version)):
-            raise changed(self._path)
+            raise changed(self.path)
         if version.size is None:  # `version` has raised SizeUnknown
-            raise AssertionError(self._path)
+            raise AssertionError(self.path)
         return ObjectInfo(version.size, version.validator)
 
     async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
-        data, versions = await self._network.read_ranges_with_versions(self._path, ranges)
+        data, versions = await self._network.read_ranges_with_versions(self.path, ranges)
         for version in versions:
             # Some servers name versions in answers to GET only: the metadata's must not contradict, no more.
             if self._stated is not None and self._stated.differs(version):
-                raise changed(self._path)
-            self._read = self._read or version
+                raise changed(self.path)
             self._compare(version)
         return data
 
+    async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._network.stream_with_versions(self.path, start, chunk_size)) as chunks:
+            async for chunk, version in chunks:
+                self._compare(version)
+                yield chunk
+
     def _compare(self, version: Any) -> None:
-        first = self._read
+        first = self._read = self._read or version
         # A server that named the version once must go on: an object without a name may be any other one.
         if first.differs(version) or first.resembles(first) != first.resembles(version):
-            raise changed(self._path)
+            raise changed(self.path)
 
 
 class PinnedEntry(PinnedReader):
@@ -70,14 +76,25 @@ class PinnedEntry(PinnedReader):
     async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
         entry = await self._find()
         if entry is not None and entry.etag is not None:
-            return await self._cached.read_ranges_of(self._path, entry.etag, ranges)
+            return await self._cached.read_ranges_of(self.path, entry.etag, ranges)
         self._cached.count_miss()
         return await self._inner.read_ranges(ranges)
+
+    async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
+        entry = await self._find()
+        if entry is not None and entry.etag is not None:
+            found = self._cached.stream_of(self.path, entry.etag, start, chunk_size)
+        else:
+            self._cached.count_miss()
+            found = self._cached.stream_from_store(self.path, self._inner.stream, start, chunk_size)
+        async with aclosing(found) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def _find(self) -> ObjectInfo | None:
         """Return the cached version that is read. Decided once: a version that is cached later may be another one."""
         async with self._looking:
             if not self._looked:
-                self._entry = await self._cached.find_version(self._path)
+                self._entry = await self._cached.find_version(self.path)
                 self._looked = True
         return self._entry

@@ -26,7 +26,7 @@ from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardE
 from asyncloader.remote.assignment import Assignment, AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.discovery import find_shards
-from asyncloader.remote.parquet_reading import Pins
+from asyncloader.remote.pins import Pins
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
 from asyncloader.remote.shard_sizes import bytes_per_sample, with_counts, with_edges, with_sizes
 from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, grouped

@@ -11,25 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError
 from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_footer, read_rows
-from asyncloader.transports import ObjectInfo, PinnedReader, Transport, TransportClosed
+from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
 
-__all__ = ["Pins", "Ranges", "read_footer", "read_parquet"]
-
-
-MOST_PINS = 256
-"""Shards whose versions a worker remembers; its ranges of one shard are read close to each other."""
+__all__ = ["Ranges", "read_footer", "read_parquet"]
 
 
 async def read_footer(pinned: PinnedReader, url: str) -> tuple[Footer, ObjectInfo]:
@@ -51,8 +45,7 @@ async def read_footer(pinned: PinnedReader, url: str) -> tuple[Footer, ObjectInf
 
 
 async def read_parquet(
-    transport: Transport,
-    path: str,
+    pinned: PinnedReader,
     url: str,
     *,
     start: int = 0,
@@ -61,87 +54,51 @@ async def read_parquet(
     on_bad: OnBad | None = None,
     read_ahead: int = 8 << 20,
     columns: Sequence[str] | None = None,
-    pins: Pins | None = None,
 ) -> AsyncGenerator[list[Located], None]:
     """Read rows ``[start, stop)`` of a file. As `formats.parquet.read_rows`, with `on_bad` called in the loop.
-
-    With `pins`, the file must be of the version of which others have read rows.
 
     Raises:
         ShardError: the file is damaged.
         TransportError: the bytes cannot be read, or are of another version of the file than its footer.
     """
-    with (Pins() if pins is None else pins).reading(transport, path, url) as pin:
-        footer, _ = await read_footer(pin.reader, url)
-        ranges = Ranges(pin.reader)
-        bad: list[ShardError] = []
-        rows = read_rows(
-            footer,
-            ranges.fetch,
-            start=start,
-            stop=stop,
-            columns=columns,
-            max_sample_bytes=max_sample_bytes,
-            on_bad=None if on_bad is None else bad.append,
-            window_bytes=read_ahead,
-        )
+    footer, _ = await read_footer(pinned, url)
+    ranges = Ranges(pinned)
+    bad: list[ShardError] = []
+    rows = read_rows(
+        footer,
+        ranges.fetch,
+        start=start,
+        stop=stop,
+        columns=columns,
+        max_sample_bytes=max_sample_bytes,
+        on_bad=None if on_bad is None else bad.append,
+        window_bytes=read_ahead,
+    )
 
-        def step() -> Step:
-            batch: list[Located] | None = None
-            fault: Exception | None = None
-            try:
-                batch = next(rows, None)
-            except Exception as error:
-                fault = error
-            bad_rows = bad[:]
-            bad.clear()
-            return Step(batch, bad_rows, fault)
-
-        async with aclosing(_Steps(ranges, step)) as steps:
-            steps.begin()
-            while True:
-                batch, bad_rows, fault = await steps.result()
-                if on_bad is not None:
-                    for error in bad_rows:
-                        on_bad(error)
-                if fault is not None:
-                    raise fault
-                if batch is None:
-                    break
-                steps.begin()
-                pin.used = True
-                yield batch
-
-
-@dataclass(slots=True)
-class _Pin:
-    reader: PinnedReader
-    open: int = 0  # ranges that are being read
-    used: bool = False  # rows of this version have been returned
-
-
-class Pins:
-    """The versions of the shards of which one worker has read rows in an epoch: of each the reader that reads them."""
-
-    def __init__(self) -> None:
-        self._pins: OrderedDict[str, _Pin] = OrderedDict()
-
-    @contextmanager
-    def reading(self, transport: Transport, path: str, url: str) -> Generator[_Pin, None, None]:
-        """Give the reader of a shard. A version of which no rows were returned is forgotten in the end."""
-        pin = self._pins.get(url)
-        if pin is None or pin.reader.transport is not transport:
-            pin = self._pins[url] = _Pin(transport.pinned(path))
-        self._pins.move_to_end(url)
-        pin.open += 1
+    def step() -> Step:
+        batch: list[Located] | None = None
+        fault: Exception | None = None
         try:
-            yield pin
-        finally:
-            pin.open -= 1
-            if not (pin.open or pin.used) and self._pins.get(url) is pin:
-                del self._pins[url]
-            if len(self._pins) > MOST_PINS and (idle := next((u for u, p in self._pins.items() if not p.open), None)):
-                del self._pins[idle]
+            batch = next(rows, None)
+        except Exception as error:
+            fault = error
+        bad_rows = bad[:]
+        bad.clear()
+        return Step(batch, bad_rows, fault)
+
+    async with aclosing(_Steps(ranges, step)) as steps:
+        steps.begin()
+        while True:
+            batch, bad_rows, fault = await steps.result()
+            if on_bad is not None:
+                for error in bad_rows:
+                    on_bad(error)
+            if fault is not None:
+                raise fault
+            if batch is None:
+                break
+            steps.begin()
+            yield batch
 
 
 class Step(NamedTuple):

@@ -12,17 +12,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError, ShardRange, ShardReader, open_reader
 from asyncloader.remote.catalog import PARQUET, Shard
+from asyncloader.remote.pins import Pins
 from asyncloader.remote.prefetch import StreamBuffer
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import RangeOutOfBounds, ReadFailed, Transport, TransportError
-
-if TYPE_CHECKING:
-    from asyncloader.remote.parquet_reading import Pins
+from asyncloader.transports import PinnedReader, RangeOutOfBounds, ReadFailed, TransportError
 
 __all__ = ["READ_AHEAD", "MakeReader", "read_shard_range"]
 
@@ -65,7 +63,7 @@ async def read_shard_range(
         reader: makes the reader of a user's own format, which has its own limits and its own `on_bad`.
         read_ahead: bytes that are fetched ahead of parsing, at least 1. A chunk of up to 1 MiB may come on top.
         columns: of Parquet, the columns to read. None: all. Other formats have no columns.
-        pins: of Parquet, the versions of the files of which rows have been read. None: any version will do.
+        pins: the versions of the shards of which samples have been read, which it extends. None: any version will do.
 
     Yields:
         Non-empty lists of samples, in the shard's order, each sample with the offset at which to continue after it.
@@ -79,54 +77,56 @@ async def read_shard_range(
     if read_ahead < 1:
         raise ValueError(f"read_ahead must be at least 1 byte, got {read_ahead}")
     transport, path = stores.find(shard.url)
-    bad: list[ShardError] = []
-    if shard.format == PARQUET and reader is None:
-        from asyncloader.remote.parquet_reading import read_parquet
+    with (Pins() if pins is None else pins).reading(transport, path, shard.url) as pin:
+        bad: list[ShardError] = []
+        if shard.format == PARQUET and reader is None:
+            from asyncloader.remote.parquet_reading import read_parquet
 
-        found = read_parquet(
-            transport,
-            path,
-            shard.url,
-            start=shard_range.start,
-            stop=shard_range.stop,
-            max_sample_bytes=max_sample_bytes,
-            on_bad=None if on_bad is None else bad.append,
-            read_ahead=read_ahead,
-            columns=columns,
-            pins=pins,
-        )
-    else:
-        part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)
-        if reader is not None:
-            shard_reader, packed = reader(shard.url, part), False
-        else:
-            packed = (shard.format.compression if shard.mds is None else shard.mds.compression) is not None
-            shard_reader = open_reader(
+            found = read_parquet(
+                pin.reader,
                 shard.url,
-                shard.format,
-                part=part,
+                start=shard_range.start,
+                stop=shard_range.stop,
                 max_sample_bytes=max_sample_bytes,
                 on_bad=None if on_bad is None else bad.append,
-                shard=shard.mds,
+                read_ahead=read_ahead,
+                columns=columns,
             )
-        chunk_size = SLOW_CHUNK if shard.format.name == "jsonl" else CHUNK
-        stop = None if packed or reader is not None else shard_range.stop
-        found = _push(transport, path, shard_reader, stop=stop, chunk_size=chunk_size, most=read_ahead, thread=packed)
-    async with aclosing(found) as batches:
-        try:
-            async for batch in batches:
+        else:
+            part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)
+            if reader is not None:
+                shard_reader, packed = reader(shard.url, part), False
+            else:
+                packed = (shard.format.compression if shard.mds is None else shard.mds.compression) is not None
+                shard_reader = open_reader(
+                    shard.url,
+                    shard.format,
+                    part=part,
+                    max_sample_bytes=max_sample_bytes,
+                    on_bad=None if on_bad is None else bad.append,
+                    shard=shard.mds,
+                )
+            chunk_size = SLOW_CHUNK if shard.format.name == "jsonl" else CHUNK
+            stop = None if packed or reader is not None else shard_range.stop
+            found = _push(pin.reader, shard_reader, stop=stop, chunk_size=chunk_size, most=read_ahead, thread=packed)
+        async with aclosing(found) as batches:
+            try:
+                async for batch in batches:
+                    _report_bad(on_bad, bad)
+                    if batch:
+                        pin.used = True
+                        yield batch
                 _report_bad(on_bad, bad)
-                if batch:
-                    yield batch
-            _report_bad(on_bad, bad)
-        except RangeOutOfBounds as error:
-            size = "fewer" if error.size is None else f"{error.size:,}"
-            raise ShardError(
-                f"the shard is truncated, or was replaced: it has {size} bytes", url=shard.url, offset=shard_range.start
-            ) from error
-        except (ShardError, TransportError):
-            _report_bad(on_bad, bad)
-            raise
+            except RangeOutOfBounds as error:
+                size = "fewer" if error.size is None else f"{error.size:,}"
+                raise ShardError(
+                    f"the shard is truncated, or was replaced: it has {size} bytes",
+                    url=shard.url,
+                    offset=shard_range.start,
+                ) from error
+            except (ShardError, TransportError):
+                _report_bad(on_bad, bad)
+                raise
 
 
 def _report_bad(on_bad: OnBad | None, bad: list[ShardError]) -> None:
@@ -135,21 +135,21 @@ def _report_bad(on_bad: OnBad | None, bad: list[ShardError]) -> None:
         on_bad(bad.pop(0))
 
 
-async def _as_transport_errors(stream: AsyncGenerator[bytes, None], path: str) -> AsyncGenerator[bytes, None]:
-    """Pass chunks on; whatever the transport raises is a TransportError here, and never looks like a bad sample."""
-    async with aclosing(stream) as chunks:
+async def _stream(pinned: PinnedReader, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
+    """Read chunks; whatever the transport raises is a TransportError here, and never looks like a bad sample."""
+    async with aclosing(pinned.stream(start=start, chunk_size=chunk_size)) as chunks:
         try:
             async for chunk in chunks:
                 yield chunk
         except TransportError:
             raise
         except Exception as error:
+            path = pinned.path
             raise ReadFailed(f"reading {path!r} failed: {type(error).__name__}: {error}", path=path) from error
 
 
 async def _push(
-    transport: Transport,
-    path: str,
+    pinned: PinnedReader,
     reader: ShardReader,
     *,
     stop: int | None,
@@ -160,8 +160,7 @@ async def _push(
     """Feed `reader` to its end. Yields one list per call of it, including empty ones.
 
     Args:
-        transport: of the shard.
-        path: below the transport's root.
+        pinned: reads the shard.
         reader: the parser to feed.
         stop: offset after which bytes are fetched only if the reader needs them. None: to the end.
         chunk_size: upper bound of the bytes per call of the reader.
@@ -178,7 +177,7 @@ async def _push(
     if reader.done:
         return
     start = reader.feed_from
-    chunks = _as_transport_errors(transport.stream(path, start=start, chunk_size=chunk_size), path)
+    chunks = _stream(pinned, start, chunk_size)
     wanted = None if stop is None else max(stop - start, 0)
     ahead = StreamBuffer(chunks, most=most, wanted=wanted)
     try:

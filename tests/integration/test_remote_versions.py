@@ -17,13 +17,13 @@ from aiohttp import web
 
 from asyncloader import AsyncDataLoader, RemoteIterableDataset
 from asyncloader.formats import Located
-from asyncloader.remote.parquet_reading import Pins
+from asyncloader.remote.pins import Pins
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import CachedTransport, LocalTransport, MemoryTransport, ReadFailed, Transport
 from tests.integration.http_store import HttpStore, serving
-from tests.unit.remote.shards import drain, number_of, shard_of
+from tests.unit.remote.shards import drain, jsonl, number_of, shard_of
 
 pytestmark = pytest.mark.network
 
@@ -46,11 +46,13 @@ NAMES: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def exchanged(name: str) -> Callable[[HttpStore, web.Request], Awaitable[None]]:
+def exchanged(
+    name: str, path: str = "a.parquet", data: bytes = NEW
+) -> Callable[[HttpStore, web.Request], Awaitable[None]]:
     """Replace the object just before it is served."""
 
     async def fault(store: HttpStore, request: web.Request) -> None:
-        store.put("a.parquet", NEW, **NAMES[name](1))
+        store.put(path, data, **NAMES[name](1))
 
     return fault
 
@@ -113,16 +115,21 @@ async def test_ranges_of_one_worker_are_of_one_version(store: HttpStore, stores:
     assert await read(40) == list(range(COUNT + 40, COUNT + 60))
 
 
+REQUESTS = {"a.parquet": [3, 6, 9, 12], "a.jsonl": [2, 3, 4]}
+LINES = jsonl(range(COUNT), size=500), jsonl(range(COUNT, 2 * COUNT), size=500)
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("number", [3, 6, 9, 12])
-async def test_no_sample_is_skipped_for_it(store: HttpStore, number: int, workers: int) -> None:
+@pytest.mark.parametrize(("name", "number"), [(name, number) for name, each in REQUESTS.items() for number in each])
+async def test_no_sample_is_skipped_for_it(store: HttpStore, name: str, number: int, workers: int) -> None:
     """Whatever `on_error` is. A worker reads several ranges of the shard."""
-    store.put("a.parquet", OLD, **NAMES["weak ETag"](0))
-    dataset = RemoteIterableDataset(f"{store.url}/a.parquet", read_ahead=1)
+    old, new = (OLD, NEW) if name == "a.parquet" else LINES
+    store.put(name, old, **NAMES["weak ETag"](0))
+    dataset = RemoteIterableDataset(f"{store.url}/{name}", read_ahead=1)
     loader = AsyncDataLoader[Any](
         dataset, batch_size=10, seed=1, decode=number_of, on_error="skip", num_workers=workers
     )
-    store.faults["a.parquet"].extend([usual] * number + [exchanged("weak ETag")])
+    store.faults[name].extend([usual] * number + [exchanged("weak ETag", name, new)])
     batches: list[list[int]] = []
     async with loader:
         reading = aiter(loader)
@@ -133,7 +140,7 @@ async def test_no_sample_is_skipped_for_it(store: HttpStore, number: int, worker
     for worker in range(max(workers, 1)):
         versions = {number >= COUNT for batch in batches[worker :: max(workers, 1)] for number in batch}
         assert len(versions) <= 1
-    assert not store.faults["a.parquet"]
+    assert not store.faults[name]
 
 
 def local(path: Path) -> tuple[Transport, Callable[[], object]]:

@@ -10,7 +10,7 @@ from asyncloader import RemoteIterableDataset
 from asyncloader.formats import Located, OnBad, ShardError, ShardFormat
 from asyncloader.remote.assignment import Assignment
 from asyncloader.remote.catalog import Shard
-from asyncloader.remote.parquet_reading import Pins
+from asyncloader.remote.pins import Pins
 from asyncloader.remote.shard_splitting import CatalogRange
 
 __all__ = ["Case", "Shards", "plan_of", "ranges_of"]
