@@ -30,7 +30,6 @@ from asyncloader.service.dialect import PLAIN
 from asyncloader.service.dialing import (
     NodeConnection,
     Unreachable,
-    answer_of,
     ask_facts,
     ask_stacks,
     on_any_node,
@@ -179,7 +178,7 @@ class ServiceWorkers:
         catalog, share = self._dataset.catalog, self._service.share == "epoch"
         opening = pack_opening(self._session, worker, self._credits, setup, share=share, catalog=catalog)
         link.send(frames.OPENING, opening)
-        pid = read_record(Opened, answer_of(link, frames.OPENED, busy=self._service.wait)).pid
+        pid = read_record(Opened, node.answer(frames.OPENED)).pid
         made = ServedWorker(worker, pid, node.address, link, self._ended)
         with self._lock:
             self._progress.connected(node.address)

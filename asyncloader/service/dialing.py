@@ -61,12 +61,26 @@ class Unreachable(Exception):
 
 
 class NodeConnection:
-    """A connection whose handshake is over."""
+    """A connection whose handshake is over.
 
-    def __init__(self, address: str, link: Link, facts: Facts) -> None:
+    Args:
+        address: of the node.
+        link: the connection.
+        facts: of the dataset there.
+        wait: seconds for which the node may say that it is at work.
+        closed: set once nobody waits for it.
+    """
+
+    def __init__(self, address: str, link: Link, facts: Facts, wait: float, closed: threading.Event | None) -> None:
         self.address = address
         self.link = link
         self.facts = facts
+        self._wait = wait
+        self._closed = closed
+
+    def answer(self, kind: int) -> bytes:
+        """Wait for an answer that may take the node a while. As `answer_of`."""
+        return answer_of(self.link, kind, busy=self._wait, closed=self._closed)
 
 
 def _places(address: str) -> list[tuple[str, Any]]:
@@ -122,7 +136,9 @@ def _secured(service: Service, sock: socket.socket, host: str) -> ssl.SSLSocket:
     return context.wrap_socket(sock, server_hostname=host)
 
 
-def _greet(service: Service, defined: Defined, address: str, place: Any) -> NodeConnection:
+def _greet(
+    service: Service, defined: Defined, address: str, place: Any, closed: threading.Event | None = None
+) -> NodeConnection:
     """Connect to a node, up to its WELCOME.
 
     Raises:
@@ -140,11 +156,11 @@ def _greet(service: Service, defined: Defined, address: str, place: Any) -> Node
             text = "a token was given, and it has none, so it cannot prove that it is the right service"
             raise Unreachable(text, final=True)
         link.send(frames.PROOF, pack_record(Proof(proof(token, "loader", hello.nonce, theirs))))
-        welcome = read_record(Welcome, answer_of(link, frames.WELCOME, busy=service.wait))
+        welcome = read_record(Welcome, answer_of(link, frames.WELCOME, busy=service.wait, closed=closed))
         if not proves(welcome.proof, token, "node", hello.nonce, theirs):
             raise Unreachable("it could not prove that it has the token", final=True)
         link.most_body = frames.MOST_BODY
-        return NodeConnection(address, link, welcome.checked_facts())
+        return NodeConnection(address, link, welcome.checked_facts(), service.wait, closed)
     except (OSError, ValueError, TypeError, Unreachable) as error:
         if link is not None:
             link.close()
@@ -153,7 +169,14 @@ def _greet(service: Service, defined: Defined, address: str, place: Any) -> Node
         raise Unreachable(f"{address}: {line_of(str(text), _MOST_TEXT)}", final=final) from None
 
 
-def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S, *, busy: float | None = None) -> bytes:
+def answer_of(
+    link: Link,
+    kind: int,
+    seconds: float = _ANSWER_S,
+    *,
+    busy: float | None = None,
+    closed: threading.Event | None = None,
+) -> bytes:
     """Wait for the node's answer; raises what the callers here handle.
 
     Args:
@@ -162,6 +185,7 @@ def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S, *, busy: float 
         seconds: without any message, after which the node is given up.
         busy: seconds for which it may send PONGs before the answer, or `_LONGEST_ANSWER_S` if that is more: such a peer
             has perhaps not even proved that it is a node. None: it may send none.
+        closed: set once nobody waits for the answer: the next PONG ends the wait.
     """
     began, said = monotonic(), False
     last = began + max(busy or 0.0, _LONGEST_ANSWER_S)
@@ -174,6 +198,8 @@ def answer_of(link: Link, kind: int, seconds: float = _ANSWER_S, *, busy: float 
                 text, for_now = read_record(Refusal, message.body)
                 raise Unreachable(f"it refused: {line_of(text, _MOST_TEXT)}", final=not for_now)
             if message.header.kind == frames.PONG and busy is not None:
+                if closed is not None and closed.is_set():
+                    raise Unreachable("the loader was closed meanwhile")
                 deadline = min(monotonic() + seconds, last)
                 if not said:
                     said = True
@@ -239,7 +265,7 @@ def on_any_node(
                 answers[address], final, soonest = f"{address}: it delivered nothing", False, min(soonest, rest)
                 continue
             try:
-                node = _greet(service, defined, address, place)
+                node = _greet(service, defined, address, place, closed)
                 try:
                     used = use(node)
                 except BaseException:
@@ -255,6 +281,8 @@ def on_any_node(
                 for text in unlike:  # that other nodes do its part must not hide that it is not alike
                     _warn_once(text)
                 return used
+            if closed is not None and closed.is_set():
+                break
             if refused is not None:
                 refused(address, answers[address].removeprefix(f"{address}: "))
         now = monotonic()
@@ -286,7 +314,7 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
 
     def use(node: NodeConnection) -> Plan | bytes:
         node.link.send(frames.PLAN, pack_record(request))
-        answer = gathered(lambda: answer_of(node.link, frames.PLANNED, busy=service.wait))
+        answer = gathered(lambda: node.answer(frames.PLANNED))
         node.link.close()
         return answer
 

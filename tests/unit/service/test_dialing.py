@@ -64,6 +64,14 @@ def test_a_peer_that_is_busy_for_ever(challenges: bool, text: str, monkeypatch: 
         ask_facts(Service(address, wait=0.2), definitions.numbers())
 
 
+def test_nobody_waits_any_more() -> None:
+    """A loader that is closed leaves a node that goes on to say that it is at work, and no thread behind."""
+    closed = threading.Event()
+    closed.set()
+    with busy_node(True) as address, pytest.raises(ServiceUnavailable, match="the loader was closed meanwhile"):
+        on_any_node(Service(address), definitions.numbers(), lambda _: None, lambda _: [(0, 0.0)], closed)
+
+
 def test_a_worker_looks_on_while_others_deliver() -> None:
     """Their loader goes on without it; once nothing comes any more, `wait` seconds are left."""
     tries = 0
