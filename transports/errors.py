@@ -23,6 +23,7 @@ a message alone: so an error of a worker process can be raised again by the cons
 from __future__ import annotations
 
 import errno
+from time import monotonic
 from typing import Any, ClassVar
 
 from asyncloader.errors import LoaderError
@@ -46,6 +47,7 @@ class TransportError(LoaderError):
 
     Attributes:
         path: the requested path; None if the error concerns no single path.
+        made_at: when it was made, by `time.monotonic`: what was read ahead may be raised a good while later.
     """
 
     about_sample: ClassVar[bool] = False
@@ -53,6 +55,7 @@ class TransportError(LoaderError):
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(message)
         self.path = path
+        self.made_at = monotonic()
 
 
 class UnknownScheme(TransportError, ValueError):

@@ -17,10 +17,12 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from time import monotonic
 
 from asyncloader.formats import Located, OnBad, ShardError
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
+from asyncloader.transports import TransportError
 
 __all__ = [
     "MAX_PREFETCHED_RANGES",
@@ -55,8 +57,8 @@ class RangeReading:
         self._reported: list[ShardError] = []
         self._stream = open(shard, shard_range, self._reported.append)
         self._begun: asyncio.Task[list[Located]] | None = None
-        self.ahead = False
-        """What `more` raised last had happened before it was called."""
+        self.outdated = False
+        """What `more` raised last is a transport's error from before it was called: it may not hold any more."""
 
     def begin(self) -> None:
         """Start to read the first samples, before they are needed."""
@@ -71,9 +73,12 @@ class RangeReading:
             Exception: reading failed.
         """
         begun, self._begun = self._begun, None
-        self.ahead = begun is not None and begun.done()
+        called = monotonic()
         try:
             self.found.extend(await (anext(self._stream) if begun is None else begun))
+        except TransportError as error:
+            self.outdated = error.made_at < called
+            raise
         finally:  # only now: the errors of a list that was read early must not overtake its samples
             self.bad.extend(self._reported)
             self._reported.clear()

@@ -231,7 +231,7 @@ class WorkerStream:
                 else:
                     self._reading = None
                     await reading.aclose()
-                    if reading.ahead and self._again != self._todo[0]:
+                    if reading.outdated and self._again != self._todo[0]:
                         self._again = self._todo[0]
                         continue  # it failed some time ago, when nothing waited for it
                 try:

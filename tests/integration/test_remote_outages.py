@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import io
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 
 from asyncloader import AsyncDataLoader, Dataset, RemoteIterableDataset
-from asyncloader.transports import AccessDenied, ObjectNotFound, ReadFailed, RetryPolicy
+from asyncloader.transports import AccessDenied, MemoryTransport, ObjectNotFound, ReadFailed, RetryPolicy
 from tests.integration.http_store import HttpStore, broken, serving, status
 from tests.unit.remote.shards import MAKERS, jsonl, mds_index, number_of
 
@@ -81,6 +85,63 @@ async def test_an_outage_is_raised_and_reading_goes_on(store: HttpStore, on_erro
             got += batch.tolist()
         assert sorted(got) == list(range(400))
         assert not loader.skipped_samples
+
+
+class Away(MemoryTransport):
+    """Has a part that cannot be read while it is away. Whoever tries waits until it is `gone`, and gets an error."""
+
+    def __init__(self, objects: Mapping[str, bytes], part: range) -> None:
+        super().__init__(objects)
+        self.part, self.away = part, True
+        self.gone, self.failed = asyncio.Event(), asyncio.Event()
+
+    async def look(self, position: int) -> None:
+        if self.away and position in self.part:
+            await self.gone.wait()
+            self.failed.set()
+            raise ReadFailed("the store is away")
+
+    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().stream(path, start=start, chunk_size=self.part.start)) as chunks:
+            async for chunk in chunks:
+                await self.look(start)
+                yield chunk
+                start += len(chunk)
+
+    async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
+        wanted = list(ranges)
+        await self.look(wanted[0][0])
+        return await super().read_ranges(path, wanted)
+
+
+async def extend(got: list[int], batches: AsyncIterator[Any]) -> None:
+    async for batch in batches:
+        got += batch.tolist()
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+@pytest.mark.parametrize("url", ["a.jsonl", "a.tar", "a.parquet"])
+async def test_what_failed_while_the_consumer_was_away(url: str, lasts: bool) -> None:
+    """Training a step. An outage that is over when the consumer comes back is not its business; one that lasts is."""
+    data, part = MAKERS[url](range(COUNT)), range(1024 if url == "a.jsonl" else 8192, 1 << 30)  # behind some samples
+    if url == "a.parquet":
+        footer = pq.read_metadata(io.BytesIO(data))
+        rows = footer.row_group(1).column(0)
+        part = range(rows.dictionary_page_offset or rows.data_page_offset, len(data) - footer.serialized_size - 8)
+    transport = Away({url: data}, part)
+    dataset = RemoteIterableDataset(url, transport=transport, read_ahead=1, shuffle_buffer=0)
+    async with AsyncDataLoader[Any](dataset, batch_size=3, seed=1, decode=number_of) as loader:
+        batches = aiter(loader)
+        got = (await anext(batches)).tolist()
+        transport.gone.set()
+        await transport.failed.wait()
+        transport.away = lasts
+        if lasts:
+            with pytest.raises(ReadFailed, match="the store is away"):
+                await extend(got, batches)
+            transport.away = False
+        await extend(got, batches)
+        assert sorted(got) == list(range(COUNT))
 
 
 async def test_refused_credentials_and_missing_shards(store: HttpStore) -> None:
