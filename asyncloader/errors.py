@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 __all__ = [
     "DeviceUnavailable",
@@ -85,7 +85,7 @@ def _is_text(args: tuple[Any, ...]) -> bool:
 class LoaderError(Exception):
     """Root of the loader's own errors."""
 
-    about_sample: ClassVar[bool] = True
+    about_sample: bool = True
     """Whether the error says something about a sample, so that `on_error` applies. See `is_about_sample`."""
 
     # Not told from `args`: torch's datapipes replace those of what passes through them.

@@ -34,12 +34,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds, ReadFailed, SizeUnknown
+from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds, ReadFailed, SizeUnknown, TransportError
 from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "Transport",
     "changed",
     "gather_all",
+    "overrides",
 ]
 
 
@@ -244,22 +245,31 @@ class PinnedReader:
         self.transport = transport
         self.path = path
         self._streamed = False  # bytes of a stream have been returned
+        self._described = False  # the metadata was asked for, and nothing read since
         self._first: ObjectInfo | None = None
         self._size: int | None = None  # as `info` has returned it
+
+    @property
+    def etag(self) -> str | None:
+        """The version of the bytes, as in `ObjectInfo.etag`; None if it is not known, or proves nothing."""
+        return None if self._first is None else self._first.etag
 
     async def info(self) -> ObjectInfo:
         """Return the object's size and version.
 
         Raises:
-            ReadFailed: the object has changed.
+            ReadFailed: the object has changed, or a transport's method raised something that is no TransportError.
             The other errors of `Transport.info`.
         """
-        try:
-            info = await self._info()
-        except ObjectNotFound as error:
-            if self._size is None:
-                raise
-            raise changed(self.path) from error
+        with self._errors():
+            try:
+                info = await self._info()
+            except ObjectNotFound as error:
+                if self._size is None:
+                    raise
+                raise changed(self.path) from error
+            finally:
+                self._described = True
         self._size = info.size
         return info
 
@@ -267,40 +277,58 @@ class PinnedReader:
         """Read ranges. As `Transport.read_ranges`.
 
         Raises:
-            ReadFailed: the object has changed. None of its new bytes are returned.
+            ReadFailed: the object has changed: none of its new bytes are returned. Or as `info`.
             The other errors of `Transport.read_ranges` and `info`.
         """
         wanted = list(ranges)
-        try:
-            return await self._read_ranges(wanted)
-        except (ObjectNotFound, RangeOutOfBounds) as error:
-            # They say something about another object than the one that `info` has described.
-            if self._size is None or any(start + length > self._size for start, length in wanted):
-                raise
-            raise changed(self.path) from error
+        with self._errors():
+            try:
+                return await self._read_ranges(wanted)
+            except (ObjectNotFound, RangeOutOfBounds) as error:
+                # They say something about another object than the one that `info` has described.
+                if self._size is None or any(start + length > self._size for start, length in wanted):
+                    raise
+                raise changed(self.path) from error
 
     async def stream(self, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read the object from `start` on. As `Transport.stream`.
 
         Raises:
-            ReadFailed: the object has changed. None of its new bytes are returned.
+            ReadFailed: the object has changed: none of its new bytes are returned. Or as `info`.
             The other errors of `Transport.stream` and `info`.
         """
         streamed = self._streamed
+        with self._errors():
+            try:
+                async with aclosing(self._stream(start, chunk_size)) as chunks:
+                    async for chunk in chunks:
+                        self._streamed = True
+                        yield chunk
+            except (ObjectNotFound, RangeOutOfBounds) as error:
+                if not streamed:
+                    raise
+                raise changed(self.path) from error
+
+    @contextmanager
+    def _errors(self) -> Generator[None, None, None]:
+        """Make whatever the transport raises a TransportError: it must never look like a bad sample."""
         try:
-            async with aclosing(self._stream(start, chunk_size)) as chunks:
-                async for chunk in chunks:
-                    self._streamed = True
-                    yield chunk
-        except RangeOutOfBounds as error:
-            if not streamed:
-                raise
-            raise changed(self.path) from error
+            yield
+        except TransportError:
+            raise
+        except Exception as error:
+            text = f"reading {self.path!r} failed: {type(error).__name__}: {error}"
+            raise ReadFailed(text, path=self.path) from error
+
+    @property
+    def _has_versions(self) -> bool:
+        return type(self.transport).info is not Transport.info
 
     async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
-        if type(self.transport).info is not Transport.info:  # otherwise no versions are known
+        if self._has_versions and not self._described:
             with suppress(SizeUnknown):
                 await self._info()
+        self._described = False
         async with aclosing(self.transport.stream(self.path, start=start, chunk_size=chunk_size)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -314,6 +342,8 @@ class PinnedReader:
         return info
 
     async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
+        if not self._has_versions:
+            return await self.transport.read_ranges(self.path, ranges)
         if self._first is None:
             await self._info()
         data = await self.transport.read_ranges(self.path, ranges)
@@ -324,10 +354,16 @@ class PinnedReader:
 def changed(path: str) -> ReadFailed:
     """Make the error for an object of which parts of two versions were about to be returned."""
     return ReadFailed(
-        f"{path!r} changed while it was read; the bytes of two versions are never mixed. Read it again, and write "
-        "objects under new names instead of replacing them",
+        f"{path!r} changed while it was read; the bytes of two versions are never mixed. A new epoch reads it as it is "
+        "by then; write objects under new names instead of replacing them",
         path=path,
     )
+
+
+def overrides(transport: Transport, base: type[Any]) -> bool:
+    """Return whether the transport's class reads in another way than `base`, which it inherits from."""
+    names = ("read_range", "read_ranges", "stream")
+    return any(getattr(type(transport), name) is not getattr(base, name) for name in names)
 
 
 _R = TypeVar("_R")

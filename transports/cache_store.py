@@ -322,7 +322,11 @@ class CacheStore:
             self._verified, self._verified_in = set(), os.getpid()
         name = hash((status.st_dev, status.st_ino, footer.created, footer.crc))
         if name not in self._verified:
-            if not is_whole(descriptor, footer):
+            try:
+                whole = is_whole(descriptor, footer)
+            except OSError:  # a bad sector: of this file alone, as far as is known
+                whole = False
+            if not whole:
                 return False
             self._verified.add(name)
         return True

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
 from asyncloader.sizes import Size, optional_size
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport
@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 _R = TypeVar("_R")
-_Stream: TypeAlias = Callable[..., AsyncGenerator[bytes, None]]  # of `start` and `chunk_size`, by name
 
 # How long the end of a stream may wait for the store to confirm the object's version. After that it is not cached.
 _CONFIRM_S = 10.0
@@ -185,7 +184,11 @@ class CachedTransport(Transport):
         if entry is not None:
             given = self._stream_entry(path, entry, start, chunk_size)
         else:
-            given = self.stream_from_store(path, partial(self.inner.stream, path), start, chunk_size, info)
+            given = (
+                self._stream_filling(path, self.inner.pinned(path), chunk_size, info)
+                if self._fills and start == 0
+                else self.inner.stream(path, start=start, chunk_size=chunk_size)
+            )
         async with aclosing(given) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -247,7 +250,16 @@ class CachedTransport(Transport):
         if not await self._attempt(partial(self._store.has, key)):
             return None, None
         info = await self._ask(path)
-        return None if info is None or info.etag is None else partial(self._store.open, key, info.etag), info
+        return None if info is None or info.etag is None else partial(self._open, key, info), info
+
+    def _open(self, key: str, info: ObjectInfo) -> CacheEntry | None:
+        """Open the version of an object that the store describes."""
+        assert info.etag is not None
+        entry = self._store.open(key, info.etag)
+        if entry is not None and entry.size != info.size:
+            entry.close()
+            return None
+        return entry
 
     async def _ask(self, path: str) -> ObjectInfo | None:
         """Ask the store for the object's size and version; None if it does not know the size."""
@@ -281,19 +293,26 @@ class CachedTransport(Transport):
                 yield chunk
 
     async def _stream_version(self, path: str, etag: str, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
-        await self._require(path, etag)
-        async with aclosing(self.inner.stream(path, start=start, chunk_size=chunk_size)) as chunks:
+        source = self.inner.pinned(path)
+        if (await source.info()).etag != etag:
+            raise self._replaced(path)
+        async with aclosing(source.stream(start=start, chunk_size=chunk_size)) as chunks:
             async for chunk in chunks:
+                if source.etag not in {None, etag}:
+                    raise self._replaced(path)
                 yield chunk
         await self._require(path, etag)
 
     async def _require(self, path: str, etag: str) -> None:
         if (await self.inner.info(path)).etag != etag:
-            raise ReadFailed(
-                f"{path!r} could not be read to its end from {self.cache_dir!r}, and is another object in the store by "
-                "now; the bytes of two versions are never mixed. Read it again",
-                path=path,
-            )
+            raise self._replaced(path)
+
+    def _replaced(self, path: str) -> ReadFailed:
+        return ReadFailed(
+            f"{path!r} cannot be read any more from {self.cache_dir!r}, and is another object in the store by now; the "
+            "bytes of two versions are never mixed. Read it again",
+            path=path,
+        )
 
     # --- what gets into the cache
 
@@ -304,33 +323,28 @@ class CachedTransport(Transport):
         return data, info
 
     def stream_from_store(
-        self, path: str, source: _Stream, start: int, chunk_size: int, info: ObjectInfo | None = None
+        self, path: str, source: PinnedReader, start: int, chunk_size: int
     ) -> AsyncGenerator[bytes, None]:
-        """Read an object in chunks from the store, and cache it as `stream` does.
-
-        Args:
-            path: the object.
-            source: reads it.
-            start: the first byte.
-            chunk_size: bytes, as in `stream`.
-            info: what the store has said of it, if it was asked.
-        """
+        """Read an object in chunks from the store by `source`, and cache it as `stream` does."""
         if self._fills and start == 0:
-            return self._stream_filling(path, source, chunk_size, info)
-        return source(start=start, chunk_size=chunk_size)
+            return self._stream_filling(path, source, chunk_size, None)
+        return source.stream(start=start, chunk_size=chunk_size)
 
     async def _stream_filling(
-        self, path: str, source: _Stream, chunk_size: int, info: ObjectInfo | None
+        self, path: str, source: PinnedReader, chunk_size: int, info: ObjectInfo | None
     ) -> AsyncGenerator[bytes, None]:
         if info is None:
-            info = await self._ask(path) or ObjectInfo(0, None)
+            try:
+                info = await source.info()
+            except SizeUnknown:
+                info = ObjectInfo(0, None)
         fill: CacheFill | None = None
         if info.etag is not None and info.size:
             begin = partial(self._store.begin, self._key(path), info.etag, info.size)
             fill = await self._attempt(begin, CacheFill.abort, filling=True)
         tee = Tee(fill, self._pool, partial(self._on_disk_error, filling=True))
         try:
-            async with aclosing(source(start=0, chunk_size=chunk_size)) as chunks:
+            async with aclosing(source.stream(chunk_size=chunk_size)) as chunks:
                 received = 0
                 chunk = await anext(chunks, b"")
                 while chunk:
@@ -340,7 +354,8 @@ class CachedTransport(Transport):
                     if tee.open and received >= info.size:
                         # Kept before the last chunk is returned: the reader may know that it is the last, and stop.
                         after = await anext(chunks, b"")
-                        if not after and await self._still(path, info):
+                        # Not all copies of a store need have the same version: the answer's own counts, if it is named.
+                        if not after and source.etag in {None, info.etag} and await self._still(path, info):
                             await tee.keep()
                     yield chunk
                     chunk = await anext(chunks, b"") if after is None else after

@@ -26,12 +26,13 @@ from contextlib import aclosing
 from functools import partial
 from hashlib import sha256
 from math import isfinite
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from asyncloader.counters import count
-from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, gather_all
+from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, gather_all, overrides
 from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
 from asyncloader.transports.errors import RangeOutOfBounds, ReadFailed
+from asyncloader.transports.object_version import ObjectVersion
 from asyncloader.transports.pinned import PinnedObject
 from asyncloader.transports.retry import RequestFailed
 from asyncloader.transports.retrying_client import RetryingClient
@@ -46,7 +47,6 @@ __all__ = [
     "SLOW_S",
     "Download",
     "NetworkTransport",
-    "ObjectVersion",
     "check_limits",
     "read_blocks",
 ]
@@ -58,31 +58,7 @@ _CHANGED = (
     "mixed. Read it again, and write objects under new names instead of replacing them"
 )
 _PROGRESS = 1 << 16  # bytes, after which the budget of the retries starts again: `Attempts.progressed`
-
-
-class ObjectVersion(Protocol):
-    """Identifies one version of an object."""
-
-    @property
-    def validator(self) -> str | None:
-        """An identifier of these exact bytes; None if there is none."""
-
-    @property
-    def size(self) -> int | None:
-        """Bytes of the whole object; None if not stated."""
-
-    def differs(self, other: Self) -> bool:
-        """Return whether the two are certainly not the same version."""
-        ...
-
-    def proves(self, other: Self) -> bool:
-        """Return whether the two are certainly the same version, byte for byte."""
-        ...
-
-    def resembles(self, other: Self) -> bool:
-        """Return whether the store says that the two are the same version, if only by a weak validator."""
-        ...
-
+_NO_PROGRESS = frozenset({"slow", "changed"})  # failures that would otherwise be retried for ever
 
 _K = TypeVar("_K", bound=RetryingClient[Any])
 _V = TypeVar("_V", bound=ObjectVersion)
@@ -212,7 +188,8 @@ class Download(ABC, Generic[_K, _V]):
                     self._attempts = self._client.attempts(began)
                 self._attempts.paused(self._queued_s)
                 self._queued_s = 0.0
-                if (proved or given) and self._position - self._mark >= _PROGRESS:
+                progress = self._position - self._mark if failed.kind not in _NO_PROGRESS else 0
+                if (proved or given) and progress >= _PROGRESS:
                     self._attempts.progressed(loop.time())
                     self._mark = self._position
                 delay = self._client.judge(self._path, failed, self._attempts, loop.time())
@@ -258,13 +235,9 @@ class Download(ABC, Generic[_K, _V]):
         if self.version.proves(version):
             return
         if first == self._position:
-            if not self._anew:
-                self._anew = True
-                raise RequestFailed.unproved()
-            if first > self._start:
-                raise self._changed()
-            return
-        if self._given is None or first > self._start:
+            self._anew = True
+            raise RequestFailed.unproved()
+        if self._given is None:
             raise self._changed()
         self._compared = sha256(usedforsecurity=False)
 
@@ -291,8 +264,11 @@ class Download(ABC, Generic[_K, _V]):
         self._position += nbytes
         count("bytes", nbytes)
 
-    def _changed(self) -> ReadFailed:
-        """Make the error for an object that is not the one whose bytes were returned."""
+    def _changed(self) -> ReadFailed | RequestFailed:
+        """Make the error for another version of the object; if nothing was returned yet, it is read from its start."""
+        if self._returned == self._start:
+            self._anew = True
+            return RequestFailed("changed", "the object changed while it was read")
         return ReadFailed(
             f"reading {self._path!r} failed: {self._client.where(self._path)}: {_CHANGED}", path=self._path
         )
@@ -354,9 +330,11 @@ async def read_blocks(
     blocks = await gather_all(fetch(download) for download in downloads)
     versions = [download.version for download in downloads if download.version is not None]
     if not all(versions[0].resembles(each) for each in versions) and not any(map(versions[0].differs, versions)):
+        named = any(each.resembles(each) for each in versions)
+        what = "some answers without the ETag or Last-Modified of others" if named else "neither ETag nor Last-Modified"
         raise ReadFailed(
-            f"{path!r} in {client.where(None)} has neither ETag nor Last-Modified, so that parts of it, read by "
-            "several requests, may be of several versions; read it as a whole, or have the server send one of them",
+            f"{path!r} in {client.where(None)} has {what}, so that parts of it, read by several requests, may be of "
+            "several versions; read it as a whole, or have the server send one of them",
             path=path,
         )
     if any(versions[0].differs(each) for each in versions):
@@ -409,7 +387,7 @@ class NetworkTransport(Transport, Generic[_K]):
         check_size(path, 0, max_bytes)
         download = self._download(path, max_bytes=max_bytes)
         data = await download.rest()
-        return data, ObjectInfo(len(data), download.version and download.version.validator)
+        return data, ObjectInfo(len(data), download.version and download.version.name)
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
         """Read a range. As `Transport.read_range`."""
@@ -443,7 +421,7 @@ class NetworkTransport(Transport, Generic[_K]):
 
     def pinned(self, path: str) -> PinnedReader:
         """Return a reader that compares each answer's version, without further requests. As `Transport.pinned`."""
-        return PinnedObject(self, path)
+        return super().pinned(path) if overrides(self, NetworkTransport) else PinnedObject(self, path)
 
     @abstractmethod
     async def version(self, path: str) -> ObjectVersion:

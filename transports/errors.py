@@ -23,8 +23,9 @@ a message alone: so an error of a worker process can be raised again by the cons
 from __future__ import annotations
 
 import errno
+from math import inf
 from time import monotonic
-from typing import Any, ClassVar
+from typing import Any
 
 from asyncloader.errors import LoaderError
 
@@ -50,7 +51,8 @@ class TransportError(LoaderError):
         made_at: when it was made, by `time.monotonic`: what was read ahead may be raised a good while later.
     """
 
-    about_sample: ClassVar[bool] = False
+    about_sample: bool = False
+    made_at: float = inf  # of a subclass that does not call `__init__`
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(message)

@@ -131,7 +131,7 @@ class HttpTransport(NetworkTransport[HttpClient]):
         """
         version = await self.version(path)
         assert version.size is not None
-        return ObjectInfo(version.size, version.validator)
+        return ObjectInfo(version.size, version.name)
 
     async def version(self, path: str) -> Version:
         """Return an object's version, with the same request as `info`."""

@@ -83,6 +83,14 @@ class Version(NamedTuple):
             return self.etag
         return self.modified if self.settled else None
 
+    @property
+    def name(self) -> str | None:
+        """A text that is another one for other bytes; None if there is none. The date alone may stay the same when an
+        object is replaced, by a copy that keeps it: a weak ETag belongs to it.
+        """
+        validator = self.validator
+        return validator if None in {validator, self.etag} or validator == self.etag else f"{self.etag} {validator}"
+
     def differs(self, other: Version) -> bool:
         """Return whether the two are certainly not the same version."""
         if None not in {self.size, other.size} and self.size != other.size:
@@ -97,8 +105,11 @@ class Version(NamedTuple):
 
     def resembles(self, other: Version) -> bool:
         """Return whether the server says that the two are the same version, if only by a weak ETag or a new date."""
-        named = (self.etag, self.modified)
-        return named != (None, None) and named == (other.etag, other.modified) and not self.differs(other)
+        if self.differs(other):
+            return False
+        if self.etag is not None or other.etag is not None:  # then the dates may differ: of the copies of two servers
+            return self.etag == other.etag
+        return self.modified is not None and self.modified == other.modified
 
 
 def content_length(headers: Headers) -> int | None:

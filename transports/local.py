@@ -1,35 +1,28 @@
 """`LocalTransport`: reads files from a local or mounted disk, ``file://`` and plain paths.
 
-Data path: dataset -> [local: threads, RootedFiles] -> file system.
+Data path: dataset -> [local: threads] -> rooted_files -> file system.
 
 Whole reads and ranges take one call in a thread, which opens, reads and closes: two to three times the rate of three
 separate calls, for small files in the page cache. Streams and open files use aiofiles, with one call per chunk.
-
-`RootedFiles` opens files and makes sure that no path leads out of the root. Names are checked before the open, symbolic
-links after it: the kernel is asked which file was actually opened, so replacing a link between a check and an open
-achieves nothing.
 """
 
 # Names are plain strings: creating a Path per read would cost more than opening the file.
-# ruff: noqa: PTH112, PTH115, PTH116, PTH118
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
-import stat
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 from aiofiles.threadpool import wrap
 
-from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, changed
+from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, changed, overrides
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.checks import (
     check_chunk_size,
@@ -39,24 +32,15 @@ from asyncloader.transports.checks import (
     check_size,
     check_start,
 )
-from asyncloader.transports.errors import (
-    AccessDenied,
-    InvalidPath,
-    ObjectNotFound,
-    RangeOutOfBounds,
-    ReadFailed,
-    TransportError,
-)
+from asyncloader.transports.errors import RangeOutOfBounds
 from asyncloader.transports.ranges import ReadPlan
+from asyncloader.transports.rooted_files import Entry, RootedFiles, os_errors
 
 if TYPE_CHECKING:
     from aiofiles.threadpool.binary import AsyncBufferedReader
 
 __all__ = [
-    "Entry",
     "LocalTransport",
-    "RootedFiles",
-    "os_errors",
 ]
 
 _R = TypeVar("_R")
@@ -120,23 +104,24 @@ class LocalTransport(Transport):
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read a file in chunks of exactly `chunk_size`, the last one shorter. As `Transport.stream`."""
-        async with aclosing(self.stream_of(path, start, chunk_size, lambda _: None)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        async with aclosing(self.stream_with_status(path, start, chunk_size)) as chunks:
+            async for chunk, _ in chunks:
+                if chunk:
+                    yield chunk
 
-    async def stream_of(
-        self, path: str, start: int, chunk_size: int, opened: Callable[[os.stat_result], object]
-    ) -> AsyncGenerator[bytes, None]:
-        """Read a file as `stream`; `opened` is called with its description before anything is read, and may raise."""
+    async def stream_with_status(
+        self, path: str, start: int, chunk_size: int
+    ) -> AsyncGenerator[tuple[bytes, tuple[os.stat_result, os.stat_result]], None]:
+        """Read a file as `stream`, and describe it before and after each chunk. Its end is an empty chunk."""
         check_chunk_size(chunk_size)
         check_start(path, None, start)
-        async with self._open(path, start, opened) as file:
-            while True:
+        async with self._opened(path, start) as file:
+            read = partial(_read_described, file, chunk_size)
+            chunk = b"."
+            while chunk:
                 with os_errors(path, self.root):
-                    chunk = await file.read(chunk_size)
-                if not chunk:
-                    return
-                yield chunk
+                    chunk, around = await self._pool.run(read)
+                yield chunk, around
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
         """Return the paths of the regular files, with one call in a thread per directory. As `Transport.list`."""
@@ -167,7 +152,7 @@ class LocalTransport(Transport):
 
     def pinned(self, path: str) -> PinnedReader:
         """Return a reader that compares the file's identity, size and time with each read. As `Transport.pinned`."""
-        return _PinnedFile(self, path)
+        return super().pinned(path) if overrides(self, LocalTransport) else _PinnedFile(self, path)
 
     async def read_ranges_of(
         self, path: str, ranges: Iterable[tuple[int, int]], first: os.stat_result | None
@@ -182,10 +167,10 @@ class LocalTransport(Transport):
 
         def use(descriptor: int, size: int) -> tuple[Sequence[bytes], os.stat_result]:
             before = os.fstat(descriptor)
-            if first is not None and _identity(first) != _identity(before):
+            if first is not None and _differs(first, before):
                 raise changed(path)
             data = self._read_blocks(path, plan, descriptor, size)
-            if _identity(before) != _identity(os.fstat(descriptor)):
+            if _differs(before, os.fstat(descriptor)):
                 raise changed(path)
             return data, before
 
@@ -203,31 +188,33 @@ class LocalTransport(Transport):
         Raises:
             ObjectNotFound, AccessDenied, InvalidPath, ReadFailed, TransportClosed: see `errors`.
         """
-        return self._open(path)
+        return self._wrapped(path)
 
     async def aclose(self) -> None:
         """Wait for reads in progress and join the threads. As `Transport.aclose`."""
         await self._pool.aclose()
 
     @asynccontextmanager
-    async def _open(
-        self, path: str, start: int = 0, opened: Callable[[os.stat_result], object] = lambda _: None
-    ) -> AsyncGenerator[AsyncBufferedReader, None]:
-        check_path(path)
-        # Buffered on purpose: its lock makes the close below wait for a read that a cancelled caller left running.
-        file = await self._pool.acquire(partial(self._open_buffered, path, start, opened), BufferedReader.close)
-        try:
+    async def _wrapped(self, path: str) -> AsyncGenerator[AsyncBufferedReader, None]:
+        async with self._opened(path) as file:
             wrapped = wrap(file, loop=asyncio.get_running_loop(), executor=self._pool)
             yield cast("AsyncBufferedReader", wrapped)
+
+    @asynccontextmanager
+    async def _opened(self, path: str, start: int = 0) -> AsyncGenerator[BufferedReader, None]:
+        check_path(path)
+        # Buffered on purpose: its lock makes the close below wait for a read that a cancelled caller left running.
+        file = await self._pool.acquire(partial(self._open_buffered, path, start), BufferedReader.close)
+        try:
+            yield file
         finally:
             await self._pool.finish(file.close)
 
     # --- runs in the threads
 
-    def _open_buffered(self, path: str, start: int, opened: Callable[[os.stat_result], object]) -> BufferedReader:
+    def _open_buffered(self, path: str, start: int) -> BufferedReader:
         descriptor, size = self._files.open(path)
         try:
-            opened(os.fstat(descriptor))
             check_start(path, size, start)
             with os_errors(path, self.root):
                 if start:
@@ -297,19 +284,32 @@ class _PinnedFile(PinnedReader):
         return data, status
 
     async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._files.stream_of(self.path, start, chunk_size, self._compare)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        async with aclosing(self._files.stream_with_status(self.path, start, chunk_size)) as chunks:
+            async for chunk, around in chunks:
+                for status in around:
+                    self._compare(status)
+                if chunk:
+                    yield chunk
 
     def _compare(self, status: os.stat_result) -> None:
         self._status = first = self._status or status
-        if _identity(first) != _identity(status):
+        if _differs(first, status):
             raise changed(self.path)
 
 
-def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    """Return what changes when a file is replaced or modified; the latter as far as the file system's clock shows."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+def _read_described(file: BufferedReader, nbytes: int) -> tuple[bytes, tuple[os.stat_result, os.stat_result]]:
+    before = os.fstat(file.fileno())
+    return file.read(nbytes), (before, os.fstat(file.fileno()))
+
+
+def _differs(first: os.stat_result, now: os.stat_result) -> bool:
+    """Return whether a file was replaced or modified; the latter as far as the file system's clock shows."""
+    if (first.st_size, first.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+        return True
+    # File systems in user space (sshfs, gcsfuse) number a file anew when the kernel has forgotten it. A replacement of
+    # the same size and time of modification has got its name at another time.
+    same_file = (first.st_dev, first.st_ino) == (now.st_dev, now.st_ino)
+    return not same_file and first.st_ctime_ns != now.st_ctime_ns
 
 
 def _describe(descriptor: int) -> ObjectInfo:
@@ -336,152 +336,3 @@ def _pread(descriptor: int, path: str, start: int, length: int) -> bytes:
         parts.append(data)
         total += len(data)
     return b"".join(parts)
-
-
-# Opening a FIFO must not wait for a writer, and a terminal must not become our controlling terminal.
-_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-
-
-class Entry(NamedTuple):
-    """One name in a directory: `path` below the root, and the identities of the directories that contain it."""
-
-    path: str
-    is_directory: bool
-    ancestors: frozenset[tuple[int, int]]
-
-
-class RootedFiles:
-    """The files below one directory. Holds no descriptor, only names.
-
-    Args:
-        directory: absolute path. It may be, or become, a link, which is followed wherever it leads.
-        descriptors: directory in which the system shows the open files of a process. If it is not available, names are
-            resolved a second time and compared with the open file.
-    """
-
-    def __init__(self, directory: str, descriptors: str = "/proc/self/fd") -> None:
-        self.directory = directory
-        self._descriptors = descriptors
-        self._real: str | None = None
-
-    def open(self, path: str) -> tuple[int, int]:
-        """Open a regular file for reading.
-
-        Returns:
-            Its descriptor, which the caller closes, and its size in bytes.
-
-        Raises:
-            InvalidPath: the path is not canonical, or a link in it leads out of the root.
-            ObjectNotFound: there is no such file, or it is not a regular one.
-            AccessDenied, ReadFailed: the system refuses or fails.
-        """
-        check_path(path)
-        with os_errors(path, self.directory):
-            descriptor = os.open(os.path.join(self.directory, path), _FLAGS)
-            try:
-                status = os.fstat(descriptor)
-                self._refuse_outside(descriptor, path)
-                if not stat.S_ISREG(status.st_mode):
-                    raise ObjectNotFound(f"{os.path.join(self.directory, path)!r} is not a regular file", path=path)
-            except BaseException:
-                os.close(descriptor)
-                raise
-        return descriptor, status.st_size
-
-    def entries(self, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[Entry]:
-        """Return a directory's regular files and directories, including links to such.
-
-        They are sorted so that descending into each directory at its position gives all paths in ascending order. A
-        directory that contains itself by a link gives nothing, and neither does one that was deleted.
-
-        Args:
-            directory: path below the root; empty for the root itself.
-            ancestors: of the `Entry` that named it.
-
-        Raises:
-            InvalidPath: the directory, or a link in it, leads out of the root.
-            ObjectNotFound: the root itself is missing.
-            AccessDenied, ReadFailed: the system refuses or fails.
-        """
-        with os_errors(directory, self.directory):
-            try:
-                descriptor = os.open(os.path.join(self.directory, directory), _FLAGS | os.O_DIRECTORY)
-            except (FileNotFoundError, NotADirectoryError):
-                if os.path.isdir(self.directory):
-                    return []
-                raise
-            try:
-                self._refuse_outside(descriptor, directory)
-                status = os.fstat(descriptor)
-                identity = (status.st_dev, status.st_ino)
-                if identity in ancestors:
-                    return []
-                return self._scan(descriptor, directory, ancestors | {identity})
-            finally:
-                os.close(descriptor)
-
-    def _scan(self, descriptor: int, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[Entry]:
-        found: list[Entry] = []
-        with os.scandir(descriptor) as names:
-            for name in names:
-                path = f"{directory}/{name.name}" if directory else name.name
-                is_directory = name.is_dir()
-                if not is_directory and not name.is_file():
-                    continue  # a FIFO, a socket, a device, or a link that leads nowhere
-                if name.is_symlink() and not is_directory:  # directories are checked when they are opened
-                    self._refuse_true_path(os.path.realpath(os.path.join(self.directory, path)), path)
-                found.append(Entry(path, is_directory, ancestors))
-        # "a/" sorts where its files do: after "a.png", before "a0.png".
-        found.sort(key=lambda entry: entry.path + "/" if entry.is_directory else entry.path)
-        return found
-
-    def _refuse_outside(self, descriptor: int, path: str) -> None:
-        self._refuse_true_path(self._true_path(descriptor, path), path)
-
-    def _true_path(self, descriptor: int, path: str) -> str:
-        """Return the path of the open file, with all links resolved."""
-        try:
-            return os.readlink(f"{self._descriptors}/{descriptor}")
-        except OSError:
-            true = os.path.realpath(os.path.join(self.directory, path))
-            if not os.path.samestat(os.stat(true), os.fstat(descriptor)):
-                raise ReadFailed(f"{path!r} was replaced while it was opened; read it again", path=path) from None
-            return true
-
-    def _refuse_true_path(self, true: str, path: str) -> None:
-        if self._real is not None and _below(true, self._real):
-            return
-        self._real = os.path.realpath(self.directory)  # the root may be a link, which may have changed
-        if not _below(true, self._real):
-            raise InvalidPath(
-                f"{path!r} leads out of the root {self.directory!r} by a link, which is refused; "
-                "open a transport at a directory that holds both the link and what it points to",
-                path=path,
-            )
-
-
-def _below(true: str, root: str) -> bool:
-    return true == root or true.startswith(root.rstrip("/") + "/")
-
-
-@contextmanager
-def os_errors(path: str, root: str) -> Generator[None, None, None]:
-    """Translate the system's errors about `path` below `root` into `TransportError`s."""
-    where = repr(os.path.join(root, path))
-    try:
-        yield
-    except TransportError:
-        raise
-    except (FileNotFoundError, NotADirectoryError) as error:
-        what = f"{where} does not exist" if os.path.isdir(root) else f"the root {root!r} is not a directory"
-        raise ObjectNotFound(what, path=path) from error
-    except PermissionError as error:
-        raise AccessDenied(f"no permission to read {where}", path=path) from error
-    except OSError as error:
-        if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
-            raise InvalidPath(f"{where}: {error.strerror}", path=path) from error
-        if error.errno == errno.ENXIO:
-            raise ObjectNotFound(f"{where} is not a regular file", path=path) from error
-        failed = ReadFailed(f"reading {where} failed: {error.strerror}", path=path)
-        failed.errno = error.errno
-        raise failed from error

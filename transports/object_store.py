@@ -133,7 +133,7 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
     async def info(self, path: str) -> ObjectInfo:
         """Return an object's size and its ETag if that is strong, by HEAD. As `Transport.info`."""
         version = await self.version(path)
-        return ObjectInfo(version.size, version.validator)
+        return ObjectInfo(version.size, version.name)
 
     async def version(self, path: str) -> StoreVersion:
         """Return an object's version, by HEAD."""

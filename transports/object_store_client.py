@@ -314,6 +314,8 @@ _STATUS = re.compile(r"\binner: (?:Status|Response) \{\s*status: ([1-5][0-9]{2})
 _STATUS_WORDS = re.compile(r"status code: ([1-5][0-9]{2})\b")
 _KIND = re.compile(r"\bHttpError \{\s*kind: ([A-Za-z]+)")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
+_NO_STORE = frozenset({"NoSuchBucket", "ContainerNotFound"})  # a 404 that is not about the object
+_ARCHIVED = "InvalidObjectState"  # a 403 that is about the object: it is in an archive, and must be restored first
 
 # Failures without a status that are not retryable. First connections: a certificate, an unknown host, an invalid URL.
 _FATAL_TEXTS = (
@@ -389,18 +391,19 @@ def classify_error(
             )
         return _final("path", words, InvalidPath(text, path=path), error)
     status = status_of(error)
+    code = match[1] if (match := _CODE.search(whole)) else ""
     if isinstance(error, FileNotFoundError) or status == 404:
-        return _final(
-            "status 404", words, ObjectNotFound(f"{subject} does not exist in {where}: {words}", path=path), error
-        )
+        missing = ObjectNotFound(f"{subject} does not exist in {where}: {words}", path=path)
+        missing.about_sample = code not in _NO_STORE
+        return _final("status 404", words, missing, error)
     if status in {401, 403, 407} or name in {"PermissionDeniedError", "UnauthenticatedError"}:
-        code = _CODE.search(whole)
-        note = f" ({code[1]})" if code else ""
+        note = f" ({code})" if code else ""
         denied = AccessDenied(
             f"no permission to read {subject} in {where}{note}: {words}. Check the credentials; some stores "
             "answer this for missing objects as well, to those who may not list them",
             path=path,
         )
+        denied.about_sample = code == _ARCHIVED
         return _final(f"status {status or 403}", words, denied, error)
     if status is not None:
         retryable = status in statuses

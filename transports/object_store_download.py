@@ -47,6 +47,11 @@ class StoreVersion(NamedTuple):
         """The ETag if it is strong; otherwise None."""
         return None if not self.tag or self.tag.startswith(("W/", "w/")) else self.tag
 
+    @property
+    def name(self) -> str | None:
+        """A text that is another one for other bytes; None if there is none."""
+        return self.validator
+
     def differs(self, other: StoreVersion) -> bool:
         """Return whether the two are certainly not the same version."""
         return (self.size, self.tag) != (other.size, other.tag)
@@ -78,7 +83,10 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             text = f"the answer was slower than min_bytes_per_s={self._client.min_bytes_per_s:g}"
             return RequestFailed("slow", text, cause=error)
         if failed is not None and failed.kind == "status 412":
-            return RequestFailed(failed.kind, failed.text, retryable=False, cause=error, final=self._changed())
+            changed = self._changed()
+            if isinstance(changed, RequestFailed):
+                return changed
+            return RequestFailed(failed.kind, failed.text, retryable=False, cause=error, final=changed)
         return failed
 
     def _drop(self) -> None:

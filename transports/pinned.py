@@ -28,6 +28,11 @@ class PinnedObject(PinnedReader):
         self._stated: Any = None  # the version that the metadata named
         self._read: Any = None  # the version of the bytes
 
+    @property
+    def etag(self) -> str | None:
+        """The version of the bytes. As `PinnedReader.etag`."""
+        return None if self._read is None else str(self._read.name or "") or None
+
     async def _info(self) -> ObjectInfo:
         version = await self._network.version(self.path)
         self._stated = first = self._stated or version
@@ -35,7 +40,7 @@ class PinnedObject(PinnedReader):
             raise changed(self.path)
         if version.size is None:  # `version` has raised SizeUnknown
             raise AssertionError(self.path)
-        return ObjectInfo(version.size, version.validator)
+        return ObjectInfo(version.size, version.name)
 
     async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
         data, versions = await self._network.read_ranges_with_versions(self.path, ranges)
@@ -86,7 +91,7 @@ class PinnedEntry(PinnedReader):
             found = self._cached.stream_of(self.path, entry.etag, start, chunk_size)
         else:
             self._cached.count_miss()
-            found = self._cached.stream_from_store(self.path, self._inner.stream, start, chunk_size)
+            found = self._cached.stream_from_store(self.path, self._inner, start, chunk_size)
         async with aclosing(found) as chunks:
             async for chunk in chunks:
                 yield chunk

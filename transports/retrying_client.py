@@ -147,6 +147,7 @@ class RetryingClient(ABC, Generic[_C]):
         subject = "the listing" if path is None else repr(path)
         text = f"reading {subject} failed: {self.where(path)}: {failed.text}{'; ' + note if note else ''}"
         error = ReadFailed(text, path=path)
+        error.about_sample = failed.kind == "wrong digest"  # which was declared with this very object
         if isinstance(failed.cause, OSError):
             error.errno = failed.cause.errno
         return error

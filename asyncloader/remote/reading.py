@@ -20,7 +20,7 @@ from asyncloader.remote.pins import Pins
 from asyncloader.remote.prefetch import StreamBuffer
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import PinnedReader, RangeOutOfBounds, ReadFailed, TransportError
+from asyncloader.transports import PinnedReader, RangeOutOfBounds, TransportError
 
 __all__ = ["READ_AHEAD", "MakeReader", "read_shard_range"]
 
@@ -135,19 +135,6 @@ def _report_bad(on_bad: OnBad | None, bad: list[ShardError]) -> None:
         on_bad(bad.pop(0))
 
 
-async def _stream(pinned: PinnedReader, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
-    """Read chunks; whatever the transport raises is a TransportError here, and never looks like a bad sample."""
-    async with aclosing(pinned.stream(start=start, chunk_size=chunk_size)) as chunks:
-        try:
-            async for chunk in chunks:
-                yield chunk
-        except TransportError:
-            raise
-        except Exception as error:
-            path = pinned.path
-            raise ReadFailed(f"reading {path!r} failed: {type(error).__name__}: {error}", path=path) from error
-
-
 async def _push(
     pinned: PinnedReader,
     reader: ShardReader,
@@ -177,7 +164,7 @@ async def _push(
     if reader.done:
         return
     start = reader.feed_from
-    chunks = _stream(pinned, start, chunk_size)
+    chunks = pinned.stream(start=start, chunk_size=chunk_size)
     wanted = None if stop is None else max(stop - start, 0)
     ahead = StreamBuffer(chunks, most=most, wanted=wanted)
     try:

@@ -20,6 +20,7 @@ from tests.unit.remote.shards import MAKERS, jsonl, mds_index, number_of
 pytestmark = pytest.mark.network
 
 SOON = RetryPolicy(budget_s=0.3, first_delay_s=0.001, cap_s=0.01)
+EVENTUALLY = RetryPolicy(budget_s=30, first_delay_s=0.001, cap_s=0.01)
 COUNT = 400
 
 
@@ -29,8 +30,8 @@ async def store() -> AsyncIterator[HttpStore]:
         yield store
 
 
-def loader_of(store: HttpStore, urls: list[str], **options: Any) -> AsyncDataLoader[Any]:
-    dataset = RemoteIterableDataset([f"{store.url}/{url}" for url in urls], storage_options={"retry": SOON})
+def loader_of(store: HttpStore, urls: list[str], retry: RetryPolicy = SOON, **options: Any) -> AsyncDataLoader[Any]:
+    dataset = RemoteIterableDataset([f"{store.url}/{url}" for url in urls], storage_options={"retry": retry})
     return AsyncDataLoader(dataset, batch_size=10, seed=1, decode=number_of, **options)
 
 
@@ -55,7 +56,7 @@ async def test_a_reset_loses_nothing(store: HttpStore, url: str, on_error: Any, 
     """In the middle of a shard, from a server with a weak ETag alone."""
     url, shard = put(store, url)
     store.faults[shard] += [broken(len(store.objects[shard].data) // 2)] * (1 if workers else 3)
-    async with loader_of(store, [url], on_error=on_error, num_workers=workers) as loader:
+    async with loader_of(store, [url], EVENTUALLY, on_error=on_error, num_workers=workers) as loader:
         got = [number async for batch in loader for number in batch.tolist()]
         assert sorted(got) == list(range(COUNT))
         assert not loader.skipped_samples

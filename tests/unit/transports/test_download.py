@@ -30,6 +30,11 @@ class Tag(NamedTuple):
         return str(self.number) if self.proves_bytes else None
 
     @property
+    def name(self) -> str | None:
+        """The number, if it proves."""
+        return self.validator
+
+    @property
     def size(self) -> int | None:
         """Not stated."""
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed
-from asyncloader.transports.local import RootedFiles, os_errors
+from asyncloader.transports.rooted_files import RootedFiles, os_errors
 
 
 @pytest.fixture(params=["/proc/self/fd", "/nowhere"], ids=["descriptors shown", "names resolved again"])

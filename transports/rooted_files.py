@@ -1,0 +1,180 @@
+"""Opens files below a directory, and translates the system's errors.
+
+Data path: local -> [rooted_files] -> file system.
+
+No path leads out of the root. Names are checked before the open, symbolic links after it: the kernel is asked which
+file was actually opened, so replacing a link between a check and an open achieves nothing.
+"""
+
+# Names are plain strings: creating a Path per read would cost more than opening the file.
+# ruff: noqa: PTH112, PTH115, PTH116, PTH118
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from asyncloader.transports.checks import check_path
+from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
+
+__all__ = [
+    "Entry",
+    "RootedFiles",
+    "os_errors",
+]
+
+# Opening a FIFO must not wait for a writer, and a terminal must not become our controlling terminal.
+_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+
+
+class Entry(NamedTuple):
+    """One name in a directory: `path` below the root, and the identities of the directories that contain it."""
+
+    path: str
+    is_directory: bool
+    ancestors: frozenset[tuple[int, int]]
+
+
+class RootedFiles:
+    """The files below one directory. Holds no descriptor, only names.
+
+    Args:
+        directory: absolute path. It may be, or become, a link, which is followed wherever it leads.
+        descriptors: directory in which the system shows the open files of a process. If it is not available, names are
+            resolved a second time and compared with the open file.
+    """
+
+    def __init__(self, directory: str, descriptors: str = "/proc/self/fd") -> None:
+        self.directory = directory
+        self._descriptors = descriptors
+        self._real: str | None = None
+
+    def open(self, path: str) -> tuple[int, int]:
+        """Open a regular file for reading.
+
+        Returns:
+            Its descriptor, which the caller closes, and its size in bytes.
+
+        Raises:
+            InvalidPath: the path is not canonical, or a link in it leads out of the root.
+            ObjectNotFound: there is no such file, or it is not a regular one.
+            AccessDenied, ReadFailed: the system refuses or fails.
+        """
+        check_path(path)
+        with os_errors(path, self.directory):
+            descriptor = os.open(os.path.join(self.directory, path), _FLAGS)
+            try:
+                status = os.fstat(descriptor)
+                self._refuse_outside(descriptor, path)
+                if not stat.S_ISREG(status.st_mode):
+                    raise ObjectNotFound(f"{os.path.join(self.directory, path)!r} is not a regular file", path=path)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return descriptor, status.st_size
+
+    def entries(self, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[Entry]:
+        """Return a directory's regular files and directories, including links to such.
+
+        They are sorted so that descending into each directory at its position gives all paths in ascending order. A
+        directory that contains itself by a link gives nothing, and neither does one that was deleted.
+
+        Args:
+            directory: path below the root; empty for the root itself.
+            ancestors: of the `Entry` that named it.
+
+        Raises:
+            InvalidPath: the directory, or a link in it, leads out of the root.
+            ObjectNotFound: the root itself is missing.
+            AccessDenied, ReadFailed: the system refuses or fails.
+        """
+        with os_errors(directory, self.directory):
+            try:
+                descriptor = os.open(os.path.join(self.directory, directory), _FLAGS | os.O_DIRECTORY)
+            except (FileNotFoundError, NotADirectoryError):
+                if os.path.isdir(self.directory):
+                    return []
+                raise
+            try:
+                self._refuse_outside(descriptor, directory)
+                status = os.fstat(descriptor)
+                identity = (status.st_dev, status.st_ino)
+                if identity in ancestors:
+                    return []
+                return self._scan(descriptor, directory, ancestors | {identity})
+            finally:
+                os.close(descriptor)
+
+    def _scan(self, descriptor: int, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[Entry]:
+        found: list[Entry] = []
+        with os.scandir(descriptor) as names:
+            for name in names:
+                path = f"{directory}/{name.name}" if directory else name.name
+                is_directory = name.is_dir()
+                if not is_directory and not name.is_file():
+                    continue  # a FIFO, a socket, a device, or a link that leads nowhere
+                if name.is_symlink() and not is_directory:  # directories are checked when they are opened
+                    self._refuse_true_path(os.path.realpath(os.path.join(self.directory, path)), path)
+                found.append(Entry(path, is_directory, ancestors))
+        # "a/" sorts where its files do: after "a.png", before "a0.png".
+        found.sort(key=lambda entry: entry.path + "/" if entry.is_directory else entry.path)
+        return found
+
+    def _refuse_outside(self, descriptor: int, path: str) -> None:
+        self._refuse_true_path(self._true_path(descriptor, path), path)
+
+    def _true_path(self, descriptor: int, path: str) -> str:
+        """Return the path of the open file, with all links resolved."""
+        try:
+            return os.readlink(f"{self._descriptors}/{descriptor}")
+        except OSError:
+            true = os.path.realpath(os.path.join(self.directory, path))
+            if not os.path.samestat(os.stat(true), os.fstat(descriptor)):
+                raise ReadFailed(f"{path!r} was replaced while it was opened; read it again", path=path) from None
+            return true
+
+    def _refuse_true_path(self, true: str, path: str) -> None:
+        if self._real is not None and _below(true, self._real):
+            return
+        self._real = os.path.realpath(self.directory)  # the root may be a link, which may have changed
+        if not _below(true, self._real):
+            raise InvalidPath(
+                f"{path!r} leads out of the root {self.directory!r} by a link, which is refused; "
+                "open a transport at a directory that holds both the link and what it points to",
+                path=path,
+            )
+
+
+def _below(true: str, root: str) -> bool:
+    return true == root or true.startswith(root.rstrip("/") + "/")
+
+
+@contextmanager
+def os_errors(path: str, root: str) -> Generator[None, None, None]:
+    """Translate the system's errors about `path` below `root` into `TransportError`s."""
+    where = repr(os.path.join(root, path))
+    try:
+        yield
+    except TransportError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        there = os.path.isdir(root)
+        missing = ObjectNotFound(
+            f"{where} does not exist" if there else f"the root {root!r} is not a directory", path=path
+        )
+        missing.about_sample = there  # a file system that is not mounted at the moment says nothing about its files
+        raise missing from error
+    except PermissionError as error:
+        raise AccessDenied(f"no permission to read {where}", path=path) from error
+    except OSError as error:
+        if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
+            raise InvalidPath(f"{where}: {error.strerror}", path=path) from error
+        if error.errno == errno.ENXIO:
+            raise ObjectNotFound(f"{where} is not a regular file", path=path) from error
+        failed = ReadFailed(f"reading {where} failed: {error.strerror}", path=path)
+        failed.errno = error.errno
+        raise failed from error
