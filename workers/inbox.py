@@ -58,6 +58,7 @@ class Inbox:
         elif kind == wire.RESET_DONE:
             sent_epoch = self._epoch_in(body, epoch)
             self._rings.reset_done(sent_epoch)
+            process.outstanding = self._rings.outstanding
             if watchdog is not None and sent_epoch == epoch:
                 watchdog.cleared(self._worker)
         elif kind == wire.STARTED:
@@ -112,7 +113,6 @@ class Inbox:
             raise
         records = self._answered(result.epoch == epoch, result.seq, watchdog)
         answer = Answer(result, template, ring, fd, cursor, records, perf_counter())
-        self._process.answers += 1
         if result.epoch == epoch and listener is not None:
             listener.on_answer(self._worker, answer)
         else:
@@ -160,6 +160,7 @@ class Inbox:
             return
         if kind == wire.EXHAUSTED:
             self._rings.void()
+            self._process.outstanding = 0
             if watchdog is not None:
                 watchdog.forget(worker)
             listener.on_exhausted(worker, seq, self._kept(payload))
@@ -167,13 +168,14 @@ class Inbox:
             listener.on_empty_batch(worker, seq, busy, self._kept(payload), records)
         else:
             listener.on_error(worker, seq, busy, self._dialect.load_error(payload), records)
-        self._process.answers += 1
 
     def _kept(self, cursor: bytes) -> bytes:
         return self._dialect.to_pickle(cursor) if cursor else b""
 
     def _answered(self, current: bool, seq: int, watchdog: TaskWatchdog | None) -> bytes:
         """Note that a task of the current epoch or an older one was answered. Returns its records of bad samples."""
+        self._process.answers += 1
+        self._process.outstanding = self._rings.outstanding
         if watchdog is not None and current:
             watchdog.answered(self._worker, seq)
         elif watchdog is not None:

@@ -292,6 +292,7 @@ class WorkerPool:
                 grown.close_fd()  # without a cache no other worker gets this ring
         number, slot = manager.assign(epoch, seq)
         process.tasks += 1
+        process.outstanding = manager.outstanding
         if self._watchdog is not None:
             self._watchdog.assigned(worker, seq)
         self._send(process, wire.pack_task(epoch, seq, slot, number, perf_counter(), process.dumps(index)))

@@ -64,7 +64,7 @@ class WorkerProcess:
         """The worker has reported that it runs; before that it runs no user code."""
         self.started = False
         """The user's start-up code is over."""
-        self.tasks = self.answers = 0
+        self.tasks = self.answers = self.outstanding = 0
         self.retired: bytes | None = None
         """Set once the worker announced that it leaves because of its memory limit: its saved RNG state."""
         self.kill_reason = ""

@@ -39,6 +39,8 @@ class WorkerHandle(Protocol):
     """How many it was sent."""
     answers: int
     """How many of them it has answered, with answers that could be read."""
+    outstanding: int
+    """How many it will answer yet: an epoch's end voids the others."""
 
     @property
     def worker_id(self) -> int:

@@ -138,7 +138,8 @@ class Fleet:
         self._served: dict[str, Any] = {}  # each in Ray's store, once for all machines
         self._near: dict[str, None] = {}  # machines of loaders, where nodes are wanted first
         self._agents: dict[str, Any] = {}
-        self._workers: dict[str, int] = {}
+        self._taking: dict[asyncio.Task[None], str] = {}  # machines whose nodes are given one more definition
+        self._late: dict[str, FleetNode] = {}  # those that take long for it
         self._keeping: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         fewest, most = options.nodes or 1, options.max_nodes
@@ -154,19 +155,35 @@ class Fleet:
             self._served[name] = _ray().put(data)
         if self._looking is None:
             self._looking = _begun(self._look())
-        ready = list(self._ready)
-        answers = await asyncio.gather(
-            *(_within(_ANSWER_S, self._agents[each].serve.remote(self._served[name])) for each in ready),
-            return_exceptions=True,
-        )
-        for each, answer in zip(ready, answers, strict=True):
-            if isinstance(answer, Exception) and each in self._ready:  # it is ready again once it serves everything
-                _log.warning("the node at machine %s does not take a dataset, and is begun anew: %r", each, answer)
-                self._let_go(each)
-                self._keeping[each] = _begun(self._keep(each, self._workers[each]))
+        taking = {_begun(self._serve_at(each, self._served[name])): each for each in self._ready}
+        self._taking |= taking
+        if taking:
+            _, late = await asyncio.wait(taking, timeout=_ANSWER_S)
+            for task in late:  # they go on, for a dataset may be large; loaders go elsewhere meanwhile
+                if (node := self._ready.pop(taking[task], None)) is not None:
+                    self._late[node.machine] = node
+                    self._tell()
         if not self._ready:
             await self._change(_MOST_WAIT_S)
         return self._view()
+
+    async def _serve_at(self, machine: str, stored: Any) -> None:
+        """Have a node that is ready serve one more definition."""
+        agent = self._agents[machine]
+        try:
+            await _within(_START_S, agent.serve.remote(stored))
+            others = [each for task, each in self._taking.items() if task is not asyncio.current_task()]
+            if machine in self._late and machine not in others:
+                self._ready[machine] = self._late.pop(machine)
+                self._tell()
+        except Exception as error:
+            if self._agents.get(machine) is agent:
+                _log.warning("the node at machine %s does not take a dataset, and is begun anew: %r", machine, error)
+                # `_keep` notices its end. To begin anew beside a `lives` that goes on would take both of its threads.
+                with contextlib.suppress(Exception):
+                    _ray().kill(agent, no_restart=False)
+        finally:
+            del self._taking[asyncio.current_task()]  # type: ignore[arg-type]
 
     async def view(self, number: int) -> View:
         """What is there, once it is another than this one; or after some seconds."""
@@ -248,6 +265,7 @@ class Fleet:
     def _let_go(self, machine: str) -> None:
         """No loader should go there any more."""
         self._keeping.pop(machine).cancel()
+        self._late.pop(machine, None)
         if self._ready.pop(machine, None) is not None:
             self._tell()
 
@@ -263,14 +281,12 @@ class Fleet:
         options = {"num_cpus": workers, "resources": self._options.resources, "max_restarts": -1, "max_concurrency": 2}
         actor = _ray().remote(Agent).options(scheduling_strategy=placed_at(machine), **options)
         self._agents[machine] = actor.remote(workers, self._credentials)
-        self._workers[machine] = workers
         self._keeping[machine] = _begun(self._keep(machine, workers))
 
     async def _keep(self, machine: str, workers: int) -> None:
         """Have the agent serve everything whenever it is there, and say where it is."""
-        agent, said = self._agents[machine], ""
+        agent, said, there = self._agents[machine], "", False
         while True:
-            there = False
             try:
                 addresses = await _within(_START_S, agent.addresses.remote())
                 there = True
@@ -284,12 +300,14 @@ class Fleet:
                 said = ""
                 await agent.lives.remote()
             except Exception as error:  # of Ray's, or of the agent's node: whatever it is, the agent is tried again
+                self._late.pop(machine, None)
                 if self._ready.pop(machine, None) is not None:
                     self._tell()
                 if said != type(error).__name__:
                     said = type(error).__name__
                     _log.warning("the node at machine %s is not ready, and is tried again: %r", machine, error)
                 if there and isinstance(error, TimeoutError):  # one that Ray has not placed yet is no worse than none
+                    there = False
                     with contextlib.suppress(Exception):
                         _ray().kill(agent, no_restart=False)
                 await asyncio.sleep(_LOOK_S)

@@ -114,7 +114,8 @@ class ServiceWorkers:
             return self._opened(node, worker, setup)
 
         if isinstance(self._service, SharedService) and not self._service.stays:
-            ask_facts(self._service, self._defined)  # the node was started anew: it must not end with this epoch
+            # The node was started anew: it must not end with this epoch.
+            ask_facts(self._service, self._defined, self._closed)
         return on_any_node(
             self._service, self._defined, use, self._order, self._closed, self._refused, self._delivered_at
         )
@@ -211,7 +212,9 @@ class ServiceWorkers:
         pids = {worker.pid for worker in workers if worker.node == node}
         try:
             async with asyncio.timeout(seconds + _ROUND_TRIPS_S):
-                return await asyncio.to_thread(ask_stacks, self._service, self._defined, node, sorted(pids))
+                return await asyncio.to_thread(
+                    ask_stacks, self._service, self._defined, node, sorted(pids), self._closed
+                )
         except (Unreachable, OSError, ValueError) as error:
             why = str(error) or "the node did not answer in time"
             return dict.fromkeys(pids, Report("at a node that does not answer", f"no stack: {why}"))
@@ -258,12 +261,15 @@ class _PassedChannel(Channel):
         super().__init__(sock)
         self._link = link
         self._silent: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
 
     def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
         """As `Channel.receive`, in a loop."""
         received = super().receive(wait=wait)
-        if self.ended and self._silent is None and self.fileno() >= 0:
-            self._silent = asyncio.get_running_loop().call_later(_SILENT_S, _hang_up, self._link)
+        if self.ended and self.fileno() >= 0:
+            loop = asyncio.get_running_loop()
+            if self._silent is None or self._loop is not loop:  # a timer of an earlier loop never comes
+                self._loop, self._silent = loop, loop.call_later(_SILENT_S, _hang_up, self._link)
         return received
 
     def close(self) -> None:
@@ -292,7 +298,7 @@ class ServedWorker:
         self.recorder = Recorder()
         self.ready = self.started = self.outside = self.lost = self.released = False
         self.retired: bytes | None = None
-        self.tasks = self.answers = 0
+        self.tasks = self.answers = self.outstanding = 0
         self.opened = monotonic()
         self.counted = False
         """Its answers are among those of workers that have ended."""
@@ -316,7 +322,7 @@ class ServedWorker:
     @property
     def works(self) -> bool:
         """Whether it stands, and has tasks."""
-        return not (self.released or self.channel.ended) and self.tasks > self.answers
+        return not (self.released or self.channel.ended) and self.outstanding > 0
 
     @property
     def _direct(self) -> bool:

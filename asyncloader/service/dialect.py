@@ -214,7 +214,7 @@ def epoch_of(start: bytes) -> int:
     try:
         return _heads.decode(start).epoch
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise ValueError("broken stream: a RESET that cannot be read") from None
+        raise ValueError("broken stream: an epoch's start that cannot be read") from None
 
 
 PLAIN = PlainDialect()

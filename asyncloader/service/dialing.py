@@ -193,6 +193,7 @@ def answer_of(
     poll = select.poll()
     poll.register(link.fileno(), select.POLLIN)
     while True:
+        poll.modify(link.fileno(), select.POLLIN if link.flush() else select.POLLIN | select.POLLOUT)
         for message in link.receive():
             if message.header.kind == frames.REFUSED:
                 text, for_now = read_record(Refusal, message.body)
@@ -328,14 +329,16 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
     raise AssertionError("it has raised")
 
 
-def ask_stacks(service: Service, defined: Defined, address: str, pids: Sequence[int]) -> dict[int, Report]:
+def ask_stacks(
+    service: Service, defined: Defined, address: str, pids: Sequence[int], closed: threading.Event
+) -> dict[int, Report]:
     """Ask the node at this address what its processes do. Gives those that it has.
 
     Raises:
         Unreachable, OSError, ValueError: it did not say.
     """
     ((name, place),) = _places(address)[:1]
-    node = _greet(service, defined, name, place)
+    node = _greet(service, defined, name, place, closed)
     try:
         node.link.send(frames.LOOK, pack_record(Look(list(pids))))
         answer = read_record(Looked, answer_of(node.link, frames.LOOKED))
@@ -344,7 +347,7 @@ def ask_stacks(service: Service, defined: Defined, address: str, pids: Sequence[
         node.link.close()
 
 
-def ask_facts(service: Service, defined: Defined) -> Facts:
+def ask_facts(service: Service, defined: Defined, closed: threading.Event | None = None) -> Facts:
     """What the dataset at the service is.
 
     Raises:
@@ -357,7 +360,7 @@ def ask_facts(service: Service, defined: Defined) -> Facts:
         node.link.close()
         return node.facts
 
-    return on_any_node(service, defined, use, _as_given)
+    return on_any_node(service, defined, use, _as_given, closed)
 
 
 def _as_given(addresses: Sequence[str]) -> list[tuple[int, float]]:

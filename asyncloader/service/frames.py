@@ -33,7 +33,6 @@ __all__ = [
     "LOOKED",
     "MOST_BODY",
     "MOST_GREETING",
-    "MOST_OPENING",
     "OPENED",
     "OPENING",
     "PING",
@@ -56,8 +55,6 @@ CHALLENGE, WELCOME, OPENED, REFUSED, DIED, PONG, DRAINING, PLANNED, LOOKED = 80,
 
 MOST_GREETING: Final = 1 << 17
 """Bytes of a body, at most, until both sides have proved that they have the token."""
-MOST_OPENING: Final = 1 << 20
-"""Bytes of a body from a loader, at most, from then on until its worker is open."""
 MOST_BODY: Final = 64 << 20
 """Bytes of a body, at most: a dataset's state may be large."""
 

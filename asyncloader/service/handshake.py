@@ -164,7 +164,6 @@ class Opening(NamedTuple):
     """Whether its batches are made once for all loaders that read the same."""
     setup: WorkerSetup
     """Without `starts`."""
-    epoch: int
     start: bytes
     """The `EpochStart`, packed. Only the worker's process reads it: it may contain a dataset's state, of any size."""
     catalog: Catalog | None
@@ -226,7 +225,6 @@ class _OpeningMessage(NamedTuple):
     credits: Annotated[int, Meta(ge=1, le=_MOST_CREDITS)]
     share: bool
     options: _Options
-    epoch: Annotated[int, Meta(ge=0, le=1 << 62)]
     start: bytes
     seeds: _Seeds
     policy: _Policy | None
@@ -246,7 +244,6 @@ def pack_opening(
             credits=credits,
             share=share,
             options=_Options(*(getattr(setup, name) for name in _Options._fields)),
-            epoch=start.epoch,
             start=PLAIN.dumps(tuple(start)),
             seeds=_Seeds(*seeded),
             policy=None if policy is None else _Policy(policy.refill, policy.length, policy.seed),
@@ -274,6 +271,4 @@ def read_opening(body: bytes) -> Opening:
         policy=None if policy is None else ErrorPolicy("skip", *policy),
         **options._asdict(),
     )
-    return Opening(
-        *(asked.session, asked.worker, asked.credits, asked.share, setup, asked.epoch, asked.start, asked.shards)
-    )
+    return Opening(*(asked.session, asked.worker, asked.credits, asked.share, setup, asked.start, asked.shards))

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Generator, Sequence
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.counters import LANE_KEY, StageTimes, stage_times, total
@@ -50,6 +51,8 @@ _NONE_READY_S = 20.0
 _UNWANTED_S = 60.0
 """Seconds without a loader after which a dataset of the loaders' choice that cannot be made is given up."""
 _FAILURES_PER_MINUTE = 6
+_FAILED_S = 60.0
+"""Seconds for which a process in which a lane ended at no task gets no lanes, if there are others."""
 _STACKS_S = 1.0
 _KILLED = "Its loader had it killed: it was at one task for too long."
 _BUSY = "Its process was at another loader's task."
@@ -95,8 +98,8 @@ class _Process:
         self.ready = False
         self.problem = ""
         """Why it could not make its dataset."""
-        self.failed_lanes = 0
-        """Lanes that ended in it at no task: it may be out of descriptors, so others get the next ones."""
+        self.failed_at = -inf
+        """When a lane ended in it at no task: it may be out of descriptors, so for a while others get the next ones."""
         self.killed_for = 0
         """The lane whose loader had it killed; 0: none."""
 
@@ -256,8 +259,9 @@ class HostProcesses:
             return
         try:
             process = await asyncio.to_thread(self._make, number)
-        except OSError as error:
-            self._fails(number, f"{self.setup.target}: its process cannot be started: {error}", pause)
+        except Exception as error:  # such as an EOFError: a fork server that cannot fork ends
+            why = f"{type(error).__name__}: {error}"
+            self._fails(number, f"{self.setup.target}: its process cannot be started: {why}", pause)
             return
         if self._closing.is_set() or self.given_up:
             await asyncio.to_thread(shutdown.run, [process])
@@ -299,7 +303,8 @@ class HostProcesses:
             elif kind == ENDED:
                 ending: LaneEnding = pickle.loads(body)
                 end = made.lanes.pop(ending.number, None)
-                made.failed_lanes += not ending.at_task
+                if not ending.at_task:
+                    made.failed_at = asyncio.get_running_loop().time()
                 if end is not None:
                     end.died(Death(made.process.pid, None, ending.reason, "", blamed=ending.at_task, shared=False))
             elif kind == wire.LOG:
@@ -385,7 +390,8 @@ class HostProcesses:
             NotMade: no process has the dataset.
             ConnectionError: the process died.
         """
-        made = min(await self._some(), key=lambda each: len(each.lanes) + each.failed_lanes)
+        healthy = asyncio.get_running_loop().time() - _FAILED_S
+        made = min(await self._some(), key=lambda each: (each.failed_at > healthy, len(each.lanes)))
         self._requests += 1
         number = self._requests
         ours, theirs = channel_pair()

@@ -262,6 +262,8 @@ class _LaneSetup(NamedTuple):
     made: Made | None
 
     def load(self) -> WorkerSetup:
+        # Another lane's may be set, and a dataset's length may depend on it: the node's facts were taken without any.
+        torch_worker._worker_info = None
         dataset, functions = self.made or self.defined.make()
         # What is stored may have changed since the node's first process was started.
         difference = facts_of(dataset).difference(self.opening.facts)

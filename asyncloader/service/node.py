@@ -333,7 +333,7 @@ class Node:
             given = read_record(Proof, (await message_of(link, frames.PROOF)).body)
             if not proves(given.proof, self._token, "loader", hello.nonce, mine):
                 raise Refused("the token is wrong, or was not given: set token=, or ASYNCLOADER_TOKEN")
-            link.most_body = frames.MOST_OPENING
+            link.most_body = frames.MOST_BODY  # OPENING may have a dataset's state, as RESET may
             self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         if self.draining:
             raise Refused("this node is about to end", for_now=True)
@@ -438,7 +438,6 @@ class Node:
             raise
         assert lane is not None
         self._lanes.add(lane)
-        link.most_body = frames.MOST_BODY
         try:
             link.send(frames.OPENED, pack_record(Opened(pid)), fd=passed[0].fileno() if passed else -1)
         except OSError:

@@ -140,6 +140,7 @@ class ForwardedLane:
         self._draining = False
         self._reads_link = self._reads_lane = True
         self._deaf: asyncio.TimerHandle | None = None
+        self._queued_when_deaf = 0
         self._silent: asyncio.TimerHandle | None = None
         self._loop.add_reader(link.fileno(), self._on_link)
         self._loop.add_reader(sock.fileno(), self._on_lane)
@@ -163,10 +164,10 @@ class ForwardedLane:
         """End the lane, or report a death, because a request of the loader cannot be carried out."""
         why = str(error) or type(error).__name__  # a log record that somebody keeps must not keep the ring
         if isinstance(error, RingMemoryError):  # at another node it may be the same: the loader must not try for ever
-            _log.warning("a loader asks for more memory than there is: %s", why)
+            _log.warning("a loader asks for more memory than there is: %s", why, extra={"peer": self._session.name})
             self.died(Death(0, None, why, "", blamed=True, shared=False))
         else:  # the peer does not follow the protocol
-            _log.warning("a loader's connection is closed: %s", why)
+            _log.warning("a loader's connection is closed: %s", why, extra={"peer": self._session.name})
             self.close()
 
     def _take(self, message: Message) -> None:
@@ -285,15 +286,16 @@ class ForwardedLane:
                 self._loop.add_reader(self._channel.fileno(), self._on_lane)
             else:
                 self._loop.remove_reader(self._channel.fileno())
-        if self._channel.fileno() >= 0 and self._channel.unsent_memory + self._waiting_bytes > _MOST_QUEUED:
-            read = False
-            if self._deaf is None:
-                self._deaf = self._loop.call_later(
-                    _DEAF_S, self._fails, ValueError("its process takes nothing from it")
-                )
-        elif self._deaf is not None:
+        queued = self._channel.unsent_memory + self._waiting_bytes
+        full = self._channel.fileno() >= 0 and queued > _MOST_QUEUED
+        if self._deaf is not None and (not full or queued < self._queued_when_deaf):  # it takes some, if slowly
             self._deaf.cancel()
             self._deaf = None
+        if full:
+            read = False
+            if self._deaf is None:
+                deaf = ValueError("its process takes nothing from it")
+                self._queued_when_deaf, self._deaf = queued, self._loop.call_later(_DEAF_S, self._fails, deaf)
         if read == self._reads_link:
             return
         self._reads_link = read

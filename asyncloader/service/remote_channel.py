@@ -66,6 +66,7 @@ class RemoteChannel:
         self._began: dict[tuple[int, int], float] = {}  # when the payload began to arrive
         self._fds: deque[int] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
         self._seen = 0  # bytes that had come at the last check
         self._pings = 0
 
@@ -99,9 +100,10 @@ class RemoteChannel:
         if self._leaving:
             return True  # the pool gives it to the worker's successor
         self._tasks[epoch, task] = ring, slot
-        if self._timer is None:
-            self._seen = -1
-            self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check)
+        loop = asyncio.get_running_loop()
+        if self._timer is None or self._loop is not loop:  # a timer of an earlier loop, which is closed, never comes
+            self._seen, self._loop = -1, loop
+            self._timer = loop.call_later(_CHECK_S, self._check)
         return self._send(wire.TASK, index, epoch, task)
 
     def _send(self, kind: int, body: bytes = b"", epoch: int = 0, task: int = 0) -> bool:
@@ -213,6 +215,9 @@ class RemoteChannel:
 
     def _check(self) -> None:
         """While there are tasks, every now and then: does the node still answer?"""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            return
         self._timer = None
         if self.ended or not self._tasks or self.fileno() < 0:
             return
@@ -231,7 +236,7 @@ class RemoteChannel:
             except ConnectionError as error:
                 self._end(str(error))
                 return
-        self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check)
+        self._timer = loop.call_later(_CHECK_S, self._check)
 
     def _end(self, why: str) -> None:
         if not self.ended:

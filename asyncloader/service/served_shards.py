@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _MOST_WORKERS = 1 << 24
+_MOST_PLAN = 1 << 30  # bytes of a plan's messages
 _PIECE = 8192
 """Entries of a message, at most."""
 
@@ -150,8 +151,13 @@ def gathered(receive: Callable[[], bytes]) -> Plan | bytes:
     """
     names: list[str] = []
     assignments: list[Sequence[Sequence[Any]]] = []
+    nbytes = 0
     while True:
-        more = read_record(_Planned, receive())
+        body = receive()
+        nbytes += len(body)
+        if nbytes > _MOST_PLAN:
+            raise ValueError(f"broken stream: a plan of more than {_MOST_PLAN:,} bytes")
+        more = read_record(_Planned, body)
         names += more.names
         assignments += more.assignments
         if more.error:

@@ -48,7 +48,7 @@ class SharingLane(ForwardedLane):
         self._cache = cache
         self._recipe = dataset, _recipe(opening)
         setup = opening.setup
-        self._epochs = {setup.attachment: opening.epoch}  # by the loader's counter
+        self._epochs = {setup.attachment: epoch_of(opening.start)}  # by the loader's counter
         self._making: dict[tuple[int, int], Hashable] = {}  # tasks that this lane's process carries out
         self._awaited: dict[tuple[int, int], tuple[Hashable, Waiter]] = {}  # tasks that another's does
         self._template = b""  # of the process's last batch

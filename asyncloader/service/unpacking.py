@@ -4,7 +4,7 @@ Data path: connection -> [unpacking] -> worker; connection -> [unpacking] -> con
 
 MessagePack's maps, whose keys Python would hash, are refused by the decoder itself. The type of a decoded value is
 checked before it is hashed, compared or printed. How much memory and time a value takes is bounded by the bytes that
-were sent for it: see `MOST_ARRAYS` and `MOST_KEY_PAIRS`.
+were sent for it: see `MOST_ARRAYS` and `MOST_KEYS`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import dataclasses
 import math
 import operator
 import re
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,15 +26,17 @@ from asyncloader.service.values import (
     ALL_DTYPES,
     ARRAY_KINDS,
     BYTES,
+    DEPTH,
     DTYPE_NAMES,
     LEAF,
     MOST_ARRAYS,
-    MOST_KEY_PAIRS,
+    MOST_KEYS,
     OURS,
     REGISTERED,
     SECRETLY_HASHED,
     SPARSE_BY_NAME,
     Kind,
+    decoder,
     init_fields,
     too_many_arrays,
 )
@@ -44,7 +45,6 @@ from asyncloader.workers.memory.leaves import DTYPES, sparse_part_names
 
 __all__ = ["Leaf", "build", "check", "decode", "unpack"]
 
-_DEPTH = 64
 _LIST, _TUPLE = Kind.LIST, Kind.TUPLE
 _SAME_HASH = 16
 _MOST_DIGITS = 1 << 20  # of an integer, hexadecimal
@@ -65,17 +65,6 @@ def unpack(data: bytes | memoryview) -> Any:
     return build(decode(data), ())
 
 
-def _tree_type() -> Any:
-    scalars: Any = None | bool | int | float | str | Ext
-    made = scalars
-    for _ in range(_DEPTH):
-        made = scalars | types.GenericAlias(list, (made,))
-    return made
-
-
-_decoder = msgspec.msgpack.Decoder[Any](_tree_type())
-
-
 def decode(data: bytes | memoryview) -> Any:
     """Return the tree that `build` makes the value of: lists of lists, numbers, texts and extensions.
 
@@ -85,7 +74,7 @@ def decode(data: bytes | memoryview) -> Any:
     if len(data) > MOST_ARRAYS and (most := too_many_arrays(bytes(data))):
         raise ValueError(f"broken stream: a value of more than {most:,} containers in {len(data):,} bytes")
     try:
-        return _decoder.decode(data)
+        return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"broken stream: not a packed value ({error!s:.200})") from None
 
@@ -102,7 +91,7 @@ class Leaf(NamedTuple):
 
 def build(tree: Any, leaves: Sequence[Any]) -> Any:
     """Return the value of a decoded tree, whose leaves are these. Errors as `unpack`."""
-    return _Builder(leaves, dry=False).value(tree, _DEPTH)
+    return _Builder(leaves, dry=False).value(tree, DEPTH)
 
 
 def check(tree: Any, leaves: Sequence[Leaf]) -> None:
@@ -112,7 +101,7 @@ def check(tree: Any, leaves: Sequence[Leaf]) -> None:
     Raises:
         ValueError: it will not.
     """
-    _Builder(leaves, dry=True).value(tree, _DEPTH)
+    _Builder(leaves, dry=True).value(tree, DEPTH)
 
 
 class _Broken(ValueError):
@@ -128,12 +117,12 @@ class _Builder:
         dry: whether only to check: what needs the leaves' bytes or the user's types is a `Leaf` then.
     """
 
-    __slots__ = ("_dry", "_key_pairs", "_leaves")
+    __slots__ = ("_dry", "_keys", "_leaves")
 
     def __init__(self, leaves: Sequence[Any], *, dry: bool) -> None:
         self._leaves = leaves
         self._dry = dry
-        self._key_pairs = 0
+        self._keys = 0
 
     def value(self, tree: Any, depth: int) -> Any:
         """The value of this part of the tree."""
@@ -191,9 +180,11 @@ class _Builder:
             return
         if not all(map(_is_key, keys)):
             raise _Broken("a key that is no plain value")
-        self._key_pairs += len(keys) ** 2
-        if self._key_pairs > MOST_KEY_PAIRS:
+        self._keys += len(keys)
+        if self._keys > MOST_KEYS:
             raise _Broken("too many keys that are not texts")
+        if self._dry and not _SCALARS.issuperset(map(type, keys)):
+            return  # some are placeholders, which are all alike
         hashes = sorted(map(hash, keys))
         if any(map(operator.eq, hashes, hashes[_SAME_HASH:])):
             raise _Broken("keys that share a hash")

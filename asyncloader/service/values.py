@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -34,16 +35,18 @@ __all__ = [
     "ALL_DTYPES",
     "ARRAY_KINDS",
     "BYTES",
+    "DEPTH",
     "DTYPE_NAMES",
     "LEAF",
     "MOST_ARRAYS",
-    "MOST_KEY_PAIRS",
+    "MOST_KEYS",
     "OURS",
     "REGISTERED",
     "SECRETLY_HASHED",
     "SPARSE_BY_NAME",
     "Kind",
     "Unsendable",
+    "decoder",
     "init_fields",
     "pack",
     "register_batch_type",
@@ -66,10 +69,11 @@ MOST_ARRAYS: Final = 100_000
 and takes about 80. Numbers and texts need no such limit."""
 _ARRAY_BYTES = 8
 _MOST_ARRAYS_EVER = 1 << 20  # counting them takes half a second
-MOST_KEY_PAIRS: Final = 1 << 31
-"""The squares of the numbers of keys of a value's sets and dictionaries that are not texts, added up, at most: 46,340
-keys of one. The hashes of texts are secret; those of numbers are not, and keys that are chosen for that make a table's
-work grow with the square. The worst that passes takes 0.3 seconds."""
+MOST_KEYS: Final = 1 << 20
+"""Keys of a value's sets and dictionaries that are not texts, at most. The hashes of texts are secret; those of numbers
+are not, and may be chosen so that a key takes 20 times as long. The worst that passes takes two seconds."""
+DEPTH: Final = 64
+"""Containers in containers, at most."""
 BYTES = 0  # MessagePack extension
 _PLAIN = frozenset([type(None), bool, float, str])
 SECRETLY_HASHED = frozenset([type(None), bool, str, bytes])
@@ -129,17 +133,30 @@ def pack(value: Any, special: Callable[[Any], Any] | None = None) -> bytes:
         Unsendable: a part of it cannot be packed.
     """
     try:
-        made = msgspec.msgpack.encode(_flat(value, special))
+        made = msgspec.msgpack.encode(_flat(value, _Packing(special)))
     except RecursionError:
         raise Unsendable("refers to itself, or is nested too deeply to be sent") from None
     except UnicodeEncodeError as error:
         raise Unsendable(
             f"contains a text that is not valid Unicode, {error.object!r:.60}, and cannot be sent"
         ) from None
+    if _may_be_deep(made) and not _is_shallow(made):
+        raise Unsendable(f"is nested more than {DEPTH} levels deep, and cannot be sent")
     if len(made) > MOST_ARRAYS and (most := too_many_arrays(made)):
         raise Unsendable(f"has more than {most:,} containers in {len(made):,} bytes: send tensors or arrays")
     return made
 
+
+def _tree_type() -> Any:
+    scalars: Any = None | bool | int | float | str | Ext
+    made = scalars
+    for _ in range(DEPTH):
+        made = scalars | types.GenericAlias(list, (made,))
+    return made
+
+
+decoder = msgspec.msgpack.Decoder[Any](_tree_type())
+"""Reads what was packed, as a tree: lists of lists, numbers, texts and extensions."""
 
 _ARRAY_HEADS = bytes([*range(0x90, 0xA0), 0xDC, 0xDD])
 _SCALARS_SENT = re.compile(
@@ -164,6 +181,18 @@ _SIZED = {
     0xDD: (4, 0),
 }
 """By the first byte: of how many bytes the size is that follows, and how many come after it besides."""
+
+
+def _may_be_deep(data: bytes) -> bool:
+    return len(data) > DEPTH and len(data) - len(data.translate(None, _ARRAY_HEADS)) > DEPTH
+
+
+def _is_shallow(data: bytes) -> bool:
+    try:
+        decoder.decode(data)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def too_many_arrays(data: bytes) -> int:
@@ -191,41 +220,53 @@ def too_many_arrays(data: bytes) -> int:
 # ---------------------------------------------------------------------------------------------------- packing
 
 
-def _flat(value: Any, special: Callable[[Any], Any] | None) -> Any:
+class _Packing:
+    """The packing of one value: what it has no table for, and how many keys it has had."""
+
+    __slots__ = ("_keys", "special")
+
+    def __init__(self, special: Callable[[Any], Any] | None) -> None:
+        self.special = special
+        self._keys = 0
+
+    def check_keys(self, values: Any) -> None:
+        """Count the keys of a set or dictionary. Raises Unsendable."""
+        if not SECRETLY_HASHED.issuperset(map(type, values)):
+            self._keys += len(values)
+            if self._keys > MOST_KEYS:
+                raise Unsendable(f"has, with the values before it, more than {MOST_KEYS:,} keys that are not texts")
+
+
+def _flat(value: Any, packing: _Packing) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else [Kind.BIG, hex(value)]
     if kind is list or kind is tuple:
-        return [Kind.LIST if kind is list else Kind.TUPLE, *_items(value, special)]
+        return [Kind.LIST if kind is list else Kind.TUPLE, *_items(value, packing)]
     if kind is dict or kind is OrderedDict:
-        _check_keys_sent(value)
-        return [Kind.DICT if kind is dict else Kind.ORDERED, *_pairs(value, special)]
+        packing.check_keys(value)
+        return [Kind.DICT if kind is dict else Kind.ORDERED, *_pairs(value, packing)]
     if isinstance(value, torch.Tensor) and value.layout in SPARSE_LAYOUTS and kind is torch.Tensor:
-        return _sparse_parts(value, special)
-    if special is not None and (made := special(value)) is not None:
+        return _sparse_parts(value, packing)
+    if packing.special is not None and (made := packing.special(value)) is not None:
         return made
     if kind in _FLAT:
         return _FLAT[kind](value)
     if kind is set or kind is frozenset:
-        _check_keys_sent(value)
-        return [Kind.SET if kind is set else Kind.FROZENSET, *_items(value, special)]
+        packing.check_keys(value)
+        return [Kind.SET if kind is set else Kind.FROZENSET, *_items(value, packing)]
     if isinstance(value, np.generic):
         return [Kind.SCALAR, *_array_parts(np.asarray(value))]
     if _is_named_tuple(kind):
-        return [Kind.NAMED, _name(kind), *_fields(value, kind._fields, special)]
+        return [Kind.NAMED, _name(kind), *_fields(value, kind._fields, packing)]
     if dataclasses.is_dataclass(value):
-        return [Kind.NAMED, _name(kind), *_fields(value, init_fields(kind), special)]
+        return [Kind.NAMED, _name(kind), *_fields(value, init_fields(kind), packing)]
     raise Unsendable(
         f"is a {kind.__module__}.{kind.__qualname__}, which a service does not send: it sends plain values, "
         "containers, tensors, arrays, named tuples and dataclasses"
     )
-
-
-def _check_keys_sent(values: Any) -> None:
-    if len(values) ** 2 > MOST_KEY_PAIRS and not SECRETLY_HASHED.issuperset(map(type, values)):
-        raise Unsendable(f"has {len(values):,} keys that are not texts: send a list, a tensor or an array")
 
 
 def _at(error: Unsendable, step: str) -> Unsendable:
@@ -233,31 +274,31 @@ def _at(error: Unsendable, step: str) -> Unsendable:
     return error
 
 
-def _items(values: Any, special: Callable[[Any], Any] | None) -> list[Any]:
+def _items(values: Any, packing: _Packing) -> list[Any]:
     flat = []
     for number, value in enumerate(values):
         try:
-            flat.append(_flat(value, special))
+            flat.append(_flat(value, packing))
         except Unsendable as error:
             raise _at(error, f"[{number}]") from None
     return flat
 
 
-def _pairs(values: dict[Any, Any], special: Callable[[Any], Any] | None) -> list[Any]:
+def _pairs(values: dict[Any, Any], packing: _Packing) -> list[Any]:
     flat: list[Any] = []
     for key, value in values.items():
         try:
-            flat += (_flat(key, special), _flat(value, special))
+            flat += (_flat(key, packing), _flat(value, packing))
         except Unsendable as error:
             raise _at(error, f"[{key!r:.40}]") from None
     return flat
 
 
-def _fields(value: Any, names: Sequence[str], special: Callable[[Any], Any] | None) -> list[Any]:
+def _fields(value: Any, names: Sequence[str], packing: _Packing) -> list[Any]:
     flat = []
     for name in names:
         try:
-            flat.append(_flat(getattr(value, name), special))
+            flat.append(_flat(getattr(value, name), packing))
         except Unsendable as error:
             raise _at(error, f".{name}") from None
     return flat
@@ -294,11 +335,11 @@ def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
 SPARSE_BY_NAME = {str(layout): layout for layout in SPARSE_LAYOUTS}
 
 
-def _sparse_parts(tensor: torch.Tensor, special: Callable[[Any], Any] | None) -> list[Any]:
+def _sparse_parts(tensor: torch.Tensor, packing: _Packing) -> list[Any]:
     if tensor.requires_grad or tensor.device.type != "cpu":
         raise Unsendable("is a sparse tensor with a gradient, or on a device, which a service does not send")
     coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
-    parts = [_flat(part, special) for part in sparse_parts(tensor)]
+    parts = [_flat(part, packing) for part in sparse_parts(tensor)]
     return [Kind.SPARSE, str(tensor.layout), [Kind.TUPLE, *tensor.shape], coalesced, *parts]
 
 

@@ -81,6 +81,9 @@ class Cluster:
         assert not no_restart
         agent.killed += 1
         agent.how.clear()  # Ray starts it anew
+        for end in agent.ends:
+            if not end.done():
+                end.set_exception(RayError("killed"))
 
 
 async def for_ever() -> None:
@@ -101,7 +104,11 @@ def run(play: Callable[[Fleet], Coroutine[Any, Any, None]]) -> None:
         try:
             await play(fleet)
         finally:
-            tasks = [*fleet._keeping.values(), *([fleet._looking] if fleet._looking is not None else [])]
+            tasks = [
+                *fleet._keeping.values(),
+                *fleet._taking,
+                *([fleet._looking] if fleet._looking is not None else []),
+            ]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -127,9 +134,31 @@ def test_an_agent_that_is_stuck_holds_up_no_loader(monkeypatch: pytest.MonkeyPat
         del cluster.agents["two"].how["serve"]
         stuck.set()
         await until(lambda: ready(fleet) == {"one", "two"})
-        assert {b"1", b"2"} <= set(cluster.agents["two"].served)
+        assert cluster.agents["two"].served == [b"1"]  # and what it was at when it was stuck
+        assert not cluster.agents["two"].killed
 
     run(play)
+
+
+def test_an_agent_that_takes_no_dataset(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is ended, which Ray answers with another one. It never has two who wait for its end: they take its threads."""
+    cluster = Cluster(monkeypatch, "one")
+    agent = cluster.agents["one"]
+
+    async def play(fleet: Fleet) -> None:
+        await fleet.serve("first", b"1", "one")
+        for name, data, killed in [("second", b"2", 1), ("third", b"3", 2)]:
+            await until(lambda: ready(fleet) == {"one"})
+            agent.how["serve"] = for_ever
+            await fleet.serve(name, data, "one")
+            while agent.killed < killed:  # noqa: ASYNC110 - as in `until`
+                await asyncio.sleep(0)
+        await until(lambda: ready(fleet) == {"one"})
+        assert agent.served[-3:] == [b"1", b"2", b"3"]
+        assert sum(not end.done() for end in agent.ends) == 1
+
+    run(play)
+    assert "does not take a dataset" in caplog.text
 
 
 @pytest.mark.parametrize("question", ["addresses", "serve"])

@@ -181,6 +181,11 @@ class RingManager:
         """Whether the worker has this task and has not answered it."""
         return (epoch, seq) in self._held or (epoch, seq) in self._slotless
 
+    @property
+    def outstanding(self) -> int:
+        """Tasks that the worker has and will answer."""
+        return len(self._held) + len(self._slotless)
+
     def _affordable(self, slot_bytes: int) -> tuple[int, int]:
         """Return how many slots of this size are affordable: for credits beyond the least, and for running ahead."""
         if self.ring_bytes is None:

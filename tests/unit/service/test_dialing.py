@@ -12,8 +12,9 @@ import pytest
 
 from asyncloader import Service, ServiceUnavailable
 from asyncloader.service import dialing, frames
-from asyncloader.service.dialing import ask_facts, on_any_node
+from asyncloader.service.dialing import answer_of, ask_facts, on_any_node
 from asyncloader.service.handshake import Challenge
+from asyncloader.service.link import Link
 from asyncloader.service.records import pack_record
 from tests.integration.running import PATIENCE_S
 from tests.service import definitions
@@ -70,6 +71,27 @@ def test_nobody_waits_any_more() -> None:
     closed.set()
     with busy_node(True) as address, pytest.raises(ServiceUnavailable, match="the loader was closed meanwhile"):
         on_any_node(Service(address), definitions.numbers(), lambda _: None, lambda _: [(0, 0.0)], closed)
+
+
+def test_what_is_sent_may_be_long() -> None:
+    """Longer than the socket takes at once: an opening has the dataset's state."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link = Link(ours)
+        body = bytes(4 << 20)
+
+        def play() -> None:
+            left = frames.HEADER_BYTES + len(body)
+            while left:
+                left -= len(theirs.recv(1 << 16))
+            theirs.sendall(frames.pack_header(frames.OPENED))
+
+        thread = threading.Thread(target=play)
+        thread.start()
+        assert not link.send(frames.OPENING, body)
+        assert answer_of(link, frames.OPENED) == b""
+        thread.join()
+        link.close()
 
 
 def test_a_worker_looks_on_while_others_deliver() -> None:

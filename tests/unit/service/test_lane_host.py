@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
 from asyncloader import RemoteIterableDataset
 from asyncloader.service.dataset_facts import Facts, facts_of
-from asyncloader.service.lane_host import _Host, _Lane
+from asyncloader.service.definition import Made
+from asyncloader.service.dialect import PLAIN
+from asyncloader.service.lane_host import _Host, _Lane, _LaneSetup
+from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from tests.service import definitions
 
 
@@ -43,6 +51,34 @@ def test_sessions_have_equal_time() -> None:
     for each in host._lanes.values():
         each.frames.clear()
     assert host._next() is None
+
+
+SETUP = WorkerSetup(
+    *(None, True, True, 4, list, False, 0, None, 2, 1, (), 0),
+    seeded=SeededSetup(0, 1, 0, seed_collate=False),
+)
+
+
+class Divided(IterableDataset[int]):
+    """Its length is that of a worker's part."""
+
+    def __len__(self) -> int:
+        info = get_worker_info()
+        return 100 if info is None else 100 // info.num_workers
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+def test_a_lane_beside_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dataset is compared with the node's outside of any worker, as the node's was described."""
+    monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(num_workers=2))
+    start = PLAIN.dumps(tuple(EpochStart()))
+    opening: Any = SimpleNamespace(
+        facts=Facts(iterable=True, length=100), setup=SETUP, start=start, worker=0, catalog=None
+    )
+    setup = _LaneSetup(opening, definitions.numbers(), Made(Divided(), {})).load()
+    assert len(setup.dataset) == 100
 
 
 def test_what_a_loader_must_know() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 
@@ -42,6 +43,29 @@ def checked(meanwhile: Callable[[socket.socket, Link], object]) -> bool:
 def test_a_silent_node() -> None:
     """Is gone."""
     assert not checked(lambda node, link: None)
+
+
+def test_a_silent_node_in_a_later_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is gone, too: each epoch may have a loop of its own, and the timers of one that is closed never come."""
+    monkeypatch.setattr(remote_channel, "_CHECK_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = Link(socket.create_connection(server.getsockname()))
+        theirs, _ = server.accept()
+        channel = RemoteChannel(link)
+
+        async def begin(task: int) -> None:
+            channel.send(wire.pack_task(0, task, -1, 0, 0.0, b""))
+
+        async def wait() -> None:
+            await begin(1)
+            with open(channel.gone_fd, "rb", closefd=False) as gone:  # noqa: ASYNC230 - in a thread
+                assert await asyncio.to_thread(gone.read) == b""
+
+        run_async(begin(0))
+        run_async(wait())
+        assert channel.ended
+        channel.close()
+        theirs.close()
 
 
 def test_answers_that_the_loop_has_not_read() -> None:

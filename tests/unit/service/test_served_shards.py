@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from asyncloader.service import served_shards
 from asyncloader.service.records import pack_record
 from asyncloader.service.served_shards import (
     Catalog,
@@ -35,6 +36,14 @@ def test_a_plan_comes_in_pieces(shards: int) -> None:
     assert max(map(len, sent)) < 1 << 20
     assert gathered(iter(sent).__next__) == plan
     assert gathered(iter(list(messages(b"an error"))).__next__) == b"an error"
+
+
+def test_a_plan_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is given up before it takes all memory."""
+    part = next(iter(messages(Plan("mark", ["shard"] * 20_000, []))))
+    monkeypatch.setattr(served_shards, "_MOST_PLAN", 10 * len(part))
+    with pytest.raises(ValueError, match="a plan of more than"):
+        gathered(lambda: part)
 
 
 @example(b"\xa1\xff")  # a text that is none

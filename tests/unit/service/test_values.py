@@ -20,7 +20,7 @@ from msgspec.msgpack import Ext
 
 from asyncloader import register_batch_type
 from asyncloader.events import PositionedIndex
-from asyncloader.service.unpacking import unpack
+from asyncloader.service.unpacking import build, check, decode, unpack
 from asyncloader.service.values import MOST_ARRAYS, Unsendable, pack
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS
@@ -247,13 +247,36 @@ def test_how_many_keys() -> None:
     """Texts are hashed with a secret; the keys that are not are bounded, on both sides."""
     texts = {f"key {number}": number for number in range(50_000)}
     assert unpack(pack(texts)) == texts
-    numbers = set(range(46_000))
-    assert unpack(pack(numbers)) == numbers
-    with pytest.raises(Unsendable, match="50,000 keys that are not texts"):
-        pack(dict.fromkeys(range(50_000)))
-    twice = msgspec.msgpack.encode([0, [3, *range(40_000)], [3, *range(40_000)]])
+    graphs = [{number: [number] for number in range(300)} for _ in range(300)]
+    assert unpack(pack(graphs)) == graphs
+    half = (1 << 19) + 1
+    assert len(unpack(pack(set(range(half))))) == half
+    with pytest.raises(Unsendable, match="1,048,576 keys that are not texts"):
+        pack([set(range(half)), dict.fromkeys(range(half))])
+    twice = msgspec.msgpack.encode([0, [3, *range(half)], [3, *range(half)]])
     with pytest.raises(ValueError, match="too many keys"):
         unpack(twice)
+
+
+def test_how_deep() -> None:
+    """As deep as it may be sent, it can be read."""
+    for levels in (62, 63, 64, 65, 66):
+        value: Any = 1
+        for _ in range(levels):
+            value = [value]
+        if levels > 64:
+            with pytest.raises(Unsendable, match="nested more than 64 levels"):
+                pack(value)
+        else:
+            assert unpack(pack(value)) == value
+
+
+def test_keys_of_registered_types_are_checked_without_making_them() -> None:
+    """However many there are: what stands for them is alike, and they are not."""
+    value = {Point(number, "x"): number for number in range(40)}
+    tree = decode(pack(value))
+    check(tree, ())
+    assert build(tree, ()) == value
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
