@@ -54,5 +54,6 @@ def assert_same(a: Any, b: Any, where: str = "batch") -> None:
 def _bits(tensor: torch.Tensor) -> bytes:
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    plain = tensor.detach().resolve_conj().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    plain = tensor.detach().resolve_conj().contiguous()
+    # Not `reshape`: it keeps an odd stride of a single element.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes() if plain.numel() else b""

@@ -11,7 +11,8 @@ Decoding builds a tensor over each leaf and has the unpickler insert them: the `
 takes any objects, and passes each to whatever the pickled buffer was an argument of.
 
 What is not a plain dense CPU tensor (sparse, quantized, nested, subclasses, `requires_grad`) is pickled by its own
-rules; the storages that those rules meet become leaves, too. Tensors that share a storage still share it afterwards.
+rules; the storages that those rules meet become leaves, too, and of a tensor's storage only its own elements. Tensors
+that overlap still do so afterwards.
 
 This is pickle between our own processes; nothing from elsewhere is ever decoded here.
 """
@@ -21,12 +22,15 @@ from __future__ import annotations
 import copyreg
 import io
 import mmap
+import operator
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
+from torch import _utils as torch_utils
+from torch._tensor import _rebuild_from_type_v2
 
 from asyncloader.workers.memory.layout import align
 from asyncloader.workers.memory.leaves import (
@@ -46,7 +50,7 @@ from asyncloader.workers.memory.leaves import (
     reduce_typed_storage,
 )
 from asyncloader.workers.memory.ring import Anchor
-from asyncloader.workers.memory.shared_storage import SharedStorages
+from asyncloader.workers.memory.shared_storage import SharedStorages, View, is_dense
 
 Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
 """The memory that leaves are built on: a slot's anchor, or a private copy of it."""
@@ -82,11 +86,14 @@ class Encoder:
         self._announced: dict[int, tuple[Leaf, pickle.PickleBuffer]] = {}
         self._leaves: list[Leaf] = []
         self._storages = SharedStorages()
-        self._dispatch: dict[type, Any] = {
-            torch.Tensor: self._reduce_tensor,
-            torch.UntypedStorage: self._reduce_storage,
-            torch.storage.TypedStorage: reduce_typed_storage,
-        }
+        self._dispatch = _Dispatch(
+            {
+                torch.Tensor: self._reduce_tensor,
+                torch.UntypedStorage: self._reduce_storage,
+                torch.storage.TypedStorage: reduce_typed_storage,
+            },
+            self._reduce_by_own_rules,
+        )
 
     def placeholder(self, leaf: Leaf) -> pickle.PickleBuffer:
         """Return the object that stands for the leaf until it is decoded."""
@@ -116,7 +123,8 @@ class Encoder:
         """Return the structure around the leaves that are found in it."""
         stream = io.BytesIO()
         pickler = pickle.Pickler(stream, protocol=5, buffer_callback=self._on_buffer)
-        pickler.dispatch_table = {**copyreg.dispatch_table, **self._dispatch}
+        self._dispatch.forget()
+        pickler.dispatch_table = self._dispatch
         pickler.dump(value)
         return stream.getvalue()
 
@@ -130,9 +138,10 @@ class Encoder:
         specs: list[LeafSpec] = []
         writes: list[tuple[Callable[[mmap.mmap, int], None], int]] = []
         for shared in self._storages:
-            shared.offset = offset
-            writes.append((shared.write, offset))
-            offset = align(offset + shared.nbytes)
+            end = shared.place(offset)
+            if end > offset:
+                writes.append((shared.write, 0))
+            offset = end
         for leaf in self._leaves:
             spec = leaf.spec(offset)
             specs.append(spec)
@@ -160,40 +169,117 @@ class Encoder:
     # ------------------------------------------------------------------------------------------ pickling of tensors
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        # The order of these tests, and each attribute that is read, shows in batches of many tensors.
+        if _is_plain(tensor):
+            dtype, shape, stride = tensor.dtype, tuple(tensor.shape), tensor.stride()
+            nbytes = None
+            if tensor.is_contiguous() and (1 not in shape or is_dense(shape, stride)):
+                nbytes = tensor.nbytes
+            first = int(tensor.storage_offset())
+            return _leaf, (self._view(tensor.untyped_storage(), dtype, first, shape, stride, nbytes),)
         if tensor.layout is not torch.strided and not tensor.requires_grad:
             return reduce_sparse(tensor)
-        if tensor.is_quantized and type(tensor) is torch.Tensor:
+        if tensor.is_quantized:
             return reduce_quantized(tensor)
-        if not _is_plain(tensor):
-            return tensor.__reduce_ex__(5)
-        shared = self._storages.of(tensor.untyped_storage())
-        shared.include_tensor(tensor)
-        code, stride, shape = DTYPE_CODE[tensor.dtype], tensor.stride(), tuple(tensor.shape)
-        start = int(tensor.storage_offset()) * tensor.element_size()
+        return self._reduce_by_own_rules(tensor)
 
-        def spec(_: int) -> LeafSpec:
-            return shared.spec(start, code, shape, stride, tensor)
-
-        return _leaf, (self.placeholder(Leaf(0, spec, None)),)
+    def _view(
+        self,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        first: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        nbytes: int | None = None,
+    ) -> pickle.PickleBuffer:
+        """Return what stands for a dense tensor over the storage; of `nbytes`, if these lie one after the other."""
+        item = dtype.itemsize
+        view = View(first * item, item, DTYPE_CODE[dtype], shape, stride, nbytes)
+        self._storages.of(storage).views.append(view)
+        return self.placeholder(Leaf(0, view.spec, None))
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu":
             return storage.__reduce_ex__(5)
-        shared = self._storages.of(storage)
-        shared.include(0, int(storage.nbytes()))
-        return _leaf, (self.placeholder(Leaf(0, lambda _: Storage(shared.offset, shared.nbytes), None)),)
+        nbytes = int(storage.nbytes())
+        view = View(0, 1, -1, (nbytes,), (1,), nbytes)
+        self._storages.of(storage).views.append(view)
+        return _leaf, (self.placeholder(Leaf(0, view.spec, None)),)
+
+    def _reduce_by_own_rules(self, tensor: torch.Tensor) -> Any:
+        """Reduce a tensor as its type does, but for the storage: of that, the tensor's own elements are enough."""
+        reduced = tensor.__reduce_ex__(5)
+        if not isinstance(reduced, tuple):
+            return reduced
+        function, arguments, *more = reduced
+        return (*self._over_a_view(function, arguments), *more)
+
+    def _over_a_view(self, function: Any, arguments: Any) -> tuple[Any, Any]:
+        if function is _rebuild_from_type_v2 and len(arguments) == 4:
+            inner, kind, inner_arguments, state = arguments
+            inner, inner_arguments = self._over_a_view(inner, inner_arguments)
+            return function, (inner, kind, inner_arguments, state)
+        if function not in _REBUILT_FROM_STORAGE:
+            return function, arguments
+        storage, first, shape, stride, requires_grad, hooks, *more = arguments
+        dtype = more.pop(0) if function is torch_utils._rebuild_tensor_v3 else storage.dtype
+        untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+        if untyped.device.type != "cpu" or dtype not in DTYPE_CODE:
+            return function, arguments
+        view = self._view(untyped, dtype, first, tuple(shape), tuple(stride))
+        return _rebuild_from_view, (view, requires_grad, hooks, *more)
+
+
+class _Dispatch(dict[type, Any]):
+    """The reductions by type: the encoder's own, those in `copyreg`, and one for all subclasses of tensors."""
+
+    def __init__(self, own: dict[type, Any], tensor: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(own)
+        self._own = len(own)
+        self._tensor = tensor
+
+    def __missing__(self, kind: type) -> Any:
+        found = copyreg.dispatch_table.get(kind)
+        if found is None and issubclass(kind, torch.Tensor):
+            found = self._tensor
+        elif found is None and not issubclass(kind, type):
+            found = _BY_OWN_RULES  # what the pickler does for a KeyError, which would come for each object
+        if found is None:
+            raise KeyError(kind)
+        self[kind] = found
+        return found
+
+    def forget(self) -> None:
+        """Forget what was found: a user may have registered other functions since."""
+        if len(self) > self._own:
+            for kind in list(self)[self._own :]:
+                del self[kind]
+
+
+_BY_OWN_RULES = operator.methodcaller("__reduce_ex__", 5)
+
+_REBUILT_FROM_STORAGE = (torch_utils._rebuild_tensor_v2, torch_utils._rebuild_tensor_v3)
+
+
+def _rebuild_from_view(tensor: torch.Tensor, requires_grad: bool, hooks: Any, metadata: Any = None) -> torch.Tensor:
+    """Do what `torch._utils._rebuild_tensor_v2` does once it has made the tensor."""
+    tensor.requires_grad = requires_grad
+    if metadata:
+        torch_utils.set_tensor_metadata(tensor, metadata)
+    tensor._backward_hooks = hooks
+    return tensor
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
-        tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.requires_grad
+        tensor.is_cpu  # `tensor.device` takes thirty times as long
         and tensor.dtype in DTYPE_CODE
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.__dict__
         and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not tensor.__dict__
     )
 
 

@@ -1,18 +1,32 @@
-"""Notices that tensors of a batch are views of one storage: its bytes are copied once, and they share it afterwards.
+"""Lays out the tensors of a batch by storage: bytes that several of them use are copied once, unused ones never.
 
 Data path: worker: collate -> codec: [shared_storage] -> ring.
+
+Tensors that overlap share a storage afterwards, as before. All others get bytes of their own, however much of their
+storage lies between them: a batch of views into a dataset's tensor costs the samples, not the dataset.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from math import prod
+from operator import mul
+from typing import Any
 
+import numpy as np
 import torch
 
-from asyncloader.workers.memory.leaves import Dense, Strided
+from asyncloader.workers.memory.layout import PAGE, align
+from asyncloader.workers.memory.leaves import Dense, LeafSpec, Storage, Strided
 
-__all__ = ["SharedStorage", "SharedStorages"]
+__all__ = ["SharedStorage", "SharedStorages", "View", "is_dense"]
+
+_MOST_GAPS = 4
+"""Copied bytes per used byte up to which strides are kept: gaps between a tensor's elements are then copied, too. Four
+is one channel of an RGBA image. Up to a page they are always kept."""
+
+_UNITS = {item: np.dtype(name) for item, name in ((1, "u1"), (2, "u2"), (4, "u4"), (8, "u8"), (16, "c16"))}
 
 
 class SharedStorages:
@@ -22,7 +36,7 @@ class SharedStorages:
         self._found: dict[int, SharedStorage] = {}
 
     def of(self, storage: torch.UntypedStorage) -> SharedStorage:
-        """The same one for the same storage."""
+        """Return the same object for the same storage."""
         key: int = storage._cdata
         shared = self._found.get(key)
         if shared is None:
@@ -37,50 +51,212 @@ class SharedStorages:
         self._found.clear()
 
 
-class SharedStorage:
-    """A storage and the range of it that the batch's tensors cover."""
+class View:
+    """A tensor over a storage, and its place once the batch is laid out.
 
-    __slots__ = ("count", "first", "last", "offset", "storage")
+    Args:
+        start: the byte of the storage where it begins.
+        item: bytes of one element.
+        code: the dtype's; negative: the storage itself.
+        shape: sizes.
+        stride: strides, in elements.
+        nbytes: if the elements lie one after the other: their bytes.
+    """
+
+    __slots__ = ("code", "dense", "end", "item", "placed", "shape", "start", "stride", "used")
+
+    placed: LeafSpec
+
+    def __init__(
+        self,
+        start: int,
+        item: int,
+        code: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        nbytes: int | None = None,
+    ) -> None:
+        self.start = start
+        self.item = item
+        self.code = code
+        self.shape = shape
+        self.stride = stride
+        self.dense = nbytes is not None
+        span = self.used = nbytes or 0
+        if nbytes is None and 0 not in shape:
+            reach = sum(map(mul, shape, stride)) - sum(stride) + 1
+            span = reach * item
+            self.used = min(reach, prod(n for n, step in zip(shape, stride, strict=True) if step)) * item
+        self.end = start + span
+
+    def spec(self, _: int) -> LeafSpec:
+        """Return its place in the slot."""
+        return self.placed
+
+    def put(self, offset: int, nbytes: int, first: int, stride: tuple[int, ...], *, alone: bool) -> None:
+        """Place it in `nbytes` at `offset`, `first` bytes after their beginning."""
+        if self.code < 0:
+            self.placed = Storage(offset, nbytes)
+        elif alone and (self.dense or is_dense(self.shape, stride)):
+            self.placed = Dense(offset, nbytes // self.item, self.code, self.shape)
+        else:
+            self.placed = Strided(offset, nbytes, self.code, self.shape, stride, first // self.item)
+
+    def compact_stride(self) -> tuple[int, ...] | None:
+        """Return strides without gaps, in the same order; None if elements overlap. Repeated dimensions stay so."""
+        stride = list(self.stride)
+        span = reach = 1
+        for step, dim in sorted((s, d) for d, s in enumerate(stride) if s and self.shape[d] > 1):
+            if step < reach:
+                return None
+            stride[dim] = span
+            span *= self.shape[dim]
+            reach += (self.shape[dim] - 1) * step
+        return tuple(stride)
+
+    def runs(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
+        """Return where its contiguous runs of bytes begin, and the length of each."""
+        starts = np.array([self.start], np.int64)
+        length = self.item
+        for step, n in sorted((s * self.item, n) for s, n in zip(self.stride, self.shape, strict=True) if s and n > 1):
+            if step <= length and len(starts) == 1:
+                length += (n - 1) * step
+            else:
+                starts = (starts[:, None] + np.arange(n, dtype=np.int64) * step).reshape(-1)
+        return starts, length
+
+
+class SharedStorage:
+    """A storage, the batch's views of it, and how these are copied."""
+
+    __slots__ = ("_compact", "_ranges", "storage", "views")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
-        self.first = int(storage.nbytes())
-        self.last = 0
-        self.count = 0
-        self.offset = 0
+        self.views: list[View] = []
+        self._ranges: list[tuple[int, int, int]] = []  # offset in the batch, first and last byte of the storage
+        self._compact: list[tuple[int, View, tuple[int, ...]]] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Length of the range."""
-        return max(0, self.last - self.first)
+    def place(self, offset: int) -> int:
+        """Lay the views out from `offset` of the batch on, and return where they end."""
+        self._ranges.clear()
+        self._compact.clear()
+        views = [view for view in self.views if view.used]
+        if len(views) < len(self.views):
+            for view in self.views:
+                if not view.used:
+                    view.put(0 if view.code < 0 else -1, 0, 0, view.stride, alone=False)
+        for touching in (views,) if len(views) == 1 else _touching(views):
+            if _is_tight(touching):
+                offset = self._place_range(touching, offset)
+                continue
+            for overlapping in _overlapping(touching):
+                compact = None if _is_tight(overlapping) or _differ(overlapping) else overlapping[0].compact_stride()
+                if compact is None:
+                    offset = self._place_range(overlapping, offset)
+                else:
+                    offset = self._place_compact(overlapping, compact, offset)
+        return offset
 
-    def include(self, first: int, last: int) -> None:
-        """Extend the range by the bytes of one more object."""
-        self.count += 1
-        self.first = min(self.first, first // 16 * 16)  # aligned to the widest element
-        self.last = max(self.last, last)
+    def _place_range(self, views: list[View], offset: int) -> int:
+        """Place views that share a range of the storage."""
+        if len(views) == 1:
+            (view,) = views
+            first, last = view.start, view.end
+            view.put(offset, last - first, 0, view.stride, alone=True)
+        else:
+            first = min(view.start for view in views) // 16 * 16  # aligned to the widest element
+            last = max(view.end for view in views)
+            for view in views:
+                view.put(offset, last - first, view.start - first, view.stride, alone=False)
+        self._ranges.append((offset, first, last))
+        return align(offset + last - first)
 
-    def include_tensor(self, tensor: torch.Tensor) -> None:
-        """Extend the range by a tensor."""
-        if tensor.numel() == 0:
-            return
-        item = tensor.element_size()
-        first = int(tensor.storage_offset()) * item
-        reach = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        self.include(first, first + (reach + 1) * item)
-
-    def spec(
-        self, start: int, code: int, shape: tuple[int, ...], stride: tuple[int, ...], tensor: torch.Tensor
-    ) -> Dense | Strided:
-        """Return where a tensor is once the range is at `offset`."""
-        if tensor.numel() == 0:
-            return Strided(-1, 0, code, shape, stride, 0)
-        if self.count == 1 and tensor.is_contiguous():
-            return Dense(self.offset + start - self.first, tensor.numel(), code, shape)
-        return Strided(self.offset, self.nbytes, code, shape, stride, (start - self.first) // tensor.element_size())
+    def _place_compact(self, views: list[View], stride: tuple[int, ...], offset: int) -> int:
+        """Place views of the same elements without the gaps between these."""
+        for view in views:
+            view.put(offset, view.used, 0, stride, alone=len(views) == 1)
+        self._compact.append((offset, views[0], stride))
+        return align(offset + views[0].used)
 
     def write(self, memory: mmap.mmap, offset: int) -> None:
-        """Copy the range to a slot's memory."""
-        if self.nbytes:
-            source = torch.empty(0, dtype=torch.uint8).set_(self.storage, self.first, (self.nbytes,), (1,))
-            torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=offset).copy_(source)
+        """Copy the views' bytes to a batch's memory at `offset`."""
+        source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage).numpy()
+        for place, first, last in self._ranges:
+            np.ndarray((last - first,), np.uint8, memory, offset + place)[:] = source[first:last]
+        for place, view, stride in self._compact:
+            unit = _UNITS[view.item]
+            shape = tuple(n if step else 1 for n, step in zip(view.shape, stride, strict=True))
+            there, here = ([step * view.item for step in steps] for steps in (view.stride, stride))
+            np.ndarray(shape, unit, memory, offset + place, here)[...] = np.ndarray(
+                shape, unit, source, view.start, there
+            )
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether these are the strides of a new tensor with elements, also those of dimensions of size 1."""
+    expected = 1
+    for n, step in zip(reversed(shape), reversed(stride), strict=True):
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _is_tight(views: list[View]) -> bool:
+    """Whether the range of these views may be copied with its gaps."""
+    if len(views) == 1 and views[0].dense:
+        return True
+    span = max(view.end for view in views) - min(view.start for view in views)
+    return span <= max(PAGE, _MOST_GAPS * sum(view.used for view in views))
+
+
+def _differ(views: list[View]) -> bool:
+    """Whether these are views of different elements."""
+    return len({(view.start, view.item, view.shape, view.stride) for view in views}) > 1
+
+
+def _touching(views: list[View]) -> Iterator[list[View]]:
+    """Split the views into groups whose ranges do not overlap."""
+    views.sort(key=lambda view: view.start)
+    group: list[View] = []
+    end = 0
+    for view in views:
+        if group and view.start >= end:
+            yield group
+            group = []
+        group.append(view)
+        end = max(end, view.end)
+    if group:
+        yield group
+
+
+def _overlapping(views: list[View]) -> list[list[View]]:
+    """Split the views into groups without a common byte. Takes time by the number of their contiguous runs."""
+    same: dict[Any, list[View]] = {}
+    for view in views:
+        same.setdefault((view.start, view.item, view.shape, view.stride), []).append(view)
+    groups = list(same.values())
+    if len(groups) == 1:
+        return groups
+    runs = [group[0].runs() for group in groups]
+    starts = np.concatenate([begin for begin, _ in runs])
+    ends = np.concatenate([begin + length for begin, length in runs])
+    owners = np.repeat(np.arange(len(runs)), [len(begin) for begin, _ in runs])
+    order = np.argsort(starts, kind="stable")
+    owners = owners[order]
+    # A run that begins before the end of any earlier one overlaps, perhaps through others, with its predecessor.
+    joined = starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]
+    root = list(range(len(groups)))
+
+    def find(number: int) -> int:
+        while root[number] != number:
+            root[number] = number = root[root[number]]
+        return number
+
+    for one, other in np.unique(np.stack([owners[:-1], owners[1:]], 1)[joined], axis=0).tolist():
+        root[find(one)] = find(other)
+    found: dict[int, list[View]] = {}
+    for number, group in enumerate(groups):
+        found.setdefault(find(number), []).extend(group)
+    return list(found.values())
