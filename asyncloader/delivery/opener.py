@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.listener import Answer
-from asyncloader.workers.memory.codec import copy_out
 from asyncloader.workers.memory.ring import Anchor, oneoff_anchor
 
 __all__ = ["LARGE", "Opener", "raise_worker_error"]
@@ -86,13 +85,13 @@ class Opener:
             if may_lend:
                 return template.build(anchor), anchor
             self._statistics.ring_copies += 1
-            return copy_out(template, anchor, result.nbytes), None
+            return template.copy_out(anchor), None
         if fd is None:
             return template.build(None), None
         anchor = oneoff_anchor(fd, result.nbytes)
         if not self._room_for_oneoff():
             self._statistics.ring_copies += 1
-            return copy_out(template, anchor, result.nbytes), None
+            return template.copy_out(anchor), None
         self._oneoffs.append(weakref.ref(anchor))
         return template.build(anchor), None
 

@@ -118,10 +118,9 @@ class BatchTemplate(Template):
         rows, inside, length = _tables.decode(table)
         return [_spec(kind, values) for kind, values in rows], inside, length
 
-    def build(self, anchor: Memory | None) -> Any:
-        """As `Template`."""
-        self._check_extent(anchor)
-        return build(self._tree, self._leaves_in(anchor))
+    def _with_leaves(self, anchor: Memory | None, leaves: list[Any]) -> Any:
+        del anchor
+        return build(self._tree, leaves)
 
 
 def _spec(kind: int, values: list[Any]) -> LeafSpec:

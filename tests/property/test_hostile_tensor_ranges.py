@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.workers.memory.codec import Encoder, Template, copy_out
+from asyncloader.workers.memory.codec import Encoder, Template
 from asyncloader.workers.memory.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Storage, Strided, extent
 from asyncloader.workers.memory.ring import make_anchor
 from tests.property.hostile import INSIDE, NBYTES, WALLED, outcome, template_of, wild
@@ -143,12 +143,21 @@ def test_what_is_accepted_builds_on_memory_of_its_extent_and_on_no_less(specs: t
             template.build(WALLED.anchor())
         return
     exact = WALLED.anchor(needed)
-    assert [seen(a) for a in template.build(exact)] == [seen(b) for b in copy_out(template, exact, needed)]
+    assert [seen(a) for a in template.build(exact)] == [seen(b) for b in template.copy_out(exact)]
     if needed:
         with pytest.raises(ValueError, match=f"byte {needed} of {needed - 1}"):
             template.build(WALLED.anchor(needed - 1))
         with pytest.raises(ValueError, match=f"byte {needed} of 0"):
             template.build(None)
+
+
+def test_leaves_of_the_same_bytes_take_them_once() -> None:
+    """A peer that names the same bytes ten thousand times gets one copy of them, not ten thousand."""
+    count = NBYTES // 4
+    template = Template(template_of(((0, (0, count, 0, (count,))),) * 10_000))
+    leaves = template.copy_out(WALLED.anchor(NBYTES))
+    assert len({leaf.data_ptr() for leaf in leaves}) == 1
+    assert {INSIDE} == set(seen(leaves[-1]))
 
 
 def test_what_the_encoder_writes_is_accepted() -> None:

@@ -55,7 +55,7 @@ from asyncloader.workers.memory.shared_storage import SharedStorages, View, is_d
 Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
 """The memory that leaves are built on: a slot's anchor, or a private copy of it."""
 
-__all__ = ["Encoded", "Encoder", "Template", "copy_out"]
+__all__ = ["Encoded", "Encoder", "Template"]
 
 INLINE_PICKLE = 1 << 15
 """Pickle up to this size is sent over the socket; larger pickle goes through the slot."""
@@ -355,8 +355,18 @@ class Template:
             Exception: whatever unpickling the user's objects raises.
         """
         self._check_extent(anchor)
+        return self._with_leaves(anchor, self._leaves_in(anchor))
+
+    def copy_out(self, anchor: Memory) -> Any:
+        """As `build`, in private memory. Each leaf has an allocation of its own: a user who keeps the labels of each
+        batch keeps no images. Leaves that overlap share one. The bytes are copied with the GIL released.
+        """
+        self._check_extent(anchor)
+        return self._with_leaves(anchor, self._private_leaves(anchor))
+
+    def _with_leaves(self, anchor: Memory | None, leaves: list[Any]) -> Any:
         structure = self._structure if self._inside < 0 else self._structure_in(anchor)
-        return pickle.loads(structure, buffers=self._leaves_in(anchor))
+        return pickle.loads(structure, buffers=leaves)
 
     def _check_extent(self, anchor: Memory | None) -> None:
         if self._extent and (anchor is None or len(anchor) < self._extent):
@@ -377,6 +387,35 @@ class Template:
             return [from_numpy(ndarray(s, d, anchor, o)) for d, s, o in self._simple]  # type: ignore[arg-type]
         storages: dict[int, torch.UntypedStorage] = {}
         return [_build_leaf(spec, anchor, storages) for spec in self._specs]
+
+    def _private_leaves(self, anchor: Memory) -> list[Any]:
+        """Build the leaves over copies of their bytes. The anchor must have them."""
+        shared = {spec.offset: spec.nbytes for spec in self._specs if isinstance(spec, Strided | Storage)}
+        own = sum(_nbytes(spec) for spec in self._specs if isinstance(spec, Dense | Raw))
+        if own + sum(shared.values()) > self._extent:  # no encoder of ours: many leaves of the same bytes
+            return self._leaves_in(_private(anchor, 0, self._extent))
+        if self._simple:
+            return [torch.from_numpy(np.ndarray(s, d, anchor, o).copy()) for d, s, o in self._simple]  # type: ignore[arg-type]
+        storages = {
+            offset: torch.from_numpy(_private(anchor, offset, nbytes)).untyped_storage()
+            for offset, nbytes in shared.items()
+            if nbytes
+        }
+        return [
+            _build_leaf(spec._replace(offset=0), _private(anchor, spec.offset, nbytes), storages)
+            if isinstance(spec, Dense | Raw) and (nbytes := _nbytes(spec))
+            else _build_leaf(spec, anchor, storages)
+            for spec in self._specs
+        ]
+
+
+def _nbytes(spec: Dense | Raw) -> int:
+    return spec.nbytes if isinstance(spec, Raw) else spec.numel * DTYPES[spec.dtype].itemsize
+
+
+def _private(anchor: Memory, offset: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return a copy of these bytes. numpy's plain memcpy: torch's would use the trainer's OpenMP threads."""
+    return np.ndarray((nbytes,), np.uint8, anchor, offset).copy()  # type: ignore[arg-type]
 
 
 def _build_leaf(spec: LeafSpec, anchor: Memory | None, storages: dict[int, torch.UntypedStorage]) -> Any:
@@ -434,14 +473,3 @@ def _bytes_tensor(anchor: Memory | None, offset: int, nbytes: int) -> torch.Tens
         return torch.empty(0, dtype=torch.uint8)
     assert anchor is not None
     return torch.frombuffer(anchor, dtype=torch.uint8, count=nbytes, offset=offset)
-
-
-def copy_out(template: Template, anchor: Anchor, nbytes: int) -> Any:
-    """Return the object in private memory. The copy is one `memcpy` with the GIL released.
-
-    The leaves share one private allocation, which lives as long as any of them.
-    """
-    private = torch.empty(nbytes, dtype=torch.uint8).numpy()
-    # numpy's plain memcpy: torch's copy would use the trainer's OpenMP threads.
-    np.copyto(private, np.frombuffer(_bytes(anchor, 0, nbytes), np.uint8))
-    return template.build(private)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import tracemalloc
 import warnings
 import weakref
 from collections.abc import Callable
@@ -277,10 +278,47 @@ def test_views_lie_in_the_slot_and_copies_do_not() -> None:
     memory = write(encoded)
     anchor = codec_anchor(memory, encoded.nbytes)
     template = codec.Template(encoded.template)
-    views, copies = template.build(anchor), codec.copy_out(template, anchor, encoded.nbytes)
+    views, copies = template.build(anchor), template.copy_out(anchor)
     memory[:] = b"\xff" * len(memory)
     assert all(t.isnan().all() for t in views)
     assert [t.tolist() for t in copies] == [[0.0] * 4, [0.0] * 3]
+
+
+KEPT: dict[str, Callable[[torch.Tensor], tuple[Any, Any]]] = {
+    "tensors": lambda t: (t, t[:2].clone()),
+    "views of one storage": lambda t: (t[2:], t[:2]),
+    "a dtype that numpy lacks": lambda t: (t.bfloat16(), t[:2].bfloat16()),
+    "strided": lambda t: (t.clone()[::2], t[:4].clone()[::2]),
+    "arrays": lambda t: (t.numpy(), t[:2].clone().numpy()),
+    "subclass": lambda t: (t.as_subclass(Tagged), t[:2].clone().as_subclass(Tagged)),
+    "array and tensor": lambda t: (t.numpy(), t[:2].clone()),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_leaf_that_is_kept_costs_its_own_bytes(kind: str) -> None:
+    """Of a batch that was copied out, the labels are kept and the images are not."""
+    value = KEPT[kind](torch.arange(1_000_000.0))
+    small: Any = copied(Encoder().encode(value))[1]
+    if isinstance(small, torch.Tensor):
+        assert small.untyped_storage().nbytes() < 64
+        return
+    owner: Any = small
+    while getattr(owner, "base", None) is not None:
+        owner = owner.base
+    assert memoryview(owner).nbytes < 64
+
+
+def test_copied_leaves_are_freed_one_by_one() -> None:
+    """The memory of a leaf that is dropped is free at once, while another one of its batch is kept."""
+    encoded = Encoder().encode([torch.zeros(4 << 20), torch.zeros(3)])
+    tracemalloc.start()  # numpy reports its allocations to it
+    try:
+        kept = [copied(encoded)[1] for _ in range(3)]
+        assert tracemalloc.get_traced_memory()[0] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert [t.tolist() for t in kept] == [[0.0] * 3] * 3
 
 
 def codec_anchor(memory: mmap.mmap, nbytes: int) -> Anchor:

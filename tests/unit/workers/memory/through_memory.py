@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
-from asyncloader.workers.memory.codec import Encoded, Encoder, Template, copy_out
+from asyncloader.workers.memory.codec import Encoded, Encoder, Template
 from asyncloader.workers.memory.ring import make_anchor
 
 OFFSET = 4096
@@ -33,7 +33,7 @@ def copied(encoded: Encoded) -> Any:
     memory = write(encoded)
     if not encoded.nbytes:
         return Template(encoded.template).build(None)
-    batch = copy_out(Template(encoded.template), make_anchor(memory, OFFSET, encoded.nbytes), encoded.nbytes)
+    batch = Template(encoded.template).copy_out(make_anchor(memory, OFFSET, encoded.nbytes))
     memory[:] = b"\x5a" * len(memory)
     return batch
 
