@@ -48,7 +48,7 @@ def open_accelerator(device: torch.device) -> Accelerator | None:
     if device.type == "cpu":
         return None
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except (AssertionError, RuntimeError) as error:  # torch was built without this backend
         reason = str(error).partition("\n")[0].rstrip(".")
         raise DeviceUnavailable(str(device), f"torch {torch.__version__} says: {reason}") from error

@@ -92,7 +92,7 @@ def _byte_range(tensor: torch.Tensor, slot: torch.Tensor | None) -> _ByteRange:
     if nbytes > _MOST_GAPS * _dense_bytes(tensor):
         return _ByteRange(-address, 0, nbytes, tensor, None)
     storage = tensor.untyped_storage()
-    memory = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
     start = address - storage.data_ptr()
     return _ByteRange(storage.data_ptr(), start, start + nbytes, tensor, memory)
 

@@ -38,7 +38,7 @@ from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
-from asyncloader.workers.fetch.seeding import derive
+from asyncloader.workers.fetch.seeding import derive, draw_device
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
@@ -237,11 +237,12 @@ class TorchIterator(_BaseDataLoaderIter):
         self._note_states()
         try:
             if seed is None:
-                yield
+                with _on_device_of(loader.generator):
+                    yield
             else:
                 generator = torch.Generator()
                 generator.manual_seed(derive(seed, "iterator", progress.epoch))
-                with drawing_from(generator, loader):
+                with drawing_from(generator, loader), _on_device_of(generator):
                     yield
         finally:
             self._awaited = self._states = None
@@ -301,6 +302,14 @@ class TorchIterator(_BaseDataLoaderIter):
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
+
+
+def _on_device_of(generator: torch.Generator | None) -> contextlib.AbstractContextManager[Any]:
+    """Context in which torch's base can draw from this generator whatever `torch.set_default_device` says: it names no
+    device.
+    """
+    device = draw_device(generator)
+    return contextlib.nullcontext() if device.type == torch.get_default_device().type else device
 
 
 def shared_seed(torch_iter: _BaseDataLoaderIter) -> int | None:

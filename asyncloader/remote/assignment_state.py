@@ -38,7 +38,7 @@ from asyncloader.errors import StateError
 from asyncloader.remote.assignment import Assignment, AssignmentLog, Returned, ShardAssigner, StreamStart
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.workers.fetch.dataset_state import Cursor
-from asyncloader.workers.fetch.seeding import derive
+from asyncloader.workers.fetch.seeding import derive, draw_seed
 from asyncloader.workers.fetch.setup import EpochStart
 
 __all__ = [
@@ -266,4 +266,4 @@ def new_key(seed: int | None, generator: torch.Generator | None, epoch: int) -> 
     """
     if seed is not None:
         return derive(seed, "leases", epoch) >> 1  # a number in a state is below 2**63
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    return draw_seed(generator)

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
 from asyncloader.samplers.generators import generator_state
+from asyncloader.workers.fetch.seeding import draw_seed
 
 __all__ = ["StatefulDistributedSampler", "StatefulRandomSampler"]
 
@@ -55,7 +56,7 @@ class StatefulRandomSampler(RandomSampler):
         super().__init__(data_source, replacement, num_samples, generator)
         if generator is None:
             self.generator = torch.Generator()
-            self.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+            self.generator.manual_seed(draw_seed())
 
     def __iter__(self) -> RandomIndices:
         """The next epoch's indices.
@@ -147,9 +148,10 @@ class RandomIndices(Iterator[int]):
 
     def _draw(self) -> torch.Tensor:
         generator = self._sampler.generator
+        where: Any = {"dtype": torch.int64, "device": generator.device, "generator": generator}
         if self._sampler.replacement:
-            return torch.randint(high=self._size, size=(_BLOCK,), dtype=torch.int64, generator=generator)
-        return torch.randperm(self._size, generator=generator)
+            return torch.randint(high=self._size, size=(_BLOCK,), **where)
+        return torch.randperm(self._size, **where)
 
 
 class StatefulDistributedSampler(DistributedSampler[int]):

@@ -288,7 +288,7 @@ def _tensor(name: Any, shape: Any, data: Any) -> torch.Tensor:
         raise _Broken("a tensor of a dtype that batches do not have")
     checked = _shape(shape, dtype.itemsize, len(_checked_bytes(data)))
     if not data:
-        return torch.empty(checked, dtype=dtype)
+        return torch.empty(checked, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=dtype).view(checked)
 
 

@@ -112,7 +112,11 @@ def _open_array(segment: SharedSegment, meta: Any) -> SharedArray:
 def _open_tensor(segment: SharedSegment, meta: Any) -> SharedTensor:
     code, shape = meta
     region = Region(segment.memory, (), _no_nodes)
-    tensor = rebuild_tensor(region, 0, code, shape) if 0 not in shape else torch.empty(shape, dtype=DTYPES[code])
+    tensor = (
+        rebuild_tensor(region, 0, code, shape)
+        if 0 not in shape
+        else torch.empty(shape, dtype=DTYPES[code], device="cpu")
+    )
     shared = tensor.as_subclass(SharedTensor)
     shared._shared = (segment, meta)
     return shared

@@ -24,7 +24,7 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.generators import draws_when_iterated, generator_text, own_generator
 from asyncloader.samplers.index_stream import base_sampler, fresh_state
 from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
-from asyncloader.workers.fetch.seeding import global_generators_kept
+from asyncloader.workers.fetch.seeding import draw_seed, global_generators_kept
 
 __all__ = ["Prospect", "after_an_epoch", "of_a_first_epoch"]
 
@@ -88,7 +88,7 @@ def _draw_seeds(config: EpochConfig) -> dict[str, Any] | None:
     """Draw as torch's iterator base will. None if its draws cannot be predicted, or come from `seed`."""
     if config.seeded or isinstance(config.dataset, IterDataPipe) or config.assigns_shards:
         return None
-    base = int(torch.empty((), dtype=torch.int64).random_(generator=config.generator))
+    base = draw_seed(config.generator)
     return {"rank": config.topology.rank, "base": base, "shared": None}
 
 

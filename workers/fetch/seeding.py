@@ -34,6 +34,8 @@ __all__ = [
     "SampleRng",
     "SampleSeeder",
     "derive",
+    "draw_device",
+    "draw_seed",
     "global_generators_kept",
     "sample_rng",
 ]
@@ -53,6 +55,20 @@ def derive(seed: int, *words: int | str) -> int:
     """Return a 64-bit number derived from the seed and the words; the same on every machine and in every version."""
     text = "/".join(map(str, ("asyncloader", seed, *words)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def draw_device(generator: torch.Generator | None) -> torch.device:
+    """Return where torch draws a number: at the generator's device, or else the default one. On "meta" there are no
+    numbers: the CPU.
+    """
+    device = torch.get_default_device() if generator is None else generator.device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draw a seed as torch does, from the generator or the global one."""
+    device = draw_device(generator)
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item())
 
 
 class SampleRng:
@@ -109,7 +125,7 @@ def sample_rng() -> SampleRng:
     current = _current.get()
     if current is not None:
         return current
-    return SampleRng(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return SampleRng(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
 
 
 class SampleSeeder:

@@ -422,15 +422,15 @@ def _build_leaf(spec: LeafSpec, anchor: Memory | None, storages: dict[int, torch
     if isinstance(spec, Dense):
         dtype = DTYPES[spec.dtype]
         if not spec.numel:
-            return torch.empty(spec.shape, dtype=dtype)
+            return torch.empty(spec.shape, dtype=dtype, device="cpu")
         assert anchor is not None
         return torch.frombuffer(anchor, dtype=dtype, count=spec.numel, offset=spec.offset).view(spec.shape)
     if isinstance(spec, Strided):
         dtype = DTYPES[spec.dtype]
         if spec.offset < 0:
-            return torch.empty_strided(spec.shape, spec.stride, dtype=dtype)
+            return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="cpu")
         storage = _build_storage(spec, anchor, storages)
-        return torch.empty(0, dtype=dtype).set_(storage, spec.first, spec.shape, spec.stride)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, spec.first, spec.shape, spec.stride)
     if isinstance(spec, Storage):
         whole = _build_storage(spec, anchor, storages)
         whole.__class__ = _PickledStorage
@@ -461,7 +461,7 @@ def _build_storage(
 ) -> torch.UntypedStorage:
     """Return one storage for all leaves with the same offset; empty storages are not shared."""
     if not spec.nbytes:
-        return torch.UntypedStorage(0)
+        return torch.UntypedStorage(0, device="cpu")
     storage = storages.get(spec.offset)
     if storage is None:
         storage = storages[spec.offset] = _bytes_tensor(anchor, spec.offset, spec.nbytes).untyped_storage()
@@ -470,6 +470,6 @@ def _build_storage(
 
 def _bytes_tensor(anchor: Memory | None, offset: int, nbytes: int) -> torch.Tensor:
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     assert anchor is not None
     return torch.frombuffer(anchor, dtype=torch.uint8, count=nbytes, offset=offset)

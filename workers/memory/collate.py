@@ -41,7 +41,7 @@ def _collate_tensor_private(batch: Sequence[torch.Tensor], *, collate_fn_map: An
     if elem.device.type != "cpu" or elem.is_quantized or elem.requires_grad or type(elem) is not torch.Tensor:
         return torch.stack(list(batch), 0)
     # As in torch's own workers, the first sample's dtype is that of the batch.
-    return torch.stack(list(batch), 0, out=torch.empty((len(batch), *elem.shape), dtype=elem.dtype))
+    return torch.stack(list(batch), 0, out=torch.empty((len(batch), *elem.shape), dtype=elem.dtype, device="cpu"))
 
 
 def use_private_memory() -> None:
@@ -62,6 +62,8 @@ class Collator:
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
+        # torch's functions for numbers make tensors on the default device, and a forked worker has the trainer's.
+        self._elsewhere = torch.get_default_device().type != "cpu"
         own: dict[Any, Callable[..., Any]] = {
             torch.Tensor: self._tensors,
             np.ndarray: self._arrays,
@@ -81,6 +83,12 @@ class Collator:
             RuntimeError, TypeError: as torch's `default_collate`, with the same text. Samples of different shapes are
                 detected when the batch is written.
         """
+        if self._elsewhere:
+            with torch.device("cpu"):
+                return self._collate(samples)
+        return self._collate(samples)
+
+    def _collate(self, samples: Sequence[Any]) -> Encoded:
         straight = bool(samples) and _only_stores_values(samples[0])
         try:
             batch = torch_collate.collate(samples, collate_fn_map=self._map if straight else self._private)
@@ -130,7 +138,7 @@ class Collator:
         if kind is None or not shape or not elem.size or not _alike(batch, dtype, shape):
             if torch_collate.np_str_obj_array_pattern.search(dtype.str) is not None:
                 return _TORCH_MAP[np.ndarray](batch, collate_fn_map=collate_fn_map)  # raises torch's error
-            return self._tensors([torch.as_tensor(b) for b in batch])
+            return self._tensors([torch.as_tensor(b, device="cpu") for b in batch])
         joined = (len(batch) * shape[0], *shape[1:])
 
         # For arrays of one shape, concatenating along the first axis writes the same bytes as stacking, without
@@ -142,18 +150,18 @@ class Collator:
 
     def _floats(self, batch: Sequence[Any], **_: Any) -> Any:
         if not _FLOATS.issuperset(map(type, batch)):
-            return torch.tensor(batch, dtype=torch.float64)
+            return torch.tensor(batch, dtype=torch.float64, device="cpu")
         return self._numbers(np.array(batch, np.float64), torch.float64)
 
     def _ints(self, batch: Sequence[Any], **_: Any) -> Any:
         # numpy converts a list of numbers six times as fast as torch. Only if all have one plain type: mixtures, and
         # numbers beyond 64 bits, are left to torch.
         if not _INTS.issuperset(map(type, batch)):
-            return torch.tensor(batch)
+            return torch.tensor(batch, device="cpu")
         try:
             return self._numbers(np.array(batch, np.int64), torch.int64)
         except OverflowError:
-            return torch.tensor(batch)
+            return torch.tensor(batch, device="cpu")
 
     def _numbers(self, array: np.ndarray[Any, Any], dtype: torch.dtype) -> Any:
         def write(memory: mmap.mmap, offset: int) -> None:

@@ -71,7 +71,7 @@ DTYPES: tuple[torch.dtype, ...] = tuple(
 )
 DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 _NUMPY = {
-    torch.empty(0, dtype=d).numpy().dtype: d
+    torch.empty(0, dtype=d, device="cpu").numpy().dtype: d
     for d in DTYPES
     if d not in (torch.bfloat16, torch.complex32) and not str(d).startswith("torch.float8")
 }
@@ -259,13 +259,15 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _sparse_coo(
     indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool
 ) -> torch.Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
+    options: Any = {"dtype": values.dtype, "device": values.device, "check_invariants": False}
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, **options)
 
 
 def _sparse_compressed(
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: tuple[int, ...], layout: torch.layout
 ) -> torch.Tensor:
-    return torch.sparse_compressed_tensor(*parts, shape, layout=layout, check_invariants=False)
+    options: Any = {"dtype": parts[-1].dtype, "device": parts[-1].device, "check_invariants": False}
+    return torch.sparse_compressed_tensor(*parts, shape, layout=layout, **options)
 
 
 def reduce_quantized(tensor: torch.Tensor) -> Any:

@@ -62,7 +62,7 @@ class FullSync(IterDataPipe[Any]):
         self.datapipe: Any = datapipe
         self.timeout = timeout
         self._group: Any = None  # its own: in another one somebody may agree at the same time, on something else
-        self._numbers = torch.zeros(0)
+        self._numbers = torch.zeros(0, dtype=torch.int32, device="cpu")
         self._epoch = 0
         self._ahead: ReadAhead | None = None
 
@@ -75,7 +75,7 @@ class FullSync(IterDataPipe[Any]):
         if self._group is None:
             limit = timedelta(seconds=min(self.timeout, _LONGEST_S))
             self._group = dist.new_group(backend="gloo", timeout=limit)
-            self._numbers = torch.zeros(3, dtype=torch.int32)
+            self._numbers = torch.zeros(3, dtype=torch.int32, device="cpu")
         self._epoch += 1
         late = partial(PrefetchTimeoutError, self.timeout)
         begin = partial(_agreed, self.datapipe, self._group, self._numbers, self._epoch, late)

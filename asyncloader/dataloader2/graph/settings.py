@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch.utils.data.datapipes.iter import Shuffler
 from torch.utils.data.datapipes.map import Shuffler as MapShuffler
 from torch.utils.data.graph import traverse_dps
@@ -16,6 +15,7 @@ from torch.utils.data.graph import traverse_dps
 from asyncloader.dataloader2.datapipes.forms import has_form
 from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
+from asyncloader.workers.fetch.seeding import draw_seed
 
 __all__ = ["fixed_shuffle_seeds", "set_datapipes_seed", "set_graph_random_seed"]
 
@@ -53,7 +53,7 @@ def fixed_shuffle_seeds(datapipe: DataPipe, seeds: list[int] | None) -> list[int
     found: list[int] = []
     for number, each in enumerate(shuffles):
         drawn = each._seed if seeds is None else seeds[number]
-        found.append(int(torch.empty((), dtype=torch.int64).random_().item()) if drawn is None else drawn)
+        found.append(draw_seed() if drawn is None else drawn)
         each.set_seed(found[-1])
     return found
 

@@ -20,6 +20,6 @@ def dist_share_seed(seed: int, process_group: dist.ProcessGroup | None = None) -
         seed: 0 to 2**64 - 1; only rank 0's matters.
         process_group: of a backend that moves CPU tensors; default None: the default group.
     """
-    shared = torch.tensor(seed - _HALF, dtype=torch.int64)  # int64 holds a 64-bit number only with a sign
+    shared = torch.tensor(seed - _HALF, dtype=torch.int64, device="cpu")  # int64 holds a 64-bit number only with a sign
     dist.broadcast(shared, src=0, group=process_group)
     return int(shared.item()) + _HALF

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import operator
 
-import torch
-
 from asyncloader.dataloader2.random._philox import PhiloxEngine
+from asyncloader.workers.fetch.seeding import draw_seed
 
 __all__ = ["SeedGenerator", "checked_seed"]
 
@@ -50,7 +49,7 @@ class SeedGenerator:
     def seed(self, seed: int | None = None) -> None:
         """Begin both streams anew; None: with a seed from torch's global generator, which advances."""
         if seed is None:
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            seed = draw_seed()
         seed = checked_seed(seed)
         self._shared_rng.seed(seed)
         self._worker_rng.seed(seed)
