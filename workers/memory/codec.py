@@ -91,6 +91,7 @@ class Encoder:
                 torch.Tensor: self._reduce_tensor,
                 torch.UntypedStorage: self._reduce_storage,
                 torch.storage.TypedStorage: reduce_typed_storage,
+                np.ndarray: self._reduce_array,
             },
             self._reduce_by_own_rules,
         )
@@ -162,9 +163,7 @@ class Encoder:
         if announced is not None:
             self._leaves.append(announced[0])
             return
-        view = buffer.raw()
-        nbytes = view.nbytes
-        self._leaves.append(Leaf(nbytes, lambda offset: Raw(offset, nbytes), _raw_writer(view) if nbytes else None))
+        self._leaves.append(_raw_leaf(buffer))
 
     # ------------------------------------------------------------------------------------------ pickling of tensors
 
@@ -205,6 +204,16 @@ class Encoder:
         view = View(0, 1, -1, (nbytes,), (1,), nbytes)
         self._storages.of(storage).views.append(view)
         return _leaf, (self.placeholder(Leaf(0, view.spec, None)),)
+
+    def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
+        """Reduce an array as numpy does. One that is read-only comes out writable, as from torch's workers: that its
+        memory here belongs to a file or an image says nothing about its copy.
+        """
+        reduced: Any = array.__reduce_ex__(5)
+        if array.flags.writeable or not isinstance(reduced[1][0], pickle.PickleBuffer):
+            return reduced
+        function, (buffer, *others) = reduced
+        return function, (self.placeholder(_raw_leaf(buffer)), *others)
 
     def _reduce_by_own_rules(self, tensor: torch.Tensor) -> Any:
         """Reduce a tensor as its type does, but for the storage: of that, the tensor's own elements are enough."""
@@ -281,6 +290,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+def _raw_leaf(buffer: pickle.PickleBuffer) -> Leaf:
+    view = buffer.raw()
+    nbytes = view.nbytes
+    return Leaf(nbytes, lambda offset: Raw(offset, nbytes), _raw_writer(view) if nbytes else None)
 
 
 def _raw_writer(view: memoryview) -> Callable[[mmap.mmap, int], None]:
