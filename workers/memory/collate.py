@@ -29,6 +29,9 @@ __all__ = ["Collator", "use_private_memory"]
 
 _TORCH_MAP = dict(torch_collate.default_collate_fn_map)  # torch's own functions, before a user registered others
 
+_TENSORS = frozenset([torch.Tensor])
+_ARRAYS = frozenset([np.ndarray, np.memmap])
+"""Other subclasses may refuse `out=`, or give it a meaning of their own."""
 _INTS = frozenset([int])
 _FLOATS = frozenset([float, int])
 
@@ -38,6 +41,8 @@ def _collate_tensor_private(batch: Sequence[torch.Tensor], *, collate_fn_map: An
     elem = batch[0]
     if elem.is_nested or elem.layout is not torch.strided:
         return _TORCH_MAP[torch.Tensor](batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    if type(elem) is not torch.Tensor and any(each.dtype != elem.dtype for each in batch):
+        return torch.stack(list(batch), 0, out=elem.new_empty((len(batch), *elem.shape)))
     if elem.device.type != "cpu" or elem.is_quantized or elem.requires_grad or type(elem) is not torch.Tensor:
         return torch.stack(list(batch), 0)
     # As in torch's own workers, the first sample's dtype is that of the batch.
@@ -115,7 +120,7 @@ class Collator:
             or elem.is_quantized
             or elem.requires_grad
             or not has_code(elem.dtype)
-            or type(elem) is not torch.Tensor
+            or not _TENSORS.issuperset(map(type, batch))  # a subclass decides what comes of all, wherever it stands
         ):
             return _collate_tensor_private(batch)
         values = list(batch)
@@ -196,7 +201,9 @@ def _only_stores_values(sample: Any) -> bool:
 
 
 def _alike(batch: Sequence[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
-    for array in batch:
-        if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype is not dtype:
+    if not _ARRAYS.issuperset(map(type, batch)):
+        return False
+    for array in batch:  # noqa: SIM110 - faster than a generator
+        if array.shape != shape or array.dtype is not dtype:
             return False
     return True

@@ -72,7 +72,39 @@ def ours(samples: Sequence[Any]) -> Any:
     return view(Collator(Encoder()).collate(samples))
 
 
+class Tagged(torch.Tensor):
+    pass
+
+
+class Careful(np.ndarray[Any, np.dtype[Any]]):
+    """As arrays with units are: does not write to memory that it was not given by itself."""
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
+            raise TypeError("no out=, please")
+        return super().__array_function__(func, types, args, kwargs)
+
+
+class Doubling(np.ndarray[Any, np.dtype[Any]]):
+    """Gives `concatenate` a meaning of its own."""
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        made = super().__array_function__(func, types, args, kwargs)
+        return made * 2 if func is np.concatenate else made
+
+
 SAMPLES: dict[str, list[Any]] = {
+    "tensor, then subclass": [torch.ones(2), torch.zeros(2).as_subclass(Tagged)],
+    "subclass, then tensor": [torch.ones(2).as_subclass(Tagged), torch.zeros(2)],
+    "subclass, then another dtype": [torch.ones(2).as_subclass(Tagged), torch.zeros(2, dtype=torch.float64)],
+    "tensor, then subclass of another dtype": [torch.ones(2), torch.zeros(2, dtype=torch.int64).as_subclass(Tagged)],
+    "tensor, then frozen parameter": [torch.ones(2), torch.nn.Parameter(torch.zeros(2), requires_grad=False)],
+    "array, then tensor": [np.ones(2), torch.zeros(2)],
+    "array, then subclass": [np.ones(2), np.zeros(2).view(Careful)],
+    "arrays that refuse out=": [np.ones(2).view(Careful), np.zeros(2).view(Careful)],
+    "arrays that concatenate otherwise": [np.ones(2).view(Doubling), np.ones(2).view(Doubling)],
+    "masked arrays": [np.ma.masked_array([1, 2], [True, False]), np.ma.masked_array([3, 4], [False, True])],
+    "records": [np.ones(2).view(np.recarray), np.zeros(2).view(np.recarray)],
     "tensors": [torch.zeros(2, 3), torch.ones(2, 3)],
     "transposed": [torch.arange(6).view(2, 3).t()] * 2,
     "scalars": [torch.tensor(1), torch.tensor(2)],
