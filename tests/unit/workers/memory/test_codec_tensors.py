@@ -75,6 +75,12 @@ STRIDED: dict[str, Callable[..., Any]] = {
     "channels last": lambda: torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
     "imaginary part": lambda: torch.tensor([1 + 2j, 3 - 4j]).imag,
     "as_strided overlap": lambda: torch.arange(5).as_strided((3, 3), (1, 1)),
+    "one channel, channels last": lambda: torch.rand(2, 1, 4, 4).to(memory_format=torch.channels_last),
+    "one image, channels last": lambda: torch.rand(1, 1, 1, 4).to(memory_format=torch.channels_last),
+    "one row of a wide one": lambda: torch.rand(4, 1000)[:1, :3],
+    "one column": lambda: torch.rand(4, 3)[:, :1],
+    "one element": lambda: torch.rand(4, 3)[3:, 2:],
+    "scalar with strides": lambda: torch.arange(9).as_strided((1, 1), (0, 7), 3),
     "empty and strided": lambda: torch.empty(3, 0, 2).permute(2, 1, 0),
 }
 
@@ -240,6 +246,28 @@ def test_quantized_tensor() -> None:
     got = round_trip(value)
     assert (got.dtype, got.q_scale(), got.q_zero_point()) == (value.dtype, 0.1, 3)
     assert got.int_repr().tolist() == value.int_repr().tolist()
+
+
+FLAGS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "requires grad": lambda t: t.requires_grad_() if t.is_floating_point() or t.is_complex() else t,
+    "attribute": labelled,
+    "subclass": lambda t: t.as_subclass(Tagged),
+    "conjugate": lambda t: labelled(t.conj()),
+    "subclass of a view": lambda t: t.view(3, 1)[1:].as_subclass(Tagged),
+    "parameter": lambda t: torch.nn.Parameter(t, requires_grad=t.is_floating_point() or t.is_complex()),
+}
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_flags_of_every_dtype(kind: str) -> None:
+    """A tensor that is not plain keeps type, flags, strides and values, whatever its dtype."""
+    for dtype in DTYPES:
+        value = FLAGS[kind](of(dtype, 3))
+        for through in (view, copied):
+            got = through(Encoder().encode(value))
+            assert_same(got, value)
+            assert (got.stride(), vars(got)) == (value.stride(), vars(value))
 
 
 NEW_DTYPES: dict[str, Callable[..., Any]] = {
