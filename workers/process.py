@@ -24,6 +24,7 @@ from typing import Any
 from asyncloader.counters import BLOCK_BYTES, Recorder
 from asyncloader.errors import WorkerDied
 from asyncloader.workers.bootstrap import Bootstrap, gc_paused
+from asyncloader.workers.default_signals import signals_blocked
 from asyncloader.workers.dialect import PICKLE, Dialect
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import wire
@@ -109,8 +110,12 @@ class WorkerProcess:
                 name=f"asyncloader-worker-{worker_id}",
                 daemon=True,
             )
-            with gc_paused() if context.get_start_method() == "fork" else file_of_main_hidden():
-                self.process.start()
+            if context.get_start_method() == "fork":
+                with gc_paused(), signals_blocked():
+                    self.process.start()
+            else:
+                with file_of_main_hidden():
+                    self.process.start()
         except BaseException:
             with contextlib.suppress(Exception):  # interrupted between the start and its return
                 self.process.kill()

@@ -2,7 +2,7 @@ r"""Ends worker processes: one state machine, with one deadline for all of them.
 
 Data path: none; this is how a pool stops, whatever state it and its workers are in.
 
-    RUNNING --> ASKED --2 s--> TERMINATED --1.5 s--> KILLED --the rest of 5 s--> RELEASED
+    RUNNING --> ASKED --5 s--> TERMINATED --1.5 s--> KILLED --the rest of 8 s--> RELEASED
         \________\______________\__ stopped, or in a hurry ___/
 
 Every process advances by itself, never back, and skips states that cannot help: one that still boots reads no request
@@ -33,9 +33,9 @@ from asyncloader.workers.stacks import process_state
 
 __all__ = ["BUDGET", "Shutdown", "State", "Step", "run"]
 
-BUDGET = 5.0
+BUDGET = 8.0
 """Seconds for the whole shutdown."""
-_ASK_SECONDS = 2.0  # for a worker to finish its task
+_ASK_SECONDS = 5.0  # for a worker to finish its batch, as torch waits
 _TERMINATE_SECONDS = 1.5  # for a worker to end on SIGTERM
 _KILL_SECONDS = 0.5  # at least this long after SIGKILL, even if the main process itself was held up
 _FAILURES = 3  # errors of waiting itself after which all processes are killed and given up
@@ -178,7 +178,7 @@ Wait = Callable[[list[WorkerProcess], float], list[WorkerProcess]]
 def run(
     processes: Sequence[WorkerProcess], *, clock: Callable[[], float] = monotonic, wait: Wait = wait_for_deaths
 ) -> list[WorkerProcess]:
-    """End all processes and release their resources. Blocks, 5 seconds at most; any thread.
+    """End all processes and release their resources. Blocks, 8 seconds at most; any thread.
 
     Two threads must not end the same processes at the same time; one after the other is fine.
 

@@ -24,7 +24,6 @@ import ctypes
 import gc
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -34,6 +33,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from asyncloader.counters import BLOCK_BYTES, Recorder, record_process
 from asyncloader.workers import stacks
+from asyncloader.workers.default_signals import set_worker_signals
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import lifeline, wire
 from asyncloader.workers.ipc.channel import Channel
@@ -72,7 +72,7 @@ def worker_main(
         links: the descriptors shared with the main process.
         setup: the common set-up, pickled unless the process was forked; or another program.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and stops its workers
+    set_worker_signals()
     lifeline.hold(links.lifeline.fd)
     _end_with_parent(links.parent)
     stacks.install(links.stacks.fd)
@@ -134,8 +134,8 @@ def _serve_blocking(runner: TaskRunner) -> None:
     while not runner.stopped:
         # Read the socket before each task: a STOP takes effect before the tasks that are queued.
         _receive(channel, inbox, wait=not inbox)
-        if channel.ended and not inbox:
-            return
+        if channel.ended:
+            return  # the answers are not wanted: the main process leaves, or is gone
         if not inbox:
             continue
         kind, body = inbox.popleft()
@@ -149,12 +149,16 @@ def _serve_blocking(runner: TaskRunner) -> None:
 
 
 def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], *, wait: bool) -> None:
-    for kind, body in channel.receive(wait=wait):
-        if kind == wire.STOP:
-            inbox.clear()  # their answers are not wanted
-        # A RESET waits for the tasks queued before it: torch's workers also finish the tasks of an abandoned epoch, and
-        # the random numbers drawn there change those of the next epoch.
-        inbox.append((kind, body))
+    before = -1
+    while not channel.ended and channel.received != before:  # to the last byte: a STOP or the end may be behind tasks
+        before = channel.received
+        for kind, body in channel.receive(wait=wait):
+            if kind == wire.STOP:
+                inbox.clear()  # their answers are not wanted
+            # A RESET waits for the tasks queued before it: torch's workers also finish the tasks of an abandoned epoch,
+            # and the random numbers drawn there change those of the next epoch.
+            inbox.append((kind, body))
+        wait = False
 
 
 def serve_async(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -18,7 +18,6 @@ import functools
 import multiprocessing
 import os
 import pickle
-import signal
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
@@ -34,6 +33,7 @@ from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services import Change
 from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn
 from asyncloader.errors import WorkerDied, ending
+from asyncloader.workers.default_signals import set_worker_signals, signals_blocked
 from asyncloader.workers.error_pickle import caught
 from asyncloader.workers.ipc.lifeline import Lifeline, hold
 from asyncloader.workers.setup_payload import InheritedFd
@@ -113,7 +113,8 @@ class Dispatcher:
             target=_dispatch, args=(links, others, _pickled(datapipe)), name="asyncloader-dispatch", daemon=True
         )
         try:
-            self._process.start()
+            with signals_blocked():
+                self._process.start()
         except BaseException:
             self._lifeline.close()
             raise
@@ -242,7 +243,7 @@ def _dispatch(links: tuple[InheritedFd, Connection, list[Connection]], others: l
     for each in others:  # of the main process; held here too they would never be seen to close
         each.close()
     lifeline, control, pipes = links
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
+    set_worker_signals()
     hold(lifeline.fd)
     torch.set_num_threads(1)
     dealing = _Dealing(pickle.loads(graph), len(pipes))

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
+from asyncloader.workers import shutdown
 from tests.integration.datasets import Numbers
 from tests.integration.running import BOTH, KINDS, PATIENCE_S, Deaths, run_async
 from tests.integration.stuck import STUCK, NeverArrives, StuckAt, Told, get_stuck, is_worker
@@ -27,6 +28,12 @@ from tests.processes import children_of
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 GRANDCHILD = "with a child that holds all descriptors"
+
+
+@pytest.fixture(autouse=True)
+def asked_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker gets 5 seconds to end by itself, and those here do not."""
+    monkeypatch.setattr(shutdown, "_ASK_SECONDS", 0.2)
 
 
 @contextlib.contextmanager

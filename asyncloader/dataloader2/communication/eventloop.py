@@ -8,7 +8,6 @@ that has ended gets `WorkerDied`.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import wait
@@ -30,6 +29,7 @@ from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.services import ResetFn
 from asyncloader.dataloader2.utils.worker import WorkerInfo
 from asyncloader.errors import WorkerDied
+from asyncloader.workers.default_signals import set_worker_signals
 
 __all__ = [
     "CreateProcessForDataPipeline",
@@ -225,7 +225,7 @@ def _in_process(
     *functions: Any,
 ) -> None:
     """The process's main function."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
+    set_worker_signals()
     torch.set_num_threads(1)
     asked, given = (
         [WatchedQueue(each, None, _ParentEndedError) for each in each_of] for each_of in (requests, responses)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from asyncloader.workers.default_signals import set_worker_signals
 from asyncloader.workers.fetch.setup import Links
 from asyncloader.workers.process import WorkerProcess, wait_for_deaths
 from asyncloader.workers.shutdown import BUDGET, run
@@ -35,8 +36,11 @@ class Context:
         return "fork"
 
     def Process(self, *, args: tuple[int, Links, Any], **options: Any) -> Any:  # noqa: N802 - multiprocessing's name
-        options["target"] = lambda: self._body(socket.socket(fileno=args[1].control.fd))
-        return FORK.Process(**options)
+        def run() -> None:
+            set_worker_signals()
+            self._body(socket.socket(fileno=args[1].control.fd))
+
+        return FORK.Process(**{**options, "target": run})
 
 
 class Started:
@@ -134,28 +138,28 @@ def test_worker_that_hangs_is_terminated(start: Started) -> None:
     clock.stubborn.discard(one)
 
     def wait(processes: list[WorkerProcess], seconds: float) -> list[WorkerProcess]:
-        if clock.now >= 2.0:
+        if clock.now >= 5.0:
             clock.stubborn.clear()
         return clock.wait(processes, seconds)
 
     assert run([one, two], clock=clock, wait=wait) == []
     assert [p.process.exitcode for p in (one, two)] == [0, -signal.SIGTERM]
-    assert clock.now == 2.0
+    assert clock.now == 5.0
 
 
 def test_worker_that_ignores_sigterm_is_killed(start: Started) -> None:
-    """SIGKILL ends what SIGTERM does not, 3.5 seconds after the beginning."""
+    """SIGKILL ends what SIGTERM does not, 6.5 seconds after the beginning."""
     one = start(ignores_sigterm)
     clock = Clock(one)
 
     def wait(processes: list[WorkerProcess], seconds: float) -> list[WorkerProcess]:
-        if clock.now >= 3.5:
+        if clock.now >= 6.5:
             clock.stubborn.clear()
         return clock.wait(processes, seconds)
 
     assert run([one], clock=clock, wait=wait) == []
     assert one.process.exitcode == -signal.SIGKILL
-    assert clock.now == 3.5
+    assert clock.now == 6.5
 
 
 def test_stopped_worker_is_killed_at_once(start: Started) -> None:
@@ -297,7 +301,7 @@ def test_action_that_fails_does_not_keep_the_others(start: Started) -> None:
     clock = Clock(one)
 
     def wait(processes: list[WorkerProcess], seconds: float) -> list[WorkerProcess]:
-        if clock.now >= 3.5:
+        if clock.now >= 6.5:
             clock.stubborn.clear()
         return clock.wait(processes, seconds)
 

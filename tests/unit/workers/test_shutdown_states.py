@@ -15,18 +15,18 @@ from asyncloader.workers.shutdown import BUDGET, Shutdown, State
 
 
 def test_ladder_of_one_that_does_nothing() -> None:
-    """Asked, terminated, killed, given up: at 0, 2, 3.5 and 5 seconds, and not before."""
+    """Asked, terminated, killed, given up: at 0, 5, 6.5 and 8 seconds, and not before."""
     machine = Shutdown(1, 100.0)
     assert machine.state is State.RUNNING
     step = machine.step(100.0, {0})
-    assert (step.ask, step.wait, machine.state) == ((0,), 2.0, State.ASKED)
-    step = machine.step(101.5, {0})
+    assert (step.ask, step.wait, machine.state) == ((0,), 5.0, State.ASKED)
+    step = machine.step(104.5, {0})
     assert (step.ask, step.terminate, step.wait) == ((), (), 0.5)
-    step = machine.step(102.0, {0})
-    assert (step.terminate, step.wait, machine.state) == ((0,), 1.5, State.TERMINATED)
-    step = machine.step(103.5, {0})
-    assert (step.kill, step.wait, machine.state) == ((0,), 1.5, State.KILLED)
     step = machine.step(105.0, {0})
+    assert (step.terminate, step.wait, machine.state) == ((0,), 1.5, State.TERMINATED)
+    step = machine.step(106.5, {0})
+    assert (step.kill, step.wait, machine.state) == ((0,), 1.5, State.KILLED)
+    step = machine.step(108.0, {0})
     assert (step.give_up, step.wait, machine.given_up) == ((0,), 0.0, (0,))
     machine.released(0)
     assert machine.over

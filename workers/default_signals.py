@@ -1,0 +1,94 @@
+"""Gives a new worker process the default signal handlers, whatever the program that it was forked from had set.
+
+Data path: pool start-up -> [default_signals] -> worker.
+
+A forked process inherits the program's handlers: those of Python, those that libraries set in C, and the descriptor
+that Python's handlers write to, which wakes the *main* process's event loop. In a worker they would do what they are
+meant to do in the main process, such as write a checkpoint, or have the main process do it.
+
+So signals are blocked while a worker is forked, and in the child until the handlers are the default ones. Signals that
+are ignored stay so (``nohup``, SIGPIPE), except SIGTERM, by which the loader ends a busy worker. The user may set a
+worker's own handlers in `worker_init_fn`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import re
+import signal
+import threading
+from collections.abc import Generator, Iterable
+from pathlib import Path
+
+__all__ = ["set_worker_signals", "signals_blocked"]
+
+_SYNCHRONOUS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
+"""Sent for an instruction of the thread itself: while blocked, they would end the process without a trace."""
+
+
+class _Fork(threading.local):
+    """A fork in progress in this thread. The child's only thread is a copy of it."""
+
+    mask: Iterable[int] | None = None
+    """The signals that were blocked before; None: no fork is in progress."""
+
+
+_fork = _Fork()
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Generator[None]:
+    """Context around the fork of a worker: this thread gets no signals, and the child none until it calls
+    `set_worker_signals`.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    outer = _fork.mask
+    try:
+        # Within `try`: the call may run a Python handler, which may raise, after it has blocked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _SYNCHRONOUS)
+        _fork.mask = before if outer is None else outer  # a handler forks in the middle of another fork
+        yield
+    finally:
+        _fork.mask = outer
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def set_worker_signals() -> None:
+    """In a new worker process: set the default handlers, ignore Ctrl-C, which the main process handles, and wake no
+    event loop. Signals that were blocked for the fork arrive now.
+    """
+    signal.set_wakeup_fd(-1)
+    # By its own means: else it would take its handlers for set, and not set them where `worker_init_fn` asks for it.
+    reports_crashes = faulthandler.is_enabled()
+    faulthandler.disable()
+    for each in signal.valid_signals():
+        with contextlib.suppress(RuntimeError):  # one of those of a crash
+            faulthandler.unregister(each)
+    for number in _handled() | {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if reports_crashes:
+        with contextlib.suppress(Exception):  # there is no standard error
+            faulthandler.enable()
+    mask, _fork.mask = _fork.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _handled() -> set[int]:
+    """The signals that have handlers here: Python knows those that it set, the kernel also those set in C."""
+    changeable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    try:
+        status = Path("/proc/self/status").read_text(errors="replace")
+    except OSError:
+        status = ""
+    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    if found is None:
+        return {number for number in changeable if signal.getsignal(number) is not signal.SIG_IGN}
+    caught = int(found[1], 16)
+    return {
+        number
+        for number in changeable
+        if caught >> (number - 1) & 1 or signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN)
+    }
