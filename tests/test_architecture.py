@@ -65,6 +65,7 @@ PURE = {
         "transports.http_answers",
         "transports.ranges",
         "transports.retry",
+        "workers.fetch.dataset_marks",
         "workers.fetch.dataset_state",
         "workers.fetch.error_notes",
         "workers.fetch.sample_errors",

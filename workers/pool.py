@@ -178,6 +178,10 @@ class WorkerPool:
             self._listen_to(self._loop, process)
         return True
 
+    def obstacle(self) -> str:
+        """See `WorkerSource.obstacle`."""
+        return self._source.obstacle()
+
     @property
     def stopped(self) -> bool:
         """Whether `stop` was called."""

@@ -18,12 +18,13 @@ import os
 import pickle
 import threading
 import warnings
+from collections.abc import Sequence
 from importlib import import_module
 from multiprocessing import reduction
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncloader.workers.fetch.error_notes import add_note
-from asyncloader.workers.fetch.setup import WorkerSetup
+from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.memory import segment
 from asyncloader.workers.session import SessionPickler, in_session
 
@@ -81,11 +82,28 @@ def _set_spawning(collector: _Collector | None) -> None:
     context.set_spawning_popen(collector)  # type: ignore[arg-type]
 
 
+class Beginning(NamedTuple):
+    """The parts of a set-up in which a replacement differs from the workers that it joins."""
+
+    starts: Sequence[EpochStart]
+    attachment: int
+    rng_state: bytes
+
+
 class Payload:
     """A pickled `WorkerSetup` in shared memory. Pickles as an argument of a `Process`; `load` in the child.
 
     Keep it until every worker has started: it owns the segment's descriptor, and keeps the owners of the collected ones
     alive: the set-up, and objects that reductions created, such as the tensor of a `torch.Generator`'s state.
+
+    Args:
+        fd: the segment's descriptor.
+        nbytes: bytes of the pickled set-up.
+        fds: the collected descriptors.
+        owners: kept alive until `close`.
+        sent: see the attribute.
+        beginning: replaces what was pickled.
+        environ: the environment to be set before the user's objects are unpickled; None: that which the process has.
     """
 
     def __init__(
@@ -95,6 +113,8 @@ class Payload:
         fds: list[int],
         owners: object = None,
         sent: dict[str, Any] | None = None,
+        beginning: Beginning | None = None,
+        environ: dict[str, str] | None = None,
     ) -> None:
         self.fd = fd
         self.nbytes = nbytes
@@ -102,6 +122,15 @@ class Payload:
         self._owners = owners
         self.sent = sent
         """What the workers get by value from the `__main__` of a session; None: this is no session."""
+        self._beginning = beginning
+        self._environ = environ
+
+    def beginning(self, setup: WorkerSetup, environ: dict[str, str] | None) -> Payload:
+        """The payload of processes that begin as `setup` says, and are otherwise as those before them. It is valid
+        until this one is closed.
+        """
+        beginning = Beginning(setup.starts, setup.attachment, setup.rng_state)
+        return Payload(self.fd, self.nbytes, self.fds, None, self.sent, beginning, environ)
 
     @classmethod
     def dump(cls, setup: WorkerSetup) -> Payload:
@@ -130,14 +159,18 @@ class Payload:
         return cls(fd, nbytes, collector.fds, pickler, getattr(pickler, "sent", None))
 
     def __reduce__(self) -> Any:
-        return _received_payload, (InheritedFd(self.fd), self.nbytes, [InheritedFd(fd) for fd in self.fds])
+        fds = [InheritedFd(fd) for fd in self.fds]
+        return _received_payload, (InheritedFd(self.fd), self.nbytes, fds, self._beginning, self._environ)
 
     def load(self) -> WorkerSetup:
         """Unpickle in the child; closes the descriptors."""
+        if self._environ is not None:
+            _set_environ(self._environ)
         memory = mmap.mmap(self.fd, self.nbytes, prot=mmap.PROT_READ)
         _receiving.fds = self.fds
         try:
-            return WorkerSetup(*pickle.loads(memory))
+            setup = WorkerSetup(*pickle.loads(memory))
+            return setup if self._beginning is None else setup._replace(**self._beginning._asdict())
         finally:
             del _receiving.fds
             self.close()
@@ -157,8 +190,16 @@ def _pickler(buffer: io.BytesIO) -> reduction.ForkingPickler | SessionPickler:
     return SessionPickler(buffer, plain.dispatch_table, {}) if in_session() else plain
 
 
-def _received_payload(fd: InheritedFd, nbytes: int, fds: list[InheritedFd]) -> Payload:
-    return Payload(fd.fd, nbytes, [f.fd for f in fds])
+def _received_payload(
+    fd: InheritedFd, nbytes: int, fds: list[InheritedFd], beginning: Beginning | None, environ: dict[str, str] | None
+) -> Payload:
+    return Payload(fd.fd, nbytes, [f.fd for f in fds], beginning=beginning, environ=environ)
+
+
+def _set_environ(environ: dict[str, str]) -> None:
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
 
 
 def explain_unpicklable(setup: WorkerSetup) -> str | None:

@@ -10,13 +10,18 @@ all above it are the same for both.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol
+
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from asyncloader.counters import Recorder
 from asyncloader.errors import WorkerDied
 from asyncloader.workers import shutdown
 from asyncloader.workers.dialect import Dialect
+from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.dataset_marks import changed_since, marks
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.lifeline import Lifeline
 from asyncloader.workers.process import WorkerProcess, hang_up, look
@@ -175,6 +180,10 @@ class WorkerSource(Protocol):
         """
         ...
 
+    def obstacle(self) -> str:
+        """Why a worker cannot be replaced by one that has what the others have; empty if it can."""
+        ...
+
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
         """Have this called, in any thread, when there may be a better place for a worker. Returns what ends that."""
         ...
@@ -209,14 +218,28 @@ def _nothing() -> None:
 class LocalWorkers:
     """Worker processes of this machine.
 
+    A worker that is made later, to replace another, gets the set-up that the first ones were given, not the main
+    process's objects as they are by then. A forked one cannot: `obstacle` says so if they have changed.
+
     Args:
         context: a multiprocessing context (or `torch.multiprocessing`).
+        replaces: workers may be replaced, so their pickled set-up is kept.
+        passes_environ: each worker gets the environment that this process has at that moment. The fork server has that
+            of its own start, which is as the user expects only where the user chose it.
     """
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, *, replaces: bool = False, passes_environ: bool = False) -> None:
         self.start_method: str = context.get_start_method()
         self._context = context
         self._lifeline: Lifeline | None = None
+        self._replaces = replaces
+        self._passes_environ = passes_environ
+        self._lock = threading.Lock()  # the threads that make replacements, and the one that closes this
+        self._payload: Payload | None = None
+        self._dataset: Any = None
+        self._marks: dict[str, Any] = {}
+        self._users = 0  # threads that make processes from the payload
+        self._closed = False
 
     def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
         """As `WorkerSource`.
@@ -225,24 +248,59 @@ class LocalWorkers:
             Exception: the set-up cannot be pickled (spawn, forkserver); the cause names the part.
         """
         lifeline = self._lifeline = self._lifeline or Lifeline()
-        shared: WorkerSetup | Payload = setup
-        if self.start_method == "fork":
+        forks = self.start_method == "fork"
+        if forks:
             import_worker_code()
-        else:
-            shared = dump(setup)
-        if self.start_method == "forkserver":
+            self._note(setup.dataset)
+        elif self.start_method == "forkserver":
             preload_in_fork_server(self._context)
         pidfd: int | None = None
+        payload: Payload | None = None
         try:
+            payload = None if forks else self._pickled(setup)
             if hasattr(os, "pidfd_open"):
                 pidfd = os.pidfd_open(os.getpid())
             for worker in workers:
-                yield WorkerProcess(self._context, worker, shared, lifeline.fd, pidfd)
+                yield WorkerProcess(self._context, worker, payload or setup, lifeline.fd, pidfd)
         finally:
             if pidfd is not None:
                 os.close(pidfd)
-            if isinstance(shared, Payload):
-                shared.close()
+            if payload is not None:
+                self._let_go()
+
+    def _note(self, dataset: Any) -> None:
+        """Before the first fork: note the dataset that all workers are to have."""
+        # Datapipes are seeded anew, and our remote datasets plan each epoch, in the main process, too; each worker gets
+        # the seeds and the plan.
+        changes = isinstance(dataset, (IterDataPipe, MapDataPipe)) or assigns_shards(dataset)
+        if self._replaces and self._dataset is None and not changes:
+            self._dataset, self._marks = dataset, marks(dataset)
+
+    def obstacle(self) -> str:
+        """As `WorkerSource`."""
+        changed = "" if self._dataset is None else changed_since(self._marks, self._dataset)
+        return changed and (
+            f"It was not replaced, because {changed} has changed in the main process since the workers were started: "
+            "its replacement would be forked from the main process, and have another dataset than the other workers. "
+            "Leave the dataset as it is while workers use it, change it by set_epoch, or use "
+            'multiprocessing_context="forkserver", which keeps what the workers were started with.'
+        )
+
+    def _pickled(self, setup: WorkerSetup) -> Payload:
+        """The set-up that all workers get, with the beginning of this one. `_let_go` must follow."""
+        with self._lock:
+            if self._payload is None:
+                self._payload = dump(setup)
+            self._users += 1
+            return self._payload.beginning(setup, dict(os.environ) if self._passes_environ else None)
+
+    def _let_go(self, *, closed: bool = False) -> None:
+        with self._lock:
+            self._users -= not closed
+            self._closed = self._closed or closed
+            if self._payload is not None and not self._users and (self._closed or not self._replaces):
+                self._payload.close()
+                self._payload = None
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
         """As `WorkerSource`: there is this machine only."""
@@ -267,5 +325,6 @@ class LocalWorkers:
 
     def close(self) -> None:
         """As `WorkerSource`."""
+        self._let_go(closed=True)
         if self._lifeline is not None:
             self._lifeline.close()

@@ -305,6 +305,7 @@ class Pipeline(Listener):
         if self._assigner is not None:
             self._assigner.died(worker)
         obstacle = "" if self._resume_points is None else self._resume_points.obstacle(worker)
+        obstacle = obstacle or self._pool.obstacle()
         self._handle(Died(worker, death, at_work, retired is not None, obstacle, outside, lost))
 
     def on_failure(self, error: Exception) -> None:

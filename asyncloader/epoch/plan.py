@@ -177,7 +177,12 @@ def make_pool(config: EpochConfig, setup: WorkerSetup, kept: KeptRings | None, s
 
 def _worker_source(config: EpochConfig) -> WorkerSource:
     if config.workers is None:
-        return LocalWorkers(worker_context(config))
+        return LocalWorkers(
+            worker_context(config),
+            replaces=config.max_restarts > 0 or config.worker_memory_limit is not None,
+            # The user did not choose the fork server: see `worker_context`.
+            passes_environ=config.assigns_shards and config.multiprocessing_context is None,
+        )
     from asyncloader.service.client import ServiceWorkers
 
     return ServiceWorkers(config.dataset, most_credits(config))

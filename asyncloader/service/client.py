@@ -86,6 +86,10 @@ class ServiceWorkers:
         self._delivered = 0.0  # when there were more than before
         self._lock = threading.Lock()
 
+    def obstacle(self) -> str:
+        """As `WorkerSource`: the definition that the nodes have does not change."""
+        return ""
+
     def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
         """Connect, for all of these workers at a time.
 

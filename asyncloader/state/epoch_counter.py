@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from asyncloader.workers.fetch.dataset_marks import set_dataset_epoch
+
 __all__ = ["EpochClock"]
 
 
@@ -54,9 +56,10 @@ class EpochClock:
             raise TypeError(f"an epoch should be an integer, but got epoch={epoch!r}")
         if epoch < 0:
             raise ValueError(f"an epoch should not be negative, but got epoch={epoch}")
-        for part in (*self._samplers, self._dataset):
-            if part is not None:
-                part.set_epoch(epoch)
+        for sampler in self._samplers:
+            sampler.set_epoch(epoch)
+        if self._dataset is not None:
+            set_dataset_epoch(self._dataset, epoch)
         self.sets_dataset = True
         self._count = epoch
 

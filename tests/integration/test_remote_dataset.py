@@ -6,6 +6,7 @@ Workers are forked where shards are local files, which is fast; three tests have
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from asyncloader.formats import Located, ShardRange
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner
+from asyncloader.remote.dataset import RemoteIterableDataset
 from asyncloader.remote.worker_stream import LocalAssignments
 from asyncloader.transports import MemoryTransport
 from tests.integration.remote_folders import (
@@ -369,3 +371,54 @@ def test_no_shards(kind: str, workers: int, tmp_path: Path) -> None:
             pytest.raises(ValueError, match=words),
         ):
             run.epoch()
+
+
+# --------------------------------------------------------------------------------------- the workers' environment
+
+
+def environment_of(_: Any) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("ASYNCLOADER_TEST_")}
+
+
+def first_of(url: str, **options: Any) -> Any:
+    """What the first sample's worker has in its environment."""
+    dataset: Any = RemoteIterableDataset(url)
+    options |= {"num_workers": 1, "batch_size": None, "decode": environment_of}
+    with DataLoader[Any](dataset, **options) as loader:
+        return next(iter(loader))
+
+
+@pytest.mark.spawns
+def test_workers_have_the_environment_of_their_start(tars: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials that were renewed reach the workers that start later: the user did not choose the fork server, which
+    keeps the environment of its own start.
+    """
+    monkeypatch.setenv("ASYNCLOADER_TEST_OLD", "old")
+    monkeypatch.setenv("ASYNCLOADER_TEST_KEY", "old")
+    assert first_of(tars) == {"ASYNCLOADER_TEST_OLD": "old", "ASYNCLOADER_TEST_KEY": "old"}
+    monkeypatch.delenv("ASYNCLOADER_TEST_OLD")
+    monkeypatch.setenv("ASYNCLOADER_TEST_KEY", "new \udc80")
+    assert first_of(tars) == {"ASYNCLOADER_TEST_KEY": "new \udc80"}
+    chosen = first_of(tars, multiprocessing_context="forkserver")
+    assert chosen == torch_first_of(environment_of)
+
+
+def torch_first_of(decode: Any) -> Any:
+    """The same as torch's loader has it with a fork server."""
+    torch_loader = torch.utils.data.DataLoader(
+        Made(decode), num_workers=1, batch_size=None, multiprocessing_context="forkserver"
+    )
+    return next(iter(torch_loader))
+
+
+class Made(torch.utils.data.Dataset[Any]):
+    """One sample, made in the worker."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)

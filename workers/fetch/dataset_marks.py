@@ -1,0 +1,117 @@
+"""Finds the attributes of a dataset that the program has changed since its workers were forked.
+
+Data path: none; used before a forked worker is replaced. The replacement would be a fork of the main process as it is
+then, with another dataset than the workers that it joins.
+
+A mark is small and keeps nothing alive: of a number or a text it is its value, of an array or a tensor its identity
+(and of a tensor its version, which in-place operations count), of a list its length and its first items. A change deep
+in a large structure, or within an array, may go unnoticed. Changes by `set_epoch` do not count: each worker gets them.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["changed_since", "marks", "set_dataset_epoch"]
+
+_MOST_MARKS = 1000  # takes a millisecond
+_MOST_TEXT = 200
+_SCALARS = (bool, int, float, complex, str, bytes, types.NoneType, np.generic)
+_WHOLE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+
+_set_by_epoch: dict[int, set[str]] = {}  # by dataset: the attributes that its `set_epoch` has changed
+
+
+def marks(dataset: Any) -> dict[str, Any]:
+    """Return a mark of each attribute, by its path; those nearest to the dataset first, up to a bound."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    queue: deque[tuple[str, Any]] = deque([("dataset", dataset)])
+    while queue and len(found) < _MOST_MARKS:
+        path, value = queue.popleft()
+        found[path] = _mark(value)
+        if id(value) not in seen:
+            seen.add(id(value))
+            queue.extend(_parts(path, value, _MOST_MARKS - len(found) - len(queue)))
+    return found
+
+
+def changed_since(before: Mapping[str, Any], dataset: Any) -> str:
+    """Return the path of an attribute that has changed since these marks were taken; empty if none is known to."""
+    known = _set_by_epoch.get(id(dataset), ())
+    return next((path for path in _different(before, marks(dataset)) if path not in known), "")
+
+
+def set_dataset_epoch(dataset: Any, epoch: int) -> None:
+    """Call the main process's dataset's `set_epoch`, and note the attributes that it changes."""
+    before = marks(dataset)
+    dataset.set_epoch(epoch)
+    different = set(_different(before, marks(dataset)))
+    if not different:
+        return
+    if id(dataset) not in _set_by_epoch:
+        try:
+            weakref.finalize(dataset, _set_by_epoch.pop, id(dataset), None).atexit = False
+        except TypeError:  # it takes no weak references
+            return
+    _set_by_epoch.setdefault(id(dataset), set()).update(different)
+
+
+def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    for path in {**before, **after}:
+        if path not in before or path not in after or before[path] != after[path]:
+            yield path
+
+
+def _mark(value: Any) -> Any:
+    kind = type(value)
+    if isinstance(value, _SCALARS):
+        if isinstance(value, (str, bytes)) and len(value) > _MOST_TEXT:
+            return kind, len(value), hash(value)
+        return kind, repr(value)  # not the value: a NaN does not equal itself
+    if isinstance(value, torch.Tensor):
+        with suppress(Exception):  # an inference tensor counts no versions; a sparse one has no storage
+            if not value.is_shared():  # all workers see what is written to shared memory
+                return kind, id(value), value._version
+        return kind, id(value)
+    if isinstance(value, (list, tuple, dict, set, frozenset)):
+        return kind, len(value)
+    if _attributes(value) is not None:
+        return kind
+    return kind, id(value)
+
+
+def _parts(path: str, value: Any, most: int) -> Iterator[tuple[str, Any]]:
+    """The parts of a value, `most` at most."""
+    if most <= 0:
+        return
+    if isinstance(value, dict):
+        for number, (key, part) in enumerate(value.items()):
+            if number == most:
+                return
+            yield f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[key {number}]", part
+    elif isinstance(value, (list, tuple)):
+        for number, part in enumerate(value[:most]):
+            yield f"{path}[{number}]", part
+    else:
+        for name, part in list((_attributes(value) or {}).items())[:most]:
+            yield f"{path}.{name}", part
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """Its instance's attributes, if those are what it consists of."""
+    if isinstance(value, (*_WHOLE, *_SCALARS, torch.Tensor, np.ndarray)):
+        return None
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if type(found) is dict else None
