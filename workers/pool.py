@@ -35,17 +35,14 @@ from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Listener
 from asyncloader.workers.memory.kept_rings import KeptRings, RingOptions
+from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.memory.ring import install_fork_hook
 from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.source import WorkerHandle, WorkerSource
 from asyncloader.workers.stacks import Report
 from asyncloader.workers.watchdog import TaskWatchdog
 
-__all__ = [
-    "WorkerPool",
-    "install_exit_hook",
-    "stop_at_exit",
-]
+__all__ = ["WorkerPool", "install_exit_hook", "stop_at_exit"]
 
 _DEATH_SECONDS = 2.0
 """Seconds that a killed worker may take to end. After that it counts as dead: it hangs in a system call."""
@@ -476,7 +473,7 @@ class Stoppable(Protocol):
         ...
 
 
-_pools: weakref.WeakSet[Stoppable] = weakref.WeakSet()
+_pools: LiveObjects[Stoppable] = LiveObjects()
 
 
 def stop_at_exit(pool: Stoppable) -> None:

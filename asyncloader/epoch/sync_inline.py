@@ -17,7 +17,6 @@ import atexit
 import functools
 import os
 import sys
-import weakref
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Protocol
@@ -37,6 +36,7 @@ from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.pool import install_exit_hook
 from asyncloader.workers.tracebacks import hide_our_frames
 
@@ -180,7 +180,7 @@ class ClosesAtExit(Protocol):
 
 # Live iterators. At exit they are closed, and all loop threads end, including those of iterators that were dropped just
 # before: once the interpreter is finalizing, no daemon thread runs and our finalizers do nothing.
-_live: weakref.WeakSet[ClosesAtExit] = weakref.WeakSet()
+_live: LiveObjects[ClosesAtExit] = LiveObjects()
 
 
 def close_at_exit(iterator: ClosesAtExit) -> None:
@@ -196,6 +196,6 @@ def _install_exit_hook() -> None:
 
 
 def _close_all() -> None:
-    for iterator in list(_live):
+    for iterator in _live:
         iterator._close_soon()
     join_all(_EXIT_SECONDS)

@@ -25,7 +25,6 @@ import os
 import queue
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Generator
 from time import monotonic
 from typing import Any
@@ -33,6 +32,7 @@ from typing import Any
 from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
 from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, WorkerFailure
 from asyncloader.ranks.process_group import RankGroup
+from asyncloader.workers.memory.live_objects import LiveObjects
 
 __all__ = [
     "Agreement",
@@ -269,9 +269,9 @@ async def in_daemon(function: Callable[[], Any]) -> Any:
 
 
 # Agreements and stages that may still reduce, and the threads that do.
-_live: weakref.WeakSet[Agreement] = weakref.WeakSet()
-_stages: weakref.WeakSet[Any] = weakref.WeakSet()
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_live: LiveObjects[Agreement] = LiveObjects()
+_stages: LiveObjects[Any] = LiveObjects()
+_threads: LiveObjects[threading.Thread] = LiveObjects()
 
 
 def close_at_exit(stage: Any) -> None:
@@ -298,12 +298,12 @@ def _leave_all(owner: int) -> None:
     """
     if os.getpid() != owner:
         return  # a forked child has none of the threads, and the locks may be held for ever
-    for stage in list(_stages):
+    for stage in _stages:
         stage.close_soon()
-    for agreement in list(_live):
+    for agreement in _live:
         agreement.give_up()
     deadline = monotonic() + _EXIT_SECONDS
-    for thread in list(_threads):
+    for thread in _threads:
         if thread.is_alive():
             thread.join(max(0.0, deadline - monotonic()))
 

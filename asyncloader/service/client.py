@@ -47,6 +47,7 @@ from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.ipc.peer_text import block_of, line_of
+from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.stacks import Report
 
@@ -239,7 +240,7 @@ class ServiceWorkers:
         self._closed.set()
 
 
-_served: weakref.WeakSet[ServedWorker] = weakref.WeakSet()
+_served: LiveObjects[ServedWorker] = LiveObjects()
 
 
 @functools.cache
@@ -250,7 +251,7 @@ def _install_fork_hook() -> None:
 
 def _forget_all() -> None:
     """In a forked child: close its copies of all connections, or they would outlive the loader in it."""
-    for worker in list(_served):
+    for worker in _served:
         worker.release()
 
 

@@ -44,6 +44,7 @@ from typing import Any
 
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.layout import PAGE, align
+from asyncloader.workers.memory.live_objects import LiveObjects
 
 __all__ = [
     "LOCK_BYTES",
@@ -308,12 +309,12 @@ def oneoff_anchor(fd: int, nbytes: int) -> Anchor:
     return make_anchor(segment.map_segment(fd, nbytes), 0, nbytes)
 
 
-# Rings of this process, for the fork hook. A weak set, because rings are not closed explicitly.
-_live_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
+# Rings of this process, for the fork hook. They are not closed explicitly.
+_live_rings: LiveObjects[Ring] = LiveObjects()
 
 
 def _retire_before_fork() -> None:
-    for ring in list(_live_rings):
+    for ring in _live_rings:
         ring.retire()
 
 
