@@ -4,9 +4,6 @@ Data path: channel -> [task_runner: fetch -> collate -> ring slot] -> channel.
 
 `TaskRunner` holds a worker's state: its copy of the dataset, its ring, its process-global random numbers. How frames
 are waited for is decided in `worker.py`.
-
-`save_rng_state` and `restore_rng_state` hand the state of the process-global generators from a worker that leaves to
-its replacement, in torch mode: in seeded mode random numbers belong to samples. A worker that is killed saves nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +12,11 @@ import contextlib
 import inspect
 import os
 import pickle
-import random
 import warnings
 from collections.abc import Callable
 from time import perf_counter, process_time
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import collate as torch_collate
@@ -47,9 +42,10 @@ from asyncloader.workers.memory.collate import Collator, use_private_memory
 from asyncloader.workers.memory.ring import WorkerRing
 from asyncloader.workers.memory_use import PrivateMemory
 from asyncloader.workers.processor_use import ProcessorUse
+from asyncloader.workers.rng_state import restore_rng_state, save_rng_state
 from asyncloader.workers.stderr_capture import captured_stderr
 
-__all__ = ["LateSetup", "TaskRunner", "restore_rng_state", "save_rng_state"]
+__all__ = ["LateSetup", "TaskRunner"]
 
 _LOOK_S = 0.02  # between two looks at how much CPU time was used: one takes 5 us
 
@@ -79,7 +75,7 @@ class TaskRunner:
 
     An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__aenter__`, `__iter__`) is kept and
     answers every task of the epoch; torch answers the first one so. With persistent workers the next epoch tries
-    `__aenter__` and `__iter__` again.
+    `worker_init_fn`, `__aenter__` and `__iter__` again: it never reads in a worker that is not set up.
     """
 
     def __init__(
@@ -119,6 +115,7 @@ class TaskRunner:
         self._suspect: int | None = None  # file for the next task's standard error
         self._private_memory: PrivateMemory | None = None
         self._memory_limit = 0
+        self._initialized = False  # `worker_init_fn` has returned
         self._worked = False  # a task was carried out: the worker may leave from now on
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
@@ -208,12 +205,18 @@ class TaskRunner:
         )
         install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
         self.asynchronous = reader.asynchronous
-        self._context = self._make_context(self._call_init(setup.worker_init_fn))
+        self._initialize(setup)
         reader.begin(start)
         if setup.rng_state:
             restore_rng_state(setup.rng_state)
         if setup.memory_limit is not None:
             self._memory_limit, self._private_memory = setup.memory_limit, PrivateMemory()
+
+    def _initialize(self, setup: WorkerSetup) -> None:
+        """Call `worker_init_fn`."""
+        self._initialized = False
+        self._context = self._make_context(self._call_init(setup.worker_init_fn))
+        self._initialized = True
 
     def _call_init(self, init: Callable[[int], Any] | None) -> Any:
         if init is None:
@@ -307,6 +310,8 @@ class TaskRunner:
         self._start_error = None
         start = self._dialect.load_start(payload)
         try:
+            if not self._initialized or (self._context is not None and self._context.uninitialized):
+                self._initialize(self._setup)  # it raised; no epoch is read without it
             reader.dataset = self._reseed_datapipe(reader.dataset, start.shared_seed)
             reader.begin(start)
         except Exception as error:
@@ -481,16 +486,3 @@ def _write_oneoff(encoded: Encoded) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def save_rng_state() -> bytes:
-    """Return the pickled states of the process-global generators of `random`, numpy and torch."""
-    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()), 5)
-
-
-def restore_rng_state(saved: bytes) -> None:
-    """Set the process-global generators to states that `save_rng_state` returned in another worker."""
-    ours, numpys, torchs = pickle.loads(saved)
-    random.setstate(ours)
-    np.random.set_state(numpys)
-    torch.set_rng_state(torch.frombuffer(bytearray(torchs), dtype=torch.uint8))

@@ -4,12 +4,14 @@ first `next()`, as torch.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from asyncloader import DataLoader, StatefulDataLoader
+from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
+from tests.integration.running import BOTH, run_async
 from tests.pairwise import quickly
 
 METHODS = pytest.mark.parametrize("method", quickly(["fork", "spawn", "forkserver"], "fork", "forkserver"))
@@ -71,3 +73,73 @@ def test_persistent_workers_begin_each_epoch_so() -> None:
         iter(loader)
     assert len(list(loader)) == 2
     loader.close()
+
+
+class Initialized(Dataset[Any]):
+    """A sample tells its worker's attempt at `worker_init_fn` that succeeded."""
+
+    attempts = 0
+    attempt = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.attempt
+
+
+class AwaitedInitialized(Initialized):
+    """The same, awaited."""
+
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return self.attempt
+
+
+def succeeds_at_third(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.attempts += 1
+    if info.dataset.attempts < 3:
+        raise Refused(f"worker {worker}, attempt {info.dataset.attempts}")
+    info.dataset.attempt = info.dataset.attempts
+
+
+async def succeeds_at_third_later(worker: int) -> None:
+    succeeds_at_third(worker)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "init"),
+    [
+        (Initialized(), succeeds_at_third),
+        (AwaitedInitialized(), succeeds_at_third),
+        (AwaitedInitialized(), succeeds_at_third_later),
+    ],
+)
+@pytest.mark.parametrize("kind", BOTH)
+def test_persistent_workers_do_not_go_on_uninitialized(kind: str, dataset: Any, init: Any) -> None:
+    """The next epoch calls `worker_init_fn` again, until it returns; and then no more. (torch goes on without.)"""
+    options: dict[str, Any] = {"num_workers": 1, "worker_init_fn": init, "persistent_workers": True}
+
+    async def load() -> list[Any]:
+        found: list[Any] = []
+        async with AsyncDataLoader[Any](dataset, **options) as loader:
+            for _ in range(4):
+                try:
+                    found.append([int(batch) async for batch in loader])
+                except Refused as error:
+                    found.append(str(error))
+        return found
+
+    def load_sync() -> list[Any]:
+        found: list[Any] = []
+        with DataLoader[Any](dataset, **options) as loader:
+            for _ in range(4):
+                try:
+                    found.append([int(batch) for batch in loader])
+                except Refused as error:
+                    found.append(str(error))
+        return found
+
+    found = load_sync() if kind == "sync" else run_async(load())
+    assert [re.findall(r"Refused: worker 0, attempt (\d)", text) for text in found[:2]] == [["1"], ["2"]]
+    assert found[2:] == [[3, 3, 3, 3]] * 2

@@ -85,6 +85,11 @@ class DatasetContext:
         """Whether there is anything to await."""
         return bool(self._managers) or self._before is not None
 
+    @property
+    def uninitialized(self) -> bool:
+        """Whether `before` raised. Entering raises the same again."""
+        return isinstance(self._before, _Failed)
+
     async def open(self) -> None:
         """Enter the context, once. If that failed, the next call tries again. Several tasks may wait here, and go on in
         the order in which they came.
