@@ -143,7 +143,7 @@ class EpochConfig:
             "ring_bytes": optional_size("ring_bytes", ours.ring_bytes),
             "worker_memory_limit": optional_size("worker_memory_limit", ours.worker_memory_limit),
             "max_restarts": max_restarts(ours.max_worker_restarts, seeded=seeded),
-            "loss": "" if seeded else getattr(dataset, "_asyncloader_loss", _LOSS),
+            "loss": "" if seeded else getattr(dataset, "__dict__", {}).get("_asyncloader_loss", _LOSS),
         }
         as_given = {
             field.name: getattr(ours if field.name in _OURS else loader, field.name)

@@ -68,6 +68,7 @@ PURE = {
         "workers.fetch.dataset_marks",
         "workers.fetch.dataset_state",
         "workers.fetch.error_notes",
+        "workers.fetch.mocks",
         "workers.fetch.sample_errors",
         "workers.fetch.seeding",
         "workers.fetch.setup",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncloader.workers.fetch.dataset_marks import set_dataset_epoch
+from asyncloader.workers.fetch.mocks import has_method
 
 __all__ = ["EpochClock"]
 
@@ -28,7 +29,7 @@ class EpochClock:
     def __init__(self, samplers: list[Any], dataset: Any, *, seeded: bool) -> None:
         each = {id(sampler): sampler for sampler in samplers}.values()  # one sampler may have two names
         self._samplers = [sampler for sampler in each if callable(getattr(sampler, "set_epoch", None))]
-        self._dataset = dataset if callable(getattr(dataset, "set_epoch", None)) else None
+        self._dataset = dataset if has_method(dataset, "set_epoch") else None
         self._seeded = seeded
         self._count = 0
         self.restored = 0

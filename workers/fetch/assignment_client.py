@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 
@@ -27,7 +28,7 @@ __all__ = [
 
 def assigns_shards(dataset: Any) -> bool:
     """Return whether the main process assigns the dataset's shards to the workers."""
-    return callable(getattr(dataset, "open_worker_stream", None))
+    return has_method(dataset, "open_worker_stream")
 
 
 class AssignmentReply(NamedTuple):

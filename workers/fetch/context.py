@@ -19,6 +19,8 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
+from asyncloader.workers.fetch.mocks import has_special_method
+
 __all__ = [
     "EXIT_SECONDS",
     "DatasetContext",
@@ -45,8 +47,7 @@ def context_managers(dataset: Any) -> list[Any]:
 
 
 def _collect(dataset: Any, found: list[Any]) -> None:
-    kind = type(dataset)
-    if hasattr(kind, "__aenter__") and hasattr(kind, "__aexit__"):
+    if has_special_method(dataset, "__aenter__") and has_special_method(dataset, "__aexit__"):
         if all(dataset is not other for other in found):
             found.append(dataset)
     elif isinstance(dataset, Subset):

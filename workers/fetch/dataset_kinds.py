@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
+from asyncloader.workers.fetch.mocks import has_special_method
+
 __all__ = ["fetches_batches", "fetches_samples", "is_async_dataset", "is_async_stream", "is_concurrent"]
 
 
@@ -20,11 +22,10 @@ def is_async_dataset(dataset: Any) -> bool:
     one with `__aenter__`. A plain method counts as asynchronous if it is annotated to return an awaitable or wraps a
     coroutine function (`functools.wraps`); otherwise that cannot be known before it is called.
     """
-    kind = type(dataset)
-    if hasattr(kind, "__aiter__") or hasattr(kind, "__aenter__"):
+    if has_special_method(dataset, "__aiter__") or has_special_method(dataset, "__aenter__"):
         return True
     for name in ("__getitem__", "__getitems__"):
-        if _is_awaited(getattr(kind, name, None)):
+        if _is_awaited(getattr(type(dataset), name, None)):
             return True
     if isinstance(dataset, Subset):
         return is_async_dataset(dataset.dataset)
@@ -57,8 +58,9 @@ def is_concurrent(dataset: Any, fetch_threads: int) -> bool:
 
 def is_async_stream(dataset: Any) -> bool:
     """Whether it is an asynchronous iterable; torch, which does not know `__aiter__`, takes it for a map dataset."""
-    kind = type(dataset)
-    return hasattr(kind, "__aiter__") and not hasattr(kind, "__getitem__") and not isinstance(dataset, IterableDataset)
+    if not has_special_method(dataset, "__aiter__") or isinstance(dataset, IterableDataset):
+        return False
+    return not has_special_method(dataset, "__getitem__")
 
 
 def fetches_batches(dataset: Any) -> bool:

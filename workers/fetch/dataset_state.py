@@ -14,6 +14,8 @@ from __future__ import annotations
 import pickle
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from asyncloader.workers.fetch.mocks import has_method
+
 __all__ = ["Bookmark", "Cursor", "Stateful", "is_stateful"]
 
 
@@ -35,7 +37,7 @@ class Stateful(Protocol):
 
 def is_stateful(thing: Any) -> bool:
     """Whether the object is `Stateful`; cheaper than `isinstance`."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+    return has_method(thing, "state_dict") and has_method(thing, "load_state_dict")
 
 
 class Cursor(NamedTuple):

@@ -28,6 +28,7 @@ from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
+from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, SampleSeeder, global_generators_kept
@@ -151,9 +152,8 @@ class Reader:
         setup, cursor = self._setup, start.cursor
         self._bookmark = Bookmark(self.dataset, self._every)
         seeding = self._seeding(start.epoch)
-        set_epoch = getattr(self.dataset, "set_epoch", None)
-        if start.epoch_set and callable(set_epoch):  # `set_epoch` was called on the consumer's copy only
-            set_epoch(start.epoch)
+        if start.epoch_set and has_method(self.dataset, "set_epoch"):  # it was called on the consumer's copy only
+            self.dataset.set_epoch(start.epoch)
         if start.message:
             self.dataset._asyncloader_begin_epoch(start.message)
         if seeding is not None and setup.iterable:
