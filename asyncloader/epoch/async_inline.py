@@ -31,6 +31,7 @@ from asyncloader.ranks.agreement import Agreement, in_daemon
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.tracebacks import hide_our_frames
 
@@ -57,6 +58,8 @@ class AsyncInlineIterator(Generic[B_co]):
         self._place = FetchPlace(
             use_current_device() if uses_device else None, movable=not waits, iterable=progress.config.iterable
         )
+        # Whether the dataset's code is called in threads, rather than awaited.
+        self._in_threads = not is_async_dataset(epoch.reader.dataset)
         self._owner = os.getpid()
         self._lock = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
         self._pending: asyncio.Future[tuple[Any, Any, bytes]] | None = None
@@ -106,6 +109,8 @@ class AsyncInlineIterator(Generic[B_co]):
             if isinstance(error, TooManySkippedSamples) and self._epoch.over:
                 self._end("")
                 self._close_soon()
+            if self._in_threads:
+                self._place.note(error)
             hide_our_frames(error)
             raise
         self._torch_iter._num_yielded += 1

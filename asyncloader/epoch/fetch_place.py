@@ -58,6 +58,11 @@ _NOTE: Final = (
     "without workers AsyncDataLoader calls a blocking dataset in a thread, or on the event loop while its batches take "
     "little time. A handle that belongs to one thread needs {}"
 )
+_MAIN_NOTE: Final = (
+    "without workers AsyncDataLoader calls a blocking dataset in a thread. What belongs to the main thread, as signal "
+    "handlers and a connection that was made in __init__, needs DataLoader with `for`, or num_workers=1"
+)
+_OPEN_LATE: Final = "; or make it with the first sample, with concurrency=1, which keeps to one thread"
 
 
 class FetchPlace:
@@ -80,7 +85,7 @@ class FetchPlace:
         self._moved = False  # whether it was called on the loop, ever
         self._due = self._all_due = _FIRST_DUE  # cheap batches in a row that the thread must still make
         keeps = "DataLoader with `for`, or num_workers=1" if iterable else "concurrency=1, which keeps to one thread"
-        self._note = _NOTE.format(keeps)
+        self._notes = _MAIN_NOTE + ("" if iterable else _OPEN_LATE), _NOTE.format(keeps)
 
     @property
     def here(self) -> bool:
@@ -147,11 +152,12 @@ class FetchPlace:
             raise
         except StopAsyncIteration as error:  # not how a blocking dataset ends
             raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
-        except Exception as error:
-            with suppress(Exception):  # an error's own text may fail
-                if self._moved and "thread" in str(error):  # as in sqlite3's
-                    add_note(error, self._note)
-            raise
+
+    def note(self, error: Exception) -> None:
+        """Note on an error that the dataset was called in another thread than it expects, if its text is about that."""
+        with suppress(Exception):  # an error's own text may fail
+            if "thread" in str(error):  # as in those of sqlite3 and signal
+                add_note(error, self._notes[self._moved])
 
     def close_soon(self) -> None:
         """Let the thread end after its current call. Does not wait."""

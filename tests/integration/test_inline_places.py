@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import sqlite3
 import threading
 import time
@@ -171,6 +172,67 @@ class BoundStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         bound = Bound()
         yield from map(bound.__getitem__, range(100))
+
+
+class MadeInMain(Dataset[Any]):
+    """Uses what belongs to the main thread: a connection made in `__init__`, signal handlers, a thread's own values."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.connection = sqlite3.connect(":memory:")
+        self.local = threading.local()
+        self.local.value = 1
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        if self.what == "connection":
+            self.connection.execute("select 1")
+        elif self.what == "signal":
+            signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+        else:
+            assert self.local.value
+        return index
+
+
+class MadeInMainStream(IterableDataset[Any]):
+    def __init__(self, what: str) -> None:
+        self.samples = MadeInMain(what)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from map(self.samples.__getitem__, range(2))
+
+
+@pytest.mark.parametrize("what", ["connection", "signal", "local"])
+@pytest.mark.parametrize("make", [MadeInMain, MadeInMainStream])
+def test_errors_of_what_belongs_to_the_main_thread_say_what_to_do(make: Any, what: str) -> None:
+    """The first batch fails, in the thread; the last note names what helps, and it does."""
+    every: list[dict[str, Any]] = [{}, {"concurrency": 1}, {"concurrency": 4}]
+    for options in every if make is MadeInMain else every[:1]:
+        with pytest.raises((sqlite3.ProgrammingError, ValueError, AttributeError), match="thread") as caught:
+            read(make(what), **options)
+        advice = caught.value.__notes__[-1]
+        assert "needs DataLoader with `for`, or num_workers=1" in advice
+        assert ("make it with the first sample" in advice) == (make is MadeInMain)
+        assert caught.value.__notes__.count(advice) == 1
+    assert len(read(make(what), "sync")) == 2
+    assert len(read(make(what), num_workers=1, multiprocessing_context="fork")) == 2
+
+
+def test_errors_of_the_users_own_threads_have_no_such_note() -> None:
+    """An async dataset is awaited in the loop's thread, which is the user's."""
+    with pytest.raises(RuntimeError, match="no thread") as caught:
+        read(Awaited())
+    assert not [note for note in caught.value.__notes__ if "AsyncDataLoader" in note]
+
+
+class Awaited(Dataset[Any]):
+    def __len__(self) -> int:
+        return 1
+
+    async def __getitem__(self, index: int) -> int:
+        raise RuntimeError("no thread")
 
 
 def test_errors_of_handles_that_belong_to_a_thread_say_what_to_do() -> None:
