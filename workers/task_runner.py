@@ -28,6 +28,7 @@ from asyncloader.events import bare_index
 from asyncloader.workers.dialect import PICKLE, Dialect
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
+from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.error_notes import add_note, note_collation
 from asyncloader.workers.fetch.reader import Reader
@@ -125,7 +126,7 @@ class TaskRunner:
             self._setup = setup if isinstance(setup, WorkerSetup) else setup.load()
             self._start(self._setup)
         except Exception as error:
-            self._start_error = self._dialect.dump_error(error, self.worker_id)
+            self._start_error = self._dump_start_error(error)
         if not self.opens:
             try:
                 self._send_started()
@@ -150,7 +151,7 @@ class TaskRunner:
             await self._context.open()
         except Exception as error:
             if self._start_error is None:
-                self._start_error = self._dialect.dump_error(error, self.worker_id)
+                self._start_error = self._dump_start_error(error)
 
     async def close(self) -> None:
         """Exit the dataset's context, in bounded time."""
@@ -182,8 +183,13 @@ class TaskRunner:
             try:
                 cursor = self._sent_cursor(self._reader.first_cursor())
             except Exception as error:  # the user's `state_dict`
-                self._start_error = self._dialect.dump_error(error, self.worker_id)
+                self._start_error = self._dump_start_error(error)
         self.channel_send(wire.pack_started(self._epoch, self._start_error or b"", cursor))
+
+    def _dump_start_error(self, error: Exception) -> bytes:
+        if isinstance(error, StopIteration):  # a `for` loop would take it for the end of an empty epoch
+            error = not_the_end(error, "the worker's start-up code")
+        return self._dialect.dump_error(error, self.worker_id)
 
     def _sent_cursor(self, cursor: bytes) -> bytes:
         return self._dialect.from_pickle(cursor) if cursor else b""
@@ -315,7 +321,7 @@ class TaskRunner:
             reader.dataset = self._reseed_datapipe(reader.dataset, start.shared_seed)
             reader.begin(start)
         except Exception as error:
-            self._start_error = self._dialect.dump_error(error, self.worker_id)
+            self._start_error = self._dump_start_error(error)
         self._send_started()
 
     def task(self, body: bytes) -> None:
@@ -449,17 +455,13 @@ class TaskRunner:
             cursor = self._reader.cursor() if self._reader is not None else b""
             self.channel_send(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), self._sent_cursor(cursor)))
             return
-        if self._setup_iterable() and isinstance(error, (StopIteration, StopAsyncIteration)):
+        if isinstance(error, EndOfData):
             self._ended = True
             cursor = self._reader.last_cursor() if self._reader is not None else b""
             self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), self._sent_cursor(cursor)))
             return
         payload = error.payload if isinstance(error, _StartError) else self._dialect.dump_error(error, self.worker_id)
         self.channel_send(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))
-
-    def _setup_iterable(self) -> bool:
-        setup = getattr(self, "_setup", None)  # missing if the set-up did not unpickle
-        return setup is not None and setup.iterable
 
     def channel_send(self, frame: bytes, fds: list[int] | None = None) -> None:
         """Send a frame; waits while the socket is full."""

@@ -31,6 +31,7 @@ from asyncloader.ranks.agreement import Agreement, in_daemon
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled
+from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.tracebacks import hide_our_frames
@@ -100,11 +101,12 @@ class AsyncInlineIterator(Generic[B_co]):
                     self._place.turned()
                 if batch is not NO_BATCH:
                     break
-        except StopIteration:  # of `step`
+        except EndOfData:
             self._end("")
             raise StopAsyncIteration from None
-        except StopAsyncIteration:
-            raise
+        except StopAsyncIteration as stop:  # of a plain sampler, or of code that is awaited
+            hide_our_frames(stop)
+            raise not_the_end(stop, "the dataset's or sampler's code") from stop
         except Exception as error:
             if isinstance(error, TooManySkippedSamples) and self._epoch.over:
                 self._end("")
@@ -128,7 +130,7 @@ class AsyncInlineIterator(Generic[B_co]):
 
     async def _one(self) -> Any:
         if self._ended is not None:
-            raise StopAsyncIteration if not self._ended else LoaderClosed(self._ended)
+            raise LoaderClosed(self._ended) if self._ended else EndOfData
         begin = perf_counter()
         epoch = self._epoch
         epoch.statistics.waiting_since = begin
@@ -149,7 +151,7 @@ class AsyncInlineIterator(Generic[B_co]):
             if pending.cancelled() and self._ended is not None:
                 raise LoaderClosed(self._ended) from None  # closed by another task
             raise
-        except StopAsyncIteration:
+        except EndOfData:
             self._end("")
             epoch.finish()
             raise
@@ -169,7 +171,7 @@ class AsyncInlineIterator(Generic[B_co]):
         agreement = self._epoch.agreement
         try:
             return await self._agreed_next()
-        except StopAsyncIteration:
+        except EndOfData:
             if agreement is not None:
                 await in_daemon(agreement.end)
             await self._close_reader()
@@ -190,7 +192,7 @@ class AsyncInlineIterator(Generic[B_co]):
             return NO_BATCH, None, epoch.reader.cursor()
         cursor = epoch.reader.cursor()
         if epoch.agreement is not None and not await self._agreed(epoch.agreement):
-            raise StopAsyncIteration
+            raise EndOfData
         if epoch.transfer is not None:
             batch = await self._place.in_thread(epoch.start_transfer, batch)
         elif epoch.pins:

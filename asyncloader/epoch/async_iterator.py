@@ -52,6 +52,7 @@ from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options import B_co
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import SkippedSampleLog, Statistics
+from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
@@ -247,8 +248,11 @@ class AsyncLoaderIterator(Generic[B_co]):
                         await self._wait()
                     finally:
                         self._statistics.waiting_since = None
-        except StopAsyncIteration:
-            raise
+        except EndOfData:
+            raise StopAsyncIteration from None
+        except (StopIteration, StopAsyncIteration) as stop:  # from a worker, or of a plain sampler
+            hide_our_frames(stop)
+            raise not_the_end(stop, "the dataset's or sampler's code") from stop
         except Exception as error:
             if isinstance(error, TooManySkippedSamples):
                 self._ended = str(error)  # for the next call, if this one is cancelled now
@@ -262,8 +266,6 @@ class AsyncLoaderIterator(Generic[B_co]):
             raise LoaderClosed("this iterator was closed")
         try:
             batch = self._consumer.deliver(item, waited, self._pipeline.advance, opened)
-        except StopAsyncIteration as error:  # from a worker: here it would look like the end of the epoch
-            raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
         finally:
             delivery = self._consumer.delivery
             delivery.item = delivery.batch = delivery.error = None
@@ -277,7 +279,7 @@ class AsyncLoaderIterator(Generic[B_co]):
     async def _wait(self) -> None:
         """Wait until there may be an item, or raise if there will be none."""
         if self._ended is not None:
-            raise StopAsyncIteration if not self._ended else LoaderClosed(self._ended)
+            raise LoaderClosed(self._ended) if self._ended else EndOfData
         pipeline = self._pipeline
         if pipeline is None:
             await self._ensure_started()
@@ -302,7 +304,7 @@ class AsyncLoaderIterator(Generic[B_co]):
             self._progress.finish()
             await self.aclose()
             self._consumer.drain_notices()
-            return StopAsyncIteration()
+            return EndOfData()
         assert isinstance(item, Fail)
         self._ended = ""  # raised once; a caller that ignores it gets a normal end next
         await self.aclose()

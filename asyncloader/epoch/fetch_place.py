@@ -28,6 +28,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.error_notes import add_note
 
 __all__ = ["HOLD_SECONDS", "FetchPlace"]
@@ -123,7 +124,7 @@ class FetchPlace:
         return work < HOLD_SECONDS and _waits() == self._waits_then
 
     def fetch_in_thread(self, fetch: _Fetch, index: Any, records: Any) -> Awaitable[Any]:
-        """As `fetch_here`, in the thread. The end of a stream is StopAsyncIteration."""
+        """As `fetch_here`, in the thread."""
         return self.in_thread(partial(self._fetch, fetch, index), records)
 
     def in_thread(self, function: Callable[[Any], Any], argument: Any) -> Awaitable[Any]:
@@ -134,8 +135,6 @@ class FetchPlace:
         waits, begin = _waits(), thread_time()
         try:
             return self._call(fetch, index, records)
-        except StopIteration:
-            raise StopAsyncIteration from None  # a future cannot carry StopIteration
         finally:
             cheap = thread_time() - begin < HOLD_SECONDS
             if waits != _waits():
@@ -148,10 +147,11 @@ class FetchPlace:
     def _call(self, fetch: _Fetch, index: Any, records: Any) -> Any:
         try:
             return self._context.run(fetch, index, records)
-        except StopIteration:
+        except EndOfData:
             raise
-        except StopAsyncIteration as error:  # not how a blocking dataset ends
-            raise RuntimeError("the dataset's code raised StopAsyncIteration") from error
+        except (StopIteration, StopAsyncIteration) as error:
+            # A future cannot carry the first, and ``async for`` would take the second for the end of the epoch.
+            raise not_the_end(error, "the dataset's code") from error
 
     def note(self, error: Exception) -> None:
         """Note on an error that the dataset was called in another thread than it expects, if its text is about that."""

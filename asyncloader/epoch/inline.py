@@ -37,6 +37,7 @@ from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import SkippedSampleLog, Statistics
 from asyncloader.workers.fetch.context import DatasetContext
+from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
@@ -127,30 +128,30 @@ class InlineEpoch:
     # -------------------------------------------------------------------------------------------- indices
 
     def next_index(self) -> Any:
-        """Advance a plain sampler. StopIteration at its end."""
+        """Advance a plain sampler. `EndOfData` at its end."""
         torch_iter = self._base()
         if torch_iter.order is None:  # an iterable dataset's index only says how many samples
-            return torch_iter.pull()[1]
+            return _pulled(torch_iter)[1]
         return self._pull(torch_iter, self._tasks)
 
     def _pull(self, torch_iter: TorchIterator, task: int) -> Any:
         began = perf_counter()
-        step, index = torch_iter.pull()
+        step, index = _pulled(torch_iter)
         self._recorder.time("sampler", perf_counter() - began)
         self.progress.pulled(task, step)
         return index
 
     async def next_index_async(self) -> Any:
-        """Advance the sampler, which may be async. StopAsyncIteration at its end."""
+        """Advance the sampler, which may be async. `EndOfData` at its end."""
         if self.source is None:
-            try:
-                return self.next_index()
-            except StopIteration:
-                raise StopAsyncIteration from None
+            return self.next_index()
         if self._indices is None:
             self._indices = self.source.reading(self.progress)
         began = perf_counter()
-        index = await anext(self._indices)
+        try:
+            index = await anext(self._indices)
+        except StopAsyncIteration:
+            raise EndOfData from None
         self._recorder.time("sampler", perf_counter() - began)
         return index
 
@@ -164,7 +165,7 @@ class InlineEpoch:
             task, self._given = self._given, self._given + 1
             try:
                 ahead.append(self._pull(torch_iter, task))
-            except StopIteration:
+            except EndOfData:
                 break
             except Exception as error:  # raised after the batches that were started before
                 ahead.append(_SamplerFailure(error))
@@ -196,7 +197,7 @@ class InlineEpoch:
             The batch; `NO_BATCH` if all of its samples were dropped.
 
         Raises:
-            StopIteration: the epoch has ended.
+            EndOfData: the epoch has ended.
         """
         records: list[SkippedSample] = []
         statistics = self.statistics
@@ -207,7 +208,7 @@ class InlineEpoch:
             else:
                 index, batch = self._sampled(fetch, records, begin)
             if self.agreement is not None and not self.agreement.batch():
-                raise StopIteration
+                raise EndOfData
             cursor = self.reader.cursor()
             if self.transfer is not None:
                 batch = self.transfer.take(self.start_transfer(batch))
@@ -215,7 +216,7 @@ class InlineEpoch:
                 batch = self.pinned(batch)
         except NoSamples:
             return self.dropped(self.reader.cursor(), records)
-        except StopIteration:
+        except EndOfData:
             if self.agreement is not None:
                 self.agreement.end()
             self.finish()
@@ -323,6 +324,13 @@ class InlineEpoch:
         indices, self._indices = self._indices, None
         if isinstance(indices, AsyncGenerator):
             await indices.aclose()
+
+
+def _pulled(torch_iter: TorchIterator) -> tuple[int | None, Any]:
+    try:
+        return torch_iter.pull()
+    except StopIteration:
+        raise EndOfData from None
 
 
 async def close_reader(

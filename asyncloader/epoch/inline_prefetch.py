@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from asyncloader.workers.fetch.context import DatasetContext
+from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.ring_manager import CREDIT_BYTES
@@ -99,16 +100,19 @@ class BatchPrefetcher:
         """The next batch, with its index. Adds to `records` those of its bad samples, also if this raises.
 
         Raises:
-            StopAsyncIteration: nothing was started.
+            EndOfData: nothing was started.
             Exception: the batch's.
         """
         if not self._entries:
-            raise StopAsyncIteration
+            raise EndOfData
         entry = self._entries[0]
         assert entry.samples is not None
         try:
             samples = await entry.samples
-            return entry.index, self._reader.collated(entry.index, samples)
+            try:
+                return entry.index, self._reader.collated(entry.index, samples)
+            except StopIteration as stop:  # a coroutine cannot raise it
+                raise not_the_end(stop, "collate_fn") from stop
         finally:
             records += entry.records
             if self._entries and self._entries[0] is entry:

@@ -34,6 +34,7 @@ from asyncloader.options import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
+from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.live_objects import LiveObjects
@@ -96,7 +97,10 @@ class SyncInlineIterator(CountedNext):
         fetch = self._fetch_on_bridge if self._uses_loop else self._fetch_here
         with recording(epoch.statistics.recorder):
             while not epoch.over:
-                batch = epoch.step(fetch, begin)
+                try:
+                    batch = epoch.step(fetch, begin)
+                except EndOfData:
+                    break
                 if batch is not NO_BATCH:
                     return batch
         raise StopIteration
@@ -107,14 +111,14 @@ class SyncInlineIterator(CountedNext):
 
     def _fetch_on_bridge(self, records: list[SkippedSample]) -> tuple[Any, Any]:
         if self._bridge is None:
-            raise StopIteration
+            raise EndOfData
         epoch = self._epoch
         ahead = [] if epoch.prefetcher is None else epoch.indices_ahead(epoch.prefetcher)
         try:
             return self._bridge.run(_fetch(epoch, ahead, records))
-        except StopAsyncIteration:
+        except EndOfData:
             self._release()
-            raise StopIteration from None
+            raise
 
     def _release(self) -> None:
         bridge, self._bridge = self._bridge, None

@@ -18,6 +18,7 @@ from contextvars import Context
 from time import perf_counter
 from typing import Any
 
+from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.threads import JobThreads
 
 __all__ = ["Decoder", "check_decode"]
@@ -66,8 +67,8 @@ class Decoder:
         began = perf_counter()
         try:
             return self.function(sample)
-        except (StopIteration, StopAsyncIteration) as error:  # it would look like the end of the dataset
-            raise RuntimeError(f"decode raised {type(error).__name__}") from error
+        except (StopIteration, StopAsyncIteration) as error:
+            raise not_the_end(error, "decode") from error
         finally:
             self.seconds += perf_counter() - began
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context, copy_context
 from typing import Any
 
+from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.error_notes import add_note, describe_batch
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest
@@ -245,10 +246,8 @@ class _Batch:
             if not self.over:
                 self.fail(task, RuntimeError("the sample's code cancelled itself, or let what it awaited be cancelled"))
         elif (error := task.exception()) is not None and not self.over:
-            if isinstance(error, StopAsyncIteration):  # it would look like the end of the epoch
-                wrapped = RuntimeError("the sample's code raised StopAsyncIteration")
-                wrapped.__cause__ = error
-                error = wrapped
+            if isinstance(error, StopAsyncIteration):  # ``async for`` would take it for the end of the epoch
+                error = not_the_end(error, "the sample's code")
             self.fail(task, error)
         if not self.running and len(self.tasks) >= self.count and not self.done.done():
             self.done.set_result(None)

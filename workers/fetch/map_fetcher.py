@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from asyncloader.errors import is_about_sample
+from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
 from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample, note_collation
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
@@ -69,7 +70,11 @@ class MapFetcher:
 
     async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
         """As `fetch`, for asynchronous datasets and threads. Several calls may be in progress at a time."""
-        return self.collated(index, await self.samples(index, records))
+        samples = await self.samples(index, records)
+        try:
+            return self.collated(index, samples)
+        except StopIteration as stop:  # a coroutine cannot raise it
+            raise not_the_end(stop, "collate_fn") from stop
 
     async def samples(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
         """Return what `collated` makes the batch of.

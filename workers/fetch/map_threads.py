@@ -19,6 +19,7 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
+from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.error_notes import add_note, describe_batch
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
@@ -194,10 +195,8 @@ class _Batch:
             return
         self._over = True
         self.failed = item
-        # SystemExit in a thread must not end the process; Stop(Async)Iteration would look like the end of the epoch.
+        # SystemExit in a thread must not end the process; a coroutine cannot raise StopIteration.
         if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
-            wrapped = RuntimeError(f"the sample's code raised {type(error).__name__}")
-            wrapped.__cause__ = error
-            error = wrapped
+            error = not_the_end(error, "the sample's code")
         self._error = error
         self._done.set_result(None)

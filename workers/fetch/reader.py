@@ -22,6 +22,7 @@ from asyncloader.errors import StateError
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
 from asyncloader.workers.fetch.async_stack import awaited_view
 from asyncloader.workers.fetch.context import DatasetContext
+from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
 from asyncloader.workers.fetch.dataset_state import Bookmark
 from asyncloader.workers.fetch.decoding import Decoder
@@ -242,7 +243,7 @@ class Reader:
         collate, fetcher.collate_fn = fetcher.collate_fn, _no_collate
         try:
             yield range(start.skip)
-        except (StopIteration, StopAsyncIteration):
+        except EndOfData:
             begun = 0 if start.cursor is None else start.cursor.batches
             raise StateError(
                 f"the dataset's stream ended after {self._bookmark.batches} batches, but {begun + start.skip} had been "
@@ -261,7 +262,7 @@ class Reader:
             records: gets those of this batch's samples that raised, however the call ends; only with a policy.
 
         Raises:
-            StopIteration: the stream has ended. Never with records.
+            EndOfData: the stream has ended. Never with records.
             NoSamples: all samples of the batch were dropped. Take the cursor as after a batch.
         """
         if self._setup.iterable:
@@ -276,7 +277,7 @@ class Reader:
         return batch
 
     async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
-        """As `fetch`, for an asynchronous dataset. StopAsyncIteration at its end."""
+        """As `fetch`, for an asynchronous dataset."""
         if not self._setup.iterable:
             if not self._ready:
                 async with self._lock:
@@ -399,7 +400,7 @@ def _same_errors(start: EpochStart) -> Generator[None]:
         yield
     except NoSamples:
         pass  # it counted as a batch
-    except (StopIteration, StopAsyncIteration):
+    except EndOfData:
         raise
     except Exception:
         if start.made is None:

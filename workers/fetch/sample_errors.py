@@ -95,8 +95,8 @@ class ErrorPolicy(NamedTuple):
 class NoSamples(Exception):
     """Every sample of a batch was dropped: there is no batch, but the task counts as done.
 
-    The caller takes a cursor as after a batch. At the end of a stream this is raised before the StopIteration if there
-    are records, so that a StopIteration never has any.
+    The caller takes a cursor as after a batch. At the end of a stream this is raised before `EndOfData` if there are
+    records, so that the end never has any.
     """
 
 

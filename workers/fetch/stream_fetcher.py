@@ -22,9 +22,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.errors import is_about_sample
+from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
@@ -77,11 +79,11 @@ class StreamFetcher:
             records: gets the samples that raised.
 
         Raises:
-            StopIteration: the stream has ended.
+            EndOfData: the stream has ended.
             NoSamples: all samples of the batch were dropped.
         """
         if self.ended:
-            raise StopIteration
+            raise EndOfData
         first = self.samples
         data: Any
         if self._torch:
@@ -90,38 +92,42 @@ class StreamFetcher:
             size = 1 if index is None or not self._auto_collation else len(index)
             samples = run_blocking(self._batch(size, [] if records is None else records))
             if samples is None:
-                raise StopIteration
+                raise EndOfData
             data = samples if self._auto_collation else samples[0]
-        try:
-            return self.collate_fn(data)
-        except Exception as error:
-            note_stream_collation(error, first, self.samples, self._maker.worker)
-            raise
+        return self._collated(self.collate_fn, first, data)
 
     async def fetch_async(self, index: Sequence[Any] | None, records: list[SkippedSample] | None = None) -> Any:
         """As `fetch`, for asynchronous streams. A lock has several calls read one at a time, in their order.
 
         Raises:
-            StopAsyncIteration: the stream has ended.
+            EndOfData: the stream has ended.
             NoSamples: all samples of the batch were dropped.
         """
         async with self._lock:
             if self.ended:
-                raise StopAsyncIteration
+                raise EndOfData
             first = self.samples
             size = 1 if index is None or not self._auto_collation else len(index)
             samples = await self._batch(size, [] if records is None else records)
             if samples is None:
-                raise StopAsyncIteration
+                raise EndOfData
             data = samples if self._auto_collation else samples[0]
             seeding = self._maker.seeding
-            try:
-                if seeding is None:
-                    return self.collate_fn(data)
-                return seeding.collated(self.collate_fn, self.samples, data)  # by the next sample's number
-            except Exception as error:
-                note_stream_collation(error, first, self.samples, self._maker.worker)
-                raise
+            if seeding is None:
+                return self._collated(self.collate_fn, first, data)
+            # Seeded by the next sample's number.
+            return self._collated(partial(seeding.collated, self.collate_fn, self.samples), first, data)
+
+    def _collated(self, collate: Callable[[Any], Any], first: int, data: Any) -> Any:
+        """Collate the samples from number `first` on."""
+        try:
+            return collate(data)
+        except StopIteration as stop:  # a `for` loop would take it for the stream's end
+            note_stream_collation(stop, first, self.samples, self._maker.worker)
+            raise not_the_end(stop, "collate_fn") from stop
+        except Exception as error:
+            note_stream_collation(error, first, self.samples, self._maker.worker)
+            raise
 
     def _torch_samples(self, index: Any) -> Any:
         """Return the samples as torch's fetcher gets them: neither seed, nor decoding, nor error policy."""
@@ -138,7 +144,7 @@ class StreamFetcher:
             raise
         self.samples += len(data)
         if not data or (self._drop_last and len(data) < len(index)):
-            raise StopIteration
+            raise EndOfData
         return data if self._auto_collation else data[0]
 
     async def _batch(self, size: int, records: list[SkippedSample]) -> list[Any] | None:

@@ -19,6 +19,8 @@ from contextvars import Context, copy_context
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from asyncloader.workers.fetch.data_end import not_the_end
+
 __all__ = ["JobThreads"]
 
 _Job = Callable[[], None]
@@ -155,10 +157,6 @@ def _done(future: asyncio.Future[Any], result: Any) -> None:
 def _failed(future: asyncio.Future[Any], error: BaseException) -> None:
     if future.done():
         return
-    if isinstance(
-        error, StopIteration | StopAsyncIteration
-    ):  # a future cannot hold it; and it would look like the end of a stream
-        wrapped = RuntimeError(f"a call in a thread raised {type(error).__name__}")
-        wrapped.__cause__ = error
-        error = wrapped
+    if isinstance(error, (StopIteration, StopAsyncIteration)):  # a future cannot hold the first
+        error = not_the_end(error, "a call in a thread")
     future.set_exception(error)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import sample_rng
@@ -159,13 +160,10 @@ def reader(dataset: Any, policy: ErrorPolicy | None = None, **changes: Any) -> R
 
 
 async def fetch(one: Reader, index: Any = None, bad: list[SkippedSample] | None = None) -> Any:
-    """Blocking or not. The end of a stream is StopAsyncIteration."""
+    """Blocking or not."""
     if one.asynchronous:
         return await one.fetch_async(index, bad)
-    try:
-        return one.fetch(index, bad)
-    except StopIteration:
-        raise StopAsyncIteration from None
+    return one.fetch(index, bad)
 
 
 async def rest(one: Reader, bad: list[SkippedSample] | None = None) -> list[Any]:
@@ -178,7 +176,7 @@ async def rest(one: Reader, bad: list[SkippedSample] | None = None) -> list[Any]
         except NoSamples:
             assert records
             found.append(None)
-        except StopAsyncIteration:
+        except EndOfData:
             assert records == []
             return found
         finally:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from asyncloader.errors import StateError
+from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
@@ -163,7 +164,7 @@ def batches(one: Reader, count: int = 100) -> tuple[list[Any], Cursor | None]:
     for _ in range(count):
         try:
             found.append(one.fetch(None))
-        except StopIteration:
+        except EndOfData:
             break
         data = one.cursor()
     return found, Cursor(*pickle.loads(data)) if data else None

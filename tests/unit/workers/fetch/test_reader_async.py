@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Subset
 
 from asyncloader.errors import StateError
+from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.seeding import SampleSeeder, sample_rng
@@ -130,7 +131,7 @@ async def rest_of(one: Reader) -> list[Any]:
     while True:
         try:
             found.append(await one.fetch_async(None))
-        except StopAsyncIteration:
+        except EndOfData:
             return found
 
 
@@ -217,7 +218,7 @@ async def test_tasks_of_a_stream_take_turns() -> None:
     found = await asyncio.gather(*(one.fetch_async(None) for _ in range(6)))
     assert numbers(found) == list(range(LENGTH))
     assert found == await rest_of(reader(Stream()))
-    with pytest.raises(StopAsyncIteration):
+    with pytest.raises(EndOfData):
         await one.fetch_async(None)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
@@ -89,7 +90,7 @@ async def test_a_generator_that_raised_is_no_streams_end(kind: Any, batch_size: 
     with pytest.raises(ValueError, match="bad 3") as caught:
         await fetch(one)
     assert "a generator cannot go on" in caught.value.__notes__[0]
-    with pytest.raises(StopAsyncIteration):
+    with pytest.raises(EndOfData):
         await fetch(one)
 
 
@@ -136,7 +137,7 @@ async def test_a_stream_with_bad_samples_goes_on_at_any_batch(kind: Any, every: 
     assert [len(batch) if batch else 0 for batch, _ in whole] == (
         [3, 3, 0, 3, 2] if policy is SKIP else [4, 4, 4, 4, 3]
     )
-    with pytest.raises(StopAsyncIteration):
+    with pytest.raises(EndOfData):
         await fetch(one)
     cursor, skip = None, 0
     for count, data in enumerate(cursors, 1):
@@ -149,7 +150,7 @@ async def test_a_stream_with_bad_samples_goes_on_at_any_batch(kind: Any, every: 
         again = made(EpochStart(cursor=cursor, skip=skip))
         rest_of = [await step(again) for _ in range(5 - count)]
         assert rest_of == whole[count:]
-        with pytest.raises(StopAsyncIteration):
+        with pytest.raises(EndOfData):
             await fetch(again)
 
 

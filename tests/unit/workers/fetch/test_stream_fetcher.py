@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
+from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.seeding import EpochSeeding, SampleSeeder
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
@@ -42,7 +43,7 @@ async def test_async_stream_in_batches(drop_last: bool, batches: list[list[int]]
     for batch in batches:
         assert await f.fetch_async([0, 1]) == batch
     for _ in range(2):
-        with pytest.raises(StopAsyncIteration):
+        with pytest.raises(EndOfData):
             await f.fetch_async([0, 1])
 
 
@@ -51,14 +52,14 @@ async def test_concurrent_tasks_share_a_stream_in_their_order() -> None:
     f = fetcher(AsyncStream(5))
     got = await asyncio.gather(*(f.fetch_async([0, 1]) for _ in range(4)), return_exceptions=True)
     assert got[:3] == [[0, 1], [2, 3], [4]]
-    assert isinstance(got[3], StopAsyncIteration)
+    assert isinstance(got[3], EndOfData)
 
 
 async def test_async_stream_without_batching() -> None:
     """Without automatic batching samples come one by one."""
     f = fetcher(AsyncStream(2), auto=False)
     assert [await f.fetch_async(None), await f.fetch_async(None)] == [0, 1]
-    with pytest.raises(StopAsyncIteration):
+    with pytest.raises(EndOfData):
         await f.fetch_async(None)
 
 
@@ -93,7 +94,7 @@ def test_a_streams_samples_are_numbered() -> None:
     stream = seeded(numbers(0, 3))
     assert [stream.fetch(None) for _ in range(3)] == [(i, at_sample(i, 4)) for i in range(3)]
     for _ in range(2):
-        with pytest.raises(StopIteration):
+        with pytest.raises(EndOfData):
             stream.fetch(None)
         assert stream.samples == 3
 
@@ -109,7 +110,7 @@ async def test_an_async_streams_samples_are_numbered() -> None:
     """The same numbers as those of a blocking stream."""
     stream = seeded(numbers_async(2, 2), 2, asynchronous=True)
     assert [await stream.fetch_async(None) for _ in range(2)] == [(i, at_sample(i, 4)) for i in (2, 3)]
-    with pytest.raises(StopAsyncIteration):
+    with pytest.raises(EndOfData):
         await stream.fetch_async(None)
     assert stream.samples == 4
 

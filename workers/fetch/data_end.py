@@ -1,0 +1,36 @@
+"""Tells the end of the data from errors that Python would take for it.
+
+Data path: worker: fetch -> [data_end] -> answer. Also without workers.
+
+StopIteration and StopAsyncIteration are the end only where the sampler's or the stream's own iterator raises them. From
+there on the end travels as `EndOfData`, which no other code raises; so whatever else raises one of the two (a sample,
+`collate_fn`, a blocking stream that raises StopAsyncIteration) has failed, and cannot end an epoch. Where such an error
+cannot be raised as it is, because a coroutine, a future or ``async for`` gives it a meaning, `not_the_end` replaces it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+__all__ = ["EndOfData", "not_the_end"]
+
+
+class EndOfData(Exception):
+    """The sampler, or the stream, has no more."""
+
+
+def not_the_end(error: BaseException, whose: str) -> RuntimeError:
+    """Return the error to raise instead of a StopIteration or StopAsyncIteration that is not the end; it is its cause.
+
+    Args:
+        error: the StopIteration or StopAsyncIteration; or any other that cannot be raised here.
+        whose: whose code raised it, for the text: "the dataset's code".
+    """
+    text = f"{whose} raised {type(error).__name__}"
+    with contextlib.suppress(Exception):  # the user's `__str__` may raise: then without the text
+        text += f": {error}" if str(error) else ""
+    instead = RuntimeError(text)
+    instead.__cause__ = error
+    for note in getattr(error, "__notes__", ()):
+        instead.add_note(note)
+    return instead
