@@ -69,6 +69,7 @@ PURE = {
         "workers.fetch.dataset_state",
         "workers.fetch.error_notes",
         "workers.fetch.mocks",
+        "workers.fetch.plain_context",
         "workers.fetch.sample_errors",
         "workers.fetch.seeding",
         "workers.fetch.setup",

@@ -5,8 +5,10 @@ Data path: worker: fetch -> [error_pickle] -> answer -> consumer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import traceback
 from typing import Any
 
 from torch._utils import ExceptionWrapper
@@ -15,21 +17,36 @@ from asyncloader.errors import LoaderError
 from asyncloader.workers.fetch.error_notes import take_notes
 from asyncloader.workers.tracebacks import hide_our_frames
 
-__all__ = ["UnknownType", "caught", "pickle_error"]
+__all__ = ["UnknownType", "caught", "describe", "pickle_error", "unwrapped"]
 
 
 def pickle_error(error: Exception, worker_id: int) -> bytes:
     """Pickle an error as the main process raises it: a `LoaderError` as it is, others in torch's wrapper."""
     where = f"in DataLoader worker process {worker_id}"
     notes = [] if isinstance(error, LoaderError) else take_notes(error)
-    hide_our_frames(error)
-    wrapper: Any = ExceptionWrapper(exc_info=(type(error), error, error.__traceback__), where=where)
+    wrapper: Any = ExceptionWrapper.__new__(ExceptionWrapper)
+    wrapper.exc_type, wrapper.exc_msg, wrapper.where = type(error), describe(error), where
     if isinstance(error, LoaderError):
         error.add_note(f"Raised {where}.\nOriginal {wrapper.exc_msg}")
         return pickle.dumps(error.with_traceback(None))
     # Kept apart from torch's text, whose last line must be the exception's own; `raise_worker_error` adds them.
     wrapper.notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
     return _pickled(wrapper)
+
+
+def describe(error: BaseException) -> str:
+    """Return the exception with its traceback as text, without our frames. Whatever its class does, this succeeds."""
+    for chain in (True, False):
+        with contextlib.suppress(Exception):  # its own methods raise, or its causes are too many for the stack
+            hide_our_frames(error)
+            return "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=chain))
+    name, text = "an exception whose name cannot be told", ""
+    with contextlib.suppress(Exception):
+        name = str(type(error).__name__)
+    with contextlib.suppress(Exception):
+        text = str(error)
+    frames = "".join(traceback.format_tb(BaseException.__getattribute__(error, "__traceback__")))
+    return f"Traceback (most recent call last):\n{frames}{name}: {text}\n"
 
 
 def caught(where: str) -> Any:
@@ -42,9 +59,33 @@ def _pickled(wrapper: Any) -> bytes:
         data = pickle.dumps(wrapper)
         pickle.loads(data)
     except Exception:  # a local type, or one that does not unpickle: keep its name and text
-        wrapper.exc_type = UnknownType(wrapper.exc_type.__name__)
+        wrapper.exc_type = UnknownType(_name(wrapper.exc_type))
         data = pickle.dumps(wrapper)
     return data
+
+
+def _name(kind: Any) -> str:
+    try:
+        return str(kind.__name__)
+    except Exception:  # the metaclass's
+        return "an exception"
+
+
+def unwrapped(wrapper: Any) -> Exception:
+    """Make the exception that stands for a worker's: of its type if that can be made of a text, as torch makes it, else
+    a RuntimeError with the same text.
+
+    torch calls a type that has a `message` with an argument of that name, and raises what that raises: a TypeError for
+    an ExceptionGroup, and for a class with a constructor of its own.
+    """
+    kind = wrapper.exc_type
+    try:
+        wrapper.reraise()
+    except Exception as error:
+        with contextlib.suppress(Exception):  # its `__str__` may raise: there would be no text at all
+            if (type(error) is RuntimeError or (isinstance(kind, type) and isinstance(error, kind))) and str(error):
+                return error
+    return RuntimeError(f"Caught {_name(kind)} {wrapper.where}.\nOriginal {wrapper.exc_msg}")
 
 
 class UnknownType:

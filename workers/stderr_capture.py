@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Generator
 
+from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.memory import segment
 
 __all__ = ["captured_stderr", "make_capture_file", "read_tail"]
@@ -27,7 +28,7 @@ def make_capture_file() -> int:
     return segment.create(0)
 
 
-@contextlib.contextmanager
+@plain_context
 def captured_stderr(fd: int) -> Generator[None]:
     """Context in which descriptor 2 is the file `fd`. Takes ownership of the descriptor."""
     _flush()

@@ -30,7 +30,8 @@ RELAY = "raise_worker_error"
 
 
 def hide_our_frames(error: BaseException) -> None:
-    """Take the frames of asyncloader, asyncio and the like out of an exception, and out of those that caused it.
+    """Take the frames of asyncloader, asyncio and the like out of an exception, and out of those that caused it or
+    are in its group.
 
     Kept are all frames of other code, and the innermost one, where it was raised. Kept whole is an exception that looks
     like a fault of the loader: of a type that is not asyncloader's, but raised by it. Where the exception is then
@@ -43,8 +44,10 @@ def hide_our_frames(error: BaseException) -> None:
         if one is not None and not any(one is other for other in seen):
             seen.append(one)
             todo += [one.__cause__, None if one.__suppress_context__ else one.__context__]
+            todo += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
     for one in seen:
-        one.__traceback__ = _without_ours(one)
+        # Not assigned: an exception may refuse that, as a frozen dataclass does.
+        BaseException.with_traceback(one, _without_ours(one))
 
 
 def _without_ours(error: BaseException) -> TracebackType | None:

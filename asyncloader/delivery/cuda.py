@@ -28,7 +28,7 @@ import os
 import resource
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -37,6 +37,7 @@ import torch
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.delivery.numa import node_of
 from asyncloader.errors import DeviceUnavailable, PageLockError
+from asyncloader.workers.fetch.plain_context import plain_context
 
 __all__ = [
     "CudaAccelerator",
@@ -131,7 +132,7 @@ class Driver:
             return None
         return stream.value
 
-    @contextmanager
+    @plain_context
     def relaxed(self) -> Generator[None]:
         """Context in which this thread's calls neither fail because of a CUDA graph capture nor invalidate it."""
         mode = ctypes.c_int(_RELAXED)
@@ -158,7 +159,7 @@ class Driver:
                 # At interpreter exit the driver, and its locks, may be gone already; that is not an error.
                 self._library.cuMemHostUnregister(ctypes.c_void_p(address))
 
-    @contextmanager
+    @plain_context
     def _context(self) -> Generator[int]:
         """Make the device's primary context, which torch uses too, current in this thread; yields an error code."""
         device, context, popped = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -248,19 +249,19 @@ class CudaAccelerator(Accelerator):
             self.lock = self._driver.lock
         self.node = None if self._driver is None else node_of(self._driver.pci_address())
 
-    @contextmanager
+    @plain_context
     def _here(self) -> Generator[None]:
         relaxed = nullcontext() if self._driver is None else self._driver.relaxed()
         with relaxed, torch.cuda.device(self.device):
             yield
 
-    @contextmanager
+    @plain_context
     def work(self) -> Generator[None]:
         """Makes the copy stream this thread's current one."""
         with self._here(), torch.cuda.stream(self._kept.copies):
             yield
 
-    @contextmanager
+    @plain_context
     def compute(self, copies: Sequence[torch.Tensor], copied: DoneEvent | None) -> Generator[None]:
         """Makes the compute stream this thread's current one."""
         stream = self._kept.computations

@@ -15,6 +15,7 @@ from itertools import repeat
 from typing import Any, NoReturn
 
 from asyncloader.statistics import Statistics
+from asyncloader.workers.error_pickle import unwrapped
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory.ring import Anchor, oneoff_anchor
@@ -111,13 +112,9 @@ def raise_worker_error(error: Any) -> NoReturn:
     if isinstance(error, BaseException):
         raised = error
     else:
-        try:
-            error.reraise()
-            raise AssertionError("torch's ExceptionWrapper did not raise")
-        except Exception as caught:
-            raised = caught.with_traceback(None)
-            for note in getattr(error, "notes", ()):  # a wrapper that we did not make has none
-                add_note(raised, note)
+        raised = BaseException.with_traceback(unwrapped(error), None)
+        for note in getattr(error, "notes", ()):  # a wrapper that we did not make has none
+            add_note(raised, note)
     try:
         raise raised
     finally:

@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from traceback import walk_tb
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -26,6 +26,7 @@ from asyncloader.delivery.accelerator import Accelerator, DoneEvent, PlainAccele
 from asyncloader.delivery.byte_ranges import copy_ranges
 from asyncloader.delivery.tensors import StaticTensors, dense_parts, move, moved_tensors, only_tensors, tensors_of
 from asyncloader.workers.fetch.error_notes import add_note
+from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.memory.kept_rings import KeptRings
 
 __all__ = [
@@ -99,7 +100,7 @@ class DeviceTransfer:
                 done = accelerator.event()
             return Ready(moved, self._on_device_tensors(moved), done, copied if only_copies else done)
 
-    @contextmanager
+    @plain_context
     def _ended_by_error(self) -> Generator[None]:
         """On an error, wait for the work that was started before it."""
         try:

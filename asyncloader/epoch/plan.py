@@ -14,7 +14,6 @@ the attributes that it has: `_next_index` and `_sampler_iter`, which starts as t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Generator, Sequence
@@ -37,6 +36,7 @@ from asyncloader.samplers.generators import drawing_from, drawn_from, generator_
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
+from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.seeding import derive, draw_device
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
@@ -231,7 +231,7 @@ class TorchIterator(_BaseDataLoaderIter):
                 )  # rank and world size, and with them the share, may have changed
             _BaseDataLoaderIter._reset(self, loader, first_iter)
 
-    @contextlib.contextmanager
+    @plain_context
     def _drawing(self, loader: LoaderSpec[Any], progress: Progress) -> Generator[None]:
         """In this context the first iterator that is assigned to `_sampler_iter` becomes the epoch's order. In seeded
         mode random numbers are drawn from a generator of the seed and the epoch, and the global generators do not

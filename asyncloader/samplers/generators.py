@@ -7,7 +7,6 @@ accept.
 from __future__ import annotations
 
 import base64
-import contextlib
 import inspect
 import struct
 from collections.abc import Generator, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from asyncloader.errors import StateError
+from asyncloader.workers.fetch.plain_context import plain_context
 
 __all__ = [
     "drawing_from",
@@ -50,7 +50,7 @@ def samplers_within(sampler: Any) -> Iterator[Any]:
 _drawing: ContextVar[tuple[torch.Generator, object] | None] = ContextVar("asyncloader_drawing", default=None)
 
 
-@contextlib.contextmanager
+@plain_context
 def drawing_from(generator: torch.Generator, loader: object) -> Generator[None]:
     """Context in which, in this thread, `generator` is the loader's generator."""
     token = _drawing.set((generator, loader))

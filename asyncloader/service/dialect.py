@@ -11,7 +11,6 @@ from __future__ import annotations
 import builtins
 import os
 import pickle
-import traceback
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -25,13 +24,12 @@ from asyncloader.service.records import Count, Name, pack_record, read_record
 from asyncloader.service.unpacking import unpack
 from asyncloader.service.values import Unsendable, pack
 from asyncloader.transports import errors as transport_errors
-from asyncloader.workers.error_pickle import UnknownType
+from asyncloader.workers.error_pickle import UnknownType, describe
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.error_notes import take_notes
 from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc.peer_text import block_of, line_of
-from asyncloader.workers.tracebacks import hide_our_frames
 
 __all__ = ["PLAIN", "PlainDialect", "epoch_of"]
 
@@ -79,8 +77,7 @@ class PlainDialect:
         ours = isinstance(error, LoaderError)
         notes = [] if ours else take_notes(error)
         notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
-        hide_our_frames(error)
-        text = "".join(traceback.format_exception(error))[-_TEXT:]
+        text = describe(error)[-_TEXT:]
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" or ours else f"{kind.__module__}.{kind.__qualname__}"
         said = str(error)[-_TEXT:] if ours else ""

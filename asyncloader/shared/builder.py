@@ -42,6 +42,7 @@ from asyncloader.shared.layout import (
     rebuild_tensor,
     stable_hash,
 )
+from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.memory.leaves import DTYPE_CODE, reduce_quantized, reduce_sparse
 
 __all__ = ["Builder", "Sink", "array_bytes", "array_order", "tensor_bytes"]
@@ -191,7 +192,7 @@ class Builder:
             try:
                 offsets.append(self._record(item, rows))
             except Exception as error:
-                error.add_note(f"while sharing item {index if keys is None else keys[index]!r}")
+                add_note(error, f"while sharing item {index if keys is None else keys[index]!r}")
                 raise
         code, table = self._table(np.frombuffer(offsets, np.uint64) if offsets else np.zeros(0, np.uint64))
         return self._header(Header(RECORDS, code, is_tuple, len(items), table))

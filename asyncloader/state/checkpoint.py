@@ -9,7 +9,6 @@ layout and checks states that come from outside.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Generator
 from typing import Any
@@ -31,6 +30,7 @@ from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_ep
 from asyncloader.state.progress import Progress, Tally
 from asyncloader.state.schema import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.plain_context import plain_context
 
 __all__ = ["StateKeeper", "expectations"]
 
@@ -131,7 +131,7 @@ class StateKeeper:
                 _keep_generator(progress)
         return progress
 
-    @contextlib.contextmanager
+    @plain_context
     def making_iterator(self) -> Generator[None]:
         """Context that keeps a loaded position for the next iterator if making this one fails."""
         before = self._newest, self._loaded, self._pending

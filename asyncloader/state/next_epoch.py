@@ -24,6 +24,7 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.generators import draws_when_iterated, generator_text, own_generator
 from asyncloader.samplers.index_stream import base_sampler, fresh_state
 from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
+from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.seeding import draw_seed, global_generators_kept
 
 __all__ = ["Prospect", "after_an_epoch", "of_a_first_epoch"]
@@ -73,7 +74,7 @@ def after_an_epoch(config: EpochConfig, *, itself: bool) -> Prospect:
         return Prospect(None, None, None if shared else seeds, _dataset_at_rest(config, itself=itself))
 
 
-@contextlib.contextmanager
+@plain_context
 def _undone(*generators: torch.Generator | None) -> Generator[None]:
     before = [(each, each.get_state()) for each in generators if each is not None]
     with global_generators_kept():

@@ -173,8 +173,13 @@ def without_place(text: str) -> str:
     return "\n".join(lines).rstrip("\n")
 
 
-def outcomes(kind: str, dataset: Any, *, seed: int = 7, **options: Any) -> list[Any]:
-    """One epoch, going on after errors: each batch, or (type, text) of the error that came in its place."""
+def outcomes(kind: str, dataset: Any, *, seed: int = 7, seeded: int | None = None, **options: Any) -> list[Any]:
+    """One epoch, going on after errors: each batch, or (type, text) of the error that came in its place.
+
+    `seeded`: the loader's own seed.
+    """
+    if seeded is not None:
+        options["seed"] = seeded
     _seed(seed)
     found: list[Any] = []
     if kind in LOOPS:

@@ -116,7 +116,7 @@ def test_stop_async_iteration_of_a_blocking_stream(workers: int, kind: str) -> N
 
 @pytest.mark.parametrize("where", ["sample", "collate"])
 @pytest.mark.parametrize(
-    "options", [{}, {"num_workers": 1}, {"concurrency": 2}, {"seed": 1, "shuffle": False}], ids=str
+    "options", [{}, {"num_workers": 1}, {"concurrency": 2}, {"seeded": 1, "shuffle": False}], ids=str
 )
 @pytest.mark.parametrize("error", STOPS)
 def test_map_datasets_in_an_async_loop(error: Error, options: dict[str, Any], where: str) -> None:

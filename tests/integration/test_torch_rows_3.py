@@ -97,7 +97,6 @@ ERRORS: dict[str, Any] = {
     "refuses tracebacks": lambda: _raise(Picky("fine")),
     "odd text": lambda: _raise(OddText()),
     "chained": chained,
-    "group": lambda: _raise(ExceptionGroup("several", [ValueError("a"), KeyError("b")])),
     "not implemented": lambda: _raise(NotImplementedError("later")),
     "numpy": lambda: np.zeros(3).reshape(2),
     "torch": lambda: torch.zeros(3).reshape(2),

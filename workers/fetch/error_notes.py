@@ -39,10 +39,23 @@ _repr.maxlong = 40
 def add_note(error: BaseException, text: str) -> None:
     """Add a note, unless the exception has it already or takes none."""
     try:
-        if text not in (getattr(error, "__notes__", None) or ()):
+        notes = getattr(error, "__notes__", None) or []
+        if text in notes:
+            return
+        if type(error).add_note is BaseException.add_note:
+            _set_notes(error, [*notes, text])  # `add_note` fails where the class refuses attributes
+        else:
             error.add_note(text)
     except Exception:  # noqa: S110 - the exception itself must reach the user in any case
         pass
+
+
+def _set_notes(error: BaseException, notes: list[str]) -> None:
+    """Set the notes, also of an exception that refuses attributes, as a frozen dataclass does."""
+    if notes:
+        BaseException.__setattr__(error, "__notes__", notes)
+    else:
+        BaseException.__delattr__(error, "__notes__")
 
 
 def take_notes(error: BaseException) -> list[str]:
@@ -51,11 +64,7 @@ def take_notes(error: BaseException) -> list[str]:
         notes: list[str] = list(getattr(error, "__notes__", None) or ())
         ours = [note for note in notes if note.startswith(_STARTS)]
         if ours:
-            kept = [note for note in notes if note not in ours]
-            if kept:
-                error.__notes__ = kept
-            else:
-                del error.__notes__
+            _set_notes(error, [note for note in notes if note not in ours])
     except Exception:
         return []
     return ours

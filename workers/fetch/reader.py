@@ -30,6 +30,7 @@ from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
 from asyncloader.workers.fetch.mocks import has_method
+from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, SampleSeeder, global_generators_kept
@@ -233,7 +234,7 @@ class Reader:
         fetcher.ended = cursor is not None and cursor.ended
         return fetcher
 
-    @contextlib.contextmanager
+    @plain_context
     def _skipping(self, start: EpochStart) -> Generator[range]:
         """Context with a range over the batches to skip: they are fetched, but not collated."""
         if not start.skip or not self._setup.iterable:
@@ -393,7 +394,7 @@ class _TimedCollate:
         return batch
 
 
-@contextlib.contextmanager
+@plain_context
 def _same_errors(start: EpochStart) -> Generator[None]:
     """Context around the re-reading of an answered batch: errors that failed it before are ignored again."""
     try:

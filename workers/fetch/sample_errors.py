@@ -221,7 +221,7 @@ def _texts(error: Exception) -> tuple[str, str]:
 
 def _set_cause(raised: Exception, error: Exception) -> None:
     if raised is not error and raised.__cause__ is None:
-        raised.__cause__ = error
+        BaseException.__setattr__(raised, "__cause__", error)  # not the class's own, which may refuse
 
 
 def _coroutine_error() -> TypeError:

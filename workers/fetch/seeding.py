@@ -21,12 +21,13 @@ import hashlib
 import random
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
+
+from asyncloader.workers.fetch.plain_context import plain_context
 
 __all__ = [
     "EpochSeeding",
@@ -178,7 +179,7 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-@contextmanager
+@plain_context
 def global_generators_kept() -> Generator[None]:
     """Restore the process-global generators and the current sample afterwards: for loading in the caller's process."""
     outer = _current.get()
