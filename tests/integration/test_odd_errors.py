@@ -82,7 +82,7 @@ class NotAnError(Exception):
 
 
 class OwnGroup(ExceptionGroup[Exception]):
-    def __new__(cls, text: str, errors: list[Exception], _: int) -> Self:
+    def __new__(cls, text: str, errors: list[Exception], code: int) -> Self:
         return super().__new__(cls, text, errors)
 
     def __init__(self, text: str, errors: list[Exception], code: int) -> None:

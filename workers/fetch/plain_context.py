@@ -41,7 +41,9 @@ class _PlainContext(AbstractContextManager[T, bool | None]):
             # A StopIteration that passes through a generator comes out as the cause of a RuntimeError.
             if raised is not error and not (isinstance(error, StopIteration) and raised.__cause__ is error):
                 raise
-            BaseException.with_traceback(error, at)  # without the generator's frames; not by `error.__setattr__`
+            BaseException.with_traceback(
+                raised if error is None else error, at
+            )  # without the generator's frames; not by `error.__setattr__`
             return False
         self._generator.close()
         raise RuntimeError("the generator of a context has a second `yield`")
