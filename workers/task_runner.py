@@ -259,7 +259,7 @@ class TaskRunner:
         collator = Collator(self._encoder) if collate_fn is torch_collate.default_collate else None
 
         def collate(data: Any) -> Encoded:
-            self._samples = len(data) if auto else 1
+            self._samples = _count(data) if auto else 1
             return self._encoder.encode(collate_fn(data)) if collator is None else collator.collate(data)
 
         return collate
@@ -395,6 +395,8 @@ class TaskRunner:
 
         The default collation stacks samples only here, so its errors are raised here, too.
         """
+        if self._samples < 0:
+            self._samples = len(bare_index(self._dialect.loads(index)))
         if not encoded.nbytes:
             return wire.NO_SLOT, []
         try:
@@ -466,6 +468,14 @@ class TaskRunner:
     def channel_send(self, frame: bytes, fds: list[int] | None = None) -> None:
         """Send a frame; waits while the socket is full."""
         self.channel.send_all(frame, fds or ())
+
+
+def _count(samples: Any) -> int:
+    """Return the number of samples, or -1 if they cannot be counted: `__getitems__` may give an iterator."""
+    try:
+        return len(samples)
+    except TypeError:
+        return -1
 
 
 class _StartError(Exception):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -309,12 +310,12 @@ class TorchIterator(_BaseDataLoaderIter):
         return made
 
 
-def _on_device_of(generator: torch.Generator | None) -> contextlib.AbstractContextManager[Any]:
+def _on_device_of(generator: torch.Generator | None) -> AbstractContextManager[Any]:
     """Context in which torch's base can draw from this generator whatever `torch.set_default_device` says: it names no
     device.
     """
     device = draw_device(generator)
-    return contextlib.nullcontext() if device.type == torch.get_default_device().type else device
+    return nullcontext() if device.type == torch.get_default_device().type else device
 
 
 def shared_seed(torch_iter: _BaseDataLoaderIter) -> int | None:

@@ -19,9 +19,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import Context, copy_context
 from typing import Any
+
+import numpy as np
+import torch
 
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.error_notes import add_note, describe_batch
@@ -60,7 +63,7 @@ class AsyncMapFetcher(MapFetcher):
         (samples,) = await self._limiter.gather(
             lambda _, __: self._await_batch(index, first), 1, lambda _, error: add_note(error, describe_batch(index))
         )
-        if maker.decoder is None and not (maker.seeding is None and any(map(inspect.isawaitable, samples))):
+        if maker.decoder is None and not (maker.seeding is None and _holds_awaitables(samples)):
             return samples
         pending = list(samples)
         try:
@@ -77,7 +80,8 @@ class AsyncMapFetcher(MapFetcher):
     async def _await_batch(self, index: Any, first: int | None) -> Any:
         self._maker.seed_batch(first)
         samples = self._maker.dataset.__getitems__(index)
-        return await samples if inspect.isawaitable(samples) else samples
+        samples = await samples if inspect.isawaitable(samples) else samples
+        return list(samples) if isinstance(samples, Iterator) else samples  # looking for awaitables would use it up
 
     async def _await_and_decode(self, sample: Any, position: int | None) -> Any:
         if inspect.isawaitable(sample):
@@ -126,6 +130,16 @@ class AsyncMapFetcher(MapFetcher):
             return await self._maker.make_async(request.index, request.position)
         except Exception as error:
             return await self._maker.on_error(request, error, records)
+
+
+def _holds_awaitables(samples: Any) -> bool:
+    """Whether any sample is to be awaited. `samples` is whatever `__getitems__` gave, and no iterator."""
+    if isinstance(samples, (torch.Tensor, np.ndarray)):
+        return False
+    try:
+        return any(map(inspect.isawaitable, samples))
+    except TypeError:  # not iterable: `collate_fn` may know what it is
+        return False
 
 
 class ConcurrencyLimiter:

@@ -172,7 +172,10 @@ class MapFetcher:
     def _get_batch(self, index: Any, first: int | None) -> Any:
         self._maker.seed_batch(first)
         try:
-            return self._maker.dataset.__getitems__(index)
+            samples = self._maker.dataset.__getitems__(index)
+            # Else `collate_fn` gets just that, as in torch: a list, an array, a generator.
+            one_by_one = self._maker.decoder is not None or self._maker.handler is not None
+            return list(samples) if one_by_one and isinstance(samples, Iterator) else samples
         except Exception as error:
             add_note(error, describe_batch(index))
             raise

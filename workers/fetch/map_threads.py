@@ -55,6 +55,7 @@ class ThreadMapFetcher(MapFetcher):
             raise
         if maker.decoder is None:
             return samples
+        samples = list(samples)
         decoding = _Batch(self._decode_threads or self._threads, len(samples))
         jobs = [
             partial(decoding.run, item, partial(maker.decode, sample, maker.position(first, item)))

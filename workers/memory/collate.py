@@ -94,7 +94,8 @@ class Collator:
         return self._collate(samples)
 
     def _collate(self, samples: Sequence[Any]) -> Encoded:
-        straight = bool(samples) and _only_stores_values(samples[0])
+        # A dataset's `__getitems__` may give anything, whose truth and items mean what they will.
+        straight = isinstance(samples, (list, tuple)) and bool(samples) and _only_stores_values(samples[0])
         try:
             batch = torch_collate.collate(samples, collate_fn_map=self._map if straight else self._private)
             return self._encoder.encode(batch)
