@@ -462,7 +462,12 @@ class TaskRunner:
             cursor = self._reader.last_cursor() if self._reader is not None else b""
             self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), self._sent_cursor(cursor)))
             return
-        payload = error.payload if isinstance(error, _StartError) else self._dialect.dump_error(error, self.worker_id)
+        if isinstance(error, _StartError):
+            payload = error.payload
+        else:
+            payload = self._dialect.dump_error(error, self.worker_id)
+            if self._reader is not None:
+                self._reader.failed()
         self.channel_send(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))
 
     def channel_send(self, frame: bytes, fds: list[int] | None = None) -> None:

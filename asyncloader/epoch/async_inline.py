@@ -189,8 +189,8 @@ class AsyncInlineIterator(Generic[B_co]):
             with UnexpectedCancellation("the dataset's or sampler's"):
                 index, batch = await self._fetched()
         except NoSamples:
-            return NO_BATCH, None, epoch.reader.cursor()
-        cursor = epoch.reader.cursor()
+            return NO_BATCH, None, epoch.cursor()
+        cursor = epoch.cursor()
         if epoch.agreement is not None and not await self._agreed(epoch.agreement):
             raise EndOfData
         if epoch.transfer is not None:

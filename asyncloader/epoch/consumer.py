@@ -32,6 +32,7 @@ from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.samplers.distributed import without_batch
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
+from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.pool import WorkerPool
 
@@ -177,6 +178,7 @@ class Consumer:
             respawner=respawner,
             loss=self._config.loss,
             replays=self._config.replays,
+            stateful=is_stateful(self._config.dataset),
             assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
             adapts=self._adapts,
             statistics=self._statistics,
@@ -265,13 +267,16 @@ class Consumer:
         error = delivery.error
         if error is None:
             return delivery.batch
-        self._progress.failed(item.seq)
+        self._failed(item)
         try:
             if isinstance(error, BaseException):
                 raise error
             raise_worker_error(error)
         finally:
             del error  # its traceback refers to this frame
+
+    def _failed(self, item: Deliver) -> None:
+        self._progress.failed(item.seq, item.worker, getattr(item.outcome, "cursor", b""))
 
     def abandon(self, item: Deliver) -> None:
         """Free the memory of an item whose delivery was interrupted by Ctrl-C and will not be continued."""
@@ -356,7 +361,7 @@ class Consumer:
         was counted already.
         """
         if isinstance(outcome, WorkerFailure):
-            self._progress.failed(item.seq)
+            self._failed(item)
             if waited is not None:
                 self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
                 if outcome.records:
@@ -375,7 +380,7 @@ class Consumer:
                 return
         failed = batch is None and self._config.even_ranks > 1
         if failed and isinstance(outcome, AllDropped):
-            self._progress.failed(item.seq)
+            self._failed(item)
         else:
             self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, AllDropped) else b"")
         if waited is not None:

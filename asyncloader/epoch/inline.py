@@ -100,6 +100,7 @@ class InlineEpoch:
         self.source = config.source
         self.agreement = progress.agreement
         self._tasks = 0
+        self._cursor: bytes | None = None  # that of a batch that is read, and neither delivered nor failed
         self._given = 0  # indices that were passed to the prefetcher
         self._fresh = True
         self.reader = _make_reader(torch_iter, progress, self._recorder)
@@ -209,13 +210,13 @@ class InlineEpoch:
                 index, batch = self._sampled(fetch, records, begin)
             if self.agreement is not None and not self.agreement.batch():
                 raise EndOfData
-            cursor = self.reader.cursor()
+            cursor = self.cursor()
             if self.transfer is not None:
                 batch = self.transfer.take(self.start_transfer(batch))
             elif self.pins:
                 batch = self.pinned(batch)
         except NoSamples:
-            return self.dropped(self.reader.cursor(), records)
+            return self.dropped(self.cursor(), records)
         except EndOfData:
             if self.agreement is not None:
                 self.agreement.end()
@@ -265,6 +266,7 @@ class InlineEpoch:
         """
         if records:
             self._record(records)
+        self._cursor = None
         self.progress.delivered(self._tasks, 0, cursor)
         self._tasks += 1
         nbytes = _batch_nbytes(batch)
@@ -288,6 +290,7 @@ class InlineEpoch:
         if ranks > 1:
             self.failed(records)
             raise without_batch(ranks) from None
+        self._cursor = None
         self.progress.delivered(self._tasks, 0, cursor)
         self._tasks += 1
         self._record(records)
@@ -299,9 +302,17 @@ class InlineEpoch:
         Raises:
             TooManySkippedSamples: as in `delivered`.
         """
-        self.progress.failed(self._tasks)
+        cursor, self._cursor = self._cursor, None
+        if cursor is None:  # else what failed is a step after the reader's
+            self.reader.failed()
+        self.progress.failed(self._tasks, 0, cursor or b"")
         self._tasks += 1
         self._record(records)
+
+    def cursor(self) -> bytes:
+        """`Reader.cursor`, after each batch."""
+        self._cursor = self.reader.cursor()
+        return self._cursor
 
     def finish(self) -> None:
         """Record that the consumer sees the end of the epoch."""

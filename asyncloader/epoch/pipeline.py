@@ -84,6 +84,7 @@ class Pipeline(Listener):
         respawner: starts replacements for workers that died.
         loss: what a replacement does not have of its predecessor, for the warning; empty: it makes the same batches.
         replays: whether a stream without a state may be read again from its beginning.
+        stateful: whether the dataset has a state of its own.
         assigner: assigns shards to the workers; None if the dataset has no shards to assign.
         adapts: whether credits follow how many batches the rings have room for.
         statistics: the loader's counters; default: none that anybody reads.
@@ -100,6 +101,7 @@ class Pipeline(Listener):
         respawner: WorkerRespawner,
         loss: str = "",
         replays: bool = False,
+        stateful: bool = False,
         assigner: ShardAssigner | None = None,
         adapts: bool = False,
         statistics: Statistics | None = None,
@@ -127,6 +129,7 @@ class Pipeline(Listener):
         self._respawner = respawner
         self._loss = loss
         self._replays = replays
+        self._stateful = stateful
         self._assigner = assigner
         self._resume_points: ResumePoints | None = None  # None: not started
         self._starts: Sequence[EpochStart] = ()
@@ -147,7 +150,13 @@ class Pipeline(Listener):
         loop = asyncio.get_running_loop()
         self._respawner.attach(self._on_made)
         self._starts = starts
-        self._resume_points = ResumePoints(starts, iterable=self._scheduler.iterable, replays=self._replays)
+        self._resume_points = ResumePoints(
+            starts,
+            iterable=self._scheduler.iterable,
+            replays=self._replays,
+            stateful=self._stateful,
+            assigns=self._assigner is not None,
+        )
         self._scheduler.epoch = self._pool.attach(loop, self, starts)
         self._unbegun.update(range(len(starts)))
         if self._source is not None:
@@ -211,6 +220,8 @@ class Pipeline(Listener):
         self._unbegun.discard(worker)
         if cursor:
             self.notices.append(WorkerBegun(worker, cursor))
+            if self._resume_points is not None:
+                self._resume_points.began(worker, cursor)
         if self._start_error is None:
             self._start_error = error
         if error is not None or not self._unbegun:

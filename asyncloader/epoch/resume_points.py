@@ -24,27 +24,41 @@ class ResumePoints:
         starts: where each worker began the epoch.
         iterable: whether the dataset is a stream, in which the position must be found again.
         replays: whether a stream without a state may be read again from its beginning.
+        stateful: whether the dataset has a state of its own.
+        assigns: whether shards are assigned to the workers: an error takes nothing from such a stream.
     """
 
-    def __init__(self, starts: Sequence[EpochStart], *, iterable: bool, replays: bool) -> None:
+    def __init__(
+        self,
+        starts: Sequence[EpochStart],
+        *,
+        iterable: bool,
+        replays: bool,
+        stateful: bool = False,
+        assigns: bool = False,
+    ) -> None:
         self._starts = starts
         self._iterable = iterable
         self._replays = replays
+        self._stateful = stateful
+        self._assigns = assigns
         self._answered = [0] * len(starts)
+        self._made = [False] * len(starts)  # whether a batch came
         self._cursors = [b""] * len(starts)
-        self._failures: list[list[int]] = [[] for _ in starts]  # per error, the number of batches made before it
+
+    def began(self, worker: int, cursor: bytes) -> None:
+        """Record the pickled cursor with which a worker's copy of the dataset began."""
+        if not self._answered[worker]:
+            self._cursors[worker] = cursor
 
     def failed(self, worker: int) -> None:
-        """Record that a worker's batch raised."""
-        self._failures[worker].append(self._made(worker))
-
-    def _made(self, worker: int) -> int:
-        began = self._starts[worker]
-        return (0 if began.cursor is None else began.cursor.batches) + began.skip + self._answered[worker]
+        """Record that a worker's batch raised: that is its answer, as a batch would be."""
+        self._answered[worker] += not self._assigns
 
     def answered(self, worker: int, cursor: bytes) -> None:
         """Record that a worker made a batch; `cursor` is its pickled cursor if it took one."""
         self._answered[worker] += 1
+        self._made[worker] = True
         if cursor:
             self._cursors[worker] = cursor
 
@@ -54,11 +68,13 @@ class ResumePoints:
 
     def obstacle(self, worker: int) -> str:
         """Why a replacement cannot resume where the worker was; empty if it can."""
-        if not self._iterable or self._replays or not (self._answered[worker] or self._failures[worker]):
+        if not self._iterable or self._replays or not self._answered[worker]:
             return ""
         cursor = self._cursor(worker)
         if cursor is not None and not cursor.problem:
             return ""
+        if cursor is None and self._stateful and not self._made[worker]:
+            return ""  # a state comes with the first batch: so far only errors came, and they are met again
         problem = "it has no state_dict and load_state_dict" if cursor is None else f"its state_dict() {cursor.problem}"
         return (
             f"It was not replaced, because its stream cannot be read on from where it was ({problem}). Make the "
@@ -74,6 +90,6 @@ class ResumePoints:
             cursor = None
         if not self._iterable:
             return began._replace(cursor=cursor)
-        made, saved = self._made(worker), 0 if cursor is None else cursor.batches
-        failures = sum(at >= saved for at in self._failures[worker])
-        return began._replace(cursor=cursor, skip=made - saved + failures, made=made)
+        before = 0 if began.cursor is None else began.cursor.batches
+        saved = 0 if cursor is None else cursor.batches
+        return began._replace(cursor=cursor, skip=before + began.skip + self._answered[worker] - saved)

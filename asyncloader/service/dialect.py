@@ -110,7 +110,6 @@ class PlainDialect:
             and _is_count(start.epoch)
             and type(start.epoch_set) is bool
             and _is_count(start.skip)
-            and _is_count(start.made, None)
             and _is_count(start.stream_key)
             and start.message == b""  # what a loader's own workers would unpickle never comes over a network
         )

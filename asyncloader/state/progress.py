@@ -71,7 +71,7 @@ class Progress:
         self._touched = False
         self._step = 0 if resumed is None else resumed["step"]
         self._beyond: set[int] = set() if resumed is None else set(resumed["beyond"])
-        self._failed: list[int] = []
+        self._failed: int | None = None  # the task whose error the user got last
         self._delivered: int | None = None  # the last task that was delivered
         self._steps: dict[int, int] = {}  # task -> step, for tasks that are outstanding
         self._stream: IndexStream | None = None
@@ -278,9 +278,12 @@ class Progress:
 
     def delivered(self, task: int, worker: int = 0, cursor: bytes = b"") -> None:
         """Record that the user gets the task's batch. A repeated call, as after Ctrl-C, has no effect."""
+        failed = self._failed
         if task != self._delivered:
             self._mark(task, worker, cursor)
         self._steps.pop(task, None)
+        if failed is not None:
+            self._steps.pop(failed, None)
         self._pass_over()
         log = self.log if self._stream is None else self._stream.log
         if log is not None:
@@ -295,8 +298,8 @@ class Progress:
         if self._streams is not None:
             previous += self._given[worker], self._cursors[worker], next_worker
             next_worker = (worker + 1) % len(self._given)
-        for failed in self._failed:
-            step, beyond = self._past(step, beyond, failed)
+        if self._failed is not None:
+            step, beyond = self._past(step, beyond, self._failed)
         number = self._steps.get(task)
         padding = None if self.view is None else self.view.cutter.padding
         if padding is not None and padding[0] != number:
@@ -308,7 +311,7 @@ class Progress:
         # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
         self._previous = previous
         self._step, self._beyond = step, beyond
-        self._touched, self._failed, self._next_worker = True, [], next_worker
+        self._touched, self._failed, self._next_worker = True, None, next_worker
         self.padding = 0 if padding is None else padding[1]
         if self._streams is not None:
             self._given[worker] += 1
@@ -325,12 +328,24 @@ class Progress:
             number = step  # a stream's steps have no numbers of their own
         return _marked(step, beyond, number)
 
-    def failed(self, task: int) -> None:
-        """Record that the user gets an error instead of the batch, which counts as done once the next one is taken.
-        Idempotent.
+    def failed(self, task: int, worker: int = 0, cursor: bytes = b"") -> None:
+        """Record that the user gets an error instead of the batch. Idempotent.
+
+        A stream has read on, so that is its place. A map dataset's batch counts as done once the next batch or error
+        is taken: a run that ends with the error, and resumes, asks for the samples again.
         """
-        if task not in self._failed and task != self._delivered:
-            self._failed.append(task)
+        if task in (self._failed, self._delivered):
+            return
+        if self._expects["kind"] == "iterable" and not self.config.assigns_shards:  # as `Reader.failed`
+            self._mark(task, worker, cursor)
+            return
+        before = self._failed
+        step, beyond = self._step, self._beyond
+        if before is not None:
+            step, beyond = self._past(step, beyond, before)
+        self._step, self._beyond, self._failed = step, beyond, task
+        if before is not None:
+            self._steps.pop(before, None)
 
     def finish(self) -> None:
         """Record that the user has seen the end of the epoch."""
@@ -404,7 +419,7 @@ class Progress:
         cursors: list[dict[str, Any] | None] = [
             None if not data else Cursor(*pickle.loads(data))._asdict() for data in self._cursors
         ]
-        take = None if finished or self._failed or self.live is None else self.live()
+        take = None if finished or self._failed is not None or self.live is None else self.live()
         if take is not None and (data := take()):
             # In the consumer's process the dataset may share its generators with the consumer, which has drawn since.
             now = Cursor(*pickle.loads(data))

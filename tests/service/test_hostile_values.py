@@ -228,7 +228,7 @@ def test_from_every_node(node: NodeProcess, kind: int) -> None:
 
 def test_an_epochs_message_does_not_come_over_a_network() -> None:
     """It would be unpickled where it arrives."""
-    start = EpochStart(None, 3, True, None, 0, None, 7)
+    start = EpochStart(None, 3, True, None, 0, 7)
     assert PLAIN.load_start(pack(tuple(start))) == start
     with pytest.raises(ValueError, match="start of an epoch"):
         PLAIN.load_start(pack(tuple(start._replace(message=b"cos\nsystem\n"))))

@@ -44,7 +44,7 @@ class Cursor(NamedTuple):
     """The state of one worker's copy of a dataset after some batches.
 
     Attributes:
-        batches: batches that this worker has made in the epoch.
+        batches: batches that this worker has answered in the epoch: made, or raised the error of.
         samples: samples read from its stream.
         ended: the stream is exhausted.
         dataset: the dataset's state; None if it has none.

@@ -32,7 +32,7 @@ from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
 from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.sample import SampleMaker
-from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample
+from asyncloader.workers.fetch.sample_errors import SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, SampleSeeder, global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStreamFetcher
@@ -127,10 +127,9 @@ class Reader:
             self._open(start)
             with self._skipping(start) as batches:
                 for _ in batches:
-                    with _same_errors(start):
+                    with _answered_before():
                         self._fetcher.fetch(self._stream_index)
                     self._bookmark.batches += 1
-            self._bookmark.batches = self._bookmark.batches if start.made is None else start.made
 
     def context(self, before: Any = None) -> DatasetContext:
         """Return the context to hold open while reading; an empty one for a blocking dataset."""
@@ -145,10 +144,9 @@ class Reader:
         self._open(start)
         with self._skipping(start) as batches:
             for _ in batches:
-                with _same_errors(start):
+                with _answered_before():
                     await self._fetcher.fetch_async(self._stream_index)
                 self._bookmark.batches += 1
-        self._bookmark.batches = self._bookmark.batches if start.made is None else start.made
 
     def _open(self, start: EpochStart) -> None:
         setup, cursor = self._setup, start.cursor
@@ -357,6 +355,14 @@ class Reader:
         """
         return self._bookmark.after_batch(self._samples(), ended=self._ended())
 
+    def failed(self) -> None:
+        """Count a batch that raised, of a stream: it is an answer like others, so it is read past when resuming.
+
+        Not of assigned shards, which know what they have read: a transport's error takes nothing from them.
+        """
+        if self._setup.iterable and not isinstance(self._fetcher, WorkerStreamFetcher):
+            self._bookmark.batches += 1
+
     def _samples(self) -> int:
         """Samples read from the stream; in torch mode they are counted in assigned shards only."""
         if isinstance(self._fetcher, WorkerStreamFetcher):
@@ -395,17 +401,14 @@ class _TimedCollate:
 
 
 @plain_context
-def _same_errors(start: EpochStart) -> Generator[None]:
-    """Context around the re-reading of an answered batch: errors that failed it before are ignored again."""
+def _answered_before() -> Generator[None]:
+    """Context around the re-reading of an answered batch: what failed it was its answer, and the consumer has that."""
     try:
         yield
-    except NoSamples:
-        pass  # it counted as a batch
     except EndOfData:
         raise
-    except Exception:
-        if start.made is None:
-            raise
+    except Exception:  # noqa: S110 - as said
+        pass
 
 
 def _no_collate(samples: Any) -> None:

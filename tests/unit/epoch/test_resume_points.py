@@ -40,7 +40,7 @@ def test_a_stream_goes_on_at_its_last_cursor() -> None:
     where = resume_points()
     answer(where, pickled(cursor(1)), pickled(cursor(2)))
     assert where.obstacle(0) == ""
-    assert where.start(0) == BEGIN._replace(cursor=cursor(2), skip=0, made=2)
+    assert where.start(0) == BEGIN._replace(cursor=cursor(2), skip=0)
 
 
 def test_batches_since_the_cursor_are_read_and_dropped() -> None:
@@ -48,7 +48,7 @@ def test_batches_since_the_cursor_are_read_and_dropped() -> None:
     where = resume_points()
     answer(where, pickled(cursor(0)), b"", pickled(cursor(3)), b"", b"")
     assert where.obstacle(0) == ""
-    assert where.start(0) == BEGIN._replace(cursor=cursor(3), skip=2, made=5)
+    assert where.start(0) == BEGIN._replace(cursor=cursor(3), skip=2)
 
 
 def test_a_worker_that_answered_nothing_begins_again() -> None:
@@ -57,8 +57,7 @@ def test_a_worker_that_answered_nothing_begins_again() -> None:
     for start in (BEGIN, began):
         where = resume_points(start)
         assert where.obstacle(0) == ""
-        made = 9 if start.cursor else 0
-        assert where.start(0) == start._replace(made=made)
+        assert where.start(0) == start
 
 
 def test_a_resumed_stream_counts_from_where_it_was_resumed() -> None:
@@ -66,17 +65,17 @@ def test_a_resumed_stream_counts_from_where_it_was_resumed() -> None:
     where = resume_points(BEGIN._replace(cursor=cursor(10), skip=3))
     answer(where, b"", b"")
     assert where.obstacle(0) == ""
-    assert where.start(0) == BEGIN._replace(cursor=cursor(10), skip=5, made=15)
+    assert where.start(0) == BEGIN._replace(cursor=cursor(10), skip=5)
     answer(where, pickled(cursor(16)), b"")
-    assert where.start(0) == BEGIN._replace(cursor=cursor(16), skip=1, made=17)
+    assert where.start(0) == BEGIN._replace(cursor=cursor(16), skip=1)
 
 
 def test_each_worker_has_its_own_resume_point() -> None:
     """One worker's answers move no other."""
     where = resume_points(BEGIN, BEGIN._replace(epoch=5))
     answer(where, pickled(cursor(1)), worker=1)
-    assert where.start(0) == BEGIN._replace(made=0)
-    assert where.start(1) == BEGIN._replace(epoch=5, cursor=cursor(1), made=1)
+    assert where.start(0) == BEGIN
+    assert where.start(1) == BEGIN._replace(epoch=5, cursor=cursor(1))
 
 
 # ---------------------------------------------------------------------------------- streams without a state
@@ -110,14 +109,14 @@ def test_replay_reads_from_the_beginning() -> None:
     where = resume_points(replays=True)
     answer(where, b"", b"", b"")
     assert where.obstacle(0) == ""
-    assert where.start(0) == BEGIN._replace(skip=3, made=3)
+    assert where.start(0) == BEGIN._replace(skip=3)
 
 
 def test_replay_in_a_resumed_epoch_skips_what_was_delivered_before_too() -> None:
     """The stream is read from its very beginning: the batches of the run before count."""
     where = resume_points(BEGIN._replace(skip=8), replays=True)
     answer(where, b"", b"")
-    assert where.start(0) == BEGIN._replace(skip=10, made=10)
+    assert where.start(0) == BEGIN._replace(skip=10)
 
 
 def test_replay_ignores_a_state_that_could_not_be_taken() -> None:
@@ -125,38 +124,59 @@ def test_replay_ignores_a_state_that_could_not_be_taken() -> None:
     where = resume_points(BEGIN._replace(cursor=cursor(4), skip=1), replays=True)
     answer(where, pickled(cursor(6, "ValueError: no")))
     assert where.obstacle(0) == ""
-    assert where.start(0) == BEGIN._replace(cursor=None, skip=6, made=6)
+    assert where.start(0) == BEGIN._replace(cursor=None, skip=6)
 
 
 def test_replay_goes_on_at_a_cursor_where_there_is_one() -> None:
     """What has a state is not read again from its beginning."""
     where = resume_points(replays=True)
     answer(where, pickled(cursor(1)), b"")
-    assert where.start(0) == BEGIN._replace(cursor=cursor(1), skip=1, made=2)
+    assert where.start(0) == BEGIN._replace(cursor=cursor(1), skip=1)
 
 
 # ------------------------------------------------------------------------------------------ batches that raised
 
 
-def test_batches_that_raised_since_the_cursor_are_read_again() -> None:
-    """They are dropped like the others, and are none of those that were made."""
+def test_batches_that_raised_count_as_answers() -> None:
+    """Those since the cursor are read again and dropped, like the others."""
     where = resume_points()
-    where.failed(0)  # before the cursor: behind it now
-    answer(where, pickled(cursor(1)))
+    where.failed(0)  # before the cursor, which counts it
+    answer(where, pickled(cursor(2)))
     where.failed(0)
     answer(where, b"")
     where.failed(0)
-    assert where.start(0) == BEGIN._replace(cursor=cursor(1), skip=3, made=2)
+    assert where.start(0) == BEGIN._replace(cursor=cursor(2), skip=3)
 
 
-def test_an_error_is_an_answer_too() -> None:
-    """A stream without a state of which only errors came cannot be read on either."""
+def test_a_stream_of_which_only_errors_came() -> None:
+    """Without a state it cannot be read on. With one it can: from the state that it began with, or from its beginning
+    if that is not known, as a state of its own comes with the first batch.
+    """
     where = resume_points()
     where.failed(0)
     assert "state_dict and load_state_dict" in where.obstacle(0)
     where = resume_points(replays=True)
     where.failed(0)
-    assert where.start(0) == BEGIN._replace(skip=1, made=0)
+    assert where.start(0) == BEGIN._replace(skip=1)
+    where = resume_points()
+    where.began(0, pickled(cursor(0)))
+    where.failed(0)
+    assert where.obstacle(0) == ""
+    assert where.start(0) == BEGIN._replace(cursor=cursor(0), skip=1)
+    where = ResumePoints([BEGIN], iterable=True, replays=False, stateful=True)
+    where.failed(0)
+    assert where.obstacle(0) == ""
+    assert where.start(0) == BEGIN._replace(skip=1)
+    answer(where, b"")
+    assert where.obstacle(0)
+
+
+def test_an_error_takes_nothing_from_assigned_shards() -> None:
+    """Their stream goes on where it stopped, so nothing is dropped for it."""
+    where = ResumePoints([BEGIN], iterable=True, replays=False, assigns=True)
+    answer(where, pickled(cursor(1)))
+    where.failed(0)
+    assert where.start(0) == BEGIN._replace(cursor=cursor(1))
 
 
 @given(
@@ -169,27 +189,23 @@ def test_replacements_of_replacements_miss_and_repeat_nothing(
     every: int, began: int, skip: int, steps: list[str]
 ) -> None:
     """A stream that is read on by one replacement after the other gives each batch, and each error, once, whenever
-    cursors are taken; and each replacement knows how many batches there were.
+    cursors are taken.
     """
     start = BEGIN._replace(cursor=cursor(began) if began else None, skip=skip)
     where = resume_points(start, replays=True)
-    position = made = began + skip  # in the stream, where errors count, too; and batches
-    expected = position, made
+    position = expected = began + skip  # in the stream: answers
     for step in steps:
         if step == "death":
             again = where.start(0)
-            position = (0 if again.cursor is None else again.cursor.iterator["at"]) + again.skip
-            assert again.made is not None
-            made = again.made
-        assert (position, made) == expected
+            position = (0 if again.cursor is None else again.cursor.batches) + again.skip
+        assert position == expected
         if step == "error":
             position += 1
             where.failed(0)
         elif step == "batch":
-            position, made = position + 1, made + 1
-            taken = cursor(made)._replace(iterator={"at": position})
-            where.answered(0, pickled(taken) if every and not made % every else b"")
-        expected = position, made
+            position += 1
+            where.answered(0, pickled(cursor(position)) if every and not position % every else b"")
+        expected = position
 
 
 # -------------------------------------------------------------------------------------------- map datasets
