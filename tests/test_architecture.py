@@ -53,6 +53,7 @@ PURE = {
         "samplers.generators",
         "samplers.interleave",
         "samplers.permutation",
+        "samplers.surviving",
         "service.node_choice",
         "service.progress",
         "service.scaling",

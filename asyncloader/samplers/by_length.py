@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 
 from asyncloader.samplers.batch_plan import BatchPlan, Limits
 from asyncloader.samplers.permutation import Permutation
+from asyncloader.samplers.surviving import Restarting
 
 __all__ = ["BucketBatchSampler", "TokenBudgetBatchSampler"]
 
@@ -72,12 +73,12 @@ class _LengthBatchSampler(Sampler[list[int]]):
             ValueError: `start` is not between 0 and the number of batches.
         """
         plan = self._plan()
-        found = plan.find(start) if start >= 0 else None
-        if found is None:
+        if start < 0 or plan.find(start) is None:
             raise ValueError(f"start should be between 0 and {len(plan)}, but got start={start}")
-        return self._from(plan, *found)
+        return Restarting(lambda batch: self._from(plan, batch), start)
 
-    def _from(self, plan: BatchPlan, window: int, skipped: int) -> Iterator[list[int]]:
+    def _from(self, plan: BatchPlan, start: int) -> Iterator[list[int]]:
+        window, skipped = plan.find(start) or (plan.windows, 0)
         for number in range(window, plan.windows):
             for offset, batch in enumerate(plan.batches(number)):
                 if number > window or offset >= skipped:

@@ -33,6 +33,7 @@ from asyncloader.errors import RanksDisagree
 from asyncloader.events import PositionedIndex
 from asyncloader.samplers.generators import samplers_within
 from asyncloader.samplers.seeded import SeededSampler
+from asyncloader.samplers.surviving import Groups, Restarting
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -165,6 +166,11 @@ class Cutter:
         self.padding: tuple[int, int] | None = None
         """The number of the step that ends with repeated samples of this rank, and how many; None: there is none."""
 
+    def cut_at(self, step: int, group: list[Any]) -> PositionedIndex | None:
+        """`cut` for the step of this number; the same again if it is called again."""
+        self._step = step
+        return self.cut(group)
+
     def cut(self, group: list[Any]) -> PositionedIndex | None:
         """This rank's part of the next `stride` items, or of fewer at the end; None if it gets none of those.
 
@@ -233,11 +239,18 @@ class RankView:
         cutter = self.cutter = Cutter(self.share, step)
         if items is None and type(self.sampler) is SeededSampler:
             return self._computed(cutter, self.sampler, step)
-        return self._cut(cutter, step, items)
+        if items is None:
+            skip = step * cutter.stride
+            if isinstance(self.sampler, SeekableSampler):
+                items = self.sampler.iter_from(min(skip, _length(self.sampler, skip)))
+            else:
+                items = itertools.islice(iter(self.sampler), skip, None)
+        return Groups(items, cutter.stride, cutter.cut_at, step)
 
     def _computed(self, cutter: Cutter, sampler: SeededSampler, step: int) -> Iterator[PositionedIndex]:
         """Compute only this rank's indices. The epoch is fixed now, not at the first step."""
-        return self._blocks(cutter, len(sampler), sampler.order(), step)
+        size, order = len(sampler), sampler.order()
+        return Restarting(lambda at: self._blocks(cutter, size, order, at), step)
 
     def _blocks(
         self, cutter: Cutter, size: int, order: Callable[[Indices], Indices], step: int
@@ -257,21 +270,6 @@ class RankView:
             cutter.dropped, cutter.repeated, cutter.padding = last.dropped, last.repeated, last.padding
             if item is not None:
                 yield item
-
-    def _cut(self, cutter: Cutter, step: int, items: Iterator[Any] | None) -> Iterator[PositionedIndex]:
-        if items is None:
-            skip = step * cutter.stride
-            if isinstance(self.sampler, SeekableSampler):
-                items = self.sampler.iter_from(min(skip, _length(self.sampler, skip)))
-            else:
-                items = itertools.islice(iter(self.sampler), skip, None)
-        while True:
-            group = list(itertools.islice(items, cutter.stride))
-            item = cutter.cut(group)
-            if item is not None:
-                yield item
-            if len(group) < cutter.stride:
-                return
 
 
 def _length(sampler: Any, default: int) -> int:

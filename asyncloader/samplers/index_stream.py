@@ -11,7 +11,6 @@ it began are saved, and restored before it begins again.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +28,7 @@ from asyncloader.samplers.generators import (
     own_generator,
     set_generators,
 )
+from asyncloader.samplers.surviving import Groups
 from asyncloader.workers.fetch.dataset_state import is_stateful
 
 __all__ = ["IndexStream", "StateLog", "base_sampler", "fresh_state"]
@@ -96,11 +96,12 @@ class _Ending:
         first, self._first = self._first, _END
         if first is not _END:
             return first
-        try:
-            return next(self.iterator)
-        except StopIteration:
-            self.ended = True
-            raise
+        # Not `next`, as Ctrl-C could strike between its return and ours, and the item would be lost.
+        items = map(next, (self.iterator,))
+        for item in items:
+            return item
+        self.ended = True
+        raise StopIteration
 
 
 class IndexStream:
@@ -330,7 +331,5 @@ def _past(items: Iterator[Any], count: int) -> Iterator[Any]:
 
 def _batches(items: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
     """Batches as torch's `BatchSampler` makes them."""
-    while batch := list(itertools.islice(items, size)):
-        if len(batch) < size and drop_last:
-            return
-        yield batch
+    least = size if drop_last else 1
+    return Groups(items, size, lambda _, batch: batch if len(batch) >= least else None)

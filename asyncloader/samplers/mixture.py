@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, Sampler
 
 from asyncloader.samplers.interleave import Interleave, whole_weights
 from asyncloader.samplers.permutation import Permutation
+from asyncloader.samplers.surviving import Blocks
 
 __all__ = ["MixtureSampler"]
 
@@ -142,22 +143,24 @@ class MixtureSampler(Sampler[int]):
         """
         if not 0 <= start <= self._size:
             raise ValueError(f"start should be between 0 and {self._size}, but got start={start}")
-        return self._from(start, self.epoch, _Orders(self._sizes, self.seed if self.shuffle else None))
+        epoch, orders = self.epoch, _Orders(self._sizes, self.seed if self.shuffle else None)
+        return Blocks(lambda position: self._block(position, epoch, orders), start)
 
-    def _from(self, start: int, epoch: int, orders: _Orders) -> Iterator[int]:
+    def _block(self, position: int, epoch: int, orders: _Orders) -> list[int]:
+        """The next indices of the epoch from this position on; none at the end."""
+        if position >= self._size:
+            return []
         begun = epoch * self._size if self.on_exhausted == "repeat" else 0
         starts = [*(phase.start for phase in self._phases), self._size]
-        position = start
-        while position < self._size:
-            number = bisect_right(starts, position) - 1
-            phase = self._phases[number]
-            size = min(_BLOCK, starts[number + 1] - position)
-            indices = np.empty(size, np.int64)
-            for source, before, offsets in phase.interleave.block(begun + position - phase.start, size):
-                given = epoch * self._each_epoch[source] + phase.used[source] + before
-                indices[offsets] = self._offsets[source] + orders.take(source, given, len(offsets))
-            yield from indices.tolist()
-            position += size
+        number = bisect_right(starts, position) - 1
+        phase = self._phases[number]
+        size = min(_BLOCK, starts[number + 1] - position)
+        indices = np.empty(size, np.int64)
+        for source, before, offsets in phase.interleave.block(begun + position - phase.start, size):
+            given = epoch * self._each_epoch[source] + phase.used[source] + before
+            indices[offsets] = self._offsets[source] + orders.take(source, given, len(offsets))
+        found: list[int] = indices.tolist()
+        return found
 
     def __repr__(self) -> str:
         shares = ", ".join(map(str, self.proportions))

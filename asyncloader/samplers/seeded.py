@@ -13,6 +13,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from asyncloader.samplers.permutation import Permutation
+from asyncloader.samplers.surviving import Blocks
 
 __all__ = ["SeededSampler"]
 
@@ -67,16 +68,12 @@ class SeededSampler(Sampler[int]):
         size = len(self.data_source)
         if not 0 <= start <= size:
             raise ValueError(f"start should be between 0 and {size}, but got start={start}")
-        return self._from(start, size, self.order())
+        order = self.order()
+        return Blocks(lambda first: order(np.arange(first, min(first + _BLOCK, size))).tolist(), start)
 
     def order(self) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
         """The present epoch's order as a function from positions to indices, int64 arrays of any shape."""
         return Permutation(len(self.data_source), self.seed, self.epoch) if self.shuffle else _identity
-
-    @staticmethod
-    def _from(start: int, size: int, order: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]) -> Iterator[int]:
-        for first in range(start, size, _BLOCK):
-            yield from order(np.arange(first, min(first + _BLOCK, size))).tolist()
 
     def __repr__(self) -> str:
         return f"<SeededSampler of {len(self)}, seed={self.seed}, epoch={self.epoch}, shuffle={self.shuffle}>"

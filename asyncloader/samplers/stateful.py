@@ -87,8 +87,13 @@ class RandomIndices(Iterator[int]):
         if self._yielded >= self._total:
             raise StopIteration
         if self._at == len(self._block):
-            self._block = self._draw().tolist()
-            self._at = 0
+            before = self._sampler.generator.get_state()
+            try:
+                block = self._draw().tolist()
+            except BaseException:  # Ctrl-C: the next call draws the same
+                self._sampler.generator.set_state(before)
+                raise
+            self._block, self._at = block, 0
         index = self._block[self._at]
         self._at += 1
         self._yielded += 1
@@ -197,16 +202,7 @@ class StatefulDistributedSampler(DistributedSampler[int]):
         elif self.next_yielded == self.num_samples:
             self.yielded, self.next_yielded = self.next_yielded, None
             return iter(())
-        return self._rest()
-
-    def _rest(self) -> Iterator[int]:
-        """Runs when the first index is asked for: loaders call ``iter()`` early, and some twice."""
-        start, self.next_yielded = self.next_yielded or 0, None
-        self.yielded = start
-        for yielded, index in enumerate(super().__iter__(), 1):
-            if yielded > start:
-                self.yielded = yielded
-                yield index
+        return _Rest(self)
 
     def state_dict(self) -> dict[str, int]:
         """``{"yielded": n}``: what the newest iterator has given, or what was loaded and is not yet taken."""
@@ -226,6 +222,32 @@ class StatefulDistributedSampler(DistributedSampler[int]):
                 f"Cannot load state_dict with yielded value {yielded}: an epoch of this sampler has {self.num_samples}"
             )
         self.next_yielded = yielded
+
+
+class _Rest(Iterator[int]):
+    """A pass of a `StatefulDistributedSampler`. It begins when the first index is asked for: loaders call ``iter()``
+    early, and some twice.
+    """
+
+    def __init__(self, sampler: StatefulDistributedSampler) -> None:
+        self._sampler = sampler
+        self._indices: list[int] | None = None
+        self._size = self._at = 0
+
+    def __next__(self) -> int:
+        sampler, indices = self._sampler, self._indices
+        if indices is None:
+            indices = list(DistributedSampler.__iter__(sampler))
+            size = len(indices)
+            self._at = sampler.yielded = sampler.next_yielded or 0
+            sampler.next_yielded = None
+            self._indices, self._size = indices, size
+        if self._at >= self._size:
+            raise StopIteration
+        index = indices[self._at]
+        self._at += 1
+        sampler.yielded = self._at
+        return index
 
 
 def _fields(state: object, kinds: Mapping[str, type]) -> dict[str, Any]:
