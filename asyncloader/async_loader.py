@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from asyncloader.bridge import in_thread
 from asyncloader.clone import made_from
 from asyncloader.counters import recording
 from asyncloader.delivery.transfer import DeviceTransfer, kept_rings_of, transfer_of
@@ -202,11 +203,11 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._idle_pool = None
         # Also those of iterators that were just dropped, which are ending in threads of their own.
         for pool in list(self._pools):
-            await asyncio.shield(asyncio.to_thread(pool.stop))
+            await asyncio.shield(in_thread(pool.stop))
         if rings := kept_rings_of(self._spec):
-            await asyncio.shield(asyncio.to_thread(rings.close))
+            await asyncio.shield(in_thread(rings.close))
         if self._keeper.grouped:
-            await asyncio.shield(asyncio.to_thread(self._keeper.retire_group))
+            await asyncio.shield(in_thread(self._keeper.retire_group))
         let_go(self.dataset)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ try:
 except ImportError:  # not on Windows, and not required elsewhere
     uvloop = None  # type: ignore[assignment]
 
-__all__ = ["Bridge", "join_all", "loop_factory"]
+__all__ = ["Bridge", "in_thread", "join_all", "loop_factory", "run_in_thread"]
 
 T = TypeVar("T")
 
@@ -229,26 +229,40 @@ class Bridge:
         return loop
 
 
-async def in_thread(function: Callable[[], None]) -> None:
-    """Call a blocking function in a thread that has ended when this returns; in this thread if none can be started."""
+async def in_thread(function: Callable[[], T]) -> T:
+    """Call a blocking function in a thread that has ended when this returns; in this thread if none can be started.
+
+    Not in the loop's default executor: its threads may all be busy with calls of the program that take long, and it
+    keeps the interpreter from exiting until they end. If the caller is cancelled, the call continues and its result, or
+    its error, is dropped. The context is a copy of the caller's.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
+    results: list[T] = []
+    failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            function()
+            results.append(function())
+        except BaseException as error:
+            failures.append(error)
         finally:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_set, done)
 
-    thread = threading.Thread(target=run, name="asyncloader-stop", daemon=True)
+    thread = threading.Thread(target=copy_context().run, args=(run,), name="asyncloader-call", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # at exit
-        function()
-        return
+        return function()
     await done
     thread.join()
+    try:
+        if failures:
+            raise failures[0]
+        return results[0]
+    finally:
+        failures.clear()  # the error's traceback refers to this frame
 
 
 def _set(done: asyncio.Future[None]) -> None:

@@ -152,6 +152,35 @@ def test_only_the_bridge_starts_a_loop() -> None:
     assert starts <= {"asyncloader.bridge", "asyncloader.workers.worker"}
 
 
+def uses_default_executor(call: ast.Call) -> bool:
+    """Whether a call runs something in the loop's default executor, or has asyncio look up a name there."""
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    match name:
+        case "to_thread" | "ThreadedResolver" | "set_default_executor" | "sendfile" | "sock_sendfile":
+            return True
+        case "run_in_executor":
+            return ast.unparse(call.args[0]) == "None"
+        case "getaddrinfo" | "getnameinfo":
+            return ast.unparse(function) != f"socket.{name}"
+        case "open_connection" | "create_connection" | "start_server" | "create_server" | "create_datagram_endpoint":
+            return "sock" not in {keyword.arg for keyword in call.keywords}
+        case _:
+            return False
+
+
+def test_nothing_uses_the_default_executor() -> None:
+    """It is the program's, whose calls may keep all of its threads for as long as they like."""
+    found = {
+        f"{module}: {ast.unparse(node.func)}"
+        for module, path in MODULES.items()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and uses_default_executor(node)
+    }
+    # It passes addresses, which asyncio does not look up.
+    assert found == {"asyncloader.service.metrics_endpoint: asyncio.start_server"}
+
+
 def test_no_deprecated_loop_calls() -> None:
     """The running loop is the user's: no policies, and no loop taken from thin air."""
     for path in MODULES.values():

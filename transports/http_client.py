@@ -19,17 +19,19 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import safe_url, status_error
+from asyncloader.transports.http_names import SystemResolver
 from asyncloader.transports.retry import RequestFailed, RetryPolicy, asked_delay, is_retryable
 from asyncloader.transports.retrying_client import RetryingClient
 
 if TYPE_CHECKING:
     import aiohttp
+    from aiohttp.abc import AbstractResolver
     from yarl import URL
 
 __all__ = [
@@ -66,9 +68,9 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
                 "http and https need aiohttp, which is not installed; install it by: pip install 'asyncloader[http]'"
             ) from error
         return aiohttp.ClientSession(
-            # The slots limit the connections. Names are looked up by the system, not by aiodns, which aiohttp would
-            # prefer: its errors do not distinguish a silent name server from a name that does not exist.
-            connector=aiohttp.TCPConnector(limit=0, resolver=aiohttp.ThreadedResolver()),
+            connector=aiohttp.TCPConnector(
+                limit=0, resolver=cast("AbstractResolver", SystemResolver())
+            ),  # the slots limit the connections
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),

@@ -20,6 +20,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch.utils.data import MapDataPipe
 
+from asyncloader.bridge import in_thread
 from asyncloader.dataloader2.adapter import Adapter
 from asyncloader.dataloader2.async_iterator import LoaderAsyncIterator
 from asyncloader.dataloader2.datapipes.async_map import awaited_graph
@@ -350,7 +351,7 @@ class DataLoader2(Generic[T_co]):
 
     async def aclose(self) -> None:
         """`shutdown`, in a thread. Idempotent."""
-        await asyncio.shield(asyncio.to_thread(self.shutdown))
+        await asyncio.shield(in_thread(self.shutdown))
 
     async def __aenter__(self) -> Self:
         return self

@@ -19,6 +19,7 @@ from typing import Any, Generic, Self
 
 import torch
 
+from asyncloader.bridge import in_thread
 from asyncloader.counters import recording
 from asyncloader.delivery.stage import use_current_device
 from asyncloader.epoch.consumer import NO_BATCH
@@ -249,7 +250,7 @@ class AsyncInlineIterator(Generic[B_co]):
                 pending.exception()
         await self._close_reader()
         await epoch.aclose_indices()
-        await asyncio.to_thread(self._place.close)
+        await in_thread(self._place.close)
 
     def close(self) -> None:
         """`aclose` for code that is not async."""

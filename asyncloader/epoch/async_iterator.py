@@ -30,6 +30,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Generic, Protocol, Self
 
+from asyncloader.bridge import in_thread
 from asyncloader.counters import recording
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
@@ -54,6 +55,7 @@ from asyncloader.state.progress import Progress
 from asyncloader.statistics import SkippedSampleLog, Statistics
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
+from asyncloader.workers.fetch.threads import JobThreads
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.tracebacks import hide_our_frames
@@ -108,6 +110,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         self.pool: WorkerPool | None = None
         self._pipeline: Pipeline | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._copies = JobThreads(1, "asyncloader-copy")  # a thread that starts with the first large copy
         self._copying: tuple[Deliver, asyncio.Future[Any]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -185,7 +188,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         if pool is None:
             make = self._pool_maker()
             # A fork must happen in the user's thread; other start methods need not block the loop.
-            pool = make() if start_method(self._config) == "fork" else await asyncio.to_thread(make)
+            pool = make() if start_method(self._config) == "fork" else await in_thread(make)
             self._pool_cache.register(pool)
             if self._closed:
                 pool.stop_soon()
@@ -240,8 +243,7 @@ class AsyncLoaderIterator(Generic[B_co]):
                         if batch is not NO_BATCH:
                             return batch
                         continue
-                    loop = asyncio.get_running_loop()
-                    self._copying = (item, loop.run_in_executor(None, self._consumer.open, item.outcome))
+                    self._copying = (item, self._copies.call(self._consumer.open, item.outcome))
                 else:
                     self._statistics.waiting_since = begin
                     try:
@@ -330,7 +332,7 @@ class AsyncLoaderIterator(Generic[B_co]):
             raise
         finally:
             if pool is not None:
-                await asyncio.shield(asyncio.to_thread(pool.stop))
+                await asyncio.shield(in_thread(pool.stop))
 
     def close(self) -> None:
         """`aclose` for code that is not async: blocks until the workers are gone. In the loop's thread, or after the
@@ -348,6 +350,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         if self._ended is None:
             self._ended = "this iterator was closed"
         pipeline, self._pipeline = self._pipeline, None
+        self._copies.close()
         self._consumer.close()
         return _release(pipeline, self._queue, self._pool_cache, self.pool)
 

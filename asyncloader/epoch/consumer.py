@@ -17,6 +17,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Final
 
+from asyncloader.bridge import in_thread
 from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import LARGE, Opener, raise_worker_error
 from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
@@ -191,7 +192,7 @@ class Consumer:
         cancelled.
         """
         if self._stage is not None:
-            await asyncio.shield(asyncio.to_thread(self._stage.close))
+            await asyncio.shield(in_thread(self._stage.close))
 
     def close(self) -> None:
         """End the stages, once their current batch is finished."""

@@ -17,19 +17,21 @@ The caller never has two calls in progress at a time.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import resource
+import weakref
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import Context
-from functools import partial
-from time import perf_counter, thread_time
+from functools import cache, partial
+from time import monotonic, perf_counter, thread_time
 from typing import Any, Final, TypeAlias
 
 import torch
 
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.error_notes import add_note
+from asyncloader.workers.fetch.threads import JobThreads
 
 __all__ = ["HOLD_SECONDS", "FetchPlace"]
 
@@ -47,6 +49,9 @@ _FIRST_DUE: Final = 4
 
 _DUE_AFTER_WAIT: Final = 8
 _MOST_DUE: Final = 1000
+
+_EXIT_SECONDS: Final = 2.0
+"""How long an exiting process waits for the dataset's current call."""
 
 _Fetch: TypeAlias = Callable[[Any, Any], Any]
 
@@ -76,7 +81,10 @@ class FetchPlace:
     """
 
     def __init__(self, initializer: Callable[[], None] | None, *, movable: bool, iterable: bool) -> None:
-        self._executor = ThreadPoolExecutor(1, "asyncloader-fetch", initializer)
+        self._thread = JobThreads(1, "asyncloader-fetch")
+        self._initializer = initializer
+        _install_exit_hook()
+        _places.add(self)
         self._movable = movable and _OF_THREAD is not None
         self._context = Context()
         self.turn = 0.0
@@ -129,7 +137,13 @@ class FetchPlace:
 
     def in_thread(self, function: Callable[[Any], Any], argument: Any) -> Awaitable[Any]:
         """Call a function in the thread."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
+        return self._thread.call(partial(self._initialized, function), argument, Context())
+
+    def _initialized(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        initializer, self._initializer = self._initializer, None
+        if initializer is not None:
+            initializer()
+        return function(argument)
 
     def _fetch(self, fetch: _Fetch, index: Any, records: Any) -> Any:
         waits, begin = _waits(), thread_time()
@@ -162,12 +176,28 @@ class FetchPlace:
     def close_soon(self) -> None:
         """Let the thread end after its current call. Does not wait."""
         self._here = self._movable = False
-        self._executor.shutdown(wait=False)
+        self._thread.close()
 
-    def close(self) -> None:
-        """Let the thread end after its current call, and wait for that."""
+    def close(self, seconds: float | None = None) -> None:
+        """Let the thread end after its current call, and wait for that, at most this long."""
         self.close_soon()
-        self._executor.shutdown(wait=True)
+        self._thread.join(seconds)
+
+
+# The threads are daemons: a call that never returns must not keep the interpreter. But finalization ends a daemon
+# thread wherever it is, and aborts the process if that is in C++ code, so a call that does return is waited for.
+_places: weakref.WeakSet[FetchPlace] = weakref.WeakSet()
+
+
+@cache
+def _install_exit_hook() -> None:
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    deadline = monotonic() + _EXIT_SECONDS
+    for place in list(_places):
+        place.close(max(0.0, deadline - monotonic()))
 
 
 def _waits() -> int:

@@ -16,9 +16,11 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
+from asyncloader.bridge import in_thread
 from asyncloader.service.agent import AgentNode, AgentSetup
 from asyncloader.service.engine import Credentials
 from asyncloader.service.node import DRAIN_S
@@ -221,7 +223,7 @@ class Fleet:
             await asyncio.sleep(_LOOK_S)
 
     async def _look_once(self) -> None:
-        alive = await asyncio.to_thread(_machines, self._options.resources)
+        alive = await in_thread(partial(_machines, self._options.resources))
         for machine in [each for each in self._agents if each not in alive]:
             self._forget(machine)
         wanted = self._options.nodes if self._scaling is None else await self._scaled(self._scaling)

@@ -13,13 +13,14 @@ A URL that occurs twice is read twice: repeating a shard gives it more weight. I
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
+from functools import partial
 from urllib.parse import quote
 
+from asyncloader.bridge import in_thread
 from asyncloader.formats import MdsShard, ShardError, ShardFormat, parse_mds_index
 from asyncloader.remote.braces import MOST, expand
 from asyncloader.remote.catalog import Shard, format_of, named_format
@@ -154,7 +155,7 @@ async def _with_directories(urls: Sequence[str], stores: Stores) -> list[str]:
         paths = {url: "/" + stores.locate(url).path for url in doubtful}
         return {url for url, path in paths.items() if os.path.isdir(path)}  # noqa: PTH112 - a string, in a thread
 
-    directories = await asyncio.to_thread(find)
+    directories = await in_thread(find)
     return [url + "/" if url in directories else url for url in urls]
 
 
@@ -181,7 +182,7 @@ async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard]
         return None
     except ObjectTooLarge as error:
         raise ShardError(f"the MDS index has more than {MAX_INDEX_BYTES:,} bytes", url=url) from error
-    found: list[MdsShard] = await asyncio.to_thread(parse_mds_index, data, url=url)
+    found: list[MdsShard] = await in_thread(partial(parse_mds_index, data, url=url))
     if not found:
         raise ValueError(f"the MDS index {url!r} names no shard")
     return [

@@ -19,6 +19,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from asyncloader.bridge import in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError
 from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_footer, read_rows
 from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
@@ -41,7 +42,7 @@ async def read_footer(pinned: PinnedReader, url: str) -> tuple[Footer, ObjectInf
     if wanted > length:
         (before,) = await pinned.read_ranges([(info.size - wanted, wanted - length)])
         tail = before + tail
-    return await asyncio.to_thread(parse_footer, tail[-wanted:], info.size, url), info
+    return await in_thread(partial(parse_footer, tail[-wanted:], info.size, url)), info
 
 
 async def read_parquet(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError, ShardRange, ShardReader, open_reader
 from asyncloader.remote.catalog import PARQUET, Shard
@@ -21,6 +21,7 @@ from asyncloader.remote.prefetch import StreamBuffer
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import PinnedReader, RangeOutOfBounds, TransportError
+from asyncloader.workers.fetch.threads import JobThreads
 
 __all__ = ["READ_AHEAD", "MakeReader", "read_shard_range"]
 
@@ -154,12 +155,13 @@ async def _push(
         most: bytes that are fetched ahead.
         thread: run the reader in a thread.
     """
+    parsing = JobThreads(1, "asyncloader-parse")
 
-    async def call(function: Callable[..., list[Located]], *arguments: bytes) -> list[Located]:
+    async def call(function: Callable[[bytes], list[Located]], data: bytes) -> list[Located]:
         if thread:
-            return await asyncio.to_thread(function, *arguments)
+            return cast("list[Located]", await parsing.call(function, data))
         await asyncio.sleep(0)  # let other tasks run, also when all chunks are buffered already
-        return function(*arguments)
+        return function(data)
 
     if reader.done:
         return
@@ -174,6 +176,7 @@ async def _push(
                 yield await call(reader.feed, b"")
             if reader.done:
                 return
-        yield await call(reader.end)
+        yield await call(lambda _: reader.end(), b"")
     finally:
+        parsing.close()
         await ahead.aclose()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TypeVar
 
+from asyncloader.bridge import in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, ShardError, ShardReader, open_reader
 from asyncloader.formats.base import ShardRange
 from asyncloader.remote.catalog import PARQUET, Shard
@@ -145,7 +147,7 @@ async def _with_offsets(shard: Shard, stores: Stores, parts: int) -> Shard:
         header = await transport.read_range(path, 0, shard.mds.header_size)
     except RangeOutOfBounds as error:
         raise ShardError("the shard is truncated: its header does not fit in it", url=shard.url, offset=0) from error
-    offsets = await asyncio.to_thread(shard.mds.offsets, header, url=shard.url)
+    offsets = await in_thread(partial(shard.mds.offsets, header, url=shard.url))
     edge_count = min(shard.mds.samples, EDGES_PER_RANGE * parts)
     edges = (
         [int(offsets[shard.mds.samples * edge // edge_count]) for edge in range(edge_count + 1)] if edge_count else []

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
 
+from asyncloader.bridge import in_thread
 from asyncloader.counters import Recorder
 from asyncloader.errors import ServiceUnavailable, WorkerDied
 from asyncloader.service import frames
@@ -217,8 +218,8 @@ class ServiceWorkers:
         pids = {worker.pid for worker in workers if worker.node == node}
         try:
             async with asyncio.timeout(seconds + _ROUND_TRIPS_S):
-                return await asyncio.to_thread(
-                    ask_stacks, self._service, self._defined, node, sorted(pids), self._closed
+                return await in_thread(
+                    functools.partial(ask_stacks, self._service, self._defined, node, sorted(pids), self._closed)
                 )
         except (Unreachable, OSError, ValueError) as error:
             why = str(error) or "the node did not answer in time"

@@ -12,9 +12,11 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
+from asyncloader.bridge import in_thread
 from asyncloader.counters import LANE_KEY, StageTimes, stage_times, total
 from asyncloader.service.dataset_facts import Facts
 from asyncloader.service.handshake import Opening
@@ -258,13 +260,13 @@ class HostProcesses:
         if self._closing.is_set() or self.given_up:
             return
         try:
-            process = await asyncio.to_thread(self._make, number)
+            process = await in_thread(partial(self._make, number))
         except Exception as error:  # such as an EOFError: a fork server that cannot fork ends
             why = f"{type(error).__name__}: {error}"
             self._fails(number, f"{self.setup.target}: its process cannot be started: {why}", pause)
             return
         if self._closing.is_set() or self.given_up:
-            await asyncio.to_thread(shutdown.run, [process])
+            await in_thread(partial(shutdown.run, [process]))
             return
         made = self._processes[number] = _Process(process)
         loop = asyncio.get_running_loop()
@@ -485,5 +487,5 @@ class HostProcesses:
             loop.remove_reader(process.channel.fileno())
             loop.remove_writer(process.channel.fileno())
         self._processes.clear()
-        await asyncio.to_thread(shutdown.run, processes)
+        await in_thread(partial(shutdown.run, processes))
         self._lifeline.close()

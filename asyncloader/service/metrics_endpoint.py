@@ -6,8 +6,12 @@ It answers GET with one of three short texts and closes the connection, which ta
 from __future__ import annotations
 
 import asyncio
+import socket
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+from asyncloader.bridge import in_thread
 
 if TYPE_CHECKING:
     from asyncloader.service.node import Node
@@ -51,7 +55,11 @@ class MetricsEndpoint:
         parts = urlsplit(f"//{address}")
         if parts.port is None:
             raise ValueError(f"--metrics {address}: give host:port")
-        self._server = await asyncio.start_server(self._answer, parts.hostname, parts.port, limit=_MOST_LINE)
+        # Looked up in a thread of ours: asyncio uses the loop's default executor.
+        flags = socket.AI_PASSIVE
+        look_up = partial(socket.getaddrinfo, parts.hostname, parts.port, type=socket.SOCK_STREAM, flags=flags)
+        hosts = list(dict.fromkeys(str(place[0]) for *_, place in await in_thread(look_up)))
+        self._server = await asyncio.start_server(self._answer, hosts, parts.port, limit=_MOST_LINE)
         host, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"http://{host}:{port}"
 

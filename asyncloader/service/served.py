@@ -8,13 +8,14 @@ dataset's kind and length, which the service says, and no samples.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data import Dataset, IterableDataset
 
+from asyncloader.bridge import in_thread
 from asyncloader.service.definition import FUNCTIONS, Defined
 from asyncloader.service.extra import check_extra
 
@@ -119,7 +120,7 @@ class _Shards(ServedDataset, IterableDataset[Any]):
         request = PlanRequest(workers, rank, ranks, key, common, known)
         given_up = threading.Event()
         try:
-            plan = await asyncio.to_thread(ask_plan, self.service, self.defined, request, given_up)
+            plan = await in_thread(partial(ask_plan, self.service, self.defined, request, given_up))
         finally:
             given_up.set()
         names = self.shard_urls if plan.fingerprint == known else plan.names

@@ -9,8 +9,11 @@ import socket
 import ssl
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from asyncloader.bridge import in_thread
 
 __all__ = ["OtherUser", "bound", "check_peer", "read_address", "server_tls"]
 
@@ -105,7 +108,7 @@ async def bound(address: str) -> tuple[socket.socket, str]:
             sock.close()
             raise
         return sock, address
-    found = await asyncio.get_running_loop().getaddrinfo(*place, type=socket.SOCK_STREAM)
+    found = await in_thread(partial(socket.getaddrinfo, *place, type=socket.SOCK_STREAM))
     family, kind, protocol, _, where = found[0]
     sock = socket.socket(family, kind, protocol)
     try:

@@ -40,6 +40,7 @@ class JobThreads:
         self._most = threads
         self._name = name
         self._started = 0
+        self._threads: list[threading.Thread] = []
         self._closed = False
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._notices: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -74,6 +75,7 @@ class JobThreads:
                     self._most = max(1, self._started)
                     alone = not self._started
                 else:
+                    self._threads.append(thread)
                     return
             if alone:
                 self._work_here()
@@ -132,6 +134,11 @@ class JobThreads:
         self._closed = True
         self._most = 0  # start no new threads
         self._end_threads()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the end of each thread, at most this long. After `close`; not in one of them."""
+        for thread in self._threads:
+            thread.join(seconds)
 
     def _end_threads(self) -> None:
         for _ in range(self._started):
