@@ -50,9 +50,6 @@ __all__ = ["LateSetup", "TaskRunner"]
 
 _LOOK_S = 0.02  # between two looks at how much CPU time was used: one takes 5 us
 
-_CHECKED_BYTES = 64 << 20
-"""From this size on, the free memory is checked before a batch gets a segment of its own; a check takes 50 us."""
-
 
 class LateSetup(Protocol):
     """A set-up that is made in the worker. What that raises answers every task."""
@@ -403,7 +400,7 @@ class TaskRunner:
             if ring is not None and slot >= 0 and encoded.nbytes <= ring.slot_bytes:
                 encoded.write(ring.memory, ring.offset(slot, encoded.nbytes))
                 return slot, []
-            return wire.ONEOFF, [_write_oneoff(encoded)]
+            return wire.ONEOFF, [segment.written(encoded.nbytes, encoded.write)]
         except LoaderError:  # out of memory
             raise
         except Exception as error:
@@ -489,17 +486,3 @@ class _StartError(Exception):
     def __init__(self, payload: bytes) -> None:
         super().__init__(payload)
         self.payload = payload
-
-
-def _write_oneoff(encoded: Encoded) -> int:
-    if encoded.nbytes >= _CHECKED_BYTES:
-        # Check first: the kernel would overcommit, and then kill a process instead of refusing.
-        segment.check_room(encoded.nbytes, "one batch")
-    fd = segment.create(encoded.nbytes)
-    try:
-        segment.reserve(fd, 0, encoded.nbytes)
-        encoded.write(segment.map_segment(fd, encoded.nbytes), 0)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd

@@ -27,9 +27,21 @@ from pathlib import Path
 
 from asyncloader.errors import RING_ADVICE, RingMemoryError
 
-__all__ = ["Mapping", "check_room", "create", "map_segment", "memory_groups", "memory_limit", "populate", "reserve"]
+__all__ = [
+    "Mapping",
+    "check_room",
+    "create",
+    "map_segment",
+    "memory_groups",
+    "memory_limit",
+    "populate",
+    "reserve",
+    "written",
+]
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
+_CHECKED_BYTES = 64 << 20
+"""From this size on, the free memory is checked before a batch gets a segment of its own; a check takes 50 us."""
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
@@ -132,6 +144,24 @@ def reserve(fd: int, offset: int, nbytes: int) -> None:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
         return
+
+
+def written(nbytes: int, write: Callable[[Mapping, int], None]) -> int:
+    """Return the descriptor of a new segment for one batch, which `write` wrote at offset 0.
+
+    Raises:
+        RingMemoryError: there is not so much memory.
+    """
+    if nbytes >= _CHECKED_BYTES:
+        check_room(nbytes, "one batch")  # first: the kernel would overcommit, and then kill a process
+    fd = create(nbytes)
+    try:
+        reserve(fd, 0, nbytes)
+        write(map_segment(fd, nbytes), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def populate(memory: mmap.mmap, address: int) -> None:
