@@ -219,7 +219,11 @@ class AsyncLoaderIterator(Generic[B_co]):
                 copying = self._copying
                 if copying is not None:
                     copied, copy = copying
-                    await asyncio.wait([copy])  # a cancelled caller leaves the copy to the next call
+                    try:
+                        await asyncio.wait([copy])
+                    except asyncio.CancelledError:
+                        self._queue.wake_one()  # a cancelled caller leaves the copy to a task that waits, or comes
+                        raise
                     if self._copying is copying:
                         self._copying = None
                         batch = self._deliver(copied, perf_counter() - begin, copy.result)
@@ -232,7 +236,7 @@ class AsyncLoaderIterator(Generic[B_co]):
                         try:
                             error = await self._end(item)
                         except asyncio.CancelledError:
-                            items.append(item)  # or the next call would report a normal end
+                            self._queue.give_back(item)  # or the next call would report a normal end
                             raise
                         try:
                             raise error

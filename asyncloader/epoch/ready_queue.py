@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 
 from asyncloader.epoch.consumer import discard
 from asyncloader.events import Action
@@ -30,9 +31,15 @@ class ReadyQueue:
             discard(item)  # was in flight from another thread when the iterator was closed
             return
         self.items.append(item)
-        self._wake_one()
+        self.wake_one()
 
-    def _wake_one(self) -> None:
+    def give_back(self, item: Action) -> None:
+        """Return the item that was taken last, because its taker was cancelled."""
+        self.items.appendleft(item)
+        self.wake_one()
+
+    def wake_one(self) -> None:
+        """Wake a waiter, for one that was woken and will not take what it was woken for."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
@@ -45,7 +52,7 @@ class ReadyQueue:
         while self.items:
             discard(self.items.popleft())
         while self._waiters:
-            self._wake_one()
+            self.wake_one()
 
     async def wait(self) -> None:
         """Wait until there may be an item. The caller checks, and waits again if another task took it."""
@@ -54,6 +61,9 @@ class ReadyQueue:
         try:
             await waiter
         except asyncio.CancelledError:
-            if self.items:
-                self._wake_one()  # this waiter was woken, but will not take the item
+            if waiter.cancelled():
+                with suppress(ValueError):  # `close` has just taken it out
+                    self._waiters.remove(waiter)
+            else:
+                self.wake_one()  # this waiter was woken, and will not take what it was woken for
             raise

@@ -1,0 +1,54 @@
+"""Wake-ups of tasks that share an iterator: whoever is cancelled passes its own on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from asyncloader.epoch.ready_queue import ReadyQueue
+from asyncloader.events import Finish
+
+
+async def waiting(queue: ReadyQueue, count: int) -> list[asyncio.Task[None]]:
+    """Tasks that wait."""
+    tasks = [asyncio.ensure_future(queue.wait()) for _ in range(count)]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_a_cancelled_waiter_passes_its_wake_up_on() -> None:
+    """Also if there is no item: it was woken for a batch that is being copied."""
+    queue = ReadyQueue()
+    first, second, third = await waiting(queue, 3)
+    queue.wake_one()
+    first.cancel()
+    await second
+    assert first.cancelled()
+    assert not third.done()
+    queue.close()
+    await third
+
+
+async def test_a_waiter_that_was_not_woken_leaves_nothing() -> None:
+    """A wake-up goes to one that still waits; and a program that waits with a deadline, again and again, keeps none."""
+    queue = ReadyQueue()
+    first, second = await waiting(queue, 2)
+    first.cancel()
+    await asyncio.wait([first])
+    assert len(queue._waiters) == 1
+    queue.wake_one()
+    await second
+    assert not queue._waiters
+
+
+async def test_an_item_that_is_given_back_wakes_a_waiter() -> None:
+    """It is the next one, before those that came later."""
+    queue = ReadyQueue()
+    items: list[Any] = [Finish(), Finish()]
+    for item in items:
+        queue.put(item)
+    taken = queue.items.popleft()
+    (waiter,) = await waiting(queue, 1)
+    queue.give_back(taken)
+    await waiter
+    assert [id(item) for item in queue.items] == [id(item) for item in items]
