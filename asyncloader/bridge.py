@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 from asyncloader.errors import LoaderClosed
 
@@ -37,6 +37,8 @@ except ImportError:  # not on Windows, and not required elsewhere
 __all__ = ["Bridge", "in_thread", "join_all", "loop_factory", "run_in_thread"]
 
 T = TypeVar("T")
+
+_Outcome: TypeAlias = tuple[T | None, BaseException | None]
 
 RELEASE_SECONDS = 10.0
 """Longest wait for the end of dropped iterators: more than workers and datasets get to end."""
@@ -237,37 +239,39 @@ async def in_thread(function: Callable[[], T]) -> T:
     its error, is dropped. The context is a copy of the caller's.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-    results: list[T] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_set, done)
-
-    thread = threading.Thread(target=copy_context().run, args=(run,), name="asyncloader-call", daemon=True)
+    done: asyncio.Future[_Outcome[T]] = loop.create_future()
+    thread = threading.Thread(
+        target=copy_context().run, args=(_call, loop, done, function), name="asyncloader-call", daemon=True
+    )
     try:
         thread.start()
     except RuntimeError:  # at exit
         return function()
-    await done
+    result, error = await done
     thread.join()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del done, error  # the error refers to this frame
+    return cast("T", result)
+
+
+def _call(loop: asyncio.AbstractEventLoop, done: asyncio.Future[_Outcome[T]], function: Callable[[], T]) -> None:
+    """In the thread."""
+    outcome: _Outcome[T]
     try:
-        if failures:
-            raise failures[0]
-        return results[0]
-    finally:
-        failures.clear()  # the error's traceback refers to this frame
+        outcome = function(), None
+    except BaseException as error:
+        outcome = None, error
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(_set, done, outcome)
+    del done, outcome  # an error refers to this frame
 
 
-def _set(done: asyncio.Future[None]) -> None:
+def _set(done: asyncio.Future[_Outcome[T]], outcome: _Outcome[T]) -> None:
     if not done.done():
-        done.set_result(None)
+        done.set_result(outcome)
 
 
 def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:

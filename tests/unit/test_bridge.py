@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import uvloop
 
-from asyncloader.bridge import Bridge, loop_factory
+from asyncloader.bridge import Bridge, in_thread, loop_factory
 from asyncloader.errors import LoaderClosed
 
 pytestmark = pytest.mark.loops
@@ -297,3 +301,47 @@ def test_a_task_that_exits_ends_the_call_and_not_the_loop(
     assert bridge.run(loop_thread())[1] is thread
     bridge.release()
     assert not thread.is_alive()
+
+
+async def test_a_thread_gives_its_call_s_result_or_error() -> None:
+    """The call's own, which nothing refers to once it was caught; and the end of an iterator is an error here."""
+
+    class Held:
+        pass
+
+    async def fails() -> None:
+        held = Held()
+        refs.append(weakref.ref(held))
+        await in_thread(partial(dict[Any, Any]().__getitem__, held))
+
+    refs: list[weakref.ref[Held]] = []
+    assert await in_thread(partial(divmod, 7, 2)) == (3, 1)
+    gc.disable()
+    try:
+        with pytest.raises(KeyError):
+            await fails()
+        await asyncio.sleep(0)  # the callback that woke this task holds the future
+        assert refs[0]() is None
+    finally:
+        gc.enable()
+    with pytest.raises(RuntimeError):
+        await in_thread(partial(next, iter(())))
+
+
+async def test_a_call_whose_caller_is_cancelled_goes_on() -> None:
+    """Neither its result nor its error reaches anything."""
+    begun, released, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        released.wait(60)
+        ended.set()
+        raise KeyError
+
+    caller = asyncio.ensure_future(in_thread(call))
+    await in_thread(partial(begun.wait, 60))
+    caller.cancel()
+    await asyncio.wait([caller])
+    assert not ended.is_set()
+    released.set()
+    assert await in_thread(partial(ended.wait, 60))

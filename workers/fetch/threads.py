@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context, copy_context
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -114,18 +115,7 @@ class JobThreads:
         future: asyncio.Future[Any] = loop.create_future()
         inner = copy_context() if context is None else context.copy()
 
-        def job() -> None:
-            if future.cancelled():
-                return
-            try:
-                result = inner.run(function, argument)
-            except BaseException as error:
-                self.notify(_failed, future, error)
-                del error
-            else:
-                self.notify(_done, future, result)
-
-        self.put(job)
+        self.put(partial(_call, self.notify, future, inner, function, argument))
         return future
 
     def close(self) -> None:
@@ -154,6 +144,24 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # before waiting for the next job: this one refers to a sample
+
+
+def _call(
+    notify: Callable[..., None],
+    future: asyncio.Future[Any],
+    context: Context,
+    function: Callable[[Any], Any],
+    argument: Any,
+) -> None:
+    if future.cancelled():
+        return
+    try:
+        result = context.run(function, argument)
+    except BaseException as error:
+        notify(_failed, future, error)
+        del future  # it will refer to the error, which refers to this frame
+    else:
+        notify(_done, future, result)
 
 
 def _done(future: asyncio.Future[Any], result: Any) -> None:
