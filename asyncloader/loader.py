@@ -133,6 +133,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume at this position with the next ``iter()``. An empty dictionary resets the position.
 
+        An iterator from before goes on where it was; once it gives another batch, `state_dict` describes its position.
+
         Raises:
             StateError: the state is damaged, of another version or another loader, or has no exact position. The text
                 says what to do.

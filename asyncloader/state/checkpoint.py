@@ -46,6 +46,8 @@ class StateKeeper:
         self._read_before = False  # an epoch before the newest one gave a batch
         self._loaded: dict[str, Any] | None = None  # the loaded state as given, until an iterator begins from it
         self._pending: dict[str, Any] | None = None  # the same, checked
+        self._old: Progress | None = None  # the newest iterator of the moment when a state was loaded
+        self._moment: tuple[Any, ...] = ()  # and where it was then
 
     @property
     def grouped(self) -> bool:
@@ -71,21 +73,31 @@ class StateKeeper:
     @property
     def place(self) -> str:
         """Where the newest iterator stands, in words."""
-        if self._newest is None:
-            return "not iterated yet"
-        return f"epoch {self._newest.epoch}, {self._newest.place}"
+        newest = self._late or self._newest
+        return "not iterated yet" if newest is None else f"epoch {newest.epoch}, {newest.place}"
 
     def epoch(self, spec: LoaderSpec[Any]) -> int:
         """See `DataLoader.epoch`."""
-        newest = self._newest
+        newest, late = self._newest, self._late
+        if late is not None:
+            return late.epoch
         if newest is not None and not newest.finished and self._loaded is None:
             return newest.epoch
         return self._clock_of(EpochConfig.of(spec)).value
 
     @property
+    def _late(self) -> Progress | None:
+        """The newest iterator from before a state was loaded, if it has delivered since: then the loader stands where
+        that one does.
+        """
+        old = self._old
+        return None if old is None or old.finished or old.moment == self._moment else old
+
+    @property
     def padding(self) -> int:
         """Samples at the end of the newest batch that only keep the ranks even."""
-        return 0 if self._newest is None else self._newest.padding
+        newest = self._late or self._newest
+        return 0 if newest is None else newest.padding
 
     @property
     def batches_to_replay(self) -> int:
@@ -110,7 +122,7 @@ class StateKeeper:
         finished = resumed if resumed is not None and resumed["finished"] else None
         if resumed is not None and (finished or clock.value != resumed["epoch"]):
             resumed = None
-        before = self._newest
+        before, self._old = self._newest, None
         self._read_before = self._read_before or (before is not None and before.touched)
         progress = self._newest = self._progress(config, clock, resumed)
         if before is not None and config.persistent_workers and resumed is None and finished is None:
@@ -134,11 +146,11 @@ class StateKeeper:
     @plain_context
     def making_iterator(self) -> Generator[None]:
         """Context that keeps a loaded position for the next iterator if making this one fails."""
-        before = self._newest, self._loaded, self._pending
+        before = self._newest, self._loaded, self._pending, self._old
         try:
             yield
         except BaseException:
-            self._newest, self._loaded, self._pending = before
+            self._newest, self._loaded, self._pending, self._old = before
             raise
 
     def _agreement(self, spec: LoaderSpec[Any], config: EpochConfig, first_step: int) -> Agreement | None:
@@ -169,11 +181,12 @@ class StateKeeper:
         """See `DataLoader.state_dict`. `before_last`: as it was before the last delivery; `finished`: as if the epoch
         had ended here.
         """
-        newest = self._newest
+        late = self._late
+        newest = late or self._newest
         running = newest is not None and not (finished or newest.finished)
         config = newest.config if newest is not None and running else EpochConfig.of(spec)
         elsewhere = not (before_last or finished) and self._elsewhere(config)
-        if self._loaded is not None and not elsewhere:
+        if self._loaded is not None and late is None and not elsewhere:
             return copy.deepcopy(self._loaded)
         if newest is not None and not elsewhere:
             if is_stateful(config.dataset) and _reads_by_chance(config):
@@ -221,6 +234,7 @@ class StateKeeper:
     def load(self, spec: LoaderSpec[Any], given: dict[str, Any]) -> None:
         """See `DataLoader.load_state_dict`."""
         if not given:
+            self._note_old()
             self._loaded = self._pending = self._newest = None
             return
         state = check_state(given)
@@ -250,7 +264,12 @@ class StateKeeper:
         except BaseException:
             take_back()
             raise
+        self._note_old()
         self._loaded, self._pending = copy.deepcopy(given), state
+
+    def _note_old(self) -> None:
+        self._old = self._newest or self._old
+        self._moment = () if self._old is None else self._old.moment
 
 
 def _reads_by_chance(config: EpochConfig) -> bool:

@@ -136,6 +136,11 @@ class Progress:
         return self._finished
 
     @property
+    def moment(self) -> tuple[Any, ...]:
+        """Differs after each delivery, of a batch or of an error."""
+        return self._delivered, tuple(self._failed)
+
+    @property
     def place(self) -> str:
         """What was delivered, in words; after out-of-order batches, up to the first that is missing."""
         if self._finished:
