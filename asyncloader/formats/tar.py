@@ -33,9 +33,9 @@ class TarReader(PushReader):
     offset of the first header of the next sample. `max_sample_bytes` counts a sample's members with their headers.
     Skipped: directories, links, devices, members without an extension, and WebDataset's metadata (``__name__/...``).
 
-    `ShardError`s: a wrong header checksum, an impossible number, a sparse or multi-volume member, a name that is not
-    UTF-8, a field that occurs twice, a global pax header that would rename or resize members (a reader that starts
-    after it could not know), and an archive without its end mark, a block of zeros.
+    `ShardError`s: a wrong header checksum, an impossible number, a sparse or multi-volume member, a field that occurs
+    twice, a global pax header that would rename or resize members (a reader that starts after it could not know), and
+    an archive without its end mark, a block of zeros.
 
     Arguments: see `push_parser.Reader`. A tar cannot be cut into parts without an index; with one, `start` and `stop`
     are the offsets of first headers.
@@ -75,7 +75,8 @@ class TarReader(PushReader):
                 continue
             if kind in REFUSED:
                 self._fail(f"{REFUSED[kind]}, which a stream cannot hold whole; pack it as a plain file", at)
-            name = self._text(path if path is not None else plain_name(block), at)
+            # As tarfile does: bytes that are not UTF-8 become surrogates, and the name encodes to the same bytes again.
+            name = (path if path is not None else plain_name(block)).decode("utf-8", "surrogateescape")
             size = size if pax_size is None else pax_size
             begin, first, path, pax_size = first, None, None, None
             if kind in DATALESS:
@@ -143,12 +144,6 @@ class TarReader(PushReader):
         if not value.isdigit() or len(value) > 20:
             self._fail(f"a pax header with the impossible size {value[:40]!r}", at)
         return int(value)
-
-    def _text(self, name: bytes, at: int) -> str:
-        try:
-            return name.decode()
-        except UnicodeDecodeError:
-            self._fail(f"a member's name is not UTF-8: {name[:200]!r}", at)
 
 
 def number(field: bytes) -> int | None:

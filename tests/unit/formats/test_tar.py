@@ -231,7 +231,6 @@ class TestRefused:
         "pax record": (with_header(pack([("a.txt", b"99 path=b\n")]), type=b"x"), "broken record"),
         "pax zero": (with_header(pack([("a.txt", b"0 =\n")]), type=b"x"), "broken record"),
         "pax global": (with_header(pack([("a.txt", b"14 path=b.txt\n")]), type=b"g"), "for all members"),
-        "name": (with_header(SMALL, name=b"\xff\xfe.txt"), "not UTF-8"),
         "long header": (with_header(SMALL, type=b"L", size=b"77777777777"), "extension header"),
     }
 
@@ -248,6 +247,22 @@ class TestRefused:
         """It would overwrite the first one; so would a field called __key__."""
         for names in (["a.txt", "a.TXT"], ["a.__key__"]):
             assert "twice" in error_of(make, pack([(name, b"") for name in names]))[0]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("length", [1, 40])
+def test_names_that_are_not_utf_8(format: str, length: int) -> None:
+    """Are read as tarfile reads them, in each place that a name may have, and the samples after them too."""
+    names = [b"one.txt", b"caf\xe9/" * (length - 1) + b"th\xe9.txt", b"two.txt"]
+    archive = pack([(os.fsdecode(name), name) for name in names], FORMATS[format])
+    samples, error = check_any_split(make, archive, [0.3, 0.6])
+    assert error is None
+    with tarfile.open(fileobj=io.BytesIO(archive)) as read_by_tarfile:
+        assert [f"{sample['__key__']}.txt" for sample, _ in samples] == read_by_tarfile.getnames()
+    assert [os.fsencode(sample["__key__"]) + b".txt" for sample, _ in samples] == names
+    assert [sample["txt"] for sample, _ in samples] == names
+    twice = pack([(os.fsdecode(name), b"") for name in [names[1], names[1]]], FORMATS[format])
+    assert error_of(make, twice)[0].encode()
 
 
 @pytest.mark.parametrize("end", [0, 100, 512, 600, 1536, 2560, 2561, 4096])
