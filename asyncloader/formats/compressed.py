@@ -126,6 +126,12 @@ class CompressedReader:
             try:
                 data = self._decoder.take(room)
             except Exception as error:  # the type depends on the package
+                # The library's own words for it, in the errors of all its packages.
+                if "requires too much memory" in str(error):
+                    raise self._error(
+                        f"a zstd frame's window is larger than {1 << ZSTD_WINDOW_LOG >> 20} MiB, the most that is "
+                        f"read: compress the shard again with zstd --long={ZSTD_WINDOW_LOG}, or without --long"
+                    ) from error
                 raise self._error(f"the compressed data is damaged: {error}") from error
             room -= max(len(data), LEAST)
             dropped = min(self._skip, len(data))

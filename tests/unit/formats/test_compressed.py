@@ -295,6 +295,25 @@ def test_zstd_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
         open_reader("a.jsonl.zst")
 
 
+@pytest.mark.parametrize("window_log", [27, 28, 31])
+def test_zstd_windows(window_log: int) -> None:
+    """Those of up to 128 MiB are read; of a larger one the error says so, and not that the data is damaged."""
+    zstandard: Any = importlib.import_module("zstandard")
+    stream = zstandard.ZstdCompressor().compressobj()
+    data = bytearray(stream.compress(LINES) + stream.flush())
+    data[5] = window_log - 10 << 3  # RFC 8878, 3.1.1.1.2: as if it were written with this window
+    samples, error = read(
+        lambda start: CompressedReader(URL, JsonlReader(URL, start=start), decoder("zstd")), bytes(data)
+    )
+    if window_log <= 27:
+        assert (len(samples), error) == (len(read(lambda start: JsonlReader(URL, start=start), LINES)[0]), None)
+    else:
+        assert error is not None
+        assert "window is larger than 128 MiB" in error[0]
+        assert "--long=27" in error[0]
+        assert "damaged" not in error[0]
+
+
 def test_zstd_by_the_package_that_is_installed() -> None:
     """Data written by one package is read by every other."""
     zstandard: Any = importlib.import_module("zstandard")
