@@ -27,7 +27,7 @@ from asyncloader.samplers.index_stream import IndexStream, base_sampler
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
-from asyncloader.state.progress import Progress, Tally
+from asyncloader.state.progress import Progress, Tally, dataset_length
 from asyncloader.state.schema import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.plain_context import plain_context
@@ -171,7 +171,7 @@ class StateKeeper:
             streams = {"num_workers": config.num_workers, **config.topology._asdict()}
         total = _length(config.index_sampler) if config.seeded and not config.iterable else None
         every, rank = config.snapshot_every, config.topology.rank
-        progress = Progress(clock, expectations(config), streams, resumed, total, every, self.tally, rank)
+        progress = Progress(clock, _described(config), streams, resumed, total, every, self.tally, rank)
         progress.config = config
         if says := getattr(type(config.dataset), "_asyncloader_epoch_message", None):
             progress.message = says(config.dataset)
@@ -325,6 +325,11 @@ def _follow(progress: Progress, finished: dict[str, Any]) -> None:
 
 def expectations(config: EpochConfig) -> dict[str, Any]:
     """The part of a state that must agree with the loader that it is loaded into."""
+    return _described(config) | {"length": None if config.iterable else dataset_length(config.dataset)}
+
+
+def _described(config: EpochConfig) -> dict[str, Any]:
+    """`expectations` without the dataset's length, which may cost much, and is asked for only with a state."""
     size, drop_last = config.batch_size, config.drop_last
     if type(config.batch_sampler) is BatchSampler:
         size, drop_last = config.batch_sampler.batch_size, config.batch_sampler.drop_last
@@ -338,7 +343,6 @@ def expectations(config: EpochConfig) -> dict[str, Any]:
         "mode": "seeded" if config.seeded else "torch",
         "kind": "iterable" if config.iterable else "map",
         "seed": config.seed,
-        "length": None if config.iterable else _dataset_length(config.dataset),
         "batch_size": size,
         "drop_last": bool(drop_last),
         "order": "stream" if config.iterable else _order(config),
@@ -356,10 +360,3 @@ def _order(config: EpochConfig) -> str:
     if isinstance(sampler, RandomSampler) or type(sampler) is SeededSampler:
         return "shuffled"
     return "sampler"
-
-
-def _dataset_length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except Exception:  # torch does not call `len` if a sampler was given, so an error must not surface
-        return None

@@ -23,7 +23,7 @@ from asyncloader.state.schema import VERSION
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
-__all__ = ["Progress", "Tally"]
+__all__ = ["Progress", "Tally", "dataset_length"]
 
 
 class Tally:
@@ -410,6 +410,7 @@ class Progress:
         return {
             "version": VERSION,
             **self._expects,
+            "length": None if self._expects["kind"] == "iterable" else dataset_length(self.config.dataset),
             "epoch": self.epoch,
             "step": self._step,
             "beyond": sorted(self._beyond),
@@ -442,6 +443,14 @@ class Progress:
             "given": list(self._given),
             "cursors": cursors,
         }
+
+
+def dataset_length(dataset: Any) -> int | None:
+    """The length of a map dataset; None if it has none."""
+    try:
+        return len(dataset)
+    except Exception:  # torch does not call `len` if a sampler was given, so an error must not surface
+        return None
 
 
 def _marked(step: int, beyond: set[int], number: int) -> tuple[int, set[int]]:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import CountedStream, Numbers, Pids, UnevenStream, WholeBatches
 from tests.integration.frameworks import epoch
@@ -326,3 +326,42 @@ def test_point_15_a_workers_error_keeps_its_type_and_traceback(kind: str) -> Non
     for words in ("Caught KeyError in DataLoader worker process 1", "Original Traceback", "in __getitem__"):
         assert words in got[1][1]
         assert words in expected[1][1]
+
+
+class Length(Dataset[int]):
+    """Counts how often it is asked for its length, which may mean to open a file."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __len__(self) -> int:
+        self.asked += 1
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio", "stateful"])
+@pytest.mark.parametrize("sampler", ["sampler", "batch_sampler"])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_dataset_is_not_asked_for_its_length(kind: str, sampler: str, seed: int | None) -> None:
+    """With the user's own sampler, as by torch's loader, which never asks; only a state has the length."""
+    dataset, order = Length(), [[0, 1], [2, 3]] if sampler == "batch_sampler" else [3, 1, 2]
+    options: dict[str, Any] = {sampler: order, "num_workers": 1, "multiprocessing_context": "fork"}
+    if kind == "stateful":
+        loader: Any = StatefulDataLoader[Any](dataset, **options)
+    else:
+        loader = (AsyncDataLoader[Any] if kind == "asyncio" else DataLoader[Any])(dataset, seed=seed, **options)
+
+    async def read() -> None:
+        async with loader:
+            assert len([batch async for batch in loader]) == len(order)
+
+    if kind == "asyncio":
+        run_async(read())
+    else:
+        for _ in range(2):
+            assert len([batch for batch in loader]) == len(order)  # noqa: C416 - `list` asks for the loader's length
+    assert dataset.asked == 0
+    assert loader.state_dict()["length"] == 8
