@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
 __all__ = ["Progress", "Tally", "dataset_length"]
+
+_NO_STEPS: frozenset[int] = frozenset()
 
 
 class Tally:
@@ -110,7 +113,8 @@ class Progress:
         """The seeds of a loaded state; once the epoch has begun, those that it uses."""
         self.live: Callable[[], Callable[[], bytes] | None] | None = None
         """A weak reference to a function that takes the dataset's current cursor, where nothing is read ahead."""
-        self._previous: tuple[Any, ...] = ()  # the position before the last delivery
+        self._previous: tuple[Any, ...] = ()  # the position before the last delivery, without the steps beyond it
+        self._added: set[int] | None = None  # the steps that the last delivery added; None: the next one
         self.padding = 0
         """Samples at the end of the last batch that only keep the ranks even."""
 
@@ -138,7 +142,7 @@ class Progress:
     @property
     def moment(self) -> tuple[Any, ...]:
         """Differs after each delivery, of a batch or of an error."""
-        return self._delivered, tuple(self._failed)
+        return self._delivered, self._failed
 
     @property
     def place(self) -> str:
@@ -297,25 +301,32 @@ class Progress:
             self._complete()
 
     def _mark(self, task: int, worker: int, cursor: bytes) -> None:
-        step, beyond = self._step, self._beyond
-        previous: tuple[Any, ...] = step, tuple(beyond), worker
+        at, beyond = self._step, self._beyond
+        added: set[int] | None = None
+        passed: AbstractSet[int] = _NO_STEPS
+        later: AbstractSet[int] = _NO_STEPS
+        previous: tuple[Any, ...] = at, worker
         next_worker = self._next_worker
         if self._streams is not None:
             previous += self._given[worker], self._cursors[worker], next_worker
             next_worker = (worker + 1) % len(self._given)
-        if self._failed is not None:
-            step, beyond = self._past(step, beyond, self._failed)
         number = self._steps.get(task)
         padding = None if self.view is None else self.view.cutter.padding
         if padding is not None and padding[0] != number:
             padding = None
-        if number == step and not beyond:  # the usual case
-            step += 1
+        if number == at and not beyond and self._failed is None:  # the usual case
+            at += 1
         else:
-            step, beyond = self._past(step, beyond, task)
+            # The set is as large as the distance to a straggler: it is not copied.
+            at, added = self._past(*(() if self._failed is None else (self._failed,)), task)
+            passed = {each for each in range(self._step, at) if each in beyond}
+            later = {each for each in added if each >= at}
         # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
-        self._previous = previous
-        self._step, self._beyond = step, beyond
+        self._previous, self._added = previous, added
+        self._step = at
+        if added is not None:
+            beyond |= later
+            beyond -= passed
         self._touched, self._failed, self._next_worker = True, None, next_worker
         self.padding = 0 if padding is None else padding[1]
         if self._streams is not None:
@@ -324,14 +335,19 @@ class Progress:
                 self._cursors[worker] = cursor
         self._delivered = task
 
-    def _past(self, step: int, beyond: set[int], task: int) -> tuple[int, set[int]]:
-        """The position `step`, `beyond` with the task's step added."""
-        number = self._steps.get(task)
-        if number is None:
-            if self._expects["kind"] == "map":
-                return step, beyond  # the sampler raised: no step was taken from it
-            number = step  # a stream's steps have no numbers of their own
-        return _marked(step, beyond, number)
+    def _past(self, *tasks: int) -> tuple[int, set[int]]:
+        """The first step that is not done after these tasks, and the steps that they add."""
+        at, beyond, added = self._step, self._beyond, set[int]()
+        for each in tasks:
+            number = self._steps.get(each)
+            if number is None:
+                if self._expects["kind"] == "map":
+                    continue  # the sampler raised: no step was taken from it
+                number = at  # a stream's steps have no numbers of their own
+            added.add(number)
+            while at in added or at in beyond:
+                at += 1
+        return at, added
 
     def failed(self, task: int, worker: int = 0, cursor: bytes = b"") -> None:
         """Record that the user gets an error instead of the batch. Idempotent.
@@ -344,11 +360,17 @@ class Progress:
         if self._expects["kind"] == "iterable" and not self.config.assigns_shards:  # as `Reader.failed`
             self._mark(task, worker, cursor)
             return
-        before = self._failed
-        step, beyond = self._step, self._beyond
-        if before is not None:
-            step, beyond = self._past(step, beyond, before)
-        self._step, self._beyond, self._failed = step, beyond, task
+        before, beyond = self._failed, self._beyond
+        at, added = self._past(*(() if before is None else (before,)))
+        passed = {each for each in range(self._step, at) if each in beyond}
+        later = {each for each in added if each >= at}
+        if self._previous and added:
+            added |= {self._previous[0]} if self._added is None else self._added
+            self._added = added  # steps that are not in the position before the last delivery
+        # No calls from here on, as in `_mark`.
+        self._step, self._failed = at, task
+        beyond |= later
+        beyond -= passed
         if before is not None:
             self._steps.pop(before, None)
 
@@ -375,10 +397,11 @@ class Progress:
         if not self._previous:
             return self.state()
         now = self._step, self._beyond, self._finished
-        step, beyond, worker, *stream = self._previous
+        step, worker, *stream = self._previous
+        beyond = {*range(step, self._step), *self._beyond} - ({step} if self._added is None else self._added)
         given, cursors, next_worker = list(self._given), list(self._cursors), self._next_worker
         try:
-            self._step, self._beyond, self._finished = step, set(beyond), False
+            self._step, self._beyond, self._finished = step, beyond, False
             if stream:
                 self._given[worker], self._cursors[worker], self._next_worker = stream
             return self.state()

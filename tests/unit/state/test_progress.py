@@ -1,0 +1,67 @@
+"""Positions of epochs whose batches are delivered in any order, some of them as errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.state.epoch_counter import EpochClock
+from asyncloader.state.progress import Progress, Tally
+from tests.drawn import scaled
+
+EXPECTS = {"mode": "seeded", "kind": "iterable", "seed": 0, "batch_size": 1, "drop_last": False, "order": "stream"}
+
+
+def made(resumed: dict[str, Any] | None = None) -> Progress:
+    return Progress(EpochClock([], None, seeded=True), EXPECTS, None, resumed, None, 1, Tally())
+
+
+def position(done: set[int]) -> tuple[int, list[int]]:
+    """The first step that is not done, and those beyond it that are."""
+    step = next(each for each in range(len(done) + 1) if each not in done)
+    return step, sorted(each for each in done if each > step)
+
+
+def position_in(state: dict[str, Any]) -> tuple[int, list[int]]:
+    return state["step"], state["beyond"]
+
+
+@given(st.permutations(range(12)), st.sets(st.integers(0, 11)), st.integers(0, 12))
+@settings(max_examples=scaled(300), deadline=None)
+def test_any_order(order: list[int], failing: set[int], resumed_after: int) -> None:
+    """A step that failed counts with the next batch; before the last delivery, the position is the one before."""
+    begun = set(order[:resumed_after])
+    step, beyond = position(begun)
+    progress = made({"step": step, "beyond": beyond, "sampler": None})
+    done, failed, before = set(begun), set[int](), position(begun)
+    for task in order[resumed_after:]:
+        progress.pulled(task, task)
+        if task in failing:
+            progress.failed(task)
+            failed.add(task)
+            continue
+        before = position(done)
+        done |= failed | {task}
+        failed.clear()
+        progress.delivered(task)
+        assert position_in(progress.state()) == position(done)
+        assert position_in(progress.state_before_last()) == before
+        assert position_in(progress.state()) == position(done)
+
+
+def test_a_straggler_costs_nothing() -> None:
+    """The steps after it are kept in one set, which no delivery copies, however many there are."""
+    progress = made()
+    beyond = progress._beyond
+    for step in range(1, 1000):
+        progress.pulled(step, step)
+        progress.delivered(step)
+        assert progress._beyond is beyond
+        assert not any(isinstance(each, (set, frozenset, tuple, list)) for each in progress._previous)
+    assert progress._added == {999}
+    progress.pulled(0, 0)
+    progress.delivered(0)
+    assert position_in(progress.state()) == (1000, [])
+    assert position_in(progress.state_before_last()) == (0, list(range(1, 1000)))
