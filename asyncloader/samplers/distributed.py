@@ -239,13 +239,14 @@ class RankView:
         cutter = self.cutter = Cutter(self.share, step)
         if items is None and type(self.sampler) is SeededSampler:
             return self._computed(cutter, self.sampler, step)
-        if items is None:
-            skip = step * cutter.stride
-            if isinstance(self.sampler, SeekableSampler):
-                items = self.sampler.iter_from(min(skip, _length(self.sampler, skip)))
-            else:
-                items = itertools.islice(iter(self.sampler), skip, None)
-        return Groups(items, cutter.stride, cutter.cut_at, step)
+        return Groups(lambda: self._items(step * cutter.stride, items), cutter.stride, cutter.cut_at, step)
+
+    def _items(self, skip: int, items: Iterator[Any] | None) -> Iterator[Any]:
+        if items is not None:
+            return items
+        if isinstance(self.sampler, SeekableSampler):
+            return self.sampler.iter_from(min(skip, _length(self.sampler, skip)))
+        return itertools.islice(iter(self.sampler), skip, None)
 
     def _computed(self, cutter: Cutter, sampler: SeededSampler, step: int) -> Iterator[PositionedIndex]:
         """Compute only this rank's indices. The epoch is fixed now, not at the first step."""

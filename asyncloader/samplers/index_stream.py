@@ -168,7 +168,11 @@ class IndexStream:
         if task is not None and task == self._pulled[0]:
             return self._pulled[1:]
         if self._items is None:
-            self._items = self._begin()
+            try:
+                self._items = self._begin()
+            except Exception:  # not Ctrl-C
+                self._items = iter(())  # as a generator that raised, which torch's batch sampler is
+                raise
         read = self._read
         while True:
             if not read:
@@ -332,4 +336,4 @@ def _past(items: Iterator[Any], count: int) -> Iterator[Any]:
 def _batches(items: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
     """Batches as torch's `BatchSampler` makes them."""
     least = size if drop_last else 1
-    return Groups(items, size, lambda _, batch: batch if len(batch) >= least else None)
+    return Groups(lambda: items, size, lambda _, batch: batch if len(batch) >= least else None)

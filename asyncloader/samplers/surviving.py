@@ -78,7 +78,8 @@ class Groups(Iterator[T], Generic[T]):
     """Groups of items that follow one another, each turned into something.
 
     Args:
-        items: where they come from. Items that were taken for a group that was interrupted stay in it.
+        begin: returns the iterator of the items, when the first group is asked for. Items that were taken for a group
+            that was interrupted stay in it. If `begin` itself fails, there are no groups, as with a generator.
         size: of a group; the last one may have fewer, or none.
         make: returns what a group is turned into, given its number and items; may be called again for the same group.
             None: nothing, so the next group's turn comes.
@@ -86,9 +87,10 @@ class Groups(Iterator[T], Generic[T]):
     """
 
     def __init__(
-        self, items: Iterator[Any], size: int, make: Callable[[int, list[Any]], T | None], number: int = 0
+        self, begin: Callable[[], Iterator[Any]], size: int, make: Callable[[int, list[Any]], T | None], number: int = 0
     ) -> None:
-        self._items = items
+        self._begin = begin
+        self._items: Iterator[Any] | None = None
         self._size = size
         self._make = make
         self._number = number
@@ -97,6 +99,12 @@ class Groups(Iterator[T], Generic[T]):
 
     def __next__(self) -> T:
         while not self._over:
+            if self._items is None:
+                try:
+                    self._items = self._begin()
+                except Exception:  # not Ctrl-C
+                    self._over = True
+                    raise
             group, fresh = self._group, list[Any]()
             # In C: an item that was taken is in the list.
             group.extend(islice(self._items, self._size - len(group)))

@@ -165,9 +165,9 @@ def test_the_parts() -> None:
     assert all_of(Restarting(begin, 2)) == ([2, 3, 4, 5, 6, 7], 2)
     bad = {4, 6}
     assert all_of(Blocks(block, 0)) == ([*range(9)], 2)
-    numbered = Groups(failing_once(iter(range(7)), {1, 2, 5}), 3, lambda number, group: (number, group), 4)
+    numbered = Groups(lambda: failing_once(iter(range(7)), {1, 2, 5}), 3, lambda number, group: (number, group), 4)
     assert all_of(numbered) == ([(4, [0, 1, 2]), (5, [3, 4, 5]), (6, [6])], 3)
-    whole = Groups(iter(range(6)), 3, lambda _, group: group if len(group) == 3 else None)
+    whole = Groups(lambda: iter(range(6)), 3, lambda _, group: group if len(group) == 3 else None)
     assert all_of(whole) == ([[0, 1, 2], [3, 4, 5]], 0)
 
 
