@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given, settings
@@ -11,11 +12,13 @@ from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.progress import Progress, Tally
 from tests.drawn import scaled
 
-EXPECTS = {"mode": "seeded", "kind": "iterable", "seed": 0, "batch_size": 1, "drop_last": False, "order": "stream"}
+EXPECTS = {"mode": "seeded", "kind": "map", "seed": 0, "batch_size": 1, "drop_last": False, "order": "stream"}
 
 
 def made(resumed: dict[str, Any] | None = None) -> Progress:
-    return Progress(EpochClock([], None, seeded=True), EXPECTS, None, resumed, None, 1, Tally())
+    progress = Progress(EpochClock([], None, seeded=True), EXPECTS, None, resumed, None, 1, Tally())
+    progress.config = SimpleNamespace(dataset=range(1000), assigns_shards=False)  # type: ignore[assignment]
+    return progress
 
 
 def position(done: set[int]) -> tuple[int, list[int]]:
@@ -31,21 +34,26 @@ def position_in(state: dict[str, Any]) -> tuple[int, list[int]]:
 @given(st.permutations(range(12)), st.sets(st.integers(0, 11)), st.integers(0, 12))
 @settings(max_examples=scaled(300), deadline=None)
 def test_any_order(order: list[int], failing: set[int], resumed_after: int) -> None:
-    """A step that failed counts with the next batch; before the last delivery, the position is the one before."""
+    """A step that failed counts with the next batch or error; before the last delivery, the position is that before."""
     begun = set(order[:resumed_after])
     step, beyond = position(begun)
     progress = made({"step": step, "beyond": beyond, "sampler": None})
-    done, failed, before = set(begun), set[int](), position(begun)
+    done, failed, before, delivered = set(begun), set[int](), position(begun), False
     for task in order[resumed_after:]:
         progress.pulled(task, task)
         if task in failing:
             progress.failed(task)
-            failed.add(task)
+            done |= failed
+            failed = {task}
+            assert position_in(progress.state()) == position(done)
+            if delivered:
+                assert position_in(progress.state_before_last()) == before
             continue
         before = position(done)
         done |= failed | {task}
         failed.clear()
         progress.delivered(task)
+        delivered = True
         assert position_in(progress.state()) == position(done)
         assert position_in(progress.state_before_last()) == before
         assert position_in(progress.state()) == position(done)
