@@ -116,11 +116,14 @@ class WorkerProcess:
             else:
                 with file_of_main_hidden():
                     self.process.start()
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(Exception):  # interrupted between the start and its return
                 self.process.kill()
                 self.process.join(_FORKSERVER_REPORTS)
             self._close()
+            if context.get_start_method() == "forkserver" and isinstance(error, (ConnectionError, EOFError)):
+                # From Python 3.14 on the server itself imports the main module, and ends if that starts workers.
+                raise WorkerDied(worker_id, 0, None, "The fork server has ended.", unguarded_main()) from error
             raise
         finally:
             theirs.close()

@@ -237,7 +237,8 @@ OF_WORKERS = {
         'multiprocessing_context="spawn"): pass',
         "collate_fn = <function <lambda> at 0> cannot be pickled, as all that goes to spawned workers must be. Define "
         "functions and classes at the top of a module, open files and connections at the first sample, or use "
-        'multiprocessing_context="fork"',
+        'multiprocessing_context="fork": the default before Python 3.14, and a risk, because a worker may hang if '
+        "another thread of the program holds a lock at that moment",
         28,
         "ignore",
     ),
