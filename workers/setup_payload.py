@@ -210,8 +210,8 @@ def explain_unpicklable(setup: WorkerSetup) -> str | None:
             return (
                 f"{path} = {_short(value)} cannot be pickled, as all that goes to spawned workers must be. Define "
                 "functions and classes at the top of a module, open files and connections at the first sample, or use "
-                'multiprocessing_context="fork": the default before Python 3.14, and a risk, because a worker may hang if '
-                "another thread of the program holds a lock at that moment"
+                'multiprocessing_context="fork": the default before Python 3.14, and a risk, because a worker may hang '
+                "if another thread of the program holds a lock at that moment"
             )
     return None
 

@@ -239,7 +239,7 @@ OF_WORKERS = {
         "functions and classes at the top of a module, open files and connections at the first sample, or use "
         'multiprocessing_context="fork": the default before Python 3.14, and a risk, because a worker may hang if '
         "another thread of the program holds a lock at that moment",
-        28,
+        29,
         "ignore",
     ),
     "worker_init_fn raises": Mistake(
