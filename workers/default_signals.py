@@ -66,7 +66,9 @@ def set_worker_signals() -> None:
         with contextlib.suppress(RuntimeError):  # one of those of a crash
             faulthandler.unregister(each)
     for number in _handled() | {signal.SIGTERM}:
-        signal.signal(number, signal.SIG_DFL)
+        # A library's handler may hide that the signal was ignored: Debian's torch sets one for SIGHUP as it is imported.
+        ignored = signal.getsignal(number) is signal.SIG_IGN and number != signal.SIGTERM
+        signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if reports_crashes:
         with contextlib.suppress(Exception):  # there is no standard error

@@ -199,6 +199,7 @@ class MadeInMain(Dataset[Any]):
 class MadeInMainStream(IterableDataset[Any]):
     def __init__(self, what: str) -> None:
         self.samples = MadeInMain(what)
+        self.connection = self.samples.connection
 
     def __iter__(self) -> Iterator[int]:
         yield from map(self.samples.__getitem__, range(2))
@@ -208,16 +209,18 @@ class MadeInMainStream(IterableDataset[Any]):
 @pytest.mark.parametrize("make", [MadeInMain, MadeInMainStream])
 def test_errors_of_what_belongs_to_the_main_thread_say_what_to_do(make: Any, what: str) -> None:
     """The first batch fails, in the thread; the last note names what helps, and it does."""
+    dataset = make(what)
     every: list[dict[str, Any]] = [{}, {"concurrency": 1}, {"concurrency": 4}]
     for options in every if make is MadeInMain else every[:1]:
         with pytest.raises((sqlite3.ProgrammingError, ValueError, AttributeError), match="thread") as caught:
-            read(make(what), **options)
+            read(dataset, **options)
         advice = caught.value.__notes__[-1]
         assert "needs DataLoader with `for`, or num_workers=1" in advice
         assert ("make it with the first sample" in advice) == (make is MadeInMain)
         assert caught.value.__notes__.count(advice) == 1
-    assert len(read(make(what), "sync")) == 2
-    assert len(read(make(what), num_workers=1, multiprocessing_context="fork")) == 2
+    assert len(read(dataset, "sync")) == 2
+    assert len(read(dataset, num_workers=1, multiprocessing_context="fork")) == 2
+    dataset.connection.close()
 
 
 def test_errors_of_the_users_own_threads_have_no_such_note() -> None:

@@ -73,7 +73,7 @@ def raise_level(dataset: Levels) -> None:
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize(("kind", "method"), [("sync", "forkserver"), ("asyncio", "spawn")])
+@pytest.mark.parametrize(("kind", "method"), [("sync", "spawn"), ("asyncio", "forkserver")])
 def test_replacement_has_the_dataset_of_the_others(kind: str, method: str) -> None:
     """Where the dataset was pickled: the same bytes, and what went through `set_epoch` since."""
     first, second = two_epochs(kind, raise_level, set_epoch=True, seed=1, multiprocessing_context=method)

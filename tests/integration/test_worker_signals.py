@@ -31,7 +31,7 @@ from tests.integration.stuck import StuckAt, Told
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux which signals are handled")
 
 CRASHES = {signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
-OURS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM]
+OURS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM, signal.SIGXCPU]
 
 
 def caught() -> set[int]:
@@ -75,6 +75,8 @@ def handled() -> Iterator[list[int]]:
     libc.signal(ctypes.c_int(signal.SIGVTALRM), in_c)
     faulthandler.register(signal.SIGUSR2, chain=False)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+    libc.signal(ctypes.c_int(signal.SIGXCPU), in_c)  # as a library does, of which Python does not know
     yield calls
     faulthandler.unregister(signal.SIGUSR2)
     for number, handler in before.items():
@@ -106,6 +108,15 @@ def test_workers_begin_with_default_handlers(handled: list[int], method: str) ->
         assert found["ignored"] >= {signal.SIGINT, signal.SIGPIPE, signal.SIGHUP}
         (stacks,) = found["kernel"] - {*CRASHES}  # our own: see `stacks.py`
         assert stacks > signal.SIGRTMIN
+    assert not handled
+
+
+def test_ignored_signals_stay_ignored(handled: list[int]) -> None:
+    """Also where a library has set a handler since, which is not the worker's."""
+    loader = DataLoader[Any](Signals(), num_workers=1, collate_fn=one, multiprocessing_context="fork")
+    for found in loader:
+        assert signal.SIGXCPU in found["ignored"]
+        assert signal.SIGXCPU not in found["kernel"]
     assert not handled
 
 
