@@ -66,7 +66,7 @@ def set_worker_signals() -> None:
         with contextlib.suppress(RuntimeError):  # one of those of a crash
             faulthandler.unregister(each)
     for number in _handled() | {signal.SIGTERM}:
-        # A library's handler may hide that the signal was ignored: Debian's torch sets one for SIGHUP as it is imported.
+        # A library's handler may hide that a signal is ignored: Debian's torch, as it is imported, sets one for SIGHUP.
         ignored = signal.getsignal(number) is signal.SIG_IGN and number != signal.SIGTERM
         signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ import torch
 
 __all__ = ["changed_since", "marks", "set_dataset_epoch"]
 
-_MOST_MARKS = 1000  # takes a millisecond
+_MOST_MARKS = 1000  # takes some 5 ms on a busy machine
+_MOST_ITEMS = 100  # of one list, so that what follows it is marked, too
 _MOST_TEXT = 200
 _SCALARS = (bool, int, float, complex, str, bytes, types.NoneType, np.generic)
 _WHOLE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
@@ -93,6 +95,8 @@ def _parts(path: str, value: Any, most: int) -> Iterator[tuple[str, Any]]:
     """The parts of a value, `most` at most."""
     if most <= 0:
         return
+    if isinstance(value, (dict, list, tuple)):
+        most = min(most, _MOST_ITEMS)
     if isinstance(value, dict):
         for number, (key, part) in enumerate(value.items()):
             if number == most:
@@ -114,4 +118,11 @@ def _attributes(value: Any) -> dict[str, Any] | None:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
-    return found if type(found) is dict else None
+    if type(found) is not dict:
+        return None
+    # What a cached property holds follows from the rest, and appears whenever the program asks for it.
+    return {name: part for name, part in found.items() if not isinstance(_in_class(value, name), cached_property)}
+
+
+def _in_class(value: Any, name: Any) -> Any:
+    return next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), None)
