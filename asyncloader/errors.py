@@ -26,7 +26,9 @@ text, and the attributes have their defaults: 0 for numbers (-1 for `worker_id`)
 from __future__ import annotations
 
 import functools
+import logging
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -49,6 +51,8 @@ __all__ = [
     "WorkerDied",
 ]
 
+
+_log = logging.getLogger("asyncloader")
 
 QUARANTINE_ADVICE = (
     "Load these samples in a process of their own to find the bad one, and leave it out; "
@@ -373,6 +377,25 @@ class NeverIteratedWarning(UserWarning):
 
 class NoEffectWarning(UserWarning):
     """An option of a loader cannot do what it asks for, because of another option or of the dataset."""
+
+
+def warn_aside(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> Warning | None:
+    """Warn while a batch is made or opened. Where warnings are errors, it goes to the log, and the batch is not lost.
+
+    Args:
+        text: the warning's.
+        category: its class.
+        stacklevel: as for `warnings.warn`, counted from the caller.
+
+    Returns:
+        The warning if it would have been raised, for a caller that can raise it at another time.
+    """
+    try:
+        warnings.warn(text, category, stacklevel=stacklevel + 1)
+    except Warning as raised:
+        _log.warning("%s", text)
+        return raised.with_traceback(None)
+    return None
 
 
 def signal_name(number: int) -> str:

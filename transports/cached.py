@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from asyncloader.errors import warn_aside
 from asyncloader.sizes import Size, optional_size
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport
 from asyncloader.transports.blocking import BlockingPool
@@ -406,7 +406,7 @@ class CachedTransport(Transport):
             self._serves = False
         if self.cache_dir not in _warned:
             _warned.add(self.cache_dir)
-            warnings.warn(
+            warn_aside(
                 f"caching in {self.cache_dir!r} is off in this process, because {error}; reads go on without it. Make "
                 "room, lower cache_bytes, or choose another cache_dir, and start again",
                 RuntimeWarning,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +31,7 @@ from asyncloader.delivery.numa import prefer_node, stay_near
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Stage
 from asyncloader.delivery.transfer import DeviceTransfer, Ready
+from asyncloader.errors import warn_aside
 from asyncloader.events import Action
 from asyncloader.statistics import Statistics
 from asyncloader.workers.ipc import wire
@@ -233,7 +233,7 @@ class RingLocker:
     def _do_without(self, reason: str) -> None:
         accelerator = self._accelerator
         accelerator.lock, accelerator.unlocked_because = None, reason
-        warnings.warn(
+        warn_aside(
             f"{accelerator.device} cannot copy straight from the workers' rings, as they cannot be page-locked here: "
             f"{reason}. Each batch is copied to page-locked memory first, by a thread of this process.",
             RuntimeWarning,

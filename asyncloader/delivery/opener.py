@@ -9,11 +9,11 @@ between view and copy, and why it cannot deadlock, is in `workers/memory/ring.py
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from itertools import repeat
 from typing import Any, NoReturn
 
+from asyncloader.errors import warn_aside
 from asyncloader.statistics import Statistics
 from asyncloader.workers.error_pickle import unwrapped
 from asyncloader.workers.fetch.error_notes import add_note
@@ -42,6 +42,8 @@ class Opener:
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
         self._warned = False
+        self.warning: Warning | None = None
+        """A warning that is an error, by the user's filters, to be raised between two batches."""
         self._oneoffs: list[weakref.ref[Anchor]] = []
 
     def will_copy(self, answer: Answer) -> bool:
@@ -79,7 +81,7 @@ class Opener:
         result, template, ring, fd = answer[:4]
         if result.pickled > _PICKLE_WARNING_BYTES and not self._warned:
             self._warned = True
-            _warn_pickled(result.pickled)
+            self.warning = _warn_pickled(result.pickled)
         if ring is not None:
             may_lend = ring.may_lend()
             anchor = ring.lend(result.slot, result.nbytes)  # for a copy only until it is made
@@ -121,8 +123,8 @@ def raise_worker_error(error: Any) -> NoReturn:
         del raised, error
 
 
-def _warn_pickled(nbytes: int) -> None:
-    warnings.warn(
+def _warn_pickled(nbytes: int) -> Warning | None:
+    return warn_aside(
         f"A batch carries {nbytes:,} bytes of Python objects that are not tensors or arrays. They are unpickled in "
         "the main process, which holds the GIL meanwhile. Return tensors or numpy arrays from collate_fn (or encode "
         "strings as bytes in one tensor) to let them travel through shared memory.",

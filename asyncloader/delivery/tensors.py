@@ -16,13 +16,14 @@ work with the batch before, so no step sees a batch change while it is used.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any, Final, TypeAlias
 
 import torch
+
+from asyncloader.errors import warn_aside
 
 __all__ = [
     "MOST_SETS",
@@ -273,7 +274,7 @@ class StaticTensors:
         if self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn_aside(
             f"static_buffers: batches came in more than {MOST_SETS} combinations of shapes. The first {MOST_SETS} keep "
             "their tensors; batches of any other are delivered in tensors of their own, which no CUDA graph should "
             "read. Pad batches to a few shapes, or leave out static_buffers.",

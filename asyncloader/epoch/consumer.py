@@ -412,6 +412,9 @@ class Consumer:
                 self._statistics.restarts += 1
             if notice.warning:
                 warnings.warn(notice.warning, RuntimeWarning, stacklevel=4)
+        warning, self._opener.warning = self._opener.warning, None
+        if warning is not None:
+            raise warning
 
 
 def discard(item: Action) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import warnings
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncloader.errors import warn_aside
 from asyncloader.workers.fetch.plain_context import plain_context
 
 __all__ = [
@@ -213,7 +213,7 @@ class GlobalDrawCheck:
         self._before = now
         if names:
             self._before = None
-            warnings.warn(
+            warn_aside(
                 f"A dataset drew from the process-global generators ({', '.join(names)}) in seeded mode, but its "
                 "samples are made concurrently, so these draws depend on timing. Use asyncloader.sample_rng().torch, "
                 ".numpy or .random in the dataset.",
