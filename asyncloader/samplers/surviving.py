@@ -57,21 +57,19 @@ class Blocks(Iterator[T], Generic[T]):
 
     def __init__(self, block: Callable[[int], list[T]], position: int) -> None:
         self._make = block
-        self._items: list[T] = []
-        self._at = self._size = 0
+        self._items: Iterator[T] = iter(())
         self._next = position  # of the first item of the next block
 
     def __next__(self) -> T:
-        if self._at == self._size:
-            items = self._make(self._next)
-            size = len(items)
-            if not size:
-                raise StopIteration
-            self._items, self._at, self._size = items, 0, size
-            self._next += size
-        item = self._items[self._at]
-        self._at += 1
-        return item
+        for item in self._items:  # takes one; of a built-in iterator, so this calls no Python code
+            return item
+        block = self._make(self._next)
+        items, size = iter(block), len(block)
+        self._items = items
+        self._next += size
+        for item in items:
+            return item
+        raise StopIteration
 
 
 class Groups(Iterator[T], Generic[T]):
