@@ -102,9 +102,10 @@ class StateKeeper:
     @property
     def batches_to_replay(self) -> int:
         """Number of batches that the next iterator will read again and drop, of a stream without a state."""
-        workers = None if self._pending is None or self._pending["kind"] == "map" else self._pending["workers"]
-        if workers is None:
+        pending = self._pending
+        if pending is None or pending["finished"] or pending["kind"] == "map" or pending["workers"] is None:
             return 0
+        workers = pending["workers"]
         pairs = zip(workers["given"], workers["cursors"], strict=True)
         return sum(given for given, cursor in pairs if cursor is None)
 

@@ -219,9 +219,10 @@ class Progress:
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
             if new_workers and len(self._inherited) == workers:
                 found = [Cursor(*pickle.loads(data)) if data else None for data in self._inherited]
+            assigned = self.carried is not None and "leases" in self.carried
             starts = [
                 EpochStart(
-                    shared_seed, self.epoch, self._clock.sets_dataset, each and each.epoch_later(), message=self.message
+                    shared_seed, self.epoch, self._clock.sets_dataset, _later(each, assigned), message=self.message
                 )
                 for each in found
             ]
@@ -251,7 +252,8 @@ class Progress:
     def inherit(self, before: Progress) -> None:
         """Let persistent workers continue with their datasets from the end of the epoch before, if it was completed."""
         if before._finished and before._streams is not None:
-            alone = [Cursor(*pickle.loads(data)).epoch_later() if data else None for data in before._cursors]
+            assigned = before.assignment is not None
+            alone = [_later(Cursor(*pickle.loads(data)), assigned) if data else None for data in before._cursors]
             self._inherited = [b"" if cursor is None else pickle.dumps(tuple(cursor), 5) for cursor in alone]
 
     def base_seed_drawn(self) -> None:
@@ -466,6 +468,13 @@ class Progress:
             "given": list(self._given),
             "cursors": cursors,
         }
+
+
+def _later(cursor: Cursor | None, assigned: bool) -> Cursor | None:
+    """`Cursor.epoch_later`. `assigned`: the stream's shards are assigned anew for each epoch, and so its state is."""
+    if cursor is None:
+        return None
+    return (cursor._replace(iterator=None) if assigned else cursor).epoch_later()
 
 
 def dataset_length(dataset: Any) -> int | None:

@@ -183,7 +183,7 @@ def _check_worker_part(workers: dict[str, Any]) -> None:
         _check_fields(cursor, _CURSOR, "a cursor of the state")
         if not 0 <= cursor["batches"] <= given:
             raise StateError(f"the state is broken: a cursor after {cursor['batches']} of {given} batches")
-        if cursor["itself"] not in ("", "within", "before"):
+        if cursor["itself"] not in ("", "within", "before", "ended"):
             raise StateError(f"the state is broken: a cursor's 'itself' is {_show(cursor['itself'])}")
 
 

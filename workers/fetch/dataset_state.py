@@ -52,7 +52,9 @@ class Cursor(NamedTuple):
         problem: why the state could not be saved; empty if it could.
         itself: whether the dataset is its own iterator. "": it is not. "within": it is, and `dataset` was taken after
             ``iter(dataset)``, and is restored after it. "before": the state is that of another epoch's end; restored
-            so, it has yet to begin anew: ``iter(dataset)`` follows once more.
+            so, it has yet to begin anew: ``iter(dataset)`` follows once more. "ended": it is not, and its iterator's
+            state is that of another epoch's end. It is restored, as persistent workers had it: what that does to the
+            process, such as setting a generator, holds for the next epoch. Then ``iter(dataset)`` follows once more.
     """
 
     batches: int
@@ -65,8 +67,10 @@ class Cursor(NamedTuple):
 
     def epoch_later(self) -> Cursor | None:
         """Return the cursor that the next epoch begins with, if this one is at an epoch's end; None without a state."""
-        if self.problem or self.dataset is None:
+        if self.problem or (self.dataset is None and self.iterator is None):
             return None
+        if self.iterator is not None:
+            return Cursor(0, 0, False, self.dataset, self.iterator, itself="ended")
         return Cursor(0, 0, False, self.dataset, None, itself="before" if self.itself else "")
 
 
@@ -97,18 +101,21 @@ class Bookmark:
         self.batches = 0 if cursor is None else cursor.batches
         self._iterator = None
         self._own = False
-        if cursor is not None and cursor.dataset is not None and not cursor.itself:
+        if cursor is not None and cursor.dataset is not None and cursor.itself in ("", "ended"):
             self._dataset.load_state_dict(cursor.dataset)
 
     def restore_iterator(self, iterator: Any, cursor: Cursor | None) -> Any:
         """Restore the iterator that ``iter(dataset)`` returned. Returns the iterator to read from."""
-        if cursor is not None and cursor.itself:
+        itself = "" if cursor is None else cursor.itself
+        if cursor is not None and itself == "ended":
+            iterator.load_state_dict(cursor.iterator)
+        elif cursor is not None and itself:
             self._dataset.load_state_dict(cursor.dataset)
-            if cursor.itself == "before":
-                iterator = aiter(self._dataset) if hasattr(type(iterator), "__aiter__") else iter(self._dataset)
+        if itself in ("before", "ended"):
+            iterator = aiter(self._dataset) if hasattr(type(iterator), "__aiter__") else iter(self._dataset)
         self._own = iterator is self._dataset
         self._iterator = iterator if not self._own and is_stateful(iterator) else None
-        if cursor is not None and cursor.iterator is not None:
+        if cursor is not None and cursor.iterator is not None and itself != "ended":
             iterator.load_state_dict(cursor.iterator)
         if cursor is None and self._every != 1:
             self._initial = self.initial()
