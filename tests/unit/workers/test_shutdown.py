@@ -40,7 +40,8 @@ class Context:
             set_worker_signals()
             self._body(socket.socket(fileno=args[1].control.fd))
 
-        return FORK.Process(**{**options, "target": run})
+        options["target"] = run
+        return FORK.Process(**options)
 
 
 class Started:
