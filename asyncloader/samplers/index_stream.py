@@ -168,11 +168,7 @@ class IndexStream:
         if task is not None and task == self._pulled[0]:
             return self._pulled[1:]
         if self._items is None:
-            try:
-                self._items = self._begin()
-            except Exception:  # not Ctrl-C
-                self._items = iter(())  # as a generator that raised, which torch's batch sampler is
-                raise
+            self._items = self._begin()
         read = self._read
         while True:
             if not read:
@@ -272,7 +268,11 @@ class IndexStream:
         saved = self._saved
         if saved is not None and saved["sampler"] is not None:
             self._sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
-        iterator: Any = iter(self._sampler)
+        try:
+            iterator: Any = iter(self._sampler)
+        except Exception:  # not Ctrl-C
+            self._items = iter(())  # it is not asked again: torch's batch sampler is a generator, and over now
+            raise
         if saved is not None and saved["iterator"] is not None:
             iterator.load_state_dict(copy.deepcopy(saved["iterator"]))
         first = _END
