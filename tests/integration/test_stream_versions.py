@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ Opened = tuple[str, Stores, Callable[[bytes], object]]
 
 
 @asynccontextmanager
-async def opened(kind: str, name: str, data: bytes, folder: Path) -> AsyncIterator[Opened]:
+async def opened(kind: str, name: str, data: bytes, folder: Path) -> AsyncGenerator[Opened]:
     """An object in a store: its URL, and what opens and what replaces it."""
     if kind.startswith("http"):
         async with serving() as store:
