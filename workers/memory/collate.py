@@ -30,6 +30,7 @@ __all__ = ["Collator", "use_private_memory"]
 _TORCH_MAP = dict(torch_collate.default_collate_fn_map)  # torch's own functions, before a user registered others
 
 _TENSORS = frozenset([torch.Tensor])
+_PLAIN_DISPATCH: Any = vars(torch.Tensor)["__torch_dispatch__"]
 _ARRAYS = frozenset([np.ndarray, np.memmap])
 """Other subclasses may refuse `out=`, or give it a meaning of their own."""
 _INTS = frozenset([int])
@@ -41,12 +42,11 @@ def _collate_tensor_private(batch: Sequence[torch.Tensor], *, collate_fn_map: An
     elem = batch[0]
     if elem.is_nested or elem.layout is not torch.strided:
         return _TORCH_MAP[torch.Tensor](batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    if type(elem) is not torch.Tensor and any(each.dtype != elem.dtype for each in batch):
-        return torch.stack(list(batch), 0, out=elem.new_empty((len(batch), *elem.shape)))
-    if elem.device.type != "cpu" or elem.is_quantized or elem.requires_grad or type(elem) is not torch.Tensor:
+    wraps = getattr(type(elem), "__torch_dispatch__", None) is not _PLAIN_DISPATCH  # other tensors, perhaps
+    if elem.device.type != "cpu" or elem.is_quantized or elem.requires_grad or wraps:
         return torch.stack(list(batch), 0)
-    # As in torch's own workers, the first sample's dtype is that of the batch.
-    return torch.stack(list(batch), 0, out=torch.empty((len(batch), *elem.shape), dtype=elem.dtype, device="cpu"))
+    # As in torch's own workers, the first sample's type and dtype are those of the batch, and it is contiguous.
+    return torch.stack(list(batch), 0, out=elem.new_empty((len(batch), *elem.shape)))
 
 
 def use_private_memory() -> None:

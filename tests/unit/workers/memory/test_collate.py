@@ -98,6 +98,7 @@ SAMPLES: dict[str, list[Any]] = {
     "subclass, then tensor": [torch.ones(2).as_subclass(Tagged), torch.zeros(2)],
     "subclass, then another dtype": [torch.ones(2).as_subclass(Tagged), torch.zeros(2, dtype=torch.float64)],
     "tensor, then subclass of another dtype": [torch.ones(2), torch.zeros(2, dtype=torch.int64).as_subclass(Tagged)],
+    "channels-last subclass": [torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last).as_subclass(Tagged)] * 2,
     "tensor, then frozen parameter": [torch.ones(2), torch.nn.Parameter(torch.zeros(2), requires_grad=False)],
     "array, then tensor": [np.ones(2), torch.zeros(2)],
     "array, then subclass": [np.ones(2), np.zeros(2).view(Careful)],
@@ -150,7 +151,10 @@ SAMPLES: dict[str, list[Any]] = {
 @pytest.mark.parametrize("kind", [kind for kind in SAMPLES if kind != "sparse"])
 def test_batch_is_torchs(kind: str) -> None:
     """Values, dtypes, shapes and container types are those of torch's default_collate in a worker."""
-    assert_same(ours(SAMPLES[kind]), default_collate(SAMPLES[kind]))
+    got, expected = ours(SAMPLES[kind]), default_collate(SAMPLES[kind])
+    assert_same(got, expected)
+    if isinstance(expected, torch.Tensor):
+        assert got.stride() == expected.stride()
 
 
 FAULTS: dict[str, list[Any]] = {
