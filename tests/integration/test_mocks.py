@@ -51,6 +51,7 @@ def test_a_mock_is_a_dataset(make: Any, workers: int, kind: str, options: dict[s
 def test_seeded_epochs_and_states_of_a_mock(workers: int, kind: str) -> None:
     """With the options that torch does not have; the state is JSON-able, and names no mock."""
     options: dict[str, Any] = {"seed": 1, "shuffle": True, "num_workers": workers}
+    options["multiprocessing_context"] = "fork" if workers else None  # a mock cannot be pickled
 
     async def load(dataset: Any) -> list[int]:
         async with AsyncDataLoader[Any](dataset, **options) as loader:
