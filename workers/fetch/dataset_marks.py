@@ -6,6 +6,8 @@ then, with another dataset than the workers that it joins.
 A mark is small and keeps nothing alive: of a number or a text it is its value, of an array or a tensor its identity
 (and of a tensor its version, which in-place operations count), of a list its length and its first items. A change deep
 in a large structure, or within an array, may go unnoticed. Changes by `set_epoch` do not count: each worker gets them.
+Neither does a handle in the place of None, or another entry of a dictionary: a dataset may be read in the main process,
+too.
 """
 
 from __future__ import annotations
@@ -48,8 +50,16 @@ def marks(dataset: Any) -> dict[str, Any]:
 
 def changed_since(before: Mapping[str, Any], dataset: Any) -> str:
     """Return the path of an attribute that has changed since these marks were taken; empty if none is known to."""
-    known = _set_by_epoch.get(id(dataset), ())
-    return next((path for path in _different(before, marks(dataset)) if path not in known), "")
+    known, after = _set_by_epoch.get(id(dataset), ()), marks(dataset)
+    filled: list[str] = []
+    for path in _different(before, after):
+        if path in known or path.startswith(tuple(filled)):
+            continue
+        if path in after and _fills(before.get(path), after[path]):
+            filled += [f"{path}.", f"{path}["]
+        else:
+            return path
+    return ""
 
 
 def set_dataset_epoch(dataset: Any, epoch: int) -> None:
@@ -65,6 +75,14 @@ def set_dataset_epoch(dataset: Any, epoch: int) -> None:
         except TypeError:  # it takes no weak references
             return
     _set_by_epoch.setdefault(id(dataset), set()).update(different)
+
+
+def _fills(was: Any, now: Any) -> bool:
+    """Whether a dataset may have made this when it was first used: a handle, or an entry of a cache."""
+    if isinstance(was, tuple) and was[0] is dict and isinstance(now, tuple) and now[0] is dict:
+        return bool(now[1] > was[1])
+    scalar = isinstance(now, tuple) and issubclass(now[0], _SCALARS)
+    return was in (None, _mark(None)) and not scalar
 
 
 def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:

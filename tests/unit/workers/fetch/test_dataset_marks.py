@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -38,6 +39,7 @@ class Some:
         self.itself = self
         self.transform: Callable[[Any], Any] = abs
         self.epoch = 0
+        self.file: Any = None
 
     @cached_property
     def classes(self) -> int:
@@ -73,14 +75,16 @@ def test_a_change_is_noticed_and_named(path: str) -> None:
 
 
 def test_what_is_no_change() -> None:
-    """Reading, cached properties, what lies in shared memory, equal values, and what `set_epoch` sets."""
+    """Reading, also with a handle and a cache, cached properties, shared memory, equal values, and `set_epoch`."""
     some = Some()
     before = marks(some)
     assert not changed_since(before, some)
     assert some.classes == 1
     some.shared.add_(1)
+    some.file = io.BytesIO()
+    some.nested["b"] = Part()
     some.level = int("0")
-    some.nested = {"a": [1, (2, 3)], Part: None}
+    some.nested = {"a": [1, (2, 3)], Part: None, "b": Part()}
     some.part = Part()
     assert not changed_since(before, some)
     set_dataset_epoch(some, 7)
