@@ -488,7 +488,7 @@ async def _found(seed: int, options: dict[str, Any]) -> tuple[list[Outcome], set
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", LOOPS)
 def test_drawn_epochs_are_those_of_a_for_loop(kind: str) -> None:
-    """Fast, slow and faulty samples, and cancelled calls: batches, errors and states of ``for``, and one thread at once."""
+    """Fast, slow and faulty samples, and cancelled calls: batches, errors and states of ``for``, one thread at once."""
     moved = 0
     for seed in range(30):
         options: dict[str, Any] = {"batch_size": 3, "shuffle": True} | ({"seed": seed} if seed % 3 == 0 else {})
