@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import resource
+import sys
 import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -59,6 +60,9 @@ _Fetch: TypeAlias = Callable[[Any, Any], Any]
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _running_loop, _run_as = asyncio._get_running_loop, asyncio._set_running_loop
+# From Python 3.14 on a thread has one current task, not one for each loop: a loop of the dataset's own would wait for
+# ever beside the consumer's task.
+_swap_task: Any = getattr(asyncio.tasks, "_swap_current_task", None) if sys.version_info >= (3, 14) else None
 
 _NOTE: Final = (
     "without workers AsyncDataLoader calls a blocking dataset in a thread, or on the event loop while its batches take "
@@ -106,6 +110,7 @@ class FetchPlace:
         """Return ``fetch(index, records)``, called in this thread, which is the loop's."""
         self._moved = True
         loop, begin = _running_loop(), perf_counter()
+        task = None if _swap_task is None else _swap_task(loop, None)
         try:
             _run_as(None)
             if torch.is_grad_enabled():
@@ -114,6 +119,8 @@ class FetchPlace:
                 return self._call(fetch, index, records)
         finally:
             _run_as(loop)
+            if _swap_task is not None:
+                _swap_task(loop, task)
             passed = perf_counter() - begin
             if passed >= HOLD_SECONDS and not self._preempted(begin):
                 # The longer it held up the loop, the more cheap batches must follow in the thread, so that a dataset
