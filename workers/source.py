@@ -270,9 +270,10 @@ class LocalWorkers:
 
     def _note(self, dataset: Any) -> None:
         """Before the first fork: note the dataset that all workers are to have."""
-        # Datapipes are seeded anew, and our remote datasets plan each epoch, in the main process, too; each worker gets
-        # the seeds and the plan.
-        changes = isinstance(dataset, (IterDataPipe, MapDataPipe)) or assigns_shards(dataset)
+        # Datapipes are seeded anew, and datasets of ours plan each epoch, in the main process, too; the workers get the
+        # seeds and the plan.
+        ours = assigns_shards(dataset) or hasattr(type(dataset), "_asyncloader_epoch_message")
+        changes = isinstance(dataset, (IterDataPipe, MapDataPipe)) or ours
         if self._replaces and self._dataset is None and not changes:
             self._dataset, self._marks = dataset, marks(dataset)
 
