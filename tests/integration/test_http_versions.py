@@ -203,7 +203,7 @@ async def test_a_part_of_what_has_no_length(store: HttpStore) -> None:
         ('W/"weak"', {}, None),
         ("", OLD, OLD["Last_Modified"]),
         ("", {"Last_Modified": OLD["Date"], "Date": OLD["Date"]}, None),
-        ('W/"weak"', OLD, OLD["Last_Modified"]),
+        ('W/"weak"', OLD, f'W/"weak" {OLD["Last_Modified"]}'),
         ("", {}, None),
     ],
     ids=["strong", "weak", "old", "new", "weak and old", "nothing"],
