@@ -122,8 +122,8 @@ def test_seeded_samples_have_generators_of_their_own(kind: str, dataset: Any) ->
 
 
 def test_global_generators_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """In a worker, in seeded mode, as for async datasets. (Warnings are errors here, also in the forked worker: that one
-    goes to the log, and no batch is lost.)
+    """In a worker, in seeded mode, as for async datasets. (Warnings are errors here, in the forked worker, too: this
+    one goes to the log, and no batch is lost.)
     """
     with DataLoader[Any](Draws(globally=True), batch_size=4, num_workers=1, seed=1, concurrency=2) as loader:
         assert len(list(loader)) == len(loader)
