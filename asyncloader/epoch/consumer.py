@@ -277,6 +277,9 @@ class Consumer:
             del error  # its traceback refers to this frame
 
     def _failed(self, item: Deliver) -> None:
+        for notice in list(self._notices):
+            if isinstance(notice, WorkerBegun):  # it came while this item was waited for, and the state needs it
+                self._progress.begun(notice.worker, notice.cursor)
         self._progress.failed(item.seq, item.worker, getattr(item.outcome, "cursor", b""))
 
     def abandon(self, item: Deliver) -> None:

@@ -42,6 +42,7 @@ from asyncloader.state.progress import Progress, Tally
 from asyncloader.state.schema import check_state
 from asyncloader.workers.dialect import PICKLE
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
+from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
@@ -104,7 +105,7 @@ class Worker:
             self.outbox.append(("batch", seq, batch, self._reader.cursor()))
         except NoSamples:
             self.outbox.append(("nothing", seq, None, self._reader.cursor()))
-        except StopAsyncIteration:
+        except EndOfData:
             if not self._ended:
                 self._ended = True
                 self.outbox.append(("end", seq, self._reader.last_cursor()))
