@@ -359,7 +359,7 @@ class Progress:
         """
         if task in (self._failed, self._delivered):
             return
-        if self._expects["kind"] == "iterable" and not self.config.assigns_shards:  # as `Reader.failed`
+        if self._expects["kind"] == "iterable" and self.assignment is None:  # as `Reader.failed`
             self._mark(task, worker, cursor)
             return
         before, beyond = self._failed, self._beyond
