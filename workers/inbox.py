@@ -113,6 +113,7 @@ class Inbox:
             raise
         records = self._answered(result.epoch == epoch, result.seq, watchdog)
         answer = Answer(result, template, ring, fd, cursor, records, perf_counter())
+        self._process.answers += 1
         if result.epoch == epoch and listener is not None:
             listener.on_answer(self._worker, answer)
         else:
@@ -168,13 +169,13 @@ class Inbox:
             listener.on_empty_batch(worker, seq, busy, self._kept(payload), records)
         else:
             listener.on_error(worker, seq, busy, self._dialect.load_error(payload), records)
+        self._process.answers += 1  # only now: one that cannot be read is none
 
     def _kept(self, cursor: bytes) -> bytes:
         return self._dialect.to_pickle(cursor) if cursor else b""
 
     def _answered(self, current: bool, seq: int, watchdog: TaskWatchdog | None) -> bytes:
         """Note that a task of the current epoch or an older one was answered. Returns its records of bad samples."""
-        self._process.answers += 1
         self._process.outstanding = self._rings.outstanding
         if watchdog is not None and current:
             watchdog.answered(self._worker, seq)
