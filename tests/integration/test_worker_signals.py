@@ -105,7 +105,9 @@ def test_workers_begin_with_default_handlers(handled: list[int], method: str) ->
         assert not found["python"]
         assert found["wakes"] == -1
         assert not found["blocked"]
-        assert found["ignored"] >= {signal.SIGINT, signal.SIGPIPE, signal.SIGHUP}
+        assert found["ignored"] >= {signal.SIGINT, signal.SIGPIPE}
+        if method != "forkserver":  # whose server another test may have begun
+            assert signal.SIGHUP in found["ignored"]
         (stacks,) = found["kernel"] - {*CRASHES}  # our own: see `stacks.py`
         assert stacks > signal.SIGRTMIN
     assert not handled
