@@ -82,13 +82,13 @@ def test_what_is_sent_may_be_long() -> None:
 
         def play() -> None:
             left = frames.HEADER_BYTES + len(body)
-            while left:
-                left -= len(theirs.recv(1 << 16))
+            while left and (data := theirs.recv(1 << 16)):
+                left -= len(data)
             theirs.sendall(frames.pack_header(frames.OPENED))
 
+        assert not link.send(frames.OPENING, body)
         thread = threading.Thread(target=play)
         thread.start()
-        assert not link.send(frames.OPENING, body)
         assert answer_of(link, frames.OPENED) == b""
         thread.join()
         link.close()
