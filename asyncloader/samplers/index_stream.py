@@ -137,6 +137,8 @@ class IndexStream:
         self._beyond = beyond
         self._saved = saved
         self._iterator: Any = None
+        self._before: dict[str, torch.Tensor] | None = None  # the generators' states when the beginning was sought
+        self._restoring: Iterator[Any] | None = None  # `_items` to be
         self._step = step
         self._every = every
         self._read: deque[Any] = deque()  # taken from the sampler, and not given out; one at most
@@ -151,7 +153,7 @@ class IndexStream:
         # Seeking draws nothing, so it is done at once: the iterator stays in the epoch that it was made in. Without a
         # position to seek, the sampler begins with the first index, as in torch.
         seeks = isinstance(self._sampler, SeekableSampler) and (step or isinstance(index_sampler, RankView))
-        self._items: Iterator[Any] | None = self._sought(step) if seeks else None
+        self._items: Any = self._sought(step) if seeks else None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -168,7 +170,7 @@ class IndexStream:
         if task is not None and task == self._pulled[0]:
             return self._pulled[1:]
         if self._items is None:
-            self._items = self._begin()
+            self._begin()
         read = self._read
         while True:
             if not read:
@@ -219,22 +221,36 @@ class IndexStream:
         """The current state of the sampler's own generator, as text; None if it has none."""
         return None if self._own is None else generator_text(self._own)
 
-    def _begin(self) -> Iterator[Any]:
-        """Find the position. Called at the first pull, which is when torch's samplers draw, too."""
-        before = generator_states(self._own)
-        if self.generators is not None:
-            set_generators(self.generators, self._own)
+    def _begin(self) -> None:
+        """Find the position. Called at the first pull, which is when torch's samplers draw, too; and again if Ctrl-C
+        struck meanwhile: then it goes on behind the first index if that was taken, and otherwise draws the same order.
+        """
+        before = self._before
+        if before is None:
+            before = self._before = generator_states(self._own)
+        elif self._own is not None and not self._read:
+            self._own.set_state(before["own"])
         try:
-            items = self._restored(self._step)
-            # Not through itertools: its wrappers call `iter` again, or do not continue after an error.
-            self._read.extend(map(next, (items,)))
-        finally:
-            if self.generators is None:
-                self.generators = self._drawn or drawn_from(before, generator_states(self._own))
-            elif "global" in self.generators:
-                # The order was drawn when the epoch first began; the user's global generator must not change now.
-                torch.default_generator.set_state(before["global"])
-        return items
+            if not self._read:
+                if self.generators is not None:
+                    set_generators(self.generators, self._own)
+                self._restoring = self._restored(self._step)
+                # Not through itertools: its wrappers call `iter` again, or do not continue after an error.
+                self._read.extend(map(next, (self._restoring,)))
+        except Exception:  # not Ctrl-C
+            self._note_draws(before)
+            self._before = None
+            raise
+        self._note_draws(before)
+        self._items = self._restoring
+
+    def _note_draws(self, before: dict[str, torch.Tensor]) -> None:
+        """Note which generators the order was drawn from; one that is resumed must not change the global one."""
+        if self.generators is None:
+            self.generators = self._drawn or drawn_from(before, generator_states(self._own))
+        elif "global" in self.generators:
+            # The order was drawn when the epoch first began; the user's global generator must not change now.
+            torch.default_generator.set_state(before["global"])
 
     def _sought(self, step: int) -> Iterator[Any]:
         source = self._index_sampler

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler
 
 from asyncloader import (
     BucketBatchSampler,
@@ -22,6 +23,7 @@ from asyncloader import (
 )
 from asyncloader.samplers import surviving
 from asyncloader.samplers.distributed import RankView, Share, Topology
+from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.samplers.surviving import Blocks, Groups, Restarting
 from tests.drawn import scaled
 
@@ -66,6 +68,19 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
+class Pulling(Iterator[Any]):
+    """Pulls indices as the loader does: again for the same task after an interrupt."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.stream = IndexStream(sampler, iter(sampler))
+        self.task = 0
+
+    def __next__(self) -> Any:
+        _, index = self.stream.pull(self.task)
+        self.task += 1
+        return index
+
+
 SAMPLERS: dict[str, Callable[[], Iterator[Any]]] = {
     "seeded": lambda: iter(SeededSampler(range(9000), 1)),
     "mixture": lambda: iter(MixtureSampler([range(50), range(200)], [1, 2], 1)),
@@ -77,6 +92,7 @@ SAMPLERS: dict[str, Callable[[], Iterator[Any]]] = {
     "stateful": lambda: iter(StatefulRandomSampler(range(100), generator=generator())),
     "stateful, replacing": lambda: iter(StatefulRandomSampler(range(100), replacement=True, generator=generator())),
     "stateful, of a rank": lambda: iter(StatefulDistributedSampler(range(100), 2, 1)),
+    "stream": lambda: Pulling(BatchSampler(StatefulRandomSampler(range(100), generator=generator()), 3, True)),
 }
 
 
