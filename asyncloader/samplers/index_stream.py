@@ -11,6 +11,7 @@ it began are saved, and restored before it begins again.
 from __future__ import annotations
 
 import copy
+import operator
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -63,8 +64,12 @@ class StateLog:
         if step and (not self._every or step % self._every):
             return True
         iterator = None if iterator is sampler else iterator
+        last = self._states[-1] if self._states else {"sampler": None, "iterator": None}
         try:
-            parts = [copy.deepcopy(part.state_dict()) if is_stateful(part) else None for part in (sampler, iterator)]
+            parts = [
+                _copied(part.state_dict(), last[name]) if is_stateful(part) else None
+                for name, part in (("sampler", sampler), ("iterator", iterator))
+            ]
         except Exception:
             return False
         self._states.append({"at": step, "ended": ended, "sampler": parts[0], "iterator": parts[1]})
@@ -79,6 +84,22 @@ class StateLog:
         states = self._states
         while len(states) > 1 and states[1]["at"] < step:
             states.popleft()
+
+
+def _copied(value: Any, last: Any) -> Any:
+    """A deep copy of a state, which shares with `last`, the copy before, what has not changed since: a whole epoch's
+    order, of which only the position changes, is compared for each step, not copied.
+    """
+    kind = type(value)
+    if kind is not type(last):
+        return copy.deepcopy(value)
+    if kind is dict:
+        return {key: _copied(each, last.get(key)) for key, each in value.items()}
+    if kind is list or kind is tuple:
+        # A copy has the same elements only if they cannot change. Equal ones could be of another type: 1, 1.0 and True.
+        same = len(value) == len(last) and all(map(operator.is_, value, last))
+        return last if same else copy.deepcopy(value)
+    return copy.deepcopy(value)
 
 
 class _Ending:
