@@ -400,7 +400,7 @@ class SkippedSampleLog:
         self.samples += records
         if self._limit is not None and len(self.samples) > self._limit:
             last = self.samples[-1]
-            raise TooManySkippedSamples(self._limit, f"index {last.index!r}, {last.error}")
+            raise TooManySkippedSamples(self._limit, f"index {index_text(last.index)}, {last.error}")
 
 
 def _tell(before: int, records: Sequence[SkippedSample]) -> None:

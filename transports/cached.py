@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 from asyncloader.errors import warn_aside
 from asyncloader.sizes import Size, optional_size
-from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport
+from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, overrides
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_layout import hash_key, object_url
 from asyncloader.transports.cache_store import CacheEntry, CacheFill, CacheStore, EntryLost
@@ -167,7 +167,7 @@ class CachedTransport(Transport):
 
     def pinned(self, path: str) -> PinnedReader:
         """Return a reader that uses one cached version, or the store, for all of its reads. As `Transport.pinned`."""
-        return PinnedEntry(self, path)
+        return super().pinned(path) if overrides(self, CachedTransport) else PinnedEntry(self, path)
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read an object in chunks; if it is read from byte 0 to its end, it is cached. As `Transport.stream`.

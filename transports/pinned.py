@@ -31,7 +31,8 @@ class PinnedObject(PinnedReader):
     @property
     def etag(self) -> str | None:
         """The version of the bytes. As `PinnedReader.etag`."""
-        return None if self._read is None else str(self._read.name or "") or None
+        name: str | None = None if self._read is None else self._read.name
+        return name
 
     async def _info(self) -> ObjectInfo:
         version = await self._network.version(self.path)

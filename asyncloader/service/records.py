@@ -60,6 +60,6 @@ def read_record(kind: type[_T], body: bytes) -> _T:
     try:
         record: _T = _decoder(cast("Any", kind)).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        name = kind.__name__.strip("_").upper()
-        raise ValueError(f"broken stream: a {name} that cannot be read ({error!s:.200})") from None
+        name = kind.__name__.strip("_").removesuffix("Message").upper()
+        raise ValueError(f"broken stream: {name}: a body that cannot be read ({error!s:.200})") from None
     return record

@@ -71,7 +71,7 @@ _ARRAY_BYTES = 8
 _MOST_ARRAYS_EVER = 1 << 20  # counting them takes half a second
 MOST_KEYS: Final = 1 << 20
 """Keys of a value's sets and dictionaries that are not texts, at most. The hashes of texts are secret; those of numbers
-are not, and may be chosen so that a key takes 20 times as long. The worst that passes takes two seconds."""
+are not, and may be chosen so that a key takes 20 times as long. The worst that was tried takes 0.8 seconds."""
 DEPTH: Final = 64
 """Containers in containers, at most."""
 BYTES = 0  # MessagePack extension

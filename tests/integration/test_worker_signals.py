@@ -28,7 +28,7 @@ from asyncloader.workers import shutdown
 from tests.integration.running import KINDS, PATIENCE_S, Deaths, run_async
 from tests.integration.stuck import StuckAt, Told
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux which signals are handled")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 
 CRASHES = {signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
 OURS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM, signal.SIGXCPU]
