@@ -174,7 +174,7 @@ class IndexStream:
         # Seeking draws nothing, so it is done at once: the iterator stays in the epoch that it was made in. Without a
         # position to seek, the sampler begins with the first index, as in torch.
         seeks = isinstance(self._sampler, SeekableSampler) and (step or isinstance(index_sampler, RankView))
-        self._items: Any = self._sought(step) if seeks else None
+        self._items: Iterator[Any] | None = self._sought(step) if seeks else None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -191,7 +191,7 @@ class IndexStream:
         if task is not None and task == self._pulled[0]:
             return self._pulled[1:]
         if self._items is None:
-            self._begin()
+            self._items = self._begin()
         read = self._read
         while True:
             if not read:
@@ -242,7 +242,7 @@ class IndexStream:
         """The current state of the sampler's own generator, as text; None if it has none."""
         return None if self._own is None else generator_text(self._own)
 
-    def _begin(self) -> None:
+    def _begin(self) -> Iterator[Any]:
         """Find the position. Called at the first pull, which is when torch's samplers draw, too; and again if Ctrl-C
         struck meanwhile: then it goes on behind the first index if that was taken, and otherwise draws the same order.
         """
@@ -263,7 +263,8 @@ class IndexStream:
             self._before = None
             raise
         self._note_draws(before)
-        self._items = self._restoring
+        assert self._restoring is not None  # made above, or by the call that Ctrl-C ended
+        return self._restoring
 
     def _note_draws(self, before: dict[str, torch.Tensor]) -> None:
         """Note which generators the order was drawn from; one that is resumed must not change the global one."""
