@@ -55,6 +55,7 @@ workers: of some of the batches, how long they took, and how much of that they c
 
 Stage = Literal[
     "sampler",
+    "snapshot",
     "queue",
     "fetch",
     "decode",

@@ -26,6 +26,7 @@ Bound = Literal[
     "unknown",
     "consumer",
     "startup",
+    "snapshots",
     "sampler",
     "store",
     "memory",
@@ -39,7 +40,8 @@ Bound = Literal[
     "compute",
     "fetch",
 ]
-"""What bounds a run: nothing that can be judged yet; the consumer; starting workers; the sampler; a store that fails;
+"""What bounds a run: nothing that can be judged yet; the consumer; starting workers; states of the dataset or
+the sampler that are saved; the sampler; a store that fails;
 the memory limit of workers; rings that are too small; a consumer's process that does not get to take batches; batches
 that wait for an earlier one; one worker; shards that are fewer than workers; all CPUs; what each batch costs whatever
 is in it; the dataset's computing; the dataset's waiting.
@@ -48,6 +50,7 @@ is in it; the dataset's computing; the dataset's waiting.
 _LEAST_BATCHES = 8
 _LEAST_SECONDS = 0.05
 _HEALTHY_WAIT = 0.05
+_SAVING = 0.25  # the share of saving states in the time from which it is the bound
 _STARTING = 0.35  # the share of starts in the waiting from which they are the bound
 _STARTING_ONCE = 0.5  # of one epoch's start in the whole time
 _CROWDED = 1.1  # how much longer computing takes if more workers than CPUs take turns
@@ -87,6 +90,8 @@ class Run:
         concurrency: see there.
         in_order: whether batches are delivered in order.
         memory_limit: `worker_memory_limit`.
+        snapshot_every: `snapshot_every_n_steps`.
+        keeps_states: whether the dataset has a state that must be saved after each batch, if at all.
     """
 
     batches: int
@@ -112,6 +117,8 @@ class Run:
     concurrency: int = 1
     in_order: bool = True
     memory_limit: int | None = None
+    snapshot_every: int = 1
+    keeps_states: bool = False
     merged: Sequence[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -210,6 +217,10 @@ def _bound(run: Run) -> tuple[Bound, dict[str, float], str]:
         share = run.startup_s / run.elapsed_s
         words = f"Starting workers took {share:.0%} of the time, {each:.2g} s each time."
         return "startup", {"startup_frac": share, "startup_s": each}, words
+    if (share := _saving(run)) > _SAVING:
+        each = run.mean("snapshot")
+        words = f"Saving states after each batch took {share:.0%} of the time, {each * 1e3:.3g} ms each (state_dict)."
+        return "snapshots", {"snapshot_frac": share, "snapshot_s": each}, words
     sampler = run.stage("sampler").total
     if sampler > 0.5 * steady_wait and sampler > 0.1 * run.steady_s:
         words = f"The sampler took {sampler / run.batches * 1e3:.3g} ms for a batch: make it cheaper."
@@ -344,6 +355,21 @@ def _costs(run: Run) -> _Costs:
     return _Costs(consumer, _BATCH_COST_S / 3, work, run.main_cpu_s / run.batches, latency, starting)
 
 
+def _saving(run: Run) -> float:
+    """The part of the time that went to saving states: of this process's time, or of the workers'."""
+    of = {number: stage_times(block, "snapshot").total for number, block in run.blocks.items()}
+    here = of.pop(-1, 0.0) / run.steady_s
+    return min(1.0, max(here, sum(of.values()) / (max(1, run.workers) * run.steady_s)))
+
+
+def _seldom(run: Run) -> tuple[dict[str, Any], float]:
+    """Save states more seldom: so that it takes a fiftieth of the time at most."""
+    share = _saving(run)
+    every = next(number for number in (10, 100, 1000) if share / number <= 0.02)
+    left = max(run.stage("consumer").total, run.steady_s * (1 - share * (1 - 1 / every)))
+    return {"snapshot_every_n_steps": every * run.snapshot_every}, run.elapsed_s / (left + run.startup_s)
+
+
 def _change(run: Run, bound: Bound) -> tuple[dict[str, Any], float]:
     """Return the options to change, and the factor that this should gain."""
     if bound == "ring" and run.ring_needed:
@@ -354,7 +380,9 @@ def _change(run: Run, bound: Bound) -> tuple[dict[str, Any], float]:
         ideal = _predicted(run, _costs(run), _Setting(run.workers, run.persistent, run.concurrency))
         gain = min(1.5, run.elapsed_s / max(ideal, 1e-9))
         return ({"prefetch_factor": 4}, gain) if gain > _WORTH else ({}, 1.0)
-    if bound in ("sampler", "store", "shards", "slow worker", "ring", "memory", "order"):
+    if bound == "snapshots" and not run.keeps_states:
+        return _seldom(run)
+    if bound in ("snapshots", "sampler", "store", "shards", "slow worker", "ring", "memory", "order"):
         return {}, 1.0
     return _faster(run)
 
@@ -435,6 +463,8 @@ def _advice(run: Run, bound: Bound, words: str, change: Mapping[str, Any], gain:
         return text
     if bound == "order":
         return f"{words} in_order=False delivers them as they are ready, if any order will do."
+    if bound == "snapshots":
+        return f"{words} snapshot_every_n_steps=0 saves none; then a run can be resumed at the end of an epoch only."
     if bound == "startup" and run.epochs == 1:
         return f"{words} If more epochs follow, persistent_workers=True starts them once."
     if run.iterable and bound in ("compute", "fetch"):

@@ -21,6 +21,7 @@ from asyncloader.options import LoaderSpec, given_options, is_iterable
 from asyncloader.samplers.distributed import plain_sampler
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["as_html", "as_text", "diagnose_run", "explain"]
@@ -213,5 +214,7 @@ def diagnose_run(spec: LoaderSpec[Any], statistics: Statistics) -> Diagnosis:
         concurrency=config.concurrency,
         in_order=config.in_order,
         memory_limit=config.worker_memory_limit,
+        snapshot_every=config.snapshot_every or 1,
+        keeps_states=not config.iterable and is_stateful(config.dataset),
     )
     return diagnose(run)

@@ -90,6 +90,7 @@ NODE_FIGURES: dict[str, Figure] = {
 
 STAGE_HELP: dict[str, str] = {
     "sampler": "the sampler gives a batch's indices",
+    "snapshot": "`state_dict` of a sampler, or of the dataset, is called and its result kept",
     "queue": "a task lies in its worker's queue, behind the tasks before it",
     "fetch": "the dataset is read; where many samples are read at a time, decoding included",
     "decode": "`decode` is called, summed over the batch's samples",

@@ -144,7 +144,7 @@ class Consumer:
             step, offer = torch_iter.pull(self._tasks)
         except StopIteration:
             return NOTHING if left else ENDED  # as torch, ask again after the next batch
-        self._statistics.recorder.time("sampler", perf_counter() - began)
+        self._progress.time_pull(self._statistics.recorder, perf_counter() - began)
         self._progress.pulled(self._tasks, step)
         return offer
 

@@ -140,7 +140,7 @@ class InlineEpoch:
     def _pull(self, torch_iter: TorchIterator, task: int) -> Any:
         began = perf_counter()
         step, index = _pulled(torch_iter)
-        self._recorder.time("sampler", perf_counter() - began)
+        self.progress.time_pull(self._recorder, perf_counter() - began)
         self.progress.pulled(task, step)
         return index
 
@@ -155,7 +155,7 @@ class InlineEpoch:
             index = await anext(self._indices)
         except StopAsyncIteration:
             raise EndOfData from None
-        self._recorder.time("sampler", perf_counter() - began)
+        self.progress.time_pull(self._recorder, perf_counter() - began)
         return index
 
     def indices_ahead(self, prefetcher: BatchPrefetcher) -> list[Any]:

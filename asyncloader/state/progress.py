@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from asyncloader.counters import Recorder
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import StateError
 from asyncloader.ranks.agreement import Agreement
@@ -277,6 +278,14 @@ class Progress:
             self._astray = True
         else:
             self._steps[task] = step
+
+    def time_pull(self, recorder: Recorder, seconds: float) -> None:
+        """Record that the sampler took so long for an index; less the time in which its state was saved."""
+        log = self.log if self._stream is None else self._stream.log
+        if log is not None and log.seconds:
+            recorder.time("snapshot", log.seconds)
+            seconds, log.seconds = max(0.0, seconds - log.seconds), 0.0
+        recorder.time("sampler", seconds)
 
     def _pass_over(self) -> None:
         """Skip the steps that code outside the loader took from the sampler's iterator."""

@@ -62,10 +62,13 @@ def worker(
     slow: Mapping[Stage, float] | None = None,
     starts: int = 1,
     write: float = 1e-4,
+    snapshot: float = 0.0,
     **sums: float,
 ) -> list[float]:
     """A worker that has fetched half of the batches, and computed for `cpu` seconds in all."""
-    batches = block({"fetch": fetch, "collate": 1e-5, "write": write}, number, slow, cpu_s=cpu, **sums)
+    batches = block(
+        {"fetch": fetch, "collate": 1e-5, "write": write, "snapshot": snapshot}, number, slow, cpu_s=cpu, **sums
+    )
     return [each + start for each, start in zip(batches, block({"start_process": 0.01}, starts), strict=True)]
 
 
@@ -95,6 +98,24 @@ RUNS: dict[str, tuple[Run, str, dict[str, Any], str]] = {
         "sampler",
         {},
         "90 ms for a batch",
+    ),
+    "a sampler whose states cost much": (
+        run({"sampler": 0.001, "snapshot": 0.08}, worker(0.01, 0.5), worker(0.01, 0.5)),
+        "snapshots",
+        {"snapshot_every_n_steps": 100},
+        "81% of the time",
+    ),
+    "a stream whose states cost much": (
+        run({}, worker(0.02, 0.5, snapshot=0.18), worker(0.02, 0.5, snapshot=0.18), iterable=True, snapshot_every=10),
+        "snapshots",
+        {"snapshot_every_n_steps": 1000},
+        "91% of the time",
+    ),
+    "a map dataset whose states cost much": (
+        run({}, worker(0.02, 0.5, snapshot=0.18), worker(0.02, 0.5, snapshot=0.18), keeps_states=True),
+        "snapshots",
+        {},
+        "snapshot_every_n_steps=0 saves none",
     ),
     "a store that fails": (
         run({}, worker(0.1, 0.5), worker(0.1, 0.5), retries=40.0, requests=140.0, retry_wait_s=10.0),
@@ -232,7 +253,8 @@ def test_what_is_advised_is_an_option(name: str) -> None:
         Numbers(4), num_workers=of.workers, seed=1, recovery=Recovery(worker_memory_limit=of.memory_limit)
     )
     clone = loader.clone(**change)
-    assert {option: getattr(EpochConfig.of(clone), option) for option in change} == change
+    names = {"snapshot_every_n_steps": "snapshot_every"}
+    assert {option: getattr(EpochConfig.of(clone), names.get(option, option)) for option in change} == change
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,25 @@ class SlowWorker(IterableDataset[Any]):
             yield torch.zeros(8)
 
 
+class Remembering(IterableDataset[Any]):
+    """A stream whose state takes long to make: a list of what it has read, of so many numbers."""
+
+    def __init__(self, seed: int, length: int, size: int) -> None:
+        draw = random.Random(seed)
+        self.length, self.seen, self.at = length, [draw.random() for _ in range(size)], 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.length:
+            self.at += 1
+            yield torch.zeros(8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seen": [str(each) for each in self.seen]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.at = state_dict["at"]
+
+
 class Leaking(Planted):
     """Keeps memory for each sample."""
 
@@ -330,6 +349,14 @@ ROWS = [
         lambda seed: OneShard(seed, 320, 0.002),
         {"batch_size": 4, "num_workers": 4},
         PREFETCH,
+    ),
+    Row(
+        "states that take long to save",
+        ("snapshots",),
+        lambda seed: Remembering(seed, 640, 20_000),
+        {"batch_size": 8, "num_workers": 2},
+        tuple({"snapshot_every_n_steps": number} for number in (10, 100, 1000)),
+        sleeps(0.001),
     ),
     Row(
         "workers near their memory limit",

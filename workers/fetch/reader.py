@@ -353,7 +353,11 @@ class Reader:
         """Return the cursor after a fetched batch; empty if there is none to be saved. Call it exactly once per batch,
         before anything else is awaited.
         """
-        return self._bookmark.after_batch(self._samples(), ended=self._ended())
+        began = perf_counter()
+        cursor = self._bookmark.after_batch(self._samples(), ended=self._ended())
+        if cursor:
+            self._time("snapshot", perf_counter() - began)
+        return cursor
 
     def failed(self) -> None:
         """Count a batch that raised, of a stream: it is an answer like others, so it is read past when resuming.
