@@ -68,6 +68,7 @@ PURE = {
         "transports.retry",
         "workers.fetch.dataset_marks",
         "workers.fetch.dataset_state",
+        "workers.fetch.repeated_pickle",
         "workers.fetch.error_notes",
         "workers.fetch.mocks",
         "workers.fetch.plain_context",

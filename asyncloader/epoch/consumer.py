@@ -31,6 +31,7 @@ from asyncloader.epoch_config import EpochConfig
 from asyncloader.events import ENDED, NOTHING, Action, AllDropped, Deliver, Notice, Poisoned, WorkerFailure
 from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.samplers.distributed import without_batch
+from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.dataset_state import is_stateful
@@ -144,7 +145,7 @@ class Consumer:
             step, offer = torch_iter.pull(self._tasks)
         except StopIteration:
             return NOTHING if left else ENDED  # as torch, ask again after the next batch
-        self._progress.time_pull(self._statistics.recorder, perf_counter() - began)
+        time_pull(self._progress.sampler_log, self._statistics.recorder, perf_counter() - began)
         self._progress.pulled(self._tasks, step)
         return offer
 

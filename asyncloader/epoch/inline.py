@@ -33,6 +33,7 @@ from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import TooManySkippedSamples
 from asyncloader.options import LoaderSpec
 from asyncloader.samplers.distributed import without_batch
+from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import SkippedSampleLog, Statistics
@@ -140,7 +141,7 @@ class InlineEpoch:
     def _pull(self, torch_iter: TorchIterator, task: int) -> Any:
         began = perf_counter()
         step, index = _pulled(torch_iter)
-        self.progress.time_pull(self._recorder, perf_counter() - began)
+        time_pull(self.progress.sampler_log, self._recorder, perf_counter() - began)
         self.progress.pulled(task, step)
         return index
 
@@ -155,7 +156,7 @@ class InlineEpoch:
             index = await anext(self._indices)
         except StopAsyncIteration:
             raise EndOfData from None
-        self.progress.time_pull(self._recorder, perf_counter() - began)
+        time_pull(self.progress.sampler_log, self._recorder, perf_counter() - began)
         return index
 
     def indices_ahead(self, prefetcher: BatchPrefetcher) -> list[Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
+from asyncloader.counters import Recorder
 from asyncloader.samplers.distributed import RankView, SeekableSampler
 from asyncloader.samplers.generators import (
     drawn_from,
@@ -32,7 +33,7 @@ from asyncloader.samplers.generators import (
 from asyncloader.samplers.surviving import Groups
 from asyncloader.workers.fetch.dataset_state import is_stateful
 
-__all__ = ["IndexStream", "StateLog", "base_sampler", "fresh_state"]
+__all__ = ["IndexStream", "StateLog", "base_sampler", "fresh_state", "time_pull"]
 
 _END = object()
 
@@ -90,9 +91,17 @@ class StateLog:
             states.popleft()
 
 
+def time_pull(log: StateLog | None, recorder: Recorder, seconds: float) -> None:
+    """Record that the sampler took so long for an index; less the time in which its state was saved."""
+    if log is not None and log.seconds:
+        recorder.time("snapshot", log.seconds)
+        seconds, log.seconds = max(0.0, seconds - log.seconds), 0.0
+    recorder.time("sampler", seconds)
+
+
 def _copied(value: Any, last: Any) -> Any:
-    """A deep copy of a state, which shares with `last`, the copy before, the lists that are equal still: a whole epoch's
-    order, of which only the position changes, is compared for each step, not copied.
+    """A deep copy of a state, which shares with `last`, the copy before, the lists that are still equal: the order of a
+    whole epoch, of which only the position changes, is compared for each step, not copied.
     """
     kind = type(value)
     if kind is not type(last):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from asyncloader.counters import Recorder
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import StateError
 from asyncloader.ranks.agreement import Agreement
@@ -179,6 +178,11 @@ class Progress:
         return None if workers is None else workers.get("leases")
 
     @property
+    def sampler_log(self) -> StateLog | None:
+        """The states of the sampler, async or not; None if it has none."""
+        return self.log if self._stream is None else self._stream.log
+
+    @property
     def next_worker(self) -> int:
         """The worker whose turn it is for the next batch of an iterable dataset."""
         return self._next_worker
@@ -279,14 +283,6 @@ class Progress:
         else:
             self._steps[task] = step
 
-    def time_pull(self, recorder: Recorder, seconds: float) -> None:
-        """Record that the sampler took so long for an index; less the time in which its state was saved."""
-        log = self.log if self._stream is None else self._stream.log
-        if log is not None and log.seconds:
-            recorder.time("snapshot", log.seconds)
-            seconds, log.seconds = max(0.0, seconds - log.seconds), 0.0
-        recorder.time("sampler", seconds)
-
     def _pass_over(self) -> None:
         """Skip the steps that code outside the loader took from the sampler's iterator."""
         stream = self._stream
@@ -305,8 +301,7 @@ class Progress:
         if failed is not None:
             self._steps.pop(failed, None)
         self._pass_over()
-        log = self.log if self._stream is None else self._stream.log
-        if log is not None:
+        if (log := self.sampler_log) is not None:
             log.forget(self._step)
         if self._step == self._total:
             self._complete()

@@ -15,6 +15,7 @@ import pickle
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asyncloader.workers.fetch.mocks import has_method
+from asyncloader.workers.fetch.repeated_pickle import RepeatedPickle
 
 __all__ = ["Bookmark", "Cursor", "Stateful", "is_stateful"]
 
@@ -89,6 +90,7 @@ class Bookmark:
         self._iterator: Any = None
         self._own = False  # the dataset is its own iterator, and `__iter__` was called
         self._initial = b""
+        self._dataset_state, self._iterator_state = RepeatedPickle(), RepeatedPickle()
         self.batches = 0
 
     @property
@@ -148,9 +150,9 @@ class Bookmark:
         problem = ""
         try:
             if self._dataset_is_stateful:
-                dataset = self._dataset.state_dict()
+                dataset = self._dataset_state.lean(self._dataset.state_dict())
             if self._iterator is not None:
-                iterator = self._iterator.state_dict()
+                iterator = self._iterator_state.lean(self._iterator.state_dict())
             itself = "within" if self._own and self._dataset_is_stateful else ""
             return pickle.dumps(tuple(Cursor(self.batches, samples, ended, dataset, iterator, "", itself)), 5)
         except Exception as error:  # a state that cannot be saved must not fail the batch

@@ -1,0 +1,63 @@
+"""Pickles a state again and again, but each long list in it only when it has changed.
+
+Data path: dataset -> dataset_state, which uses [repeated_pickle]. A stream's state often has the order of its whole
+epoch, of which only the position changes from batch to batch.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+__all__ = ["RepeatedPickle"]
+
+_LONG = 1000  # elements from which comparing a list is worth it
+_FIXED = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+class _Kept:
+    """A list that was pickled before. Unpickling gives the list."""
+
+    __slots__ = ("before", "data")
+
+    def __init__(self, value: Any) -> None:
+        self.before = list(value)
+        self.data: bytes | None = None  # None: not known to stay the same
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self.data,)
+
+    def is_still(self, value: Any) -> bool:
+        """Whether the list has the elements of before, and none of them can have changed in its place."""
+        try:
+            same = bool(self.before == value)  # compares addresses first: 0.7 ns for each element
+        except Exception:  # of the elements' own comparison
+            return False
+        if same and self.data is None:
+            if not _FIXED.issuperset(map(type, value)):
+                return False
+            self.data = pickle.dumps(value, 5)
+        return same
+
+
+class RepeatedPickle:
+    """One state's pickles. A list is compared from its second time on, and not pickled from its third."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, _Kept] = {}
+
+    def lean(self, state: Any) -> Any:
+        """The state to pickle: in the place of each long list that did not change is what was pickled of it."""
+        if type(state) is not dict:
+            return state
+        kept, lean = self._kept, dict[Any, Any]()
+        self._kept = {}
+        for key, value in state.items():
+            lean[key] = value
+            if type(value) is list and len(value) >= _LONG:
+                before = kept.get(key)
+                still = before is not None and before.is_still(value)
+                self._kept[key] = before if before is not None and still else _Kept(value)
+                if still:
+                    lean[key] = before
+        return lean
