@@ -52,7 +52,8 @@ def _look(loop: asyncio.AbstractEventLoop, reference: weakref.ref[socket.socket]
         return
     try:
         if is_dead(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)):
-            _log.info("a loader's connection is ended: its machine has not answered for %d s", _SILENT_MS / 1000)
+            text, by = "a loader's connection is ended: its machine has not answered for %d s", sock.getpeername()[0]
+            _log.info(text, _SILENT_MS / 1000, extra={"peer": by})
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nor does the kernel wait
             socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of TLS would have what follows sent in clear
     except OSError:  # the kernel knows already that it has ended
