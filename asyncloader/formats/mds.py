@@ -59,10 +59,17 @@ COMPRESSIONS: dict[str, Compression] = {"zstd": "zstd", "gz": "gzip"}
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its name, and how its values are encoded."""
+    """One column.
+
+    Attributes:
+        name: of the field.
+        encoding: the index's name for how its values are encoded; see `mds_encoding`.
+        size: bytes of every value; None if values differ in size.
+    """
 
     name: str
-    encoding: Encoding
+    encoding: str
+    size: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +171,7 @@ def _shard(shard: Any) -> MdsShard:
     else:
         stored = raw
     columns = _columns(shard)
-    smallest = sum(4 if column.encoding.size is None else column.encoding.size for column in columns)
+    smallest = sum(4 if column.size is None else column.size for column in columns)
     path, stored_size = _path(stored), _number(stored, "bytes", 1 << 63)
     result = MdsShard(path, samples, size, stored_size, kind, columns)
     _expect(result.header_size + samples * smallest <= size, f"shard {path!r} is too small for {samples:,} samples")
@@ -184,7 +191,7 @@ def _columns(shard: Any) -> tuple[Column, ...]:
         except ValueError as error:
             raise ValueError(f"column {name!r}: {error}") from None
         _expect((size or None) == encoding.size, f"column {name!r} has size {str(size)[:40]}, not {encoding.size}")
-        columns.append(Column(name, encoding))
+        columns.append(Column(name, text, encoding.size))
     return tuple(columns)
 
 
@@ -300,7 +307,6 @@ def _scalar_value(dtype: np.dtype[Any], data: bytes) -> Any:
     return np.frombuffer(data, dtype)[0]
 
 
-# No lambdas: a data set is pickled to its workers, with the columns of its shards.
 TEXTS: dict[str, Decode] = {
     "str": _text,
     "str_int": partial(_parsed, int),
@@ -384,7 +390,8 @@ class MdsReader(PushReader):
         super().__init__(url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
         self._shard = shard
         self._end = stop
-        sizes = [column.encoding.size for column in shard.columns]
+        sizes = [column.size for column in shard.columns]
+        self._columns = [(column.name, *mds_encoding(column.encoding)) for column in shard.columns]
         self._fixed = sum(size for size in sizes if size is not None)
         self._sizes = Struct(f"<{sizes.count(None)}I")
 
@@ -407,7 +414,7 @@ class MdsReader(PushReader):
         sizes = iter(head)
         fields: Sample = {}
         pos = 0
-        for name, (size, decode) in ((column.name, column.encoding) for column in self._shard.columns):
+        for name, size, decode in self._columns:
             size_here = next(sizes) if size is None else size
             try:
                 fields[name] = decode(data[pos : pos + size_here])

@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset
 from asyncloader.bridge import run_in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, ShardFormat
 from asyncloader.remote.assignment import Assignment, AssignmentLog, ShardAssigner, StreamStart
-from asyncloader.remote.catalog import Shard
+from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
@@ -169,11 +169,15 @@ class RemoteIterableDataset(IterableDataset[Any]):
         """Number of samples in all shards, if indexes provide it (MDS, Parquet). Blocks: reads these indexes once.
 
         Raises:
-            TypeError: a shard has no index. `estimated_len` may help.
+            TypeError: a shard has no index, for which `estimated_len` may help; or one that cannot be read:
+                `list(loader)` asks for the length first, and the shard's own error is raised where it is read.
         """
         shards = run_in_thread(self._counted())
         counts = [shard.samples for shard in shards if shard.samples is not None]
         if len(counts) < len(shards):
+            unread = next((shard.url for shard in shards if shard.format == PARQUET and shard.samples is None), None)
+            if unread is not None:
+                raise TypeError(f"{self!r} has no len(): the footer of {unread!r} cannot be read")
             raise TypeError(
                 f"{self!r} has no len(): only MDS and Parquet say how many samples a shard holds. estimated_len() "
                 "guesses"
@@ -297,7 +301,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     async def _counted(self) -> list[Shard]:
         async with aclosing(self._own_stores()) as stores:
-            self._counted_shards = await with_counts(await self._found(stores), stores)
+            self._counted_shards = await with_counts(await self._found(stores), stores, leave=RAISED_WHEN_READ)
             return self._counted_shards
 
     async def _estimate(self) -> int:

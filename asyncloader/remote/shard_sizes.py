@@ -45,8 +45,15 @@ async def with_sizes(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
     return await _each(shards, lambda shard: _with_size(shard, stores))
 
 
-async def with_counts(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
+async def with_counts(
+    shards: Sequence[Shard], stores: Stores, *, leave: tuple[type[Exception], ...] = ()
+) -> list[Shard]:
     """Return the shards with `Shard.samples`, where an index or a footer provides it: MDS and Parquet.
+
+    Args:
+        shards: the shards.
+        stores: find the transports for their URLs.
+        leave: a shard that raises one of these is left as it is: reading it will raise the error.
 
     Raises:
         ShardError: a Parquet footer is damaged.
@@ -55,7 +62,10 @@ async def with_counts(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
     """
 
     async def count(shard: Shard) -> Shard:
-        return await _with_footer(shard, stores) if shard.format == PARQUET and shard.samples is None else shard
+        try:
+            return await _with_footer(shard, stores) if shard.format == PARQUET and shard.samples is None else shard
+        except leave:
+            return shard
 
     return await _each(shards, count)
 

@@ -345,6 +345,38 @@ def shards(folder: str, shuffle: int = 0) -> Any:
     return asyncloader.RemoteIterableDataset(f"{folder}/", shuffle_buffer=shuffle), {"decode": number_of}
 
 
+@asyncloader.definition
+def files(folder: str) -> Any:
+    """Shards of any format, which are decoded to the numbers that they were made of."""
+    return asyncloader.RemoteIterableDataset(f"{folder}/"), {"decode": fields_of}
+
+
+@asyncloader.definition
+def listed_files(urls: list[str], cache_dir: str) -> Any:
+    """The same from a cache."""
+    return asyncloader.RemoteIterableDataset(urls, cache_dir=cache_dir), {"decode": fields_of}
+
+
+def fields_of(sample: Any) -> tuple[int, str]:
+    """A sample's number, and what is in its fields."""
+    number = int(sample["n"] if "n" in sample else sample["record"])
+    return number, repr({name: value for name, value in sample.items() if name != "__url__"})
+
+
+@asyncloader.definition
+def unlucky_files(folder: str) -> Any:
+    """The same; one of them cannot be decoded."""
+    return asyncloader.RemoteIterableDataset(f"{folder}/"), {"decode": unlucky_fields_of}
+
+
+def unlucky_fields_of(sample: Any) -> tuple[int, str]:
+    """The same but for number 13."""
+    number, fields = fields_of(sample)
+    if number == 13:
+        raise ValueError("unlucky")
+    return number, fields
+
+
 def number_of(sample: Any) -> float:
     """The sample's number, and a random part."""
     return int(sample["n"]) + float(torch.rand((), generator=asyncloader.sample_rng().torch))
