@@ -76,8 +76,8 @@ if TYPE_CHECKING:
     from asyncloader.samplers.seeded import SeededSampler
     from asyncloader.samplers.stateful import StatefulDistributedSampler, StatefulRandomSampler
     from asyncloader.service.address import Service
+    from asyncloader.service.batch_types import register_batch_type
     from asyncloader.service.definition import definition
-    from asyncloader.service.values import register_batch_type
     from asyncloader.shared.share import SharedDict, SharedList, share
     from asyncloader.stateful_loader import StatefulDataLoader
     from asyncloader.workers.fetch.dataset_state import Stateful
@@ -127,7 +127,7 @@ _OWN = {
     "WorkerDied": "asyncloader.errors",
     "definition": "asyncloader.service.definition",
     "install": "asyncloader.integrations.install",
-    "register_batch_type": "asyncloader.service.values",
+    "register_batch_type": "asyncloader.service.batch_types",
     "sample_rng": "asyncloader.workers.fetch.seeding",
     "share": "asyncloader.shared.share",
 }

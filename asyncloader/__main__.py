@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 __all__ = ["main"]
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    from asyncloader.service.command import parser
     from asyncloader.service.extra import check_extra
 
+    flags = vars(parser().parse_args(argv))
+    flags.pop("command")
     try:
         check_extra()
     except ImportError as error:
@@ -18,7 +22,7 @@ def main() -> int:
         return 2
     from asyncloader.service import cli
 
-    return cli.main()
+    return cli.run(flags)
 
 
 if __name__ == "__main__":

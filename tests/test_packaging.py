@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -132,6 +133,30 @@ def test_installed_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) 
         text=True,
         check=False,
     )
+    assert done.returncode == 0, done.stderr
+
+
+PLAIN = {
+    "starred": "from asyncloader import *; assert DataLoader is not None",
+    "helped": "import asyncloader, pydoc; assert 'DataLoader' in pydoc.render_doc(asyncloader)",
+    "listed": "import asyncloader, inspect; assert dict(inspect.getmembers(asyncloader))['Service'] is not None",
+    "asked for its version": "import asyncloader.__main__ as a; a.main(['--version'])",
+    "asked for help": "import asyncloader.__main__ as a; a.main(['serve', '--help'])",
+}
+RUNTIME = {"asyncloader", "torch", "numpy", "uvloop", "aiofiles"}
+
+
+@pytest.mark.parametrize("way", PLAIN)
+def test_a_plain_install_needs_no_extra(way: str) -> None:
+    """Whatever a user does first: what only an extra installs is not imported."""
+    trees = [ast.parse(path.read_text()) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    extras = {name.partition(".")[0] for name in names} - RUNTIME - sys.stdlib_module_names
+    assert {"msgspec", "aiohttp", "obstore"} <= extras
+    program = f"import sys\nsys.modules.update(dict.fromkeys({sorted(extras)}))\n{PLAIN[way]}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,15 +1,7 @@
-"""`asyncloader serve`: runs a node.
-
-    asyncloader serve data:train --arg root=/data --listen 127.0.0.1:7070 --workers 8
-
-Every flag can also come from the environment (``ASYNCLOADER_LISTEN``) or from a TOML file (``--config``), where lists
-are lists; a flag goes before the environment, and that before the file. The first line on standard output is JSON and
-says where the node listens; it is printed when the node is ready. The log goes to standard error.
-"""
+"""Runs the command `asyncloader`: a node. What it is asked by is in `command.py`."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import ipaddress
@@ -33,7 +25,7 @@ from asyncloader.service.served_definitions import Served
 from asyncloader.service.sockets import read_address, server_tls
 from asyncloader.workers.worker import serve_async
 
-__all__ = ["main"]
+__all__ = ["run"]
 
 _log = logging.getLogger("asyncloader")
 
@@ -44,11 +36,8 @@ class _Mistake(Exception):
     """What was asked for cannot be done; the text says what to do."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    parser = _parser()
-    given = vars(parser.parse_args(argv))
-    given.pop("command")
+def run(given: dict[str, Any]) -> int:
+    """Serve what these flags say until the process is asked to end. Returns its exit code."""
     set_up_log(logging.INFO)
     try:
         node_options = _options(given)
@@ -57,31 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"asyncloader serve: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
         return 2
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("asyncloader", description="Data loading for PyTorch.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser(
-        "serve",
-        help="run workers for loaders elsewhere",
-        argument_default=None,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = serve.add_argument
-    add("target", nargs="*", metavar="MODULE:DEFINITION", help="what to serve")
-    add("--arg", action="append", metavar="NAME=VALUE", help="an argument of every definition that takes it")
-    add("--open", action="append", metavar="NAME", help="let loaders give this definition's arguments")
-    add("--listen", action="append", metavar="ADDRESS", help="host:port or unix:/path; default 127.0.0.1:7070")
-    add("--workers", type=int, metavar="N", help="processes for each definition; default: one for each CPU")
-    add("--token-file", metavar="FILE", help="loaders must have the token in this file; or ASYNCLOADER_TOKEN")
-    add("--tls-cert", metavar="FILE", help="this node's certificate: connections are TLS")
-    add("--tls-key", metavar="FILE", help="its key")
-    add("--tls-ca", metavar="FILE", help="loaders must show a certificate that these have signed")
-    add("--metrics", metavar="ADDRESS", help="host:port of /metrics, /healthz and /readyz")
-    add("--config", metavar="FILE", help="a TOML file with these options")
-    return parser
 
 
 def _options(flags: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
+from asyncloader.service.batch_types import REGISTERED
 from asyncloader.service.values import (
     ALL_DTYPES,
     ARRAY_KINDS,
@@ -32,7 +33,6 @@ from asyncloader.service.values import (
     MOST_ARRAYS,
     MOST_KEYS,
     OURS,
-    REGISTERED,
     SECRETLY_HASHED,
     SPARSE_BY_NAME,
     Kind,

@@ -9,7 +9,7 @@ extension 0. Every other value is an array whose first element says what the res
 Bytes are an extension because msgspec does not tell them and strings apart in a union (`unpacking.py`).
 
 Named tuples and dataclasses are packed by name. Those of the loader itself are known; a user's must be registered where
-they are unpacked, by `register_batch_type`.
+they are unpacked, by `batch_types.register_batch_type`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ import torch
 from msgspec.msgpack import Ext
 
 from asyncloader.events import PositionedIndex
+from asyncloader.service.batch_types import is_named_tuple, name_of
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS, sparse_parts
@@ -41,7 +42,6 @@ __all__ = [
     "MOST_ARRAYS",
     "MOST_KEYS",
     "OURS",
-    "REGISTERED",
     "SECRETLY_HASHED",
     "SPARSE_BY_NAME",
     "Kind",
@@ -49,7 +49,6 @@ __all__ = [
     "decoder",
     "init_fields",
     "pack",
-    "register_batch_type",
     "too_many_arrays",
 ]
 
@@ -81,13 +80,10 @@ ARRAY_KINDS = frozenset("biufcMmSU")
 
 OURS: dict[str, type] = {kind.__name__: kind for kind in (PositionedIndex, Cursor, SkippedSample)}
 _OUR_NAMES = {kind: name for name, kind in OURS.items()}
-REGISTERED: dict[str, type] = {}
 ALL_DTYPES: dict[str, torch.dtype] = {
     name: dtype for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype) and dtype.itemsize
 }
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ALL_DTYPES.values()}
-
-_T = TypeVar("_T", bound=type)
 
 
 class Unsendable(TypeError):
@@ -105,21 +101,6 @@ class Unsendable(TypeError):
 
     def __str__(self) -> str:
         return f"{self.path or 'it'} {self.what}"
-
-
-def register_batch_type(kind: _T) -> _T:
-    """Allow batches from a service to contain objects of this type, a named tuple or a dataclass. For use as decorator.
-
-    The service sends the fields with the type's module and name; the loader's process makes the object, by calling the
-    type with them. Only registered types are ever called.
-
-    Raises:
-        TypeError: it is neither a named tuple nor a dataclass.
-    """
-    if not (dataclasses.is_dataclass(kind) or _is_named_tuple(kind)):
-        raise TypeError(f"register_batch_type takes a named tuple or a dataclass, but got {kind!r}")
-    REGISTERED[_name(kind)] = kind
-    return kind  # pyright: ignore[reportReturnType] - it narrows the type by the test above
 
 
 def pack(value: Any, special: Callable[[Any], Any] | None = None) -> bytes:
@@ -259,7 +240,7 @@ def _flat(value: Any, packing: _Packing) -> Any:
         return [Kind.SET if kind is set else Kind.FROZENSET, *_items(value, packing)]
     if isinstance(value, np.generic):
         return [Kind.SCALAR, *_array_parts(np.asarray(value))]
-    if _is_named_tuple(kind):
+    if is_named_tuple(kind):
         return [Kind.NAMED, _name(kind), *_fields(value, kind._fields, packing)]
     if dataclasses.is_dataclass(value):
         return [Kind.NAMED, _name(kind), *_fields(value, init_fields(kind), packing)]
@@ -304,17 +285,13 @@ def _fields(value: Any, names: Sequence[str], packing: _Packing) -> list[Any]:
     return flat
 
 
-def _is_named_tuple(kind: type) -> bool:
-    return issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
-
-
 def init_fields(kind: Any) -> list[str]:
     """The fields that a dataclass is made of."""
     return [field.name for field in dataclasses.fields(kind) if field.init]
 
 
 def _name(kind: type) -> str:
-    return _OUR_NAMES.get(kind) or f"{kind.__module__}.{kind.__qualname__}"
+    return _OUR_NAMES.get(kind) or name_of(kind)
 
 
 def _array_parts(array: np.ndarray[Any, Any]) -> list[Any]:

@@ -172,7 +172,7 @@ class World:
         keyed = [
             start._replace(stream_key=stream_key(7, 0, case.workers, worker)) for worker, start in enumerate(starts)
         ]
-        self._resume_points = ResumePoints(keyed, iterable=True, replays=True)
+        self._resume_points = ResumePoints(keyed, iterable=True, replays=True, assigns=True)
         self._workers = [Worker(case, number, start) for number, start in enumerate(keyed)]
         self._scheduler = Scheduler(
             workers=case.workers,

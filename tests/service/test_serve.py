@@ -25,7 +25,7 @@ NUMBERS = f"{MODULE}:numbers"
 def serve(folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     program = f"""
 import os, sys
-from asyncloader.service.cli import main
+from asyncloader.__main__ import main
 if __name__ == "__main__":
     os.environ.update({variables!r})
     sys.exit(main(["serve", *{flags!r}]))

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.counters import Recorder, Stage
-from asyncloader.errors import StateError
+from asyncloader.errors import StateError, is_about_sample
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
 from asyncloader.workers.fetch.async_stack import awaited_view
 from asyncloader.workers.fetch.context import DatasetContext
@@ -32,7 +32,7 @@ from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
 from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.sample import SampleMaker
-from asyncloader.workers.fetch.sample_errors import SampleErrorHandler, SkippedSample
+from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, SampleSeeder, global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStreamFetcher
@@ -142,11 +142,28 @@ class Reader:
         if self._assignments is not None:
             await self._assignments.prepare()
         self._open(start)
+        assigned = isinstance(self._fetcher, WorkerStreamFetcher)
         with self._skipping(start) as batches:
+            if assigned and batches:
+                await self._fetcher.dataset_iter.refill()
             for _ in batches:
-                with _answered_before():
-                    await self._fetcher.fetch_async(self._stream_index)
+                while not await self._read_again(errors_count=not assigned):
+                    pass
                 self._bookmark.batches += 1
+
+    async def _read_again(self, *, errors_count: bool) -> bool:
+        """Read an answered batch again, or what was an error then. Returns whether it counts as a batch."""
+        try:
+            await self._fetcher.fetch_async(self._stream_index)
+        except EndOfData:
+            raise
+        except NoSamples:
+            return True
+        except Exception as error:
+            if not errors_count and not is_about_sample(error):  # the next fetch begins anew, and reads it once more
+                raise
+            return errors_count
+        return True
 
     def _open(self, start: EpochStart) -> None:
         setup, cursor = self._setup, start.cursor
