@@ -143,7 +143,7 @@ PLAIN = {
     "asked for its version": "import asyncloader.__main__ as a; a.main(['--version'])",
     "asked for help": "import asyncloader.__main__ as a; a.main(['serve', '--help'])",
 }
-RUNTIME = {"asyncloader", "torch", "numpy", "uvloop", "aiofiles"}
+RUNTIME = {"asyncloader", "torch", "numpy", "uvloop", "aiofiles", "typing_extensions"}  # the last one comes with torch
 
 
 @pytest.mark.parametrize("way", PLAIN)
