@@ -4,6 +4,7 @@ Data path: URLs, patterns, folders -> [discovery] -> shards -> catalog.
 
     https://host/shard-{000..127}.tar      a brace pattern (`braces`)
     s3://bucket/train/                     all shards below a prefix, ascending; or an MDS dataset, by its index.json
+    s3://bucket/**/train-*.tar             those that match: ``*`` is any part of a name, ``**/`` any folders
     /data/train                            a local directory, with or without a trailing ``/``
     s3://bucket/mds/index.json             an MDS dataset
     s3://bucket/a.tar                      one shard
@@ -18,7 +19,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from asyncloader.bridge import in_thread
 from asyncloader.formats import MdsShard, ShardError, ShardFormat, parse_mds_index
@@ -90,8 +91,8 @@ async def find_shards(
             ``"parquet"``.
 
     Raises:
-        ValueError: a URL without a known extension; a prefix with no shard below it; an MDS shard without its index;
-            and as `expand_urls`.
+        ValueError: a URL without a known extension; a prefix with no shard below it, or a ``*`` that none matches; an
+            MDS shard without its index; and as `expand_urls`.
         ShardError: an MDS index that cannot be used.
         TransportError: a listing or an index cannot be read.
     """
@@ -106,7 +107,9 @@ async def find_shards(
             if listed is not None:
                 shards += listed
                 continue
-        if folder is None:
+        if "*" in _split(url)[0] and not await _is_file(url, stores):
+            shards += [_single(each, wanted) for each in await _matching(url, stores)]
+        elif folder is None:
             shards.append(_single(url, wanted))
         else:
             shards += await _below(folder, stores, wanted)
@@ -141,6 +144,45 @@ def _join(folder: str, path: str) -> str:
     address, query = _split(folder)
     escaped = scheme_of(folder) in _ESCAPED or folder.lower().startswith("file://")
     return address + (quote(path, "/!$&'()*+,;=:@~", errors="surrogateescape") if escaped else path) + query
+
+
+async def _is_file(url: str, stores: Stores) -> bool:
+    """Whether a local file has this very name, which may have any character."""
+    if stores.transport is not None or scheme_of(url) != "file":
+        return False
+    return await in_thread(partial(os.path.isfile, "/" + stores.locate(url).path))
+
+
+async def _matching(url: str, stores: Stores) -> list[str]:
+    """The URLs of the objects that match a pattern with ``*``, ascending."""
+    address, query = _split(url)
+    folder, slash, _ = address[: address.index("*")].rpartition("/")
+    pattern = address[len(folder + slash) :]
+    folder = folder + slash if slash or stores.transport is not None else "./"
+    if folder.endswith("://"):
+        raise ValueError(f"{url!r} has a * before its first folder, where none can be listed")
+    transport, prefix = stores.find(folder + query)
+    name = re.compile(_regex(unquote(pattern) if scheme_of(url) in _ESCAPED else pattern))
+    found: list[str] = []
+    others = 0
+    async with aclosing(transport.list(prefix)) as paths:
+        async for path in paths:
+            rest = path[len(prefix) :]
+            hidden = rest.rpartition("/")[2].startswith(".") and "/." not in f"/{pattern}"
+            if name.fullmatch(rest) and not hidden:
+                found.append(_join(folder + query, rest))
+            else:
+                others += 1
+            if len(found) > MOST:
+                raise ValueError(f"{url!r} matches more than {MOST:,} objects: give a longer prefix")
+    if not found:
+        raise ValueError(f"no object matches {url!r}; there are {others:,} others below {folder!r}")
+    return found
+
+
+def _regex(pattern: str) -> str:
+    kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
+    return "".join(kinds.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*)", pattern))
 
 
 async def _with_directories(urls: Sequence[str], stores: Stores) -> list[str]:

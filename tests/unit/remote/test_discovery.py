@@ -61,6 +61,50 @@ async def test_single_shards_are_believed() -> None:
         await find_shards("https://host/a.txt", Stores())
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.tar", ["a b.tar", "b.tar"]),
+        ("a/*", ["a/c.jsonl", "a/d.jsonl"]),
+        ("**/*.jsonl", ["a/c.jsonl", "a/d.jsonl", "e.jsonl"]),
+        ("*/c.*", ["a/c.jsonl"]),
+        ("**", ["a b.tar", "a/c.jsonl", "a/d.jsonl", "b.tar", "e.jsonl"]),
+        (".*.tar", [".x.tar"]),
+    ],
+)
+@pytest.mark.parametrize("written", ["{}/", "file://{}/", "transport"])
+async def test_a_star_is_any_part_of_a_name(tmp_path: Path, written: str, pattern: str, names: list[str]) -> None:
+    """Ascending by path."""
+    files = ["b.tar", "a/c.jsonl", "a/d.jsonl", "a b.tar", ".x.tar", "e.jsonl"]
+    stores, prefix = local(tmp_path, *files), written.format(tmp_path)
+    if written == "transport":
+        stores, prefix = Stores(transport=MemoryTransport(dict.fromkeys(files, b""))), ""
+    shards = await find_shards(prefix + pattern, stores)
+    assert [stores.find(shard.url)[1].removeprefix(f"{os.fspath(tmp_path)[1:]}/") for shard in shards] == names
+    await stores.aclose()
+
+
+async def test_a_star_that_nothing_matches(tmp_path: Path) -> None:
+    """The error says what is there; a relative pattern is one of the working directory."""
+    stores = local(tmp_path, "b.tar", "c.jsonl")
+    with pytest.raises(ValueError, match=r"no object matches '.*/\*\.parquet'; there are 2 others below '.*/'"):
+        await find_shards(f"{tmp_path}/*.parquet", stores)
+    with pytest.raises(ValueError, match=r"extension"):
+        await find_shards(f"{tmp_path}/*", local(tmp_path, "README.md"))
+    with pytest.raises(ValueError, match=r"before its first folder"):
+        await find_shards("s3://buck*/a.tar", stores)
+    await stores.aclose()
+
+
+async def test_a_star_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stores = local(tmp_path, "b.tar", "c.jsonl")
+    assert [shard.url for shard in await find_shards("*.tar", stores)] == ["./b.tar"]
+    local(tmp_path, "star*.tar", "starry.tar")  # a local file of this very name is that file
+    assert [shard.url for shard in await find_shards("star*.tar", stores)] == ["star*.tar"]
+    await stores.aclose()
+
+
 @pytest.mark.parametrize("written", ["{}/", "{}", "file://{}/"])
 async def test_a_prefix_is_all_known_shards_below_it(tmp_path: Path, written: str) -> None:
     """Ascending by path; other objects and hidden ones are passed over. A local directory needs no slash."""
