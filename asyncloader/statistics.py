@@ -408,7 +408,11 @@ def _tell(before: int, records: Sequence[SkippedSample]) -> None:
     after = before + len(records)
     if not before and records:
         first = records[0]
-        where = f"index {index_text(first.index)}" if first.position is None else f"position {first.position}"
+        where = f"position {first.position}"
+        if first.position is None:
+            where = f"index {index_text(first.index)}"
+        elif isinstance(first.index, str):  # a shard's
+            where = first.index
         _log.warning("the sample at %s raised and was %s (on_error): %s", where, first.action, first.error)
     reached = 10 ** (len(str(after)) - 1)
     if after >= 10 and before < reached:

@@ -24,6 +24,8 @@ BOUNDED = {
     "join_all: thread.join": "until a deadline that all threads have in common",
     "_leave_all: thread.join": "ditto, of the threads that tell the other ranks",
     "Bridge.wait_for_releases: thread.join": "its argument",
+    "FetchPlace.close: self._thread.join": "its argument, which at exit is a deadline that all have in common",
+    "JobThreads.join: thread.join": "its argument",
     "_settle: time.sleep": "a twentieth of a second",
     # Processes end by themselves once they are told to, whatever the threads of this one are at.
     "hang_up: poll.poll": "five seconds",

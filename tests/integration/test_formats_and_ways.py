@@ -7,6 +7,7 @@ these are started, at a service too, and behind a resume.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,20 @@ def test_a_shard_that_is_cut_off(
     others = {*range(SIZES[0]), *range(sum(SIZES[:2]), sum(SIZES))}
     assert others <= {*found} < {*range(sum(SIZES))}
     assert len(found) == len({*found})
+
+
+@pytest.mark.parametrize("place", ["no workers", "local", "service"])
+def test_a_sample_that_raises_is_named(folder: Path, place: str, node: NodeProcess) -> None:
+    """By its key and its shard: those of a record are those of the note on the error that is raised otherwise."""
+    served = definitions.unlucky_files(str(folder))
+    options = OPTIONS | {
+        "num_workers": 0 if place == "no workers" else 2,
+        "workers": node.tcp if place == "service" else None,
+    }
+    with DataLoader[Any](served, **options, on_error="skip") as loader:
+        list(loader)
+        (skipped,) = loader.skipped_samples
+    assert re.fullmatch(rf"'.+' of '{re.escape(str(folder))}/(s1\..+|shard\.00001\.mds.*)'", skipped.index)
+    with DataLoader[Any](served, **options) as loader, pytest.raises(ValueError, match="unlucky") as raised:
+        list(loader)
+    assert any(note.startswith(f"while reading sample {skipped.index}") for note in raised.value.__notes__)

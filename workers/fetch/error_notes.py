@@ -20,6 +20,7 @@ __all__ = [
     "note_collation",
     "note_stream_collation",
     "note_stream_sample",
+    "shard_and_key",
     "take_notes",
 ]
 
@@ -30,6 +31,8 @@ _ADVICE = {  # by what torch's default collation says
     "found <class": "samples of this type need a collate_fn",
     "stack expects each tensor to be equal size": "samples of different sizes need a collate_fn that pads or crops",
 }
+
+_MOST_KEY = 200  # characters of a sample's key that are shown
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 200
@@ -78,12 +81,23 @@ def describe_sample(index: Any, item: int | None = None, position: int | None = 
     return text if position is None else f"{text}, position {position}"
 
 
-def note_stream_sample(error: BaseException, number: int, worker: int | None) -> None:
-    """Note on an error which sample of a stream raised it; `number` counts from 0 in the worker's stream.
+def shard_and_key(sample: Any) -> str | None:
+    """Where a sample of a shard stands, in words; None of other streams' samples."""
+    if type(sample) is not dict or not isinstance(key := sample.get("__key__"), str):
+        return None
+    return f"{key[:_MOST_KEY]!r} of {sample.get('__url__')!r}"
 
-    Not without workers (None), where there is one stream; nor on asyncloader's own errors, which name their shard.
+
+def note_stream_sample(error: BaseException, number: int, worker: int | None, where: str | None = None) -> None:
+    """Note on an error which sample of a stream raised it; `number` counts from 0 in the worker's stream. `where`: see
+    `shard_and_key`.
+
+    Not by its number without workers (None), where there is one stream; nor on asyncloader's own errors, which name
+    their shard.
     """
-    if worker is not None and not type(error).__module__.startswith("asyncloader."):
+    if where is not None:
+        add_note(error, f"while reading sample {where}")
+    elif worker is not None and not type(error).__module__.startswith("asyncloader."):
         add_note(error, f"while reading sample number {number} of worker {worker}'s stream")
 
 

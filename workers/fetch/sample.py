@@ -48,7 +48,7 @@ class SampleRequest(NamedTuple):
     """A sample to be made.
 
     Attributes:
-        index: as the sampler gave it; None for a sample of a stream.
+        index: as the sampler gave it; for a stream None, or `shard_and_key` of a sample from a shard.
         position: in the epoch's order; None in torch mode. For a stream: the sample's number in it.
         item: its index in the batch, from 0; None without automatic batching, and for a stream.
     """
@@ -172,6 +172,6 @@ class SampleMaker:
     def note(self, error: BaseException, request: SampleRequest) -> None:
         """Note on an error which sample raised it."""
         if self.dataset is None:
-            note_stream_sample(error, request.position or 0, self.worker)
+            note_stream_sample(error, request.position or 0, self.worker, request.index)
         else:
             add_note(error, describe_sample(request.index, request.item, request.position))

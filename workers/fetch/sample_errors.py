@@ -45,7 +45,8 @@ class SkippedSample(NamedTuple):
     """A sample that raised, and what was done.
 
     Attributes:
-        index: as the sampler gave it; None for a sample of an iterable dataset.
+        index: as the sampler gave it; for a sample of an iterable dataset None, or of a shard which one it is, in words
+            (``"'000013' of 's3://bucket/train-7.tar'"``).
         position: in seeded mode, its position in the epoch's order; for an iterable dataset, its number in the worker's
             stream (both from 0); else None.
         worker: number of the worker; 0 without workers.

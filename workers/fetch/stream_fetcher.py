@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 from asyncloader.errors import is_about_sample
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.decoding import Decoder
-from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample
+from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample, shard_and_key
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
 from asyncloader.workers.fetch.stream_errors import StreamErrors
@@ -365,7 +365,8 @@ class WorkerStreamFetcher(StreamFetcher):
                 try:
                     sample = await task
                 except Exception as error:
-                    sample = await self._maker.on_error(SampleRequest(None, number), error, records)
+                    where = shard_and_key(samples[number - first])
+                    sample = await self._maker.on_error(SampleRequest(where, number), error, records)
                 if sample is not DROPPED:
                     data.append(sample)
         finally:
