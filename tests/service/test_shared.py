@@ -83,7 +83,7 @@ def test_torchrun(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "script.py").write_text(rank(head=DATA))  # all in one file, as many programs are
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=PATIENCE_S, cwd=run, env=quiet(environment())
+        command, check=False, capture_output=True, text=True, timeout=3 * PATIENCE_S, cwd=run, env=quiet(environment())
     )
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
