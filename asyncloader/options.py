@@ -36,6 +36,7 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
 from asyncloader.samplers.distributed import OnUneven, RankGroupLike, rank_view, topology
 from asyncloader.samplers.generators import drawing_generator
 from asyncloader.samplers.seeded import SeededSampler
+from asyncloader.samplers.seeded_draws import with_seeded_draws
 from asyncloader.service.definition import Defined
 from asyncloader.service.served import ServedDataset, located
 from asyncloader.workers.fetch.assignment_client import assigns_shards
@@ -289,6 +290,9 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             sampler = default_sampler(dataset, *(arguments[name] for name in names))
             if sampler is not None:
                 given["sampler"], given["shuffle"] = sampler, None
+            elif is_seed(arguments["seed"]) or arguments["seed"] is None:
+                for name in ("sampler", "batch_sampler"):
+                    given[name] = with_seeded_draws(given[name], arguments["seed"])
         construct: Any = super(LoaderOptions, self).__init__  # torch's, or that of another base of the user's class
         try:
             construct(*(given[name] for name in _POSITIONAL), **{name: given[name] for name in _TORCHS_KEYWORDS})

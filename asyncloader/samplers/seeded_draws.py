@@ -1,0 +1,80 @@
+"""Draws the orders of torch's random samplers from a seed and an epoch, in seeded mode.
+
+Data path: [seeded_draws] -> scheduler. torch draws them from a generator of each process: ranks would share out
+different orders, and some samples would come twice and others never.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+
+from asyncloader.samplers.seeded import SeededSampler
+from asyncloader.workers.fetch.seeding import derive
+
+__all__ = ["SeededDraws", "with_seeded_draws"]
+
+_DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class SeededDraws(Sampler[int]):
+    """A random sampler of torch's whose order depends on seed and epoch alone: the same on every rank.
+
+    Args:
+        sampler: one of the three, without a generator of its own.
+        seed: the loader's.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that of this epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iter_from(0)
+
+    def iter_from(self, start: int) -> Iterator[int]:
+        """The present epoch's order from position `start` on. A plain permutation is that of ``shuffle=True``; other
+        orders are drawn as a whole, as torch does.
+
+        Raises:
+            ValueError: `start` is not between 0 and the length.
+        """
+        sampler = self.sampler
+        if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+            order = SeededSampler(sampler.data_source, self.seed)
+            order.set_epoch(self.epoch)
+            return order.iter_from(start)
+        drawn = copy.copy(sampler)
+        drawn.generator = torch.Generator(device="cpu")
+        drawn.generator.manual_seed(derive(self.seed, "sampler", self.epoch))
+        with torch.device("cpu"):
+            items = list(drawn)
+        if not 0 <= start <= len(items):
+            raise ValueError(f"start should be between 0 and {len(items)}, but got start={start}")
+        return iter(items[start:])
+
+
+def with_seeded_draws(sampler: Any, seed: int | None) -> Any:
+    """The sampler, or batch sampler, to use with this seed in the place of the user's. In torch mode (`seed` None)
+    torch's samplers draw from their own generators.
+    """
+    if type(sampler) is BatchSampler:
+        inner = with_seeded_draws(sampler.sampler, seed)
+        return sampler if inner is sampler.sampler else BatchSampler(inner, sampler.batch_size, sampler.drop_last)
+    if type(sampler) is SeededDraws:  # of the loader that this one is made after
+        sampler = sampler.sampler
+    if seed is None or type(sampler) not in _DRAWN or sampler.generator is not None:
+        return sampler
+    return SeededDraws(sampler, seed)
