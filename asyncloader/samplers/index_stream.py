@@ -38,8 +38,8 @@ __all__ = ["IndexStream", "StateLog", "base_sampler", "fresh_state", "time_pull"
 
 _END = object()
 _OWN_ORDERS = (
-    "{} drew its order from torch's global generator: where that differs between the ranks, each shares out an order of "
-    "its own, and some samples come twice and others never. Give it a generator that each rank seeds alike, or leave "
+    "{} drew its order from torch's global generator: where that differs between ranks, each shares out an order of its "
+    "own, and some samples come twice and others never. Give it a generator that each rank seeds alike, or leave "
     "sampler= out and set shuffle=True"
 )
 

@@ -97,10 +97,11 @@ async def test_a_star_that_nothing_matches(tmp_path: Path) -> None:
 
 
 async def test_a_star_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative pattern; a local file of this very name is that file."""
     monkeypatch.chdir(tmp_path)
     stores = local(tmp_path, "b.tar", "c.jsonl")
     assert [shard.url for shard in await find_shards("*.tar", stores)] == ["./b.tar"]
-    local(tmp_path, "star*.tar", "starry.tar")  # a local file of this very name is that file
+    local(tmp_path, "star*.tar", "starry.tar")
     assert [shard.url for shard in await find_shards("star*.tar", stores)] == ["star*.tar"]
     await stores.aclose()
 
