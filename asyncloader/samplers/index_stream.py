@@ -38,8 +38,8 @@ __all__ = ["IndexStream", "StateLog", "base_sampler", "fresh_state", "time_pull"
 
 _END = object()
 _OWN_ORDERS = (
-    "{} drew its order from torch's global generator: where that differs between ranks, each shares out an order of its "
-    "own, and some samples come twice and others never. Give it a generator that each rank seeds alike, or leave "
+    "{} drew its order from torch's global generator: where that differs between ranks, each shares out an order of "
+    "its own, and some samples come twice and others never. Give it a generator that each rank seeds alike, or leave "
     "sampler= out and set shuffle=True"
 )
 
@@ -291,12 +291,8 @@ class IndexStream:
         """Note which generators the order was drawn from; one that is resumed must not change the global one."""
         if self.generators is None:
             self.generators = self._drawn or drawn_from(before, generator_states(self._own))
-            view = self._index_sampler
-            if (
-                isinstance(view, RankView)
-                and view.share.topology.world_size > 1
-                and "global" in (self.generators or ())
-            ):
+            view, shared = self._index_sampler, "global" in (self.generators or ())
+            if shared and isinstance(view, RankView) and view.share.topology.world_size > 1:
                 warn_aside(_OWN_ORDERS.format(type(self._sampler).__name__))
         elif "global" in self.generators:
             # The order was drawn when the epoch first began; the user's global generator must not change now.
