@@ -138,15 +138,15 @@ def test_no_batching_of_an_iterable_dataset(workers: int) -> None:
     same(list(loader), [collate_fn(data) for data in SplitRange(0, 10)])
 
 
+class Blocks(Dataset[Any]):
+    def __getitem__(self, indices: list[int]) -> torch.Tensor:
+        return torch.arange(10)[indices]
+
+
 @WORKERS
 def test_batches_by_the_sampler(workers: int) -> None:
     """A dataset that reads whole batches takes a BatchSampler as `sampler`, with ``batch_size=None``."""
     sampler = BatchSampler(SequentialSampler(Rows()), batch_size=4, drop_last=False)
-
-    class Blocks(Dataset[Any]):
-        def __getitem__(self, indices: list[int]) -> torch.Tensor:
-            return torch.arange(10)[indices]
-
     loader = DataLoader[Any](Blocks(), sampler=sampler, batch_size=None, num_workers=workers)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
@@ -231,19 +231,19 @@ def test_recipe_for_reproducible_workers() -> None:
     assert runs[0][0] != runs[0][1]
 
 
+class Seeds(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        assert torch.initial_seed() == info.seed
+        return info.id, info.seed
+
+
 def test_worker_seeds() -> None:
     """A worker's seed is ``base_seed + worker_id``: in its information and as `torch.initial_seed`."""
-
-    class Seeds(Dataset[Any]):
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> Any:
-            info = get_worker_info()
-            assert info is not None
-            assert torch.initial_seed() == info.seed
-            return info.id, info.seed
-
     torch.manual_seed(3)
     base = torch.empty((), dtype=torch.int64).random_().item()
     torch.manual_seed(3)
