@@ -219,7 +219,8 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
         generator()
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
-    sys.modules["__main__"] = main
+    # A worker that is not forked knows what the program defines as the second.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     kind, *arguments = program
     if kind == "-m":
         import runpy

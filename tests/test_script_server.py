@@ -45,15 +45,18 @@ threading.Thread(target=lambda: (main.join(), print("after"))).start()
     "an interruption": "import signal; signal.raise_signal(signal.SIGINT)",
     "a spawned process": """
 import multiprocessing
+class Words(list):
+    pass
 def work(queue):
-    queue.put((__name__, __file__, os.getcwd(), sys.argv, sys.warnoptions))
+    queue.put(Words([__name__, __file__, os.getcwd(), sys.argv, sys.warnoptions]))
 if __name__ == "__main__":
     for method in ("spawn", "forkserver", "fork"):
         context = multiprocessing.get_context(method)
         queue = context.SimpleQueue()
         process = context.Process(target=work, args=(queue,))
         process.start()
-        print(queue.get())
+        words = queue.get()
+        print(words, type(words) is Words)
         process.join()
 """,
 }
