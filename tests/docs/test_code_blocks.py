@@ -1,16 +1,23 @@
 """The documentation is true: every Python block in it runs.
 
 A page's blocks, in their order, are one program. It runs in a process of its own, in an empty folder, with
-warnings as errors. A block that cannot run is preceded by a comment that says why:
+warnings as errors: as a script, because workers that are not forked import it. Most pages leave out the guard that such
+a script needs, and say so (`UNGUARDED`); here they get it. What the page on notebooks shows runs as cells do, in a
+`__main__` that no worker can import.
+
+A block that cannot run is preceded by a comment that says why:
 
     <!-- not run: needs a GPU -->
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +28,9 @@ from tests.pairwise import quickly
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+UNGUARDED = 'In a script, all but imports, classes and functions goes under `if __name__ == "__main__":`'
+GUARD = 'if __name__ == "__main__":'
+AT_THE_TOP = "# at the top of a script"
 NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>.*?)\s*-->")
 
 
@@ -54,14 +64,46 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def program(page: str) -> str:
-    """Join the blocks that run. Each stands at its line of the page, so a traceback names the right one."""
+def program(page: str, without: Collection[str] = ()) -> str:
+    """Join the blocks that run, up to the first one that imports one of `without`.
+
+    Each stands at its line of the page, so a traceback names the right one.
+    """
     lines: list[str] = []
     for block in blocks(page):
         if block.language == "python" and not NOT_RUN.search(block.above):
+            if {*re.findall(r"^(?:from|import) (\w+)", block.text, re.MULTILINE)} & {*without}:
+                break
             lines += [""] * (block.line - 1 - len(lines))
             lines += block.text.splitlines()
     return "\n".join(lines) + "\n"
+
+
+def guarded(lines: list[str]) -> list[str]:
+    """Indent what the program does, under guards that stand in the empty lines before it: every line keeps its number.
+
+    Imports, classes, functions, lines that ask for it, and what is guarded already stay at the top.
+    """
+    lines = [*lines]
+    last, in_guard = 0, False
+    for statement in ast.parse("\n".join(lines)).body:
+        assert statement.end_lineno is not None
+        first, above, last = statement.lineno - 1, last, statement.end_lineno
+        defines = isinstance(
+            statement, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
+        if defines or AT_THE_TOP in lines[first] or lines[first].startswith(GUARD):
+            in_guard = False
+            continue
+        if not in_guard:
+            empty = next((number for number in range(first - 1, above - 1, -1) if not lines[number]), None)
+            assert empty is not None, f"no empty line above {lines[first]!r}"
+            lines[empty] = GUARD
+            in_guard = True
+        texts = [node for node in ast.walk(statement) if isinstance(node, ast.Constant | ast.JoinedStr)]
+        within = {number for each in texts for number in range(each.lineno, each.end_lineno or 0)}
+        lines[first:last] = ["    " * (n not in within) + lines[n] for n in range(first, last)]
+    return lines
 
 
 def page_id(page: Path) -> str:
@@ -69,6 +111,13 @@ def page_id(page: Path) -> str:
 
 
 RUN = [page for page in PAGES if program(page.read_text()).strip()]
+FRAMEWORKS = ["accelerate", "lightning", "ray"]
+WITH_WORKERS = [
+    page
+    for page in RUN
+    if re.search(r"num_workers|MultiProcessingReadingService\(", program(page.read_text(), FRAMEWORKS))
+    and page.stem != "several-ranks-on-one-host"  # they are of another program
+]
 SLOW = [
     page
     for page in RUN
@@ -76,17 +125,43 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("page", quickly(RUN, *({*RUN} - {*SLOW})), ids=page_id)
-def test_blocks_of_the_page_run(page: Path, tmp_path: Path) -> None:
-    """The page's program ends without an error or a warning."""
-    text = program(page.read_text())
-    for framework in re.findall(r"^(?:from|import) (accelerate|lightning|ray)\b", text, re.MULTILINE):
-        pytest.importorskip(framework)
-    script = tmp_path / (page.stem.replace("-", "_") + ".py")
-    script.write_text(text)
-    ran = script_server.run([sys.executable, str(script)], cwd=tmp_path, env=environment(), timeout=100)
+def run_page(page: Path, folder: Path, without: Collection[str], first_line: str = "") -> None:
+    """Run the page's program, which must end without an error or a warning. Its own first line is the page's title."""
+    text = page.read_text()
+    missing = [name for name in FRAMEWORKS if find_spec(name) is None]
+    lines = program(text, {*without, *missing}).splitlines()
+    if not any(lines):
+        pytest.skip(f"without {', '.join({*without, *missing})} nothing of it runs")
+    if UNGUARDED in " ".join(text.split()):
+        lines = guarded(lines)
+    source = "\n".join([first_line, *lines[1:], ""])
+    script = folder / (page.stem.replace("-", "_") + ".py")
+    script.write_text(source)
+    command = ["-c", source] if page.stem == "notebooks" else [str(script)]
+    ran = script_server.run([sys.executable, *command], cwd=folder, env=environment(), timeout=100)
+    if "PyTorch was built without libuv support" in ran.stderr:
+        pytest.skip("torchrun's store needs a torch with libuv, and Debian's has none")
     assert ran.returncode == 0, f"{page_id(page)}:\n{ran.stdout}{ran.stderr}"
     assert "Traceback" not in ran.stderr, ran.stderr
+
+
+@pytest.mark.parametrize("page", quickly(RUN, *({*RUN} - {*SLOW})), ids=page_id)
+def test_blocks_of_the_page_run(page: Path, tmp_path: Path) -> None:
+    """With the platform's start method."""
+    run_page(page, tmp_path, without=[])
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="the platform's start method")
+@pytest.mark.parametrize("page", WITH_WORKERS, ids=page_id)
+def test_blocks_of_the_page_run_on_a_fork_server(page: Path, tmp_path: Path) -> None:
+    """As from Python 3.14 on: workers import the program, and get all else by pickle.
+
+    Without frameworks: before 3.14 each worker imports them anew, which takes minutes.
+    """
+    run_page(
+        page, tmp_path, FRAMEWORKS, f"{GUARD} import multiprocessing; multiprocessing.set_start_method('forkserver')"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -121,6 +196,17 @@ def test_program_keeps_the_lines_of_the_page() -> None:
     excused = "<!-- not run: needs a GPU here -->\n```python\nb\n```\n"
     page = f"text\n```python\na = 1\n```\n\n{excused}```text\nc\n```\n```python\nd = 2\n```\n"
     assert program(page).splitlines() == ["", "", "a = 1", *[""] * 10, "d = 2"]
+    assert program(page + "```python\nimport e\n```\n```python\nf\n```\n", without=["e"]) == program(page)
+
+
+def test_guarded_program_keeps_its_lines() -> None:
+    """What it does is guarded; what it defines is not, nor what says so; the lines of a string stay as they are."""
+    does = 'x = f("""\na\n""")\nfor y in x:\n    g(\n        y\n    )\n'
+    guards = 'x = f("""\na\n""")\n    for y in x:\n        g(\n            y\n        )\n'
+    text = f"import a\n\na.b()  {AT_THE_TOP}\nimport c\n\n\ndef f():\n    pass\n\n\n# why\n{does}"
+    wanted = text.replace("\n# why\n" + does, f"\n# why\n    {guards}").replace("\n\n# why", f"\n{GUARD}\n# why")
+    assert guarded(text.splitlines()) == wanted.splitlines()
+    assert guarded(wanted.splitlines()) == wanted.splitlines()
 
 
 def test_every_page_is_found() -> None:
