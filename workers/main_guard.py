@@ -7,15 +7,25 @@ which makes a loader and would start workers again.
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
+from collections.abc import Generator
 from multiprocessing import process
 from pathlib import Path
 
-__all__ = ["leave_if_importing_main", "unguarded_main"]
+from asyncloader.workers.fetch.error_notes import add_note
 
+__all__ = ["FORK", "about_main", "found_in_main", "leave_if_importing_main", "unguarded_main"]
+
+FORK = (
+    'multiprocessing_context="fork", the default on Linux before Python 3.14: a worker may then hang if another thread '
+    "of the program holds a lock as it is forked, and cannot use CUDA if the program has used it"
+)
+"""What a program may do that worked before Python 3.14, and what that risks."""
+_GUARD = 'if __name__ == "__main__":'
 _ADVICE = (
     "A worker that is spawned, or comes from a fork server, imports {path}, which makes a loader and reads it while it "
-    'is imported. Put what the program does under `if __name__ == "__main__":`.'
+    f"is imported. Put what the program does under `{_GUARD}`"
 )
 
 
@@ -29,19 +39,52 @@ def leave_if_importing_main(start_method: str) -> None:
         SystemExit: with exit code 1, after one line on standard error.
     """
     if start_method != "fork" and getattr(process.current_process(), "_inheriting", False):
-        raise SystemExit(_ADVICE.format(path=_path() or "the program"))
+        raise SystemExit(f"{_ADVICE.format(path=_path() or 'the program')}.")
 
 
 def unguarded_main() -> str:
-    """What to do, if the program's main module does not ask for its `__name__`; "" if it does, or is not a file."""
+    """What to do, if the program's main module does not compare its `__name__`; "" if it does, or is not a file."""
     path = _path()
     try:
         tree = ast.parse(Path(path).read_bytes()) if path else None
     except (OSError, SyntaxError, ValueError):
         return ""
-    if tree is None or any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(tree)):
+    if tree is None or any(isinstance(node, ast.Compare) and _has_name(node) for node in ast.walk(tree)):
         return ""
-    return _ADVICE.format(path=path)
+    return f"{_ADVICE.format(path=path)}."
+
+
+def _has_name(comparison: ast.Compare) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(comparison))
+
+
+def about_main() -> str:
+    """What to do about a worker, or a fork server, that has ended as one does whose import of the main module failed;
+    "" if there is no file to import.
+    """
+    advice = unguarded_main()
+    if advice:
+        return f"{advice.removesuffix('.')}, or use {FORK}."
+    path = _path()
+    return path and (
+        f"It imports {path} first: what that raised is above. Put all that a worker cannot do, such as reading a "
+        f"loader, under `{_GUARD}`."
+    )
+
+
+@contextlib.contextmanager
+def found_in_main() -> Generator[None]:
+    """Context around unpickling in a worker: says of what the main module lacks here how that comes."""
+    try:
+        yield
+    except AttributeError as error:
+        if "'__mp_main__'" in str(error):
+            add_note(
+                error,
+                f"a worker that is spawned, or comes from a fork server, imports {_path()}, and finds there nothing "
+                f"that is defined under `{_GUARD}` or in a function. Define it at the top of a module, or use {FORK}",
+            )
+        raise
 
 
 def _path() -> str:

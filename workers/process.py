@@ -23,18 +23,18 @@ from typing import Any
 
 from asyncloader.counters import BLOCK_BYTES, Recorder
 from asyncloader.errors import WorkerDied
-from asyncloader.workers.bootstrap import Bootstrap, gc_paused
-from asyncloader.workers.default_signals import signals_blocked
+from asyncloader.workers.bootstrap import Bootstrap
 from asyncloader.workers.dialect import PICKLE, Dialect
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
-from asyncloader.workers.main_guard import leave_if_importing_main, unguarded_main
+from asyncloader.workers.main_guard import about_main
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory_use import MemoryKills
-from asyncloader.workers.session import dump_message, file_of_main_hidden
+from asyncloader.workers.session import dump_message
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.stacks import Report, Target, ask, crash_trace, stack_pipe
+from asyncloader.workers.starting import start
 from asyncloader.workers.stderr_capture import make_capture_file, read_tail
 
 __all__ = ["WorkerProcess", "wait_for_deaths"]
@@ -55,6 +55,7 @@ class WorkerProcess:
 
     Raises:
         OSError: the process could not be started.
+        WorkerDied: nor could the fork server start it.
     """
 
     def __init__(
@@ -103,27 +104,18 @@ class WorkerProcess:
             InheritedFd(records),
         )
         try:
-            leave_if_importing_main(context.get_start_method())
             self.process = context.Process(
                 target=Bootstrap(perf_counter()),
                 args=(worker_id, links, setup),
                 name=f"asyncloader-worker-{worker_id}",
                 daemon=True,
             )
-            if context.get_start_method() == "fork":
-                with gc_paused(), signals_blocked():
-                    self.process.start()
-            else:
-                with file_of_main_hidden():
-                    self.process.start()
-        except BaseException as error:
+            start(self.process, context, worker_id)
+        except BaseException:
             with contextlib.suppress(Exception):  # interrupted between the start and its return
                 self.process.kill()
                 self.process.join(_FORKSERVER_REPORTS)
             self._close()
-            if context.get_start_method() == "forkserver" and isinstance(error, (ConnectionError, EOFError)):
-                # From Python 3.14 on the server itself imports the main module, and ends if that starts workers.
-                raise WorkerDied(worker_id, 0, None, "The fork server has ended.", unguarded_main()) from error
             raise
         finally:
             theirs.close()
@@ -176,7 +168,7 @@ class WorkerProcess:
         elif not reason and self.process.exitcode in (-signal.SIGKILL, -signal.SIGTERM):
             reason = self._memory_kills.describe()
             self.outside = not reason
-        advice = unguarded_main() if self._imports_main and not self.ready and self.process.exitcode == 1 else ""
+        advice = about_main() if self._imports_main and not self.ready and self.process.exitcode == 1 else ""
         return WorkerDied(self.worker_id, self.pid, self.process.exitcode, reason, advice, trace)
 
     def distrust(self, error: ValueError) -> bool:

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from asyncloader.workers.main_guard import FORK
+
 __all__ = ["SessionPickler", "dump_message", "file_of_main_hidden", "in_session"]
 
 _MAIN = "__main__"
@@ -94,8 +96,7 @@ class SessionPickler(pickle.Pickler):
             if in_main:
                 raise ImportError(
                     f"{name} is defined in __main__ of a session, which a spawned worker cannot import: put it into a "
-                    'module that can be imported, use multiprocessing_context="fork", or '
-                    "pip install 'asyncloader[notebook]'"
+                    f"module that can be imported, pip install 'asyncloader[notebook]', or use {FORK}"
                 )
             return NotImplemented
         reduced = self._by_value.reducer_override(obj)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
+from asyncloader.workers.main_guard import FORK, found_in_main
 from asyncloader.workers.memory import segment
 from asyncloader.workers.session import SessionPickler, in_session
 
@@ -169,7 +170,8 @@ class Payload:
         memory = mmap.mmap(self.fd, self.nbytes, prot=mmap.PROT_READ)
         _receiving.fds = self.fds
         try:
-            setup = WorkerSetup(*pickle.loads(memory))
+            with found_in_main():
+                setup = WorkerSetup(*pickle.loads(memory))
             return setup if self._beginning is None else setup._replace(**self._beginning._asdict())
         finally:
             del _receiving.fds
@@ -204,14 +206,21 @@ def _set_environ(environ: dict[str, str]) -> None:
 
 def explain_unpicklable(setup: WorkerSetup) -> str | None:
     """Describe the part of the set-up that cannot be pickled, down to an attribute; None if all of it can."""
-    for name in ("dataset", "collate_fn", "worker_init_fn"):
-        path, value = _find_unpicklable(name, getattr(setup, name), depth=3)
+    policy = setup.policy
+    parts = {
+        "dataset": setup.dataset,
+        "collate_fn": setup.collate_fn,
+        "worker_init_fn": setup.worker_init_fn,
+        "decode": setup.decode,
+        "on_error": None if policy is None else policy.on_error,
+    }
+    for name, part in parts.items():
+        path, value = _find_unpicklable(name, part, depth=3)
         if path is not None:
             return (
-                f"{path} = {_short(value)} cannot be pickled, as all that goes to spawned workers must be. Define "
-                "functions and classes at the top of a module, open files and connections at the first sample, or use "
-                'multiprocessing_context="fork": the default before Python 3.14, and a risk, because a worker may hang '
-                "if another thread of the program holds a lock at that moment"
+                f"{path} = {_short(value)} cannot be pickled, as all that goes to workers must be unless they are "
+                "forked. Define functions and classes at the top of a module, open files and connections at the first "
+                f"sample, or use {FORK}"
             )
     return None
 

@@ -25,7 +25,7 @@ from asyncloader.workers.fetch.dataset_marks import changed_since, marks
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.lifeline import Lifeline
 from asyncloader.workers.process import WorkerProcess, hang_up, look
-from asyncloader.workers.setup_payload import Payload, dump, import_worker_code, preload_in_fork_server
+from asyncloader.workers.setup_payload import Payload, dump, import_worker_code
 from asyncloader.workers.stacks import Report
 
 __all__ = ["LocalWorkers", "WorkerHandle", "WorkerSource"]
@@ -252,8 +252,6 @@ class LocalWorkers:
         if forks:
             import_worker_code()
             self._note(setup.dataset)
-        elif self.start_method == "forkserver":
-            preload_in_fork_server(self._context)
         pidfd: int | None = None
         payload: Payload | None = None
         try:

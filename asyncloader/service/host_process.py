@@ -39,7 +39,6 @@ from asyncloader.workers.ipc.channel import channel_pair
 from asyncloader.workers.ipc.lifeline import Lifeline
 from asyncloader.workers.ipc.peer_text import LineLimit, line_of
 from asyncloader.workers.process import WorkerProcess, look
-from asyncloader.workers.setup_payload import preload_in_fork_server
 
 __all__ = ["Death", "HostProcesses", "LaneEnd", "NotMade"]
 
@@ -274,7 +273,6 @@ class HostProcesses:
         loop.add_reader(process.death_fd, self._died, number, made, pause)
 
     def _make(self, number: int) -> WorkerProcess:
-        preload_in_fork_server(self._context)
         pidfd = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else None
         try:
             return WorkerProcess(self._context, number, self.setup, self._lifeline.fd, pidfd)

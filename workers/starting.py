@@ -1,0 +1,63 @@
+"""Starts a process of ours as its start method demands.
+
+Data path: pool start-up -> [starting] -> worker process.
+"""
+
+from __future__ import annotations
+
+import os
+from multiprocessing import forkserver
+from typing import Any
+
+from asyncloader.errors import WorkerDied
+from asyncloader.workers.bootstrap import gc_paused
+from asyncloader.workers.default_signals import signals_blocked
+from asyncloader.workers.main_guard import about_main, leave_if_importing_main
+from asyncloader.workers.session import file_of_main_hidden
+from asyncloader.workers.setup_payload import preload_in_fork_server
+
+__all__ = ["start"]
+
+
+def start(process: Any, context: Any, worker_id: int) -> None:
+    """Start a process that was made by this multiprocessing context.
+
+    Signals are blocked for a fork alone: the child unblocks them. A fork server would never do so, nor hear which of
+    its children have ended; a spawned process would not be ended by SIGTERM.
+
+    Raises:
+        WorkerDied: the fork server has ended.
+        SystemExit: this process still imports its main module; see `leave_if_importing_main`.
+        OSError: the process could not be started.
+    """
+    method = context.get_start_method()
+    leave_if_importing_main(method)
+    if method == "fork":
+        with gc_paused(), signals_blocked():
+            process.start()
+        return
+    if method == "forkserver":
+        preload_in_fork_server(context)
+    try:
+        with file_of_main_hidden():
+            try:
+                process.start()
+            except ChildProcessError:
+                if method != "forkserver":
+                    raise
+                _forget_fork_server()
+                process.start()
+    except (ConnectionError, EOFError):
+        if method != "forkserver":
+            raise
+        # From Python 3.14 on the server itself imports the main module, and ends if that starts workers or raises.
+        raise WorkerDied(worker_id, 0, None, "The fork server has ended.", about_main()) from None
+
+
+def _forget_fork_server() -> None:
+    """In a forked child, whose parent's fork server is no child of its own: have the next start begin another one."""
+    server: Any = forkserver._forkserver
+    alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
+    server._forkserver_address = server._forkserver_pid = None
+    if alive is not None:
+        os.close(alive)
