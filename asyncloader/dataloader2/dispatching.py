@@ -33,10 +33,12 @@ from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services import Change
 from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn
 from asyncloader.errors import WorkerDied, ending
-from asyncloader.workers.default_signals import set_worker_signals, signals_blocked
+from asyncloader.workers.default_signals import set_worker_signals
 from asyncloader.workers.error_pickle import caught
 from asyncloader.workers.ipc.lifeline import Lifeline, hold
+from asyncloader.workers.main_guard import found_in_main
 from asyncloader.workers.setup_payload import InheritedFd
+from asyncloader.workers.starting import start
 
 __all__ = ["Dispatched", "Dispatcher", "EpochOrder"]
 
@@ -113,8 +115,7 @@ class Dispatcher:
             target=_dispatch, args=(links, others, _pickled(datapipe)), name="asyncloader-dispatch", daemon=True
         )
         try:
-            with signals_blocked():
-                self._process.start()
+            start(self._process, context, 0)
         except BaseException:
             self._lifeline.close()
             raise
@@ -186,12 +187,13 @@ class _Dealing:
     """The dispatching process's state.
 
     Args:
-        datapipe: what it runs.
+        graph: what it runs, pickled.
         workers: how many it deals to.
     """
 
-    def __init__(self, datapipe: Any, workers: int) -> None:
-        self._datapipe = datapipe
+    def __init__(self, graph: bytes, workers: int) -> None:
+        self._graph = graph
+        self._datapipe: Any = None
         self._workers = workers
         self.epoch = 0
         self._source: Iterator[Any] | None = None
@@ -203,6 +205,9 @@ class _Dealing:
         self.epoch, self._dealt, self._source = order.epoch, 0, None
         self._waiting = [deque() for _ in range(self._workers)]
         try:
+            if self._datapipe is None:
+                with found_in_main():
+                    self._datapipe = pickle.loads(self._graph)
             # Shared seeds: the ranks' processes deal the same items, of which a filter may follow that shares them out.
             info, seeds = WorkerInfo(self._workers, 0), order.seed_generator
             datapipe: Any = process_reset_fn(self._datapipe, info, seeds, True, order.iter_reset_fn)
@@ -246,7 +251,7 @@ def _dispatch(links: tuple[InheritedFd, Connection, list[Connection]], others: l
     set_worker_signals()
     hold(lifeline.fd)
     torch.set_num_threads(1)
-    dealing = _Dealing(pickle.loads(graph), len(pipes))
+    dealing = _Dealing(graph, len(pipes))
     workers = {pipe: number for number, pipe in enumerate(pipes)}
     while True:
         ready = wait([control, *workers])

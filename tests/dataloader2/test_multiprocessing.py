@@ -38,6 +38,7 @@ from tests.dataloader2.parts import (
     process,
     slow_double,
 )
+from tests.integration.running import run_script
 from tests.pairwise import quickly
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]
@@ -120,6 +121,33 @@ def test_start_methods(method: str) -> None:
     for graph in (numbers(7).sharding_filter().map(double), numbers(7).sharding_round_robin_dispatch(MP).map(double)):
         with DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2, method)) as loader:
             assert list(loader) == [0, 2, 4, 6, 8, 10, 12]
+
+
+DISPATCHES_FIRST = """
+from pathlib import Path
+from torch.utils.data.datapipes.iter import IterableWrapper
+from asyncloader.dataloader2 import DataLoader2, MultiProcessingReadingService
+from tests.dataloader2.parts import MP
+
+def blocked(_):
+    return [line for line in Path("/proc/thread-self/status").read_text().splitlines() if line.startswith("SigBlk")]
+
+if __name__ == "__main__":
+    graph = IterableWrapper([1]).map(blocked).sharding_round_robin_dispatch(MP)
+    with DataLoader2(graph, reading_service=MultiProcessingReadingService(2, {method!r})) as loader:
+        print(*loader)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self").exists(), reason="looks at Linux's /proc")
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_program_that_dispatches_first(method: str, tmp_path: Path) -> None:
+    """The dispatching process takes signals. So does a fork server that it is the first to need: else no worker of that
+    server would ever be known to have ended, and closing would complain, after 16 seconds.
+    """
+    done = run_script(tmp_path, DISPATCHES_FIRST.format(method=method))
+    assert (done.returncode, done.stdout) == (0, "['SigBlk:\\t0000000000000000']\n"), done.stderr
+    assert "left behind" not in done.stderr
 
 
 def test_where_the_parts_run() -> None:
