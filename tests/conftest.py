@@ -22,7 +22,6 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import pytest
 
 from tests import script_server
 from tests.pairwise import covering
-from tests.processes import children_of
+from tests.processes import helpers_of_multiprocessing, own_children
 
 try:
     import uvloop
@@ -204,23 +203,11 @@ class World:
         ]
 
 
-def _multiprocessing_helpers() -> tuple[set[int], set[int]]:
-    """Pids and descriptors of the fork servers and the resource tracker: they live as long as Python does."""
-    servers: list[Any] = [forkserver._forkserver, resource_tracker._resource_tracker]
-    values = [vars(server) for server in servers]
-    pids = {v[name] for v in values for name in ("_forkserver_pid", "_pid") if v.get(name) is not None}
-    fds = {v[name] for v in values for name in ("_forkserver_alive_fd", "_fd") if v.get(name) is not None}
-    return pids, fds | script_server.descriptors()
-
-
 def _children() -> dict[int, str]:
     if not LINUX:
         return {}
-    helpers, _ = _multiprocessing_helpers()
     found = {}
-    for pid in children_of(os.getpid()):
-        if pid in helpers:
-            continue
+    for pid in own_children():
         entry = Path("/proc", str(pid))
         try:
             # pid (command) state ppid ...: the command may hold spaces and brackets, so split after the last
@@ -237,7 +224,7 @@ def _children() -> dict[int, str]:
 def _descriptors() -> dict[tuple[int, str], str]:
     if not LINUX:
         return {}
-    _, helpers = _multiprocessing_helpers()
+    helpers = helpers_of_multiprocessing()[1] | script_server.descriptors()
     found = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - `Path` takes ten times as long
         try:

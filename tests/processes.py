@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
-__all__ = ["children_of"]
+__all__ = ["children_of", "helpers_of_multiprocessing", "own_children"]
 
 
 def children_of(pid: int) -> list[int]:
@@ -36,3 +39,18 @@ def _children_by_parent(pid: int) -> list[int]:
                 if int(parent) == pid:
                     found.append(int(entry.name))
     return found
+
+
+def helpers_of_multiprocessing() -> tuple[set[int], set[int]]:
+    """Pids and descriptors of the fork server and the resource tracker: they live as long as this process does."""
+    servers: list[Any] = [forkserver._forkserver, resource_tracker._resource_tracker]
+    values = [vars(server) for server in servers]
+    pids = {v[name] for v in values for name in ("_forkserver_pid", "_pid") if v.get(name) is not None}
+    fds = {v[name] for v in values for name in ("_forkserver_alive_fd", "_fd") if v.get(name) is not None}
+    return pids, fds
+
+
+def own_children() -> list[int]:
+    """This process's children, but for those helpers. What a fork server forks is not among them."""
+    helpers, _ = helpers_of_multiprocessing()
+    return [pid for pid in children_of(os.getpid()) if pid not in helpers]

@@ -28,7 +28,7 @@ from tests.integration.remote_folders import dataset_of, with_method
 from tests.integration.running import PATIENCE_S
 from tests.integration.seeded_datasets import AllDraws, Rows
 from tests.integration.seeded_runs import Stepwise
-from tests.processes import children_of
+from tests.processes import own_children
 
 __all__ = ["Lengthless", "Shard", "SizedShard", "main"]
 
@@ -310,7 +310,7 @@ class Place:
         destroy_unused()
         return {
             "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncloader")],
-            "children": children_of(os.getpid()),
+            "children": own_children(),
             "sockets": sum(name.startswith("socket:") for name in _descriptors()),
         }
 

@@ -17,7 +17,7 @@ from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
 from tests.integration.datasets import Sized
 from tests.integration.forking import AT, Child, Here, at, epoch, expected, fork, value
 from tests.integration.running import BOTH, KINDS, PATIENCE_S
-from tests.processes import children_of
+from tests.processes import children_of, own_children
 
 # Python 3.12 and later warn of what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -203,14 +203,16 @@ def test_a_child_with_a_loader_of_its_own(kind: str, own: str, workers: int) -> 
         assert epoch(own, lambda _: None, n=10, num_workers=workers, timeout=PATIENCE_S if workers else 0) == expected(
             10
         )
-        assert not children_of(os.getpid())
+        assert not own_children()
 
     assert epoch(kind, at((3,), lambda _: fork(child).wait())) == expected(40)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_child_with_spawned_workers_of_its_own(method: str) -> None:
-    """The same where the parent's workers, and the child's, come by another start method."""
+    """The same where the parent's workers, and the child's, come by another start method, or each from a fork server
+    of its own.
+    """
 
     def child() -> None:
         assert epoch("sync", lambda _: None, n=10, multiprocessing_context=method) == expected(10)
