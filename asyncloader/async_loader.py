@@ -6,7 +6,6 @@ epoch/async_inline.py without workers.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import weakref
 from typing import Any, NoReturn, Self
@@ -39,6 +38,7 @@ from asyncloader.options import (
 )
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.served import let_go
+from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
@@ -203,11 +203,11 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._idle_pool = None
         # Also those of iterators that were just dropped, which are ending in threads of their own.
         for pool in list(self._pools):
-            await asyncio.shield(in_thread(pool.stop))
+            await shielded(in_thread(pool.stop))
         if rings := kept_rings_of(self._spec):
-            await asyncio.shield(in_thread(rings.close))
+            await shielded(in_thread(rings.close))
         if self._keeper.grouped:
-            await asyncio.shield(in_thread(self._keeper.retire_group))
+            await shielded(in_thread(self._keeper.retire_group))
         let_go(self.dataset)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ PICTURE = ROOT / "docs" / "_static" / "house.svg"
 # Who may import whom: a room imports from its own line and from those above it. What a function imports late, when it
 # runs, is not counted.
 FLOORS = [
-    "errors counters cpus sizes workers.ipc",
+    "errors counters cpus shielding sizes workers.ipc",
     "events bridge formats transports workers.memory never_iterated",
     "workers.fetch",
     "samplers shared statistics metrics diagnosis workers",

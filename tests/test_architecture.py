@@ -153,6 +153,17 @@ def test_only_the_bridge_starts_a_loop() -> None:
     assert starts <= {"asyncloader.bridge", "asyncloader.workers.worker"}
 
 
+def test_nothing_is_shielded_by_asyncio() -> None:
+    """Its `shield` may have the event loop log an error that somebody gets; see `shielding.py`."""
+    uses = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.shield"
+    }
+    assert not uses
+
+
 def uses_default_executor(call: ast.Call) -> bool:
     """Whether a call runs something in the loop's default executor, or has asyncio look up a name there."""
     function = call.func

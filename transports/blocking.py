@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from asyncloader.shielding import shielded
 from asyncloader.transports.errors import TransportClosed
 
 __all__ = ["BlockingPool"]
@@ -81,7 +82,7 @@ class BlockingPool(Executor):
         except RuntimeError:  # closed by us, or the interpreter is ending
             call()
             return
-        await asyncio.shield(asyncio.wrap_future(future))
+        await shielded(asyncio.wrap_future(future))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Close from outside of a loop, like any Executor; blocks if `wait`. Inside a loop, use `aclose`."""
@@ -91,7 +92,7 @@ class BlockingPool(Executor):
 
     async def aclose(self) -> None:
         """Refuse new calls, wait for those that are queued or running, and join the threads."""
-        await asyncio.shield(asyncio.wrap_future(self._close(cancel_futures=False)))
+        await shielded(asyncio.wrap_future(self._close(cancel_futures=False)))
         if self._closer is not None:
             self._closer.join()  # it has run its last statement
 

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+from asyncloader.shielding import shielded
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_store import CacheFill
 
@@ -87,7 +88,7 @@ class Tee:
         if self._writing is None:
             return
         try:
-            await asyncio.shield(self._writing)
+            await shielded(self._writing)
         except OSError as error:
             self._writing = None
             self._fail(error)

@@ -22,6 +22,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from asyncloader.shielding import shielded
 from asyncloader.transports.errors import TransportClosed, TransportError
 
 __all__ = ["ClientOwner", "Scope"]
@@ -122,7 +123,7 @@ class ClientOwner(ABC, Generic[_C]):
         # Shared by concurrent callers; if one is cancelled, the others continue.
         if self._closer is None or self._closer.cancelled():
             self._closer = loop.create_task(self._close(self._client), name="asyncloader-transport-close")
-        await asyncio.shield(self._closer)
+        await shielded(self._closer)
 
     def entered(self, scope: Scope) -> None:
         """Note that a scope has begun. Errors as `use`."""

@@ -9,7 +9,6 @@ then is the rest of the epoch, exactly.
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import sys
 import threading
@@ -37,6 +36,7 @@ from asyncloader.dataloader2.services import (
     read_by,
 )
 from asyncloader.errors import StateError
+from asyncloader.shielding import shielded
 
 __all__ = [
     "POSITION_KEY_NAME",
@@ -351,7 +351,7 @@ class DataLoader2(Generic[T_co]):
 
     async def aclose(self) -> None:
         """`shutdown`, in a thread. Idempotent."""
-        await asyncio.shield(in_thread(self.shutdown))
+        await shielded(in_thread(self.shutdown))
 
     async def __aenter__(self) -> Self:
         return self

@@ -29,6 +29,7 @@ from asyncloader.epoch.plan import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManySkippedSamples
 from asyncloader.options import B_co, LoaderSpec
 from asyncloader.ranks.agreement import Agreement, in_daemon
+from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled
@@ -144,7 +145,7 @@ class AsyncInlineIterator(Generic[B_co]):
             pending = self._pending = asyncio.ensure_future(self._next())
         # Shielded: if the caller is cancelled, the batch stays pending and the next call returns it.
         try:
-            batch, index, cursor = await asyncio.shield(pending)
+            batch, index, cursor = await shielded(pending)
             self._pending = None
             if epoch.transfer is not None and batch is not NO_BATCH:
                 batch = epoch.transfer.take(batch)

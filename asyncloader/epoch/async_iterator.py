@@ -51,6 +51,7 @@ from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options import B_co
+from asyncloader.shielding import shielded
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import SkippedSampleLog, Statistics
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
@@ -176,7 +177,7 @@ class AsyncLoaderIterator(Generic[B_co]):
             with recording(self._statistics.recorder):
                 self._starting = self._loop.create_task(self._start())
         # Shielded: a cancelled caller leaves the start to the next one, and to `aclose`.
-        await asyncio.shield(self._starting)
+        await shielded(self._starting)
 
     async def _start(self) -> None:
         assignments, self._starts = await open_assignment(self._progress, self._starts)
@@ -336,7 +337,7 @@ class AsyncLoaderIterator(Generic[B_co]):
             raise
         finally:
             if pool is not None:
-                await asyncio.shield(in_thread(pool.stop))
+                await shielded(in_thread(pool.stop))
 
     def close(self) -> None:
         """`aclose` for code that is not async: blocks until the workers are gone. In the loop's thread, or after the

@@ -8,7 +8,6 @@ the batch is raised.
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import warnings
 import weakref
@@ -32,6 +31,7 @@ from asyncloader.events import ENDED, NOTHING, Action, AllDropped, Deliver, Noti
 from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.samplers.distributed import without_batch
 from asyncloader.samplers.index_stream import time_pull
+from asyncloader.shielding import shielded
 from asyncloader.state.progress import Progress
 from asyncloader.statistics import Statistics
 from asyncloader.workers.fetch.dataset_state import is_stateful
@@ -193,7 +193,7 @@ class Consumer:
         cancelled.
         """
         if self._stage is not None:
-            await asyncio.shield(in_thread(self._stage.close))
+            await shielded(in_thread(self._stage.close))
 
     def close(self) -> None:
         """End the stages, once their current batch is finished."""

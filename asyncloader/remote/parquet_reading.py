@@ -22,6 +22,7 @@ from typing import NamedTuple
 from asyncloader.bridge import in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError
 from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_footer, read_rows
+from asyncloader.shielding import shielded
 from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
 
 __all__ = ["Ranges", "read_footer", "read_parquet"]
@@ -191,7 +192,7 @@ class _Steps:
     async def result(self) -> Step:
         """Wait for the call that was started last."""
         assert self._present is not None
-        return await asyncio.shield(asyncio.wrap_future(self._present))
+        return await shielded(asyncio.wrap_future(self._present))
 
     async def aclose(self) -> None:
         """End the reads, the call that waits for them, and the thread."""

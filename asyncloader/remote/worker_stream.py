@@ -24,6 +24,7 @@ from asyncloader.remote.catalog import Shard
 from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
 from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
 from asyncloader.remote.shuffle import ShuffleBlocks
+from asyncloader.shielding import shielded
 from asyncloader.workers.fetch.assignment_client import AssignmentReply, AssignmentSource
 
 __all__ = [
@@ -306,7 +307,7 @@ class WorkerStream:
         if self._answer is None:
             self._ask()
         assert self._answer is not None
-        answer = await asyncio.shield(self._answer)
+        answer = await shielded(self._answer)
         self._answer = self._asked = None
         if answer.assignment is None:
             self._dry = True

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from asyncloader.shielding import shielded
 from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
@@ -107,7 +108,7 @@ class ChannelAssignments:
 
     async def ask(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> AssignmentReply:
         """As `AssignmentSource.ask`."""
-        answer = await asyncio.shield(self._request(number, batch, left))
+        answer = await shielded(self._request(number, batch, left))
         self._waiting.pop(number, None)
         return answer
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
+from asyncloader.shielding import shielded
 from asyncloader.workers.fetch.mocks import has_special_method
 
 __all__ = [
@@ -113,7 +114,7 @@ class DatasetContext:
         # comes meanwhile would not wait at all, overtake them, and read the samples of another task's batch.
         async with self._order:
             # Shielded: a task that waits here may be cancelled while others still wait.
-            await asyncio.shield(opened)
+            await shielded(opened)
 
     async def _hold(self, opened: asyncio.Future[None], leave: asyncio.Event) -> None:
         try:

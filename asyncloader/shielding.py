@@ -1,0 +1,39 @@
+"""Waits for work that goes on if the one who waits is cancelled.
+
+Data path: none; wherever several tasks wait for one piece of work, or a clean-up must not be cut short.
+
+Not `asyncio.shield`: from Python 3.14 on, once a waiter was cancelled, it has the event loop log the work's error as
+"exception in shielded future", even if another waiter, or the next call, gets that error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+__all__ = ["shielded"]
+
+T = TypeVar("T")
+
+
+def shielded(work: Awaitable[T]) -> asyncio.Future[T]:
+    """A future with the outcome of `work`, whose cancellation leaves `work` alone."""
+    inner = asyncio.ensure_future(work)
+    if inner.done():
+        return inner
+    outer: asyncio.Future[T] = inner.get_loop().create_future()
+
+    def pass_on(ended: asyncio.Future[T]) -> None:
+        if outer.done():
+            return
+        if ended.cancelled():
+            outer.cancel()
+        elif (error := ended.exception()) is not None:
+            outer.set_exception(error)
+        else:
+            outer.set_result(ended.result())
+
+    inner.add_done_callback(pass_on)
+    outer.add_done_callback(lambda _: inner.remove_done_callback(pass_on))
+    return outer
