@@ -35,11 +35,14 @@ class LifetimeConformance(TransportSubject):
             expected = await run()
             tasks = [asyncio.create_task(run()) for _ in range(50)]
             await asyncio.sleep(0)  # each task runs to its first wait
-            for task in tasks[::2]:
-                task.cancel()
+            cancelled = [task for task in tasks[::2] if task.cancel()]
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes[::2])
-            assert all(outcome == expected for outcome in outcomes[1::2])
+            assert cancelled
+            for task, outcome in zip(tasks, outcomes, strict=True):
+                if task in cancelled:
+                    assert isinstance(outcome, asyncio.CancelledError)
+                else:  # also a call that had no wait, as a thread was done with it at once
+                    assert outcome == expected
             assert await run() == expected
 
     @call_each
