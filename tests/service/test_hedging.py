@@ -47,7 +47,8 @@ def test_what_is_late_comes_from_another_node(seed: int, in_order: bool, nodes: 
     with DataLoader[Any](hanging, **options, in_order=in_order, workers=nodes) as loader:
         batches = iter(loader)
         got = list(islice(batches, late + 50))
-        assert loader.stats()["data/hedged_batches"] > 0
+        while not loader.stats()["data/hedged_batches"]:  # out of order all but one come without it
+            got.append(next(batches))
         gate.write_bytes(b"go on")
         got += batches
     if not in_order:
