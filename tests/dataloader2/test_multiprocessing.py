@@ -106,7 +106,7 @@ def test_drawn_graphs(items: int, workers: int, ahead: tuple[int, int], dispatch
     if not keeps:
         graph = graph.filter(odd)
     shares = [[x for x in range(worker, items, workers) if keeps or odd(x)] for worker in range(workers)]
-    service = MultiProcessingReadingService(workers, None, *ahead)
+    service = MultiProcessingReadingService(workers, "fork", *ahead)  # as drawn cases start many processes
     with DataLoader2[int](graph, reading_service=service) as loader:
         iterator = iter(loader)
         expected = list(in_turn(shares))

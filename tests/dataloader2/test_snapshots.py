@@ -39,7 +39,8 @@ SOURCES = {
 
 
 def service(workers: int) -> ReadingServiceInterface:
-    return MultiProcessingReadingService(workers) if workers else InProcessReadingService()
+    """With forked workers, as drawn cases start many of them."""
+    return MultiProcessingReadingService(workers, "fork") if workers else InProcessReadingService()
 
 
 def split(graph: Any, workers: int, taken: int, *, seed: int | None = None, epochs: int = 0) -> tuple[Any, Any, Any]:

@@ -194,7 +194,7 @@ def test_workers_that_are_killed(kills: list[int], workers: int) -> None:
     graph = Seeded(numbers(12).shuffle().sharding_filter()).map(drawn).map(process)
 
     def items(kills: list[int]) -> Iterator[Any]:
-        with DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(workers)) as loader:
+        with DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(workers, "fork")) as loader:
             loader.seed(4)
             for epoch in range(2):
                 for position, (item, pid) in enumerate(loader):
@@ -312,7 +312,7 @@ def test_processes_end_with_their_parent() -> None:
     if not child:
         os.close(read)
         loader = DataLoader2[int](
-            numbers(10**6).sharding_round_robin_dispatch(MP), reading_service=MultiProcessingReadingService(2)
+            numbers(10**6).sharding_round_robin_dispatch(MP), reading_service=MultiProcessingReadingService(2, "fork")
         )
         next(iter(loader))
         pids = [each.pid for each in psutil.Process().children()]

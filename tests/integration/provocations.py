@@ -19,6 +19,7 @@ from {module} import DataLoader
 PATIENCE_S = 30
 CASES = {cases!r}
 data = torch.arange(200)
+multiprocessing.set_start_method("fork")  # also from Python 3.14 on: another would import this
 
 
 class Data:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -357,6 +358,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")  # where a test asks for none: three fork servers import torch for long
     from tests.integration import ranks_script  # so that workers of any start method find the classes
 
     ranks_script.main(sys.argv[1:])

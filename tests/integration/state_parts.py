@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -26,19 +25,18 @@ __all__ = [
 
 
 class SharedCount:
-    """A count that forked workers and this process add to, each in a place of its own."""
+    """A count that workers and this process add to, each in a place of its own."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 8 * 16)
+        self._memory = torch.zeros(16, dtype=torch.int64).share_memory_()
 
     def add(self) -> None:
         info = get_worker_info()
-        place = slice(8 * (0 if info is None else 1 + info.id), 8 * (1 if info is None else 2 + info.id))
-        self._memory[place] = (int.from_bytes(self._memory[place], "little") + 1).to_bytes(8, "little")
+        self._memory[0 if info is None else 1 + info.id] += 1
 
     @property
     def value(self) -> int:
-        return sum(int.from_bytes(self._memory[i : i + 8], "little") for i in range(0, 8 * 16, 8))
+        return int(self._memory.sum())
 
 
 class Counted(Dataset[Any]):

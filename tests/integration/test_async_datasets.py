@@ -171,20 +171,22 @@ async def test_without_workers_it_runs_on_the_running_loop() -> None:
         assert [bool(batch) async for batch in loader] == [True, True]
 
 
+variable: contextvars.ContextVar[int] = contextvars.ContextVar("v", default=-1)
+
+
+class Uses(Dataset[Any]):
+    def __len__(self) -> int:
+        return 6
+
+    async def __getitem__(self, index: int) -> Any:
+        before = variable.get()
+        variable.set(index)
+        await asyncio.sleep(0)
+        return before, variable.get()
+
+
 def test_context_variables_are_each_samples_own() -> None:
     """A context variable set for one sample is not seen by another."""
-    variable: contextvars.ContextVar[int] = contextvars.ContextVar("v", default=-1)
-
-    class Uses(Dataset[Any]):
-        def __len__(self) -> int:
-            return 6
-
-        async def __getitem__(self, index: int) -> Any:
-            before = variable.get()
-            variable.set(index)
-            await asyncio.sleep(0)
-            return before, variable.get()
-
     with DataLoader[Any](Uses(), batch_size=3, num_workers=1) as loader:
         assert [[pair.tolist() for pair in batch] for batch in loader] == [
             [[-1, -1, -1], [0, 1, 2]],
@@ -192,14 +194,15 @@ def test_context_variables_are_each_samples_own() -> None:
         ]
 
 
+class Stuck(AsyncNumbers):
+    async def __getitem__(self, index: int) -> Any:
+        if index:
+            await asyncio.Event().wait()
+        return await super().__getitem__(index)
+
+
 def test_closing_does_not_wait_for_slow_samples() -> None:
     """Leaving while samples wait for ever cancels them in the worker."""
-
-    class Stuck(AsyncNumbers):
-        async def __getitem__(self, index: int) -> Any:
-            if index:
-                await asyncio.Event().wait()
-            return await super().__getitem__(index)
 
     async def run() -> None:
         async with AsyncDataLoader[Any](Stuck(5), num_workers=2) as loader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from copy import deepcopy
 from fractions import Fraction
 from pathlib import PurePosixPath
 from typing import Any
@@ -38,28 +39,28 @@ def test_dataclass_with_tensors_deep_inside(kind: str, workers: int) -> None:
     assert batch.inner.meta["transposed"].stride() == (1, 3)
 
 
+def collate_views_of_deep(samples: list[Any]) -> Deep:
+    x = torch.stack(samples)
+    return Deep(Custom(x, {}), {"views": [x[1:], x.numpy()]})
+
+
 @pytest.mark.parametrize("kind", BOTH)
 def test_tensors_of_a_users_object_are_no_pickle(kind: str) -> None:
     """A megabyte of tensors in a user's object costs a few hundred bytes of pickle, so nothing is warned about."""
-
-    def collate(samples: list[Any]) -> Deep:
-        x = torch.stack(samples)
-        return Deep(Custom(x, {}), {"views": [x[1:], x.numpy()]})
-
-    batches = collect(kind, Sized([1 << 20] * 8), num_workers=2, batch_size=4, collate_fn=collate)
+    batches = collect(kind, Sized([1 << 20] * 8), num_workers=2, batch_size=4, collate_fn=collate_views_of_deep)
     assert [batch.inner.x.shape for batch in batches] == [(4, 1 << 20)] * 2
     assert [int(batch.by_name["views"][1][3, -1]) for batch in batches] == [3, 7]
+
+
+def collate_views(samples: list[Any]) -> Any:
+    x = default_collate(samples)
+    return x, x[1], x.t()
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_shared_storage_stays_shared(kind: str) -> None:
     """Tensors that look into one storage still do: writing through one shows in the other."""
-
-    def collate(samples: list[Any]) -> Any:
-        x = default_collate(samples)
-        return x, x[1], x.t()
-
-    for whole, row, transposed in collect(kind, Numbers(8), num_workers=2, batch_size=4, collate_fn=collate):
+    for whole, row, transposed in collect(kind, Numbers(8), num_workers=2, batch_size=4, collate_fn=collate_views):
         row[0] = -5.0
         assert whole[1, 0] == transposed[0, 1] == -5.0
 
@@ -127,7 +128,8 @@ CONTAINERS: dict[str, Any] = {
 def test_whatever_pickles_arrives(kind: str, name: str) -> None:
     """Any value that pickles arrives equal, with its type."""
     value = CONTAINERS[name]
-    (batch,) = collect(kind, [0], num_workers=1, collate_fn=lambda _: [value, "beside"])
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    (batch,) = collect(kind, [0], collate_fn=lambda _: [value, "beside"], **options)
     assert_same(batch, [value, "beside"])
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_conj():
         assert batch[0].stride() == value.stride()
@@ -151,6 +153,7 @@ def test_whatever_pickles_arrives(kind: str, name: str) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_default_collate_refuses(kind: str, samples: list[Any], workers: int) -> None:
     """Samples that cannot be collated raise torch's error: same type, same last line; a note says which they were."""
+    samples = deepcopy(samples)  # the storage of what was sent to a worker stays in shared memory as long as it lives
     ((expected, expected_text),) = outcomes("torch", samples, batch_size=2, num_workers=workers)
     ((error, text),) = outcomes(kind, samples, batch_size=2, num_workers=workers)
     assert error is expected
@@ -180,7 +183,7 @@ def test_numbers_of_mixed_types(kind: str) -> None:
 
 
 def test_types_registered_in_torchs_map_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function registered in `default_collate_fn_map` collates its type, in our workers as in torch's."""
+    """A function registered in `default_collate_fn_map` collates its type, in our forked workers as in torch's."""
     from torch.utils.data._utils.collate import default_collate_fn_map
 
     def collate_fractions(batch: list[Fraction], *, collate_fn_map: Any = None) -> Fraction:
@@ -188,6 +191,6 @@ def test_types_registered_in_torchs_map_are_respected(monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(default_collate_fn_map, Fraction, collate_fractions)
     dataset: Any = [{"f": Fraction(1, n), "t": torch.tensor(n)} for n in range(1, 7)]
-    batches = list(DataLoader[Any](dataset, batch_size=3, num_workers=2))
+    batches = list(DataLoader[Any](dataset, batch_size=3, num_workers=2, multiprocessing_context="fork"))
     assert [batch["f"] for batch in batches] == [Fraction(11, 6), Fraction(37, 60)]
     assert [batch["t"].tolist() for batch in batches] == [[1, 2, 3], [4, 5, 6]]

@@ -150,16 +150,17 @@ def test_several_consumers_of_one_iterator(kind: str, size: int, workers: int) -
     assert all(share == sorted(share) for share in shares)
 
 
+class Stuck(AsyncNumbers):
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.Event().wait()
+
+
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_closing_wakes_who_waits(kind: str, workers: int) -> None:
     """`aclose` while another task waits in `anext`: that task ends with an error or the end, and does not hang."""
 
     async def run() -> None:
-        class Stuck(AsyncNumbers):
-            async def __getitem__(self, index: int) -> Any:
-                await asyncio.Event().wait()
-
         async with AsyncDataLoader[Any](Stuck(3), num_workers=workers) as loader:
             batches = aiter(loader)
             waiting = asyncio.ensure_future(anext(batches))

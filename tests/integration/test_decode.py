@@ -262,6 +262,10 @@ def test_an_error_is_the_samples(kind: str, workers: int, threads: int, name: st
     assert any("sample index 7 (item 3 of the batch)" in note for note in raised.value.__notes__)
 
 
+def minus_one(index: Any, error: Exception) -> int:
+    return -1
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("name", EVERY)
@@ -275,7 +279,7 @@ def test_samples_that_do_not_decode_are_left_out(workers: int, threads: int, nam
         assert got == [[0, 1, 2, 3], [4, 5, 6], [8, 9, 10, 11], [13, 14, 15], [16, 17, 18, 19], [20, 21, 22, 23]]
         bad = [record.index if record.index is not None else record.position for record in loader.skipped_samples]
         assert bad == [7, 12]
-    got = collect("sync", dataset, on_error=lambda index, error: -1, **options)
+    got = collect("sync", dataset, on_error=minus_one, **options)
     assert torch.cat(got).tolist() == [-1 if number in (7, 12) else number for number in range(24)]
 
 

@@ -125,8 +125,8 @@ def test_descriptors_over_many_epochs() -> None:
 def test_a_worker_inherits_nothing_of_its_siblings() -> None:
     """A forked worker keeps none of the sockets that the main process holds for the others, of its own pool or not."""
     before = open_descriptors(os.getpid()).count("socket")
-    one: Any = iter(DataLoader[Any](Numbers(50), num_workers=3))
-    two: Any = iter(DataLoader[Any](Numbers(50), num_workers=1))
+    one: Any = iter(DataLoader[Any](Numbers(50), num_workers=3, multiprocessing_context="fork"))
+    two: Any = iter(DataLoader[Any](Numbers(50), num_workers=1, multiprocessing_context="fork"))
     for _ in range(3):
         next(one)  # one of each worker: all of them are past their start
     next(two)

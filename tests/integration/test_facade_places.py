@@ -105,14 +105,14 @@ def test_several_facades_at_once() -> None:
             future.result()
 
 
+class Nested(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        inner = DataLoader[Any](AsyncNumbers(4), batch_size=4)
+        return sum(batch.sum() for batch in inner) + index
+
+
 def test_facade_inside_a_workers_dataset() -> None:
     """A dataset may use a loader without workers itself, in a worker."""
-
-    class Nested(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            inner = DataLoader[Any](AsyncNumbers(4), batch_size=4)
-            return sum(batch.sum() for batch in inner) + index
-
     got = list(DataLoader[Any](Nested(3), num_workers=1))
     assert [float(batch) for batch in got] == [1812.0, 1813.0, 1814.0]
 

@@ -125,7 +125,8 @@ def test_global_generators_are_warned_of_once(caplog: pytest.LogCaptureFixture) 
     """In a worker, in seeded mode, as for async datasets. (Warnings are errors here, in the forked worker, too: this
     one goes to the log, and no batch is lost.)
     """
-    with DataLoader[Any](Draws(globally=True), batch_size=4, num_workers=1, seed=1, concurrency=2) as loader:
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    with DataLoader[Any](Draws(globally=True), batch_size=4, seed=1, concurrency=2, **options) as loader:
         assert len(list(loader)) == len(loader)
     assert caplog.text.count("drew from the process-global generators") == 1
 
@@ -183,6 +184,10 @@ def test_an_error_comes_in_its_place(kind: str, workers: int) -> None:
     assert any("sample index 9 (item 1 of the batch)" in note for note in raised.value.__notes__)
 
 
+def negative(index: int, error: Exception) -> int:
+    return -index
+
+
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_raise_are_left_out_or_replaced(kind: str, workers: int) -> None:
@@ -195,7 +200,7 @@ def test_samples_that_raise_are_left_out_or_replaced(kind: str, workers: int) ->
         collect_with(kind, Bad(1, 2, 9), concurrency=4, **refill, **options),
         collect_with(kind, Bad(1, 2, 9), **refill, **options),
     )
-    got = collect_with(kind, Bad(5), on_error=lambda index, error: -index, concurrency=4, **options)
+    got = collect_with(kind, Bad(5), on_error=negative, concurrency=4, **options)
     assert got[1].tolist() == [4, -5, 6, 7]
     with DataLoader[Any](Bad(1, 2, 9), on_error="skip", concurrency=4, **options) as loader:
         list(loader)

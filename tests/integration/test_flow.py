@@ -15,16 +15,14 @@ from torch.utils.data import Dataset
 from asyncloader import AsyncDataLoader, DataLoader, LoaderTimeout
 from tests.integration.running import BOTH, KINDS, run_async
 
-FORK = multiprocessing.get_context("fork")
-
 
 class Gated(Dataset[Any]):
     """Sample `i` waits for its gate; every fetch that begins is counted."""
 
     def __init__(self, n: int, closed: set[int]) -> None:
         self.n = n
-        self.gates: dict[int, Semaphore] = {i: FORK.Semaphore(0) for i in closed}
-        self.begun = FORK.Semaphore(0)
+        self.gates: dict[int, Semaphore] = {i: multiprocessing.Semaphore(0) for i in closed}
+        self.begun = multiprocessing.Semaphore(0)
 
     def __len__(self) -> int:
         return self.n

@@ -55,7 +55,7 @@ class Data(torch.utils.data.Dataset):
         return index
 
 
-assert sum(map(len, DataLoader(Data(), num_workers=2, seed=1))) == 4
+assert sum(map(len, DataLoader(Data(), num_workers=2, seed=1, multiprocessing_context="fork"))) == 4
 assert gc.isenabled() == ENABLED
 assert (here / "died").exists()
 print(*here.glob("collected by *"))

@@ -43,19 +43,24 @@ RESULTS: dict[str, Results] = {
 
 
 class Batches(Dataset[Any]):
-    def __init__(self, results: Results) -> None:
+    """Gives what is made of the indices by one of `RESULTS`, by its name, or by a function that pickles."""
+
+    def __init__(self, results: str | Results) -> None:
         self.results = results
+
+    def made(self, indices: Any) -> Any:
+        return (RESULTS[self.results] if isinstance(self.results, str) else self.results)(indices)
 
     def __len__(self) -> int:
         return 4
 
     def __getitems__(self, indices: list[int]) -> Any:
-        return self.results(indices)
+        return self.made(indices)
 
 
 class AsyncBatches(Batches):
     async def __getitems__(self, indices: list[int]) -> Any:
-        return self.results(indices)
+        return self.made(indices)
 
 
 class AwaitedLater(AsyncBatches):
@@ -65,7 +70,7 @@ class AwaitedLater(AsyncBatches):
         return index
 
     async def __getitems__(self, indices: list[int]) -> Any:
-        return self.results([self.__getitem__(index) for index in indices])  # type: ignore[misc]
+        return self.made([self.__getitem__(index) for index in indices])
 
 
 def listed(batch: Any) -> Any:
@@ -88,8 +93,8 @@ def test_results_are_collated_as_torch_collates_them(options: dict[str, Any], na
     """torch's default collation gives the same batches or errors, and one of the user's gets the same object."""
     collations: list[dict[str, Any]] = [{}, {"collate_fn": listed}]
     for collation in collations:
-        expected = outcomes("torch", Batches(RESULTS[name]), batch_size=2, num_workers=0, **collation)
-        got = outcomes("sync", Batches(RESULTS[name]), batch_size=2, **options, **collation)
+        expected = outcomes("torch", Batches(name), batch_size=2, num_workers=0, **collation)
+        got = outcomes("sync", Batches(name), batch_size=2, **options, **collation)
         if isinstance(expected[0], tuple) and expected[0][0] in (TypeError, KeyError):
             assert [each[0] for each in got] == [each[0] for each in expected]
         else:
@@ -100,24 +105,25 @@ def test_results_are_collated_as_torch_collates_them(options: dict[str, Any], na
 @pytest.mark.parametrize("workers", [0, 1])
 def test_results_of_async_getitems(workers: int, kind: str) -> None:
     """An iterator is not used up in the search for awaitables; samples are awaited where there are any."""
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "collate_fn": listed}
     for name in ("array", "tuple", "generator", "map", "indexed", "none"):
-        batches = outcomes(kind, AsyncBatches(RESULTS[name]), batch_size=2, num_workers=workers, collate_fn=listed)
+        batches = outcomes(kind, AsyncBatches(name), **options)
         assert batches == ([None, None] if name == "none" else [[0, 1], [2, 3]])
     for results in (list, tuple, iter):
         dataset = AwaitedLater(results)
-        assert outcomes(kind, dataset, batch_size=2, num_workers=workers, collate_fn=listed) == [[0, 1], [2, 3]]
+        assert outcomes(kind, dataset, **options) == [[0, 1], [2, 3]]
+
+
+def decode(sample: int) -> int:
+    return sample + 10
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_an_iterator_are_counted_and_decoded(workers: int) -> None:
     """In the statistics, and by `decode`; with `on_error` the generator's error is its batch's."""
-
-    def decode(sample: int) -> int:
-        return sample + 10
-
     each: list[dict[str, Any]] = [{}, {"concurrency": 2}]
     for options in each:
-        dataset = Batches(RESULTS["generator"])
+        dataset = Batches("generator")
         with DataLoader[Any](dataset, batch_size=2, num_workers=workers, decode=decode, **options) as loader:
             assert [batch.tolist() for batch in loader] == [[10, 11], [12, 13]]
         with DataLoader[Any](dataset, batch_size=2, num_workers=workers, collate_fn=listed, **options) as loader:

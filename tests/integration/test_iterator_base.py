@@ -24,7 +24,7 @@ from tests.drawn import scaled
 from tests.integration.running import run_async
 
 SIZE = 40
-DATA: Any = torch.arange(SIZE)
+DATA: Any = list(range(SIZE))
 
 
 class Eager:

@@ -54,8 +54,12 @@ def test_error_has_the_facts(workers: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_suspect_that_survives_says_what_it_said(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The captured output of a suspected task still reaches standard error."""
-    got, _, _ = run(kind, Faulty(6, Talkative(tmp_path, {3: "SIGKILL"})), num_workers=1, seed=1)
+    """The captured output of a suspected task still reaches standard error. The worker is forked: a fork server has the
+    standard error that was there when it began.
+    """
+    got, _, _ = run(
+        kind, Faulty(6, Talkative(tmp_path, {3: "SIGKILL"})), num_workers=1, seed=1, multiprocessing_context="fork"
+    )
     assert indices(got) == [[i] for i in range(6)]
     assert "a word about 3" in capfd.readouterr().err
 

@@ -113,7 +113,7 @@ def test_unpicklable_dataset(kind: str, method: str) -> None:
     texts = [str(w.message) for w in caught]
     assert any(text.startswith("Got pickle error when attempting to start a worker Process.") for text in texts)
     *before, last = "".join(traceback.format_exception(error.value)).splitlines()
-    assert before[-1] == "TypeError: cannot pickle '_thread.lock' object"
+    assert "TypeError: cannot pickle '_thread.lock' object" in before  # from Python 3.14 on, notes of pickle's follow
     assert last.startswith("dataset.client.guard = <unlocked _thread.lock")
 
 
@@ -123,12 +123,12 @@ def test_unpicklable_functions() -> None:
     for name in ("collate_fn", "worker_init_fn"):
         with pytest.raises(Exception, match=r"pickle|Can't get local object") as error:  # as the Python says it
             collect("sync", Numbers(4), num_workers=1, multiprocessing_context="spawn", **{name: lambda x: x})
-        assert error.value.__notes__[0].startswith(f"{name} = ")
+        assert error.value.__notes__[-1].startswith(f"{name} = ")
 
 
 def test_unpicklable_dataset_works_with_fork() -> None:
     """Forked workers inherit the dataset: nothing is pickled."""
-    assert len(collect("sync", HasLock(), num_workers=1)) == 4
+    assert len(collect("sync", HasLock(), num_workers=1, multiprocessing_context="fork")) == 4
 
 
 SMALL_SHM = """
@@ -240,19 +240,19 @@ def test_large_pickle_warns_once(kind: str) -> None:
     assert "collate_fn" in texts[0]
 
 
+class Limited(Sized):
+    def __getitem__(self, index: int) -> Any:
+        import resource
+
+        if index == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))  # segments obey it as files do
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        return super().__getitem__(index)
+
+
 def test_a_batch_that_does_not_fit_is_an_error_of_that_batch() -> None:
     """A worker that cannot have memory for a batch raises for that batch; the others come."""
-
-    class Limited(Sized):
-        def __getitem__(self, index: int) -> Any:
-            import resource
-
-            if index == 2:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))  # segments obey it as files do
-            else:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
-            return super().__getitem__(index)
-
     for kind in BOTH:
         got = outcomes(kind, Limited([10, 10, 4 << 20, 10, 10]), num_workers=1)
         assert [int(batch[0, 0]) for batch in got if not isinstance(batch, tuple)] == [0, 1, 3, 4]

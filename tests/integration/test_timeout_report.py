@@ -96,7 +96,7 @@ def test_batches_after_a_time_out() -> None:
     """A time-out raises and changes nothing: the batch comes when it comes."""
     reader, writer = os.pipe()
     try:
-        batches = iter(DataLoader[Any](WaitsFor(reader), num_workers=1, timeout=0.5))
+        batches = iter(DataLoader[Any](WaitsFor(reader), num_workers=1, timeout=0.5, multiprocessing_context="fork"))
         with pytest.raises(LoaderTimeout):
             next(batches)
         os.write(writer, b"go")

@@ -246,7 +246,7 @@ class Blocked(Dataset[Any]):
     """Its second sample waits for a signal."""
 
     def __init__(self) -> None:
-        self.gate = multiprocessing.get_context("fork").Semaphore(0)
+        self.gate = multiprocessing.Semaphore(0)
 
     def __len__(self) -> int:
         return 2

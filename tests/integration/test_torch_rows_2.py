@@ -259,7 +259,7 @@ class Stuck(Fetchers):
     """Index 0 waits for a signal."""
 
     def __init__(self) -> None:
-        self.gate = multiprocessing.get_context("fork").Semaphore(0)
+        self.gate = multiprocessing.Semaphore(0)
 
     def __getitem__(self, index: int) -> Any:
         if index == 0:

@@ -163,7 +163,7 @@ def test_class_local_to_a_function() -> None:
 
     for make in (torch.utils.data.DataLoader, DataLoader):
         assert steps(make, Here(3), 3)[1] == (Local, "cannot be pickled")
-    first, second, third = steps(DataLoader, Here(3), 3, num_workers=1)
+    first, second, third = steps(DataLoader, Here(3), 3, num_workers=1, multiprocessing_context="fork")
     assert (int(first), int(third)) == (0, 2)
     assert second[0] is RuntimeError
     assert second[1].startswith("Caught Local in DataLoader worker process 0.\nOriginal Traceback")

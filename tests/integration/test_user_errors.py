@@ -178,16 +178,16 @@ def test_stop_iteration_of_a_map_dataset(workers: int) -> None:
         assert [int(batch) for batch in rest[1:]] == [2, 3]
 
 
+class Sometimes(AsyncNumbers):
+    async def __getitem__(self, index: int) -> Any:
+        if index in (2, 3):
+            raise OwnError(f"number {index}")
+        return await super().__getitem__(index)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_of_an_async_dataset(kind: str) -> None:
     """A failing `async def __getitem__` fails its batch alone, with the same text."""
-
-    class Sometimes(AsyncNumbers):
-        async def __getitem__(self, index: int) -> Any:
-            if index in (2, 3):
-                raise OwnError(f"number {index}")
-            return await super().__getitem__(index)
-
     got = outcomes(kind, Sometimes(8), num_workers=2, batch_size=2)
     assert [isinstance(outcome, tuple) for outcome in got] == [False, True, False, False]
     assert got[1][0] is OwnError

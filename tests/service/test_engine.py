@@ -149,7 +149,9 @@ def test_any_dataset_and_functions_travel(engine: LocalEngine) -> None:
         (definitions.with_functions(), {}),
     ]
     for dataset, own in cases:
-        expected = DataLoader[Any](dataset, multiprocessing_context="fork", **OPTIONS | own)  # as no other start carries
+        expected = DataLoader[Any](
+            dataset, multiprocessing_context="fork", **OPTIONS | own
+        )  # as no other start carries
         with DataLoader[Any](dataset, workers=engine, **OPTIONS | own) as loader:
             assert_same([*loader, *loader], [*expected, *expected])
             if own:
