@@ -15,11 +15,21 @@ from asyncloader.service import frames
 from asyncloader.service.dead_peers import end_when_dead
 from asyncloader.service.link import Link, Message
 
-__all__ = ["message_of", "secured", "send_whole", "waited"]
+__all__ = ["message_of", "secured", "send_whole", "speaks_tls", "waited"]
 
 _SIGN_OF_LIFE_S = 5.0
+_TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS client
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _T = TypeVar("_T")
+
+
+async def speaks_tls(sock: socket.socket) -> bool:
+    """Whether a connection begins with TLS. Waits for its first byte, which stays to be read; not at a Unix socket."""
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        return False
+    await _ready(sock, read=True)
+    return sock.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE
 
 
 async def secured(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:

@@ -45,6 +45,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _SAY_AFTER_S = 3.0
 _USER_TIMEOUT_MS = 3000  # until a lane is open; see `RemoteChannel`
 
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")  # as OpenSSL's versions have it
 _MOST_TEXT = 2200
 """Characters of a node's reason that an error has, at most."""
 _MOST_STACKS = 1 << 16
@@ -166,6 +167,8 @@ def _greet(
             link.close()
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
         final = getattr(error, "final", False) or isinstance(error, ssl.SSLCertVerificationError)
+        if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+            text, final = "it does not speak TLS: start the node with --tls-cert, or leave tls_ca= out", True
         raise Unreachable(f"{address}: {line_of(str(text), _MOST_TEXT)}", final=final) from None
 
 

@@ -1,0 +1,42 @@
+"""One side with TLS, and one without: both say so at once, and what to set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader, Service, ServiceUnavailable
+from tests.service import definitions
+from tests.service.certificates import make_authority
+from tests.service.serving import serving
+
+OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "num_workers": 1}
+
+
+@pytest.mark.parametrize(
+    ("node_has_it", "told", "logged"),
+    [
+        (True, r"it refused: it does not speak TLS, and this node does: set Service\(tls_ca=\)", "does not speak TLS"),
+        (
+            False,
+            "it does not speak TLS: start the node with --tls-cert, or leave tls_ca= out",
+            "it speaks TLS, and this",
+        ),
+    ],
+)
+def test_one_side_speaks_tls(node_has_it: bool, told: str, logged: str, tmp_path: Path) -> None:
+    """The loader's wait for a node that is away, a minute, is not spent on it."""
+    files = make_authority(tmp_path)
+    flags = ["--tls-cert", files["node_cert"], "--tls-key", files["node_key"]] if node_has_it else []
+    with serving(tmp_path, ["numbers"], *flags, listen=["127.0.0.1:0", f"unix:{tmp_path}/node"]) as node:
+        service = Service(node.tcp, tls_ca=None if node_has_it else files["ca"], wait=3600.0)
+        with (
+            pytest.raises(ServiceUnavailable, match=told),
+            DataLoader[Any](definitions.numbers(), **OPTIONS, workers=service) as loader,
+        ):
+            list(loader)
+        with DataLoader[Any](definitions.numbers(), **OPTIONS, workers=node.unix) as loader:  # needs none
+            assert len(list(loader)) == 10
+    assert logged in "".join(path.read_text() for path in tmp_path.glob("*.log"))
