@@ -465,7 +465,7 @@ def _advice(run: Run, bound: Bound, words: str, change: Mapping[str, Any], gain:
         return f"{words} in_order=False delivers them as they are ready, if any order will do."
     if bound == "snapshots":
         return f"{words} snapshot_every_n_steps=0 saves none; then a run can be resumed at the end of an epoch only."
-    if bound == "startup" and run.epochs == 1:
+    if bound == "startup" and run.epochs == 1 and not run.persistent:
         return f"{words} If more epochs follow, persistent_workers=True starts them once."
     if run.iterable and bound in ("compute", "fetch"):
         return f"{words} Another num_workers would also change the stream's order."

@@ -93,6 +93,12 @@ RUNS: dict[str, tuple[Run, str, dict[str, Any], str]] = {
         {"num_workers": 8, "persistent_workers": True},
         "Starting workers took 80%",
     ),
+    "one start of workers that are kept": (
+        run({}, worker(0.001, 0.05), worker(0.001, 0.05), startup_s=8.0, persistent=True, cpus=2),
+        "startup",
+        {"num_workers": 0},
+        "Starting workers took 80%",
+    ),
     "a sampler that is slow": (
         run({"sampler": 0.09}, worker(0.01, 0.5), worker(0.01, 0.5)),
         "sampler",
@@ -237,6 +243,7 @@ def test_what_bounds_it_and_what_to_change(name: str) -> None:
     of, bound, change, words = RUNS[name]
     found = diagnose(of)
     assert (found.bound, found.change) == (bound, change), found
+    assert not (of.persistent and "persistent_workers" in found.text)
     assert words in found.text
     assert found.text.endswith(".")
     assert "\n" not in found.text
