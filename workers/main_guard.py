@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import sys
+import threading
 from collections.abc import Generator
 from multiprocessing import process
 from pathlib import Path
@@ -38,8 +40,15 @@ def leave_if_importing_main(start_method: str) -> None:
     Raises:
         SystemExit: with exit code 1, after one line on standard error.
     """
-    if start_method != "fork" and getattr(process.current_process(), "_inheriting", False):
-        raise SystemExit(f"{_ADVICE.format(path=_path() or 'the program')}.")
+    if start_method == "fork" or not getattr(process.current_process(), "_inheriting", False):
+        return
+    text = f"{_ADVICE.format(path=_path() or 'the program')}."
+    if threading.current_thread() is threading.main_thread():
+        raise SystemExit(text)
+    # An event loop waits for this thread, and would show on 40 lines what the exit came through.
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def unguarded_main() -> str:

@@ -10,6 +10,7 @@ collected beside the bytes, and every worker gets duplicates of its own.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import multiprocessing
@@ -270,6 +271,10 @@ def dump(setup: WorkerSetup) -> Payload:
     """
     try:
         return Payload.dump(setup)
+    except ImportError as error:  # of a session's pickler, which says what to do
+        with contextlib.suppress(AttributeError):
+            del error.__notes__  # pickle's, from Python 3.14 on: they would be the last lines
+        raise
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         warnings.warn(_PICKLE_WARNING, stacklevel=2)
         what = explain_unpicklable(setup)

@@ -380,7 +380,9 @@ def of_each_loader(arguments: str) -> dict[str, str]:
 
 OF_START_METHODS = (
     {
-        f"an unpicklable {part}{kind}": unpicklable(part, program)
+        f"an unpicklable {part}{kind}": unpicklable(
+            part, program, f"<function {'main.<locals>.' * (kind == ', async')}<lambda> at 0>"
+        )
         for part in ("collate_fn", "worker_init_fn")
         for kind, program in of_each_loader(f"[5], {FORKSERVER}, {part}=lambda _: None").items()
     }
