@@ -17,7 +17,7 @@ from asyncloader.dataloader2.graph.settings import set_graph_random_seed
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.distributed import dist_share_seed
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
-from asyncloader.dataloader2.services import Change, ReadingServiceInterface, shutdown_graph
+from asyncloader.dataloader2.services import Change, ReadingServiceInterface, shutdown_parts, with_threads
 
 __all__ = ["DistributedReadingService"]
 
@@ -48,6 +48,7 @@ class DistributedReadingService(ReadingServiceInterface):
         if not has_form(datapipe, "fullsync"):
             datapipe = datapipe.fullsync(self._timeout)
         self._datapipe = datapipe
+        self._with_threads = with_threads(datapipe)  # here, as finalizers must not look for them
         return datapipe
 
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Change | None = None) -> Change | None:
@@ -66,7 +67,7 @@ class DistributedReadingService(ReadingServiceInterface):
         """See the interface."""
         datapipe, self._datapipe = getattr(self, "_datapipe", None), None
         if datapipe is not None:
-            shutdown_graph(datapipe)
+            shutdown_parts(self._with_threads)
         group, self._group = getattr(self, "_group", None), None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

@@ -23,7 +23,7 @@ from asyncloader.dataloader2.services import (
     ResetFn,
     each_of_form,
     reset_here,
-    shutdown_graph,
+    shutdown_parts,
 )
 from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_lca_round_robin_sharding_dp
 from asyncloader.dataloader2.utils.worker import WorkerInfo, worker_graph
@@ -93,7 +93,7 @@ class MultiProcessingReadingService(PausableReadingService):
                 raise
         else:
             datapipe = worker_graph(datapipe, WorkerInfo(1, 0), self.worker_init_fn)
-        self._end_datapipe = datapipe
+        self._reads(datapipe)
         return datapipe
 
     def _cut(self, datapipe: DataPipe) -> DataPipe:
@@ -160,7 +160,7 @@ class MultiProcessingReadingService(PausableReadingService):
         try:
             if interleaved is not None:
                 interleaved.shutdown()  # then: a thread of the graph may wait for an item of theirs
-            shutdown_graph(end)
+            shutdown_parts(vars(self).pop("_with_threads", ()))
         finally:
             if dispatcher is not None:
                 dispatcher.close()

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data.graph import traverse_dps
@@ -35,6 +35,8 @@ __all__ = [
     "read_by",
     "reset_here",
     "shutdown_graph",
+    "shutdown_parts",
+    "with_threads",
 ]
 
 Change: TypeAlias = Callable[[DataPipe], DataPipe]
@@ -115,6 +117,13 @@ class PausableReadingService(ReadingServiceInterface):
     """
 
     _end_datapipe: DataPipe | None = None
+    _with_threads: Sequence[Any] = ()
+    """What `finalize` ends. Found by `_reads`: a finalizer's thread must not look for it. torch's walk through a graph
+    sets hooks that all threads share, and another thread's pickle would be made by them.
+    """
+
+    def _reads(self, end: DataPipe) -> None:
+        self._end_datapipe, self._with_threads = end, with_threads(end)
 
     def _parts(self) -> list[Any]:
         return [] if self._end_datapipe is None else list_dps(traverse_dps(self._end_datapipe))
@@ -172,7 +181,7 @@ class InProcessReadingService(PausableReadingService):
         datapipe = worker_graph(datapipe, WorkerInfo(1, 0), self.init_fn)
         if self.prefetch_cnt > 0:
             datapipe = datapipe.prefetch(self.prefetch_cnt)
-        self._end_datapipe = datapipe
+        self._reads(datapipe)
         return datapipe
 
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Change | None = None) -> Change | None:
@@ -185,14 +194,24 @@ class InProcessReadingService(PausableReadingService):
         """See the interface."""
         end = vars(self).pop("_end_datapipe", None)  # once, whichever finalizers' threads come here
         if end is not None:
-            shutdown_graph(end)
+            shutdown_parts(vars(self).pop("_with_threads", ()))
+
+
+def with_threads(datapipe: DataPipe) -> list[Any]:
+    """The parts of a graph that have threads."""
+    parts = each_of_form(datapipe, "prefetch", "fullsync", "pin_memory")
+    return [each for each in parts if hasattr(each, "shutdown")]
+
+
+def shutdown_parts(parts: Iterable[Any]) -> None:
+    """End their threads."""
+    for each in parts:
+        each.shutdown()
 
 
 def shutdown_graph(datapipe: DataPipe) -> None:
     """End the threads of a graph."""
-    for each in each_of_form(datapipe, "prefetch", "fullsync", "pin_memory"):
-        if hasattr(each, "shutdown"):
-            each.shutdown()
+    shutdown_parts(with_threads(datapipe))
 
 
 class SequentialReadingService(CheckpointableReadingServiceInterface):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.map import SequenceWrapper
 
@@ -210,6 +211,25 @@ def test_a_dropped_loader_shuts_down() -> None:
         if thread.name == "asyncloader-stop":
             thread.join(PATIENCE_S)
     assert Recording.calls[-2:] == ["end", "finalize"]
+
+
+def test_a_dropped_loader_changes_no_pickle() -> None:
+    """Its finalizer's thread does not walk the graph as torch does: while it did, what another thread pickles, as each
+    new loader does with its graph, came out as "STUB", or torch complained that one walks already.
+    """
+    loader = DataLoader2[int](numbers(9), reading_service=InProcessReadingService(2))
+    assert next(iter(loader)) == 0
+    reading = [thread for thread in threading.enumerate() if thread.name == "asyncloader-read-ahead"]
+    assert reading
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (IterDataPipe, MapDataPipe):
+            patch.setattr(kind, "reduce_ex_hook", lambda _: pytest.fail("pickled"))  # as if another thread walked
+        del loader
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name in {"asyncloader-stop", "asyncloader-read-ahead"}:
+                thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in reading)
 
 
 def test_seeds() -> None:
