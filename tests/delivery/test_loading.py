@@ -319,6 +319,10 @@ def test_bad_samples(kind: str, workers: int, on_error: str) -> None:
     assert [batch["index"].tolist() for batch in got] == [batch["index"].tolist() for batch in expected]
 
 
+def negative_index(index: int, error: Exception) -> Any:
+    return {"index": torch.tensor(-index)}
+
+
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
 def test_a_substitute_for_a_batch_that_kills_its_workers(kind: str, tmp_path: Path) -> None:
@@ -332,7 +336,7 @@ def test_a_substitute_for_a_batch_that_kills_its_workers(kind: str, tmp_path: Pa
             seed=1,
             num_workers=1,
             device="cpu",
-            on_error=lambda index, error: {"index": torch.tensor(-index)},
+            on_error=negative_index,
         )
         taken = machine.device.handed
     assert [batch["index"].tolist() for batch in got] == [[0, 1], [2, 3], [-4, -5], [6, 7], [8, 9], [10, 11]]

@@ -86,15 +86,15 @@ def test_persistent_workers_rings_are_locked_once(kind: str) -> None:
         assert_same(epoch, expected)
 
 
+def growing(samples: list[Any]) -> Any:
+    return samples[0].repeat(1 if samples[0][0] < 500 else 1 << 16)
+
+
 @SOME_KIND
 def test_a_grown_ring_replaces_one(kind: str) -> None:
     """The old one is unlocked once nobody looks into it, while the epoch goes on."""
-
-    def collate(samples: list[Any]) -> Any:
-        return samples[0].repeat(1 if samples[0][0] < 500 else 1 << 16)
-
     with installed() as machine:
-        loader = DataLoader[Any](Numbers(30), num_workers=1, device="cpu", collate_fn=collate)
+        loader = DataLoader[Any](Numbers(30), num_workers=1, device="cpu", collate_fn=growing)
         batches: Any = iter(loader) if kind == "sync" else None
         if batches is not None:
             seen = [len(next(batches)) for _ in range(28)]
@@ -102,7 +102,7 @@ def test_a_grown_ring_replaces_one(kind: str) -> None:
             assert [lock.undone for lock in machine.locks] == [1, 0]
             loader.close()
         else:
-            (epoch,) = some(kind, [-1], Numbers(30), num_workers=1, device="cpu", collate_fn=collate)
+            (epoch,) = some(kind, [-1], Numbers(30), num_workers=1, device="cpu", collate_fn=growing)
             seen = [len(batch) for batch in epoch[:28]]
             assert len(machine.locks) == 2
         assert seen == [3] * 5 + [3 << 16] * 23
