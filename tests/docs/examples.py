@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["EXAMPLES", "environment", "run_example"]
+import pytest
+
+__all__ = ["EXAMPLES", "PATIENTLY", "environment", "run_example"]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
+PATIENTLY = pytest.mark.timeout(300)  # many interpreters that import torch, on a busy machine
 
 
 def environment(*folders: Path) -> dict[str, str]:
@@ -27,7 +30,7 @@ def run_example(name: str, folder: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stderr == ""

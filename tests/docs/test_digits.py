@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.examples import EXAMPLES, environment, run_example
+from tests.docs.examples import EXAMPLES, PATIENTLY, environment, run_example
+
+pytestmark = [pytest.mark.slow, PATIENTLY]
 
 
-@pytest.mark.slow
 def test_demo_trains_and_reports(tmp_path: Path) -> None:
     """More than 95 % of the test digits are named rightly; stages, verdict and rates follow."""
     folder = tmp_path / "digits"
@@ -33,7 +34,6 @@ def test_demo_trains_and_reports(tmp_path: Path) -> None:
     assert re.search(r"^Far away the async dataset is \d+ times as fast", output, re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_pictures_are_written_once(tmp_path: Path) -> None:
     """A second run reads the files that the first one wrote."""
     folder = tmp_path / "digits"

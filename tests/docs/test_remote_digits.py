@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.examples import EXAMPLES, environment, run_example
+from tests.docs.examples import EXAMPLES, PATIENTLY, environment, run_example
 
 STORE = EXAMPLES / "slow_store.py"
 
-pytestmark = [pytest.mark.slow, pytest.mark.network]
+pytestmark = [pytest.mark.slow, pytest.mark.network, PATIENTLY]
 
 
 def test_killed_run_ends_like_the_other(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.examples import run_example
+from tests.docs.examples import PATIENTLY, run_example
 
-pytestmark = [pytest.mark.thorough, pytest.mark.network]
+pytestmark = [pytest.mark.thorough, pytest.mark.network, PATIENTLY]
 
 
 def test_a_node_is_killed(tmp_path: Path) -> None:
