@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,12 +79,12 @@ def program(page: str, without: Collection[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def guarded(lines: list[str]) -> list[str]:
+def guarded(page: Sequence[str]) -> list[str]:
     """Indent what the program does, under guards that stand in the empty lines before it: every line keeps its number.
 
     Imports, classes, functions, lines that ask for it, and what is guarded already stay at the top.
     """
-    lines = [*lines]
+    lines = [*page]
     last, in_guard = 0, False
     for statement in ast.parse("\n".join(lines)).body:
         assert statement.end_lineno is not None
@@ -131,10 +131,10 @@ SLOW = {
 def run_page(page: Path, folder: Path, without: Collection[str], first_line: str = "") -> None:
     """Run the page's program, which must end without an error or a warning. Its own first line is the page's title."""
     text = page.read_text()
-    missing = [name for name in FRAMEWORKS if find_spec(name) is None]
-    lines = program(text, {*without, *missing}).splitlines()
+    without = [name for name in FRAMEWORKS if name in without or find_spec(name) is None]
+    lines = program(text, without).splitlines()
     if not any(lines):
-        pytest.skip(f"without {', '.join({*without, *missing})} nothing of it runs")
+        pytest.skip(f"without {', '.join(without)} nothing of it runs")
     if UNGUARDED in " ".join(text.split()):
         lines = guarded(lines)
     source = "\n".join([first_line, *lines[1:], ""])
