@@ -24,7 +24,7 @@ from tests.drawn import scaled
 from tests.integration.running import run_async
 
 SIZE = 40
-DATA: Any = list(range(SIZE))
+DATA: Any = torch.arange(SIZE).share_memory_()  # where workers that are not forked would move it
 
 
 class Eager:
