@@ -94,11 +94,12 @@ if __name__ == "__main__":
                 generator=torch.Generator(),
             )
             check(list(loader), range(8))  # all are kept: the last are copied out
-    with asyncloader.DataLoader(Rows(), batch_size=2, shuffle=True, seed=1, num_workers=1) as loader:
+    seeded = dict(batch_size=2, shuffle=True, seed=1, num_workers=1, multiprocessing_context="fork")
+    with asyncloader.DataLoader(Rows(), **seeded) as loader:
         shuffled = [batch for batch in loader]
     cpu_only(shuffled)
     torch.set_default_device("cpu")
-    with asyncloader.DataLoader(Rows(), batch_size=2, shuffle=True, seed=1, num_workers=1) as loader:
+    with asyncloader.DataLoader(Rows(), **seeded) as loader:
         assert [b[2].tolist() for b in loader] == [b[2].tolist() for b in shuffled]
     print("done")
 """
