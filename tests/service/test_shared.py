@@ -85,6 +85,8 @@ def test_torchrun(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=3 * PATIENCE_S, cwd=run, env=quiet(environment())
     )
+    if "PyTorch was built without libuv support" in done.stderr:
+        pytest.skip("torchrun's store needs a torch with libuv, and Debian's has none")
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(told) == 4
