@@ -391,7 +391,7 @@ class MdsReader(PushReader):
         self._shard = shard
         self._end = stop
         sizes = [column.size for column in shard.columns]
-        self._columns = [(column.name, *mds_encoding(column.encoding)) for column in shard.columns]
+        self._columns = [(column.name, mds_encoding(column.encoding)) for column in shard.columns]
         self._fixed = sum(size for size in sizes if size is not None)
         self._sizes = Struct(f"<{sizes.count(None)}I")
 
@@ -414,7 +414,7 @@ class MdsReader(PushReader):
         sizes = iter(head)
         fields: Sample = {}
         pos = 0
-        for name, size, decode in self._columns:
+        for name, (size, decode) in self._columns:
             size_here = next(sizes) if size is None else size
             try:
                 fields[name] = decode(data[pos : pos + size_here])

@@ -284,8 +284,8 @@ def lock(job: GpuJob) -> Outcome:
 
 def _loader_lock(job: GpuJob, card: Card) -> float:
     dataset = ReadyImages(getattr(torch, job.workload), BATCH * 16)
-    workers = job.workers[0]
-    with asyncloader.DataLoader(dataset, batch_size=BATCH, num_workers=workers, device=card.device) as loader:
+    options: dict[str, Any] = {"num_workers": job.workers[0], "multiprocessing_context": "fork"}
+    with asyncloader.DataLoader(dataset, batch_size=BATCH, device=card.device, **options) as loader:
         for number, (_, labels) in enumerate(loader):
             if int(labels[0]) != number * BATCH:
                 raise WrongContent(f"batch {number} begins with sample {int(labels[0])}")

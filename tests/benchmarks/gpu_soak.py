@@ -72,7 +72,12 @@ def soak(job: GpuJob) -> Outcome:
     dataset = SoakBatches(job.count // EPOCHS)
     began = time.perf_counter()
     with asyncloader.DataLoader(
-        dataset, batch_size=None, num_workers=job.workers[0], persistent_workers=True, device=card.device
+        dataset,
+        batch_size=None,
+        num_workers=job.workers[0],
+        persistent_workers=True,
+        device=card.device,
+        multiprocessing_context="fork",
     ) as loader:
         for epoch in range(EPOCHS):
             with card.side_stream()() if epoch % 2 else nullcontext():

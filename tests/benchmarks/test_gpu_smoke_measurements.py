@@ -274,7 +274,9 @@ def test_soak_finds_copies_that_are_late(card: Card) -> None:
     comparison = Comparison(card)
     with (
         installed(manual=True) as machine,
-        asyncloader.DataLoader(SoakBatches(count), batch_size=None, num_workers=1, device="cpu") as loader,
+        asyncloader.DataLoader(
+            SoakBatches(count), batch_size=None, num_workers=1, device="cpu", multiprocessing_context="fork"
+        ) as loader,
     ):
         for number, batch in enumerate(loader):
             comparison.add(number, batch)

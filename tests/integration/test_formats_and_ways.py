@@ -153,7 +153,7 @@ def test_without_workers(folder: Path, kind: str, expected: list[Any]) -> None:
 def test_by_workers(folder: Path, way: str, expected: list[Any]) -> None:
     """However they are started, and whichever loader asks."""
     kind, method = ("asyncio", "forkserver") if way == "asyncio" else ("sync", way)
-    options = OPTIONS | {"multiprocessing_context": method}
+    options: dict[str, Any] = OPTIONS | {"multiprocessing_context": method}
     assert_same(read(kind, options, definitions.files(str(folder)))[0], expected)
 
 
@@ -193,6 +193,7 @@ def test_by_two_ranks(folder: Path, workers: int, two: RankGroup) -> None:
 def test_from_a_cache(folder: Path, workers: int, tmp_path: Path, expected: list[Any]) -> None:
     """The second epoch has what the first one had, in its own order."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    options: dict[str, Any] = OPTIONS | {"num_workers": workers}
 
     async def run() -> list[list[Any]]:
         async with serving_http() as store:
@@ -200,7 +201,7 @@ def test_from_a_cache(folder: Path, workers: int, tmp_path: Path, expected: list
                 store.put(name, data, etag='"v1"')
             urls = [f"{store.url}/{name}" for name in (["index.json"] if "index.json" in files else sorted(files))]
             served = definitions.listed_files(urls, str(tmp_path))
-            async with AsyncDataLoader[Any](served, **OPTIONS | {"num_workers": workers}) as loader:
+            async with AsyncDataLoader[Any](served, **options) as loader:
                 return [[batch async for batch in loader] for _ in range(2)]
 
     for batches in run_async(run()):
@@ -210,7 +211,7 @@ def test_from_a_cache(folder: Path, workers: int, tmp_path: Path, expected: list
 @pytest.mark.parametrize("place", ["no workers", "local", "service"])
 def test_one_sample_that_raises(folder: Path, place: str, node: NodeProcess, expected: list[Any]) -> None:
     """Is left out, and told."""
-    options = OPTIONS | {"on_error": "skip", "num_workers": 0 if place == "no workers" else 2}
+    options: dict[str, Any] = OPTIONS | {"on_error": "skip", "num_workers": 0 if place == "no workers" else 2}
     served = definitions.unlucky_files(str(folder))
     with DataLoader[Any](served, **options, workers=node.tcp if place == "service" else None) as loader:
         found = list(loader)
@@ -229,7 +230,7 @@ def test_a_shard_that_is_cut_off(
         damaged = path.name.startswith(("s1.", "shard.00001"))
         (tmp_path / path.name).write_bytes(data[: len(data) - len(data) // 4] if damaged else data)
     served = definitions.files(str(tmp_path))
-    options = OPTIONS | {
+    options: dict[str, Any] = OPTIONS | {
         "num_workers": 0 if place == "no workers" else 2,
         "workers": node.tcp if place == "service" else None,
     }
@@ -247,7 +248,7 @@ def test_a_shard_that_is_cut_off(
 def test_a_sample_that_raises_is_named(folder: Path, place: str, node: NodeProcess) -> None:
     """By its key and its shard: those of a record are those of the note on the error that is raised otherwise."""
     served = definitions.unlucky_files(str(folder))
-    options = OPTIONS | {
+    options: dict[str, Any] = OPTIONS | {
         "num_workers": 0 if place == "no workers" else 2,
         "workers": node.tcp if place == "service" else None,
     }
