@@ -9,6 +9,7 @@ The main process finds the shards and plans an epoch (`plan`); each worker reads
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import pickle
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
 from asyncloader.remote.shard_sizes import bytes_per_sample, with_counts, with_edges, with_sizes
-from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, grouped
+from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, grouped, left_out
 from asyncloader.remote.stores import LoopStores, Stores, scheme_of, unsigned
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation
@@ -47,6 +48,9 @@ MAX_SIZE_REQUESTS = 1024
 
 CUSTOM = ShardFormat("custom", None)
 
+_log = logging.getLogger("asyncloader")
+
+_LEFT_OUT = 0.02  # the part of the data from which it is told
 RAISED_WHEN_READ = (ObjectNotFound, ShardError)
 """Errors of a single shard, which do not fail the plan: they are raised when the shard is read, and `on_error` applies.
 
@@ -59,8 +63,9 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     A sample is a dictionary: ``__key__`` (str), ``__url__`` (str) and its fields, raw bytes unless the format decodes
     them; the loader's `decode` makes of it what is collated. Each sample is read once per epoch, on any number of
-    workers and ranks; every batch is full, except the last one of the epoch. Order, states and the replacement of dead
-    workers: see ``docs/explanation/order-and-resume-in-streams.md``.
+    workers; every batch is full, except the last one of the epoch. Several ranks share the shards, and an epoch ends
+    for all with the smallest share: what the others have left is not read (`on_uneven`), in each epoch other samples.
+    Order, states and the replacement of dead workers: see ``docs/explanation/order-and-resume-in-streams.md``.
 
     Use it with asyncloader's loaders, or iterate over it alone: ``async for sample in dataset``. Its worker processes
     are started by "forkserver" unless `multiprocessing_context` says otherwise.
@@ -130,6 +135,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         self._counted_shards: list[Shard] | None = None  # with sizes or counts, for `len`
         self._shards: list[Shard] | None = None  # with sizes and cut points, for the latest plan
         self._parts: int | None = None  # the number of ranges that this plan asked for
+        self._told = False  # that the ranks' shares differ
 
     def __repr__(self) -> str:
         found = "" if self._listed is None else f", {len(self._listed)} shards"
@@ -204,7 +210,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
             workers: per rank, at least 1.
             rank: of this process.
             ranks: number of ranks; each reads every `ranks`-th range.
-            key: the seed of the order, used if `shuffle_shards`; None: no shuffling.
+            key: of the epoch: the seed of the order, if `shuffle_shards`; otherwise it says at which of its ranges a
+                rank begins, if there are several, so that each epoch leaves out other samples. None: no shuffling.
             common: all ranks have the same key. If not, each shuffles its own part.
 
         Raises:
@@ -213,7 +220,13 @@ class RemoteIterableDataset(IterableDataset[Any]):
         parts = self._ranges_per_worker * workers * ranks
         shards = await self._with_known_sizes(parts)
         shard_ranges = cut(shards, parts)
-        if common:
+        if ranks > 1 and not rank:
+            self._tell_what_is_left_out(left_out(shards, shard_ranges, ranks), len(shards), ranks)
+        if ranks > 1 and not self.shuffle_shards:
+            mine = shard_ranges[rank::ranks]
+            first = (key or 0) % max(1, len(mine))
+            mine = mine[first:] + mine[:first]
+        elif common:
             mine = self._shuffled(shard_ranges, key, np.arange(rank, len(shard_ranges), ranks))
         else:
             part = shard_ranges[rank::ranks]
@@ -259,6 +272,19 @@ class RemoteIterableDataset(IterableDataset[Any]):
             read_ahead=self.read_ahead,
             columns=self.columns,
             pins=pins,
+        )
+
+    def _tell_what_is_left_out(self, part: float, shards: int, ranks: int) -> None:
+        if part < _LEFT_OUT or self._told:
+            return
+        self._told = True
+        _log.warning(
+            "%d ranks share %d shards unevenly: an epoch ends for all with the smallest share, so each epoch leaves "
+            "out about %.0f%% of the samples (on_uneven='drop'), other ones each time. Write shards of equal size "
+            "whose number is a multiple of the ranks', or many more shards",
+            ranks,
+            shards,
+            100 * part,
         )
 
     def _shuffled(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.rank_group import RankGroup
-from tests.integration.remote_folders import make_shards
+from tests.integration.remote_folders import dataset_of, make_shards
 from tests.integration.running import BOTH
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -83,3 +83,32 @@ def test_uneven_shards_are_an_error_on_request(two: RankGroup, seed: int | None,
     ranks = two("shards", url, seed=seed, on_uneven="error")
     assert [end.partition(":")[0] for ((_, end),) in ranks] == ["RanksDisagree"] * 2
     assert len({len(batches) for ((batches, _),) in ranks}) == 1
+
+
+@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_left_out_differs_from_epoch_to_epoch(
+    two: RankGroup, workers: int, seed: int | None, tmp_path: Path
+) -> None:
+    """Five tar shards, without shuffling: a fifth is left out of each epoch, and each sample comes in some epoch."""
+    url = make_shards(tmp_path, (10,) * 5)
+    ranks = two("shards", url, epochs=12, num_workers=workers, seed=seed, persistent_workers=bool(workers))
+    check(ranks, 50, 10)
+    every = [{int(n) for rank in ranks for batch in rank[epoch][0] for n in batch} for epoch in range(12)]
+    assert {len(epoch) for epoch in every} == {40}
+    assert set().union(*every) == {*range(50)}
+
+
+async def test_an_uneven_share_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, by the first rank, with the part that is left out and what to do."""
+    url = make_shards(tmp_path, (10,) * 5)
+    for rank in range(2):
+        dataset = dataset_of(url)
+        for key in (5, 6):
+            await dataset.plan(1, rank, 2, key)
+    even = tmp_path / "even"
+    even.mkdir()
+    await dataset_of(make_shards(even, (10,) * 6)).plan(1, 0, 2, 5)
+    (record,) = caplog.records
+    assert record.message.startswith("2 ranks share 5 shards unevenly: ")
+    assert "about 20% of the samples" in record.message
