@@ -25,7 +25,7 @@ class ResumePoints:
         iterable: whether the dataset is a stream, in which the position must be found again.
         replays: whether a stream without a state may be read again from its beginning.
         stateful: whether the dataset has a state of its own.
-        assigns: whether shards are assigned to the workers: an error takes nothing from such a stream.
+        assigns: whether shards are assigned to the workers: such a stream counts no errors.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class ResumePoints:
         self._stateful = stateful
         self._assigns = assigns
         self._answered = [0] * len(starts)
+        self._errors = [0] * len(starts)  # behind the last batch, of assigned shards
         self._made = [False] * len(starts)  # whether a batch came
         self._cursors = [b""] * len(starts)
 
@@ -54,10 +55,12 @@ class ResumePoints:
     def failed(self, worker: int) -> None:
         """Record that a worker's batch raised: that is its answer, as a batch would be."""
         self._answered[worker] += not self._assigns
+        self._errors[worker] += self._assigns
 
     def answered(self, worker: int, cursor: bytes) -> None:
         """Record that a worker made a batch; `cursor` is its pickled cursor if it took one."""
         self._answered[worker] += 1
+        self._errors[worker] = 0
         self._made[worker] = True
         if cursor:
             self._cursors[worker] = cursor
@@ -92,4 +95,5 @@ class ResumePoints:
             return began._replace(cursor=cursor)
         before = 0 if began.cursor is None else began.cursor.batches
         saved = 0 if cursor is None else cursor.batches
-        return began._replace(cursor=cursor, skip=before + began.skip + self._answered[worker] - saved)
+        skip = before + began.skip + self._answered[worker] - saved
+        return began._replace(cursor=cursor, skip=skip, errors=self._errors[worker])

@@ -110,6 +110,7 @@ class PlainDialect:
             and _is_count(start.epoch)
             and type(start.epoch_set) is bool
             and _is_count(start.skip)
+            and _is_count(start.errors)
             and _is_count(start.stream_key)
             and start.message == b""  # what a loader's own workers would unpickle never comes over a network
         )

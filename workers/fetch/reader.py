@@ -96,6 +96,7 @@ class Reader:
         self._lock = asyncio.Lock()
         self._ready = False  # the asynchronous dataset has begun
         self._failure: StateError | None = None
+        self._known_errors = 0  # errors that come first, and were delivered before
         self._stream_index = None if setup.batch_size is None else range(setup.batch_size)
 
     def _record(self, began: float) -> None:
@@ -142,6 +143,7 @@ class Reader:
         if self._assignments is not None:
             await self._assignments.prepare()
         self._open(start)
+        self._known_errors = start.errors
         assigned = isinstance(self._fetcher, WorkerStreamFetcher)
         with self._skipping(start) as batches:
             if assigned and batches:
@@ -302,7 +304,22 @@ class Reader:
         # Held over both steps: a task that arrives after the beginning must not overtake tasks that waited for it.
         async with self._lock:
             await self._ensure_begun()
-            return await self._timed(self._fetcher.fetch_async(self._stream_index, records))
+            while True:
+                known = 0 if records is None else len(records)
+                try:
+                    batch = await self._timed(self._fetcher.fetch_async(self._stream_index, records))
+                except (EndOfData, NoSamples):
+                    raise
+                except Exception as error:
+                    # A predecessor's answer was this error; not if it did not come again, for then this is a batch.
+                    if not self._known_errors or not is_about_sample(error):
+                        raise
+                    self._known_errors -= 1
+                    if records is not None:
+                        del records[known:]
+                    continue
+                self._known_errors = 0
+                return batch
 
     async def _timed(self, fetching: Awaitable[Any]) -> Any:
         began = perf_counter()

@@ -34,7 +34,9 @@ class EpochStart(NamedTuple):
         epoch: its number.
         epoch_set: whether `set_epoch` was called on the consumer's copy: always in seeded mode, else by the user.
         cursor: the state of its copy of the dataset to begin with; None for the beginning.
-        skip: batches to read and discard after that; those that raised before count, too.
+        skip: batches to read and discard after that; those that raised before count, too, unless shards are assigned.
+        errors: of assigned shards: so many errors behind those batches have been delivered, and are passed where they
+            come again.
         stream_key: seed of the worker's shuffle buffer, where the main process assigns shards.
         message: what the main process's copy of a dataset of ours tells those of the workers about this epoch: the
             bytes that its `_asyncloader_epoch_message` returned, for their `_asyncloader_begin_epoch`. Empty: nothing.
@@ -45,6 +47,7 @@ class EpochStart(NamedTuple):
     epoch_set: bool = False
     cursor: Cursor | None = None
     skip: int = 0
+    errors: int = 0
     stream_key: int = 0
     message: bytes = b""
 

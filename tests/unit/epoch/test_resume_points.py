@@ -171,12 +171,15 @@ def test_a_stream_of_which_only_errors_came() -> None:
     assert where.obstacle(0)
 
 
-def test_an_error_takes_nothing_from_assigned_shards() -> None:
-    """Their stream goes on where it stopped, so nothing is dropped for it."""
+def test_errors_of_assigned_shards_are_no_batches() -> None:
+    """Those behind the last batch are passed where they come again; those before it are, in any case."""
     where = ResumePoints([BEGIN], iterable=True, replays=False, assigns=True)
     answer(where, pickled(cursor(1)))
     where.failed(0)
-    assert where.start(0) == BEGIN._replace(cursor=cursor(1))
+    where.failed(0)
+    assert where.start(0) == BEGIN._replace(cursor=cursor(1), errors=2)
+    answer(where, b"")
+    assert where.start(0) == BEGIN._replace(cursor=cursor(1), skip=1)
 
 
 @given(
