@@ -24,12 +24,19 @@ _T = TypeVar("_T")
 
 
 async def speaks_tls(sock: socket.socket) -> bool:
-    """Whether a connection begins with TLS. Waits for its first byte, which stays to be read; not at a Unix socket."""
+    """Whether a connection begins with TLS. Waits for its first byte, which stays to be read; not at a Unix socket.
+
+    Raises:
+        OSError: it ended before, as those of a load balancer that looks whether a node is there.
+    """
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         return False
     await _ready(sock, read=True)
-    return sock.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE
+    first = sock.recv(1, socket.MSG_PEEK)
+    if not first:
+        raise ConnectionError("it ended before its first byte")
+    return first == _TLS_HANDSHAKE
 
 
 async def secured(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:

@@ -297,8 +297,9 @@ class Node:
         by = {"peer": peer}  # whose line of the log it is
         try:
             async with asyncio.timeout(HANDSHAKE_S):
+                wanted = self._tls is not None and sock.family != socket.AF_UNIX
                 tls = await speaks_tls(sock)
-                if tls == self._wants_tls(sock):
+                if tls == wanted:
                     sock = await secured(sock, self._tls)
                 link = Link(sock, frames.MOST_GREETING)
         except (OSError, TimeoutError) as error:
@@ -307,9 +308,9 @@ class Node:
             return
         opened = False
         try:
-            if tls and not self._wants_tls(sock):
+            if tls and not wanted:
                 raise Refused("it speaks TLS, and this node does not: start the node with --tls-cert")
-            if not tls and self._wants_tls(sock):
+            if wanted and not tls:
                 raise Refused("it does not speak TLS, and this node does: set Service(tls_ca=)")
             opened = await self._handshake(link)
         except (Refused, NotMade, ValueError) as error:
@@ -320,7 +321,7 @@ class Node:
             )
             _log.info("a loader at %s was refused: %s", peer, text, extra=by)
             with contextlib.suppress(OSError):
-                if tls != self._wants_tls(sock):
+                if tls != wanted:
                     sock.recv(1 << 16)  # what lies unread when a connection is closed would take the answer with it
                 link.send(frames.REFUSED, pack_record(Refusal(text, for_now)))
                 sock.shutdown(socket.SHUT_WR)
@@ -331,9 +332,6 @@ class Node:
         finally:
             if not opened:
                 link.close()
-
-    def _wants_tls(self, sock: socket.socket) -> bool:
-        return self._tls is not None and sock.family != socket.AF_UNIX
 
     async def _handshake(self, link: Link) -> bool:
         """Returns whether the link is kept: it is a lane's, or somebody's who stays."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -31,6 +33,8 @@ def test_one_side_speaks_tls(node_has_it: bool, told: str, logged: str, tmp_path
     files = make_authority(tmp_path)
     flags = ["--tls-cert", files["node_cert"], "--tls-key", files["node_key"]] if node_has_it else []
     with serving(tmp_path, ["numbers"], *flags, listen=["127.0.0.1:0", f"unix:{tmp_path}/node"]) as node:
+        place = urlsplit(node.tcp)
+        socket.create_connection((place.hostname, place.port)).close()  # as a load balancer does
         service = Service(node.tcp, tls_ca=None if node_has_it else files["ca"], wait=3600.0)
         with (
             pytest.raises(ServiceUnavailable, match=told),
@@ -39,4 +43,6 @@ def test_one_side_speaks_tls(node_has_it: bool, told: str, logged: str, tmp_path
             list(loader)
         with DataLoader[Any](definitions.numbers(), **OPTIONS, workers=node.unix) as loader:  # needs none
             assert len(list(loader)) == 10
-    assert logged in "".join(path.read_text() for path in tmp_path.glob("*.log"))
+    log = "".join(path.read_text() for path in tmp_path.glob("*.log"))
+    assert logged in log
+    assert log.count("was refused") == 1
