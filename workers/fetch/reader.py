@@ -309,6 +309,7 @@ class Reader:
                 try:
                     batch = await self._timed(self._fetcher.fetch_async(self._stream_index, records))
                 except (EndOfData, NoSamples):
+                    self._known_errors = 0
                     raise
                 except Exception as error:
                     # A predecessor's answer was this error; not if it did not come again, for then this is a batch.
