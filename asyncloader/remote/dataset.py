@@ -135,7 +135,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         self._counted_shards: list[Shard] | None = None  # with sizes or counts, for `len`
         self._shards: list[Shard] | None = None  # with sizes and cut points, for the latest plan
         self._parts: int | None = None  # the number of ranges that this plan asked for
-        self._told = False  # that the ranks' shares differ
+        self._told = False  # how much the ranks' shares leave out, if anything
 
     def __repr__(self) -> str:
         found = "" if self._listed is None else f", {len(self._listed)} shards"
@@ -220,8 +220,9 @@ class RemoteIterableDataset(IterableDataset[Any]):
         parts = self._ranges_per_worker * workers * ranks
         shards = await self._with_known_sizes(parts)
         shard_ranges = cut(shards, parts)
-        if ranks > 1 and not rank:
-            self._tell_what_is_left_out(left_out(shards, shard_ranges, ranks), len(shards), ranks)
+        if ranks > 1 and not rank and not self._told:
+            self._told = True
+            _tell_what_is_left_out(left_out(shards, shard_ranges, ranks), len(shards), ranks)
         if ranks > 1 and not self.shuffle_shards:
             mine = shard_ranges[rank::ranks]
             first = (key or 0) % max(1, len(mine))
@@ -272,19 +273,6 @@ class RemoteIterableDataset(IterableDataset[Any]):
             read_ahead=self.read_ahead,
             columns=self.columns,
             pins=pins,
-        )
-
-    def _tell_what_is_left_out(self, part: float, shards: int, ranks: int) -> None:
-        if part < _LEFT_OUT or self._told:
-            return
-        self._told = True
-        _log.warning(
-            "%d ranks share %d shards unevenly: an epoch ends for all with the smallest share, so each epoch leaves "
-            "out about %.0f%% of the samples (on_uneven='drop'), other ones each time. Write shards of equal size "
-            "whose number is a multiple of the ranks', or many more shards",
-            ranks,
-            shards,
-            100 * part,
         )
 
     def _shuffled(
@@ -352,3 +340,15 @@ class RemoteIterableDataset(IterableDataset[Any]):
         except (pickle.PicklingError, AttributeError, TypeError):
             return template.fresh()  # not picklable, so there are no workers, and this loop is the reading one
         return copy
+
+
+def _tell_what_is_left_out(part: float, shards: int, ranks: int) -> None:
+    if part >= _LEFT_OUT:
+        _log.warning(
+            "%d ranks share %d shards unevenly: an epoch ends for all with the smallest share, so each epoch leaves "
+            "out about %.0f%% of the samples (on_uneven='drop'), other ones each time. Write shards of equal size "
+            "whose number is a multiple of the ranks', or many more shards",
+            ranks,
+            shards,
+            100 * part,
+        )

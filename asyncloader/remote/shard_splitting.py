@@ -125,7 +125,9 @@ def left_out(shards: Sequence[Shard], shard_ranges: Sequence[CatalogRange], rank
     has no more; as far as sizes are known. From 0 to 1.
     """
     sizes = [bytes_left(shards[each.shard], each) for each in shard_ranges]
-    weights = [1 if size is None else size for size in sizes] if None not in sizes else [1] * len(sizes)
+    weights = [size for size in sizes if size is not None]
+    if len(weights) < len(sizes):
+        weights = [1] * len(sizes)
     total = sum(weights)
     return 1 - ranks * min(sum(weights[rank::ranks]) for rank in range(ranks)) / total if total else 0.0
 
