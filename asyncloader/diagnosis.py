@@ -40,11 +40,10 @@ Bound = Literal[
     "compute",
     "fetch",
 ]
-"""What bounds a run: nothing that can be judged yet; the consumer; starting workers; states of the dataset or
-the sampler that are saved; the sampler; a store that fails;
-the memory limit of workers; rings that are too small; a consumer's process that does not get to take batches; batches
-that wait for an earlier one; one worker; shards that are fewer than workers; all CPUs; what each batch costs whatever
-is in it; the dataset's computing; the dataset's waiting.
+"""What bounds a run: nothing that can be judged yet; the consumer; starting workers; saving states of the dataset or
+the sampler; the sampler; a store that fails; the memory limit of workers; rings that are too small; a consumer's
+process that does not get to take batches; batches that wait for an earlier one; one worker; shards that are fewer than
+workers; all CPUs; what each batch costs whatever is in it; the dataset's computing; the dataset's waiting.
 """
 
 _LEAST_BATCHES = 8
@@ -219,7 +218,7 @@ def _bound(run: Run) -> tuple[Bound, dict[str, float], str]:
         return "startup", {"startup_frac": share, "startup_s": each}, words
     if (share := _saving(run)) > _SAVING:
         each = run.mean("snapshot")
-        words = f"Saving states after each batch took {share:.0%} of the time, {each * 1e3:.3g} ms each (state_dict)."
+        words = f"Saving states took {share:.0%} of the time, {each * 1e3:.3g} ms each (state_dict)."
         return "snapshots", {"snapshot_frac": share, "snapshot_s": each}, words
     sampler = run.stage("sampler").total
     if sampler > 0.5 * steady_wait and sampler > 0.1 * run.steady_s:
@@ -362,8 +361,8 @@ def _saving(run: Run) -> float:
     return min(1.0, max(here, sum(of.values()) / (max(1, run.workers) * run.steady_s)))
 
 
-def _seldom(run: Run) -> tuple[dict[str, Any], float]:
-    """Save states more seldom: so that it takes a fiftieth of the time at most."""
+def _less_often(run: Run) -> tuple[dict[str, Any], float]:
+    """Save states less often, so that it takes a fiftieth of the time at most."""
     share = _saving(run)
     every = next(number for number in (10, 100, 1000) if share / number <= 0.02)
     left = max(run.stage("consumer").total, run.steady_s * (1 - share * (1 - 1 / every)))
@@ -381,7 +380,7 @@ def _change(run: Run, bound: Bound) -> tuple[dict[str, Any], float]:
         gain = min(1.5, run.elapsed_s / max(ideal, 1e-9))
         return ({"prefetch_factor": 4}, gain) if gain > _WORTH else ({}, 1.0)
     if bound == "snapshots" and not run.keeps_states:
-        return _seldom(run)
+        return _less_often(run)
     if bound in ("snapshots", "sampler", "store", "shards", "slow worker", "ring", "memory", "order"):
         return {}, 1.0
     return _faster(run)

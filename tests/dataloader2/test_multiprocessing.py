@@ -139,7 +139,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(not Path("/proc/thread-self").exists(), reason="looks at Linux's /proc")
+@pytest.mark.skipif(not Path("/proc/thread-self").exists(), reason="needs Linux's /proc/thread-self")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_program_that_dispatches_first(method: str, tmp_path: Path) -> None:
     """The dispatching process takes signals. So does a fork server that it is the first to need: else no worker of that

@@ -155,7 +155,7 @@ def test_blocks_of_the_page_run(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="the platform's start method")
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="a fork server is the default there: the test above uses it")
 @pytest.mark.parametrize("page", WITH_WORKERS, ids=page_id)
 def test_blocks_of_the_page_run_on_a_fork_server(page: Path, tmp_path: Path) -> None:
     """As from Python 3.14 on: workers import the program, and get all else by pickle.

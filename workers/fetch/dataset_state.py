@@ -24,7 +24,8 @@ __all__ = ["Bookmark", "Cursor", "Stateful", "is_stateful"]
 class Stateful(Protocol):
     """An object that can save its state and resume from it: a sampler, a dataset, or an iterator of either.
 
-    States should be plain values; they are copied, and become part of the loader's state.
+    States should be plain values; they are copied, and become part of the loader's state. A list that is equal to that
+    of the state before counts as the same.
     """
 
     def state_dict(self) -> dict[str, Any]:
