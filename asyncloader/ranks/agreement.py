@@ -245,27 +245,33 @@ async def in_daemon(function: Callable[[], Any]) -> Any:
     """Call a blocking method in a daemon thread, so that other ranks that never join delay neither loop nor process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
+    # The thread reaches the future and the outcome through this list alone, and `done` empties it: a thread that has not
+    # ended yet must not keep an error that was caught, and with it the frames of whoever caught it.
+    answer: list[Any] = [future]
 
-    def done(result: Any, error: BaseException | None) -> None:
-        if future.cancelled():
+    def done() -> None:
+        waiting, result, error = answer
+        answer.clear()
+        if waiting.cancelled():
             return
         if error is None:
-            future.set_result(result)
+            waiting.set_result(result)
         else:
-            future.set_exception(error)
+            waiting.set_exception(error)
 
     def run() -> None:
-        outcome: tuple[Any, BaseException | None]
         try:
-            outcome = function(), None
+            answer.extend((function(), None))
         except Exception as error:
-            outcome = None, error
+            answer.extend((None, error))
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(done, *outcome)
-        del outcome
+            loop.call_soon_threadsafe(done)
 
     start_thread(run)
-    return await future
+    try:
+        return await future
+    finally:
+        del future  # its error refers to this frame
 
 
 # Agreements and stages that may still reduce, and the threads that do.

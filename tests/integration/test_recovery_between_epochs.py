@@ -23,6 +23,10 @@ from tests.integration.seeded_runs import Stepwise
 
 OPTIONS: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
 
+FORKED: dict[str, Any] = {**OPTIONS, "multiprocessing_context": "fork"}
+"""For workers killed between two epochs: of a child that ended only its fork server hears, which may report it after
+the next `iter()`."""
+
 
 def epochs(kind: str, **options: Any) -> tuple[list[list[Any]], set[int]]:
     """Three epochs of a dataset that grows by 4 MB a worker and epoch; and which processes made them."""
@@ -53,9 +57,7 @@ def test_workers_that_grow_go_on_with_their_random_numbers(kind: str, megabytes:
 def test_new_workers_do_not_draw_again(kind: str, restarts: int | None) -> None:
     """A worker was killed between two epochs, and all begin anew: with random numbers that were not drawn before."""
     torch.manual_seed(7)
-    # Forked: only its fork server hears that a child has ended, and may report it after the next `iter()`.
-    options: dict[str, Any] = {**OPTIONS, "max_worker_restarts": restarts, "multiprocessing_context": "fork"}
-    with Stepwise(kind, Growing(8), **options) as run:
+    with Stepwise(kind, Growing(8), **FORKED, max_worker_restarts=restarts) as run:
         drawn: set[float] = set()
         for number in range(1, 4):
             batches = run.epoch()
@@ -135,7 +137,7 @@ class Epochs(IterableDataset[Any]):
 @pytest.mark.parametrize("kind", BOTH)
 def test_new_workers_begin_with_the_datasets_of_those_before(kind: str) -> None:
     """A dataset that has a state lives on, also where the workers had to be made anew between two epochs."""
-    with Stepwise(kind, Epochs(), **OPTIONS) as run:
+    with Stepwise(kind, Epochs(), **FORKED) as run:
         found = []
         for number in range(4):
             batches = run.epoch()

@@ -174,11 +174,13 @@ class _Batch:
                 made = context.run(handle, error)
                 decode = None  # a substitute is decoded already
         except BaseException as error:
-            self._threads.notify(self._failed, item, error)
-            del error
-            return
-        if decode is None:
-            self._threads.notify(self._made, item, made)
+            failure = [item, error]
+        else:
+            failure = []
+        if failure:
+            self._threads.notify(self._failed, failure)
+        elif decode is None:
+            self._threads.notify(self._made, [item, made])
         else:
             threads, function = decode
             threads.put(partial(self._carry_out, item, context, partial(function, made), handle))

@@ -44,7 +44,7 @@ class JobThreads:
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._notices: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._notices: deque[tuple[Callable[..., None], list[Any]]] = deque()
         self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()  # for starting threads: several threads may call `put`
@@ -86,10 +86,12 @@ class JobThreads:
             while (job := self._jobs.get_nowait()) is not None:
                 job()
 
-    def notify(self, function: Callable[..., None], *args: Any) -> None:
-        """Have the loop call `function`. Any thread. Does nothing if the loop is closed."""
+    def notify(self, function: Callable[..., None], arguments: list[Any]) -> None:
+        """Have the loop call `function` with these arguments, which are taken out of the list. Any thread. Does nothing
+        if the loop is closed.
+        """
         # Append before reading the flag; `_drain_notices` clears the flag before reading. So no notice is missed.
-        self._notices.append((function, args))
+        self._notices.append((function, arguments))
         loop = self._loop
         if not self._woken and loop is not None:
             self._woken = True
@@ -100,8 +102,11 @@ class JobThreads:
         self._woken = False
         notices = self._notices
         while notices:
-            function, args = notices.popleft()
-            function(*args)
+            function, arguments = notices.popleft()
+            function(*arguments)
+            # The thread that sent them may not have left `notify` yet. It must not keep an error, and with it the
+            # frames of whoever catches it, longer than the one who caught it does.
+            arguments.clear()
 
     def call(
         self, function: Callable[[Any], Any], argument: Any, context: Context | None = None
@@ -114,8 +119,7 @@ class JobThreads:
         self.attach(loop)
         future: asyncio.Future[Any] = loop.create_future()
         inner = copy_context() if context is None else context.copy()
-
-        self.put(partial(_call, self.notify, future, inner, function, argument))
+        self.put(partial(_call, self.notify, [future], inner, function, argument))
         return future
 
     def close(self) -> None:
@@ -148,20 +152,23 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
 
 def _call(
     notify: Callable[..., None],
-    future: asyncio.Future[Any],
+    answer: list[Any],
     context: Context,
     function: Callable[[Any], Any],
     argument: Any,
 ) -> None:
-    if future.cancelled():
+    """In the thread. `answer` has the future, and gets what the call returned or raised: the thread holds neither
+    elsewhere, so that the loop can take both from it.
+    """
+    if answer[0].cancelled():
         return
+    deliver = _done
     try:
-        result = context.run(function, argument)
+        answer.append(context.run(function, argument))
     except BaseException as error:
-        notify(_failed, future, error)
-        del future  # it will refer to the error, which refers to this frame
-    else:
-        notify(_done, future, result)
+        answer.append(error)
+        deliver = _failed
+    notify(deliver, answer)
 
 
 def _done(future: asyncio.Future[Any], result: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,6 +14,10 @@ import pytest
 from asyncloader.workers.fetch.threads import JobThreads
 
 variable: ContextVar[int] = ContextVar("variable", default=-1)
+
+
+class Held(Exception):
+    """An error that weak references can follow."""
 
 
 def named(name: str) -> list[threading.Thread]:
@@ -72,6 +77,31 @@ async def test_errors_are_raised_where_it_is_awaited() -> None:
         await threads.call(fail, StopAsyncIteration(1))
     threads.close()
     join("jobs-c")
+
+
+async def test_a_thread_that_has_not_left_its_call_holds_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever caught it decides how long it lives, even while the thread that raised it still wakes the loop."""
+    threads = JobThreads(1, "jobs-k")
+    go, notify = threading.Event(), threads.notify
+
+    def notify_and_stay(*notice: Any) -> None:
+        notify(*notice)
+        go.wait(20)
+
+    def fail(_: Any) -> Any:
+        raise Held
+
+    monkeypatch.setattr(threads, "notify", notify_and_stay)
+    held: list[weakref.ref[Held]] = []
+    try:
+        await threads.call(fail, None)
+    except Held as error:
+        held.append(weakref.ref(error))
+    await asyncio.sleep(0)  # the callback that woke this task holds the future, which holds the error
+    assert held[0]() is None
+    go.set()
+    threads.close()
+    join("jobs-k")
 
 
 async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
