@@ -245,8 +245,8 @@ async def in_daemon(function: Callable[[], Any]) -> Any:
     """Call a blocking method in a daemon thread, so that other ranks that never join delay neither loop nor process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
-    # The thread reaches the future and the outcome through this list alone, and `done` empties it: a thread that has not
-    # ended yet must not keep an error that was caught, and with it the frames of whoever caught it.
+    # The thread reaches the future and the outcome through this list alone, and `done` empties it: a thread that has
+    # not ended yet must not keep an error that was caught, and with it the frames of whoever caught it.
     answer: list[Any] = [future]
 
     def done() -> None:

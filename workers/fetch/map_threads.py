@@ -165,25 +165,24 @@ class _Batch:
     ) -> None:
         if self._over:
             return
+        report: Callable[[int, Any], None] = self._made
+        answer: list[Any] = [item]
         try:
             try:
-                made = context.run(make)
+                answer.append(context.run(make))
             except Exception as error:
                 if handle is None:
                     raise
-                made = context.run(handle, error)
+                answer.append(context.run(handle, error))
                 decode = None  # a substitute is decoded already
         except BaseException as error:
-            failure = [item, error]
-        else:
-            failure = []
-        if failure:
-            self._threads.notify(self._failed, failure)
-        elif decode is None:
-            self._threads.notify(self._made, [item, made])
+            answer.append(error)
+            report, decode = self._failed, None
+        if decode is None:
+            self._threads.notify(report, answer)
         else:
             threads, function = decode
-            threads.put(partial(self._carry_out, item, context, partial(function, made), handle))
+            threads.put(partial(self._carry_out, item, context, partial(function, answer.pop()), handle))
 
     def _made(self, item: int, sample: Any) -> None:
         if self._over or self._done is None:

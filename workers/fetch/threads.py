@@ -162,7 +162,7 @@ def _call(
     """
     if answer[0].cancelled():
         return
-    deliver = _done
+    deliver: Callable[[asyncio.Future[Any], Any], None] = _done
     try:
         answer.append(context.run(function, argument))
     except BaseException as error:

@@ -23,16 +23,17 @@ def values(loader: Any) -> list[list[int]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_share_the_dataset_as_under_a_stock_loader(world_size: int, shuffle: bool) -> None:
     """Every rank gets what a stock loader with torch's DistributedSampler gives it, shuffled if the loader was."""
+    data = TensorDataset(torch.arange(23))  # not DATA: a fork server's workers get it in shared memory, where it stays
     for rank in range(world_size):
         ours = shard(
-            DataLoader[Any](DATA, 4, shuffle=shuffle, num_workers=1, tuning=Tuning(ring_bytes=1 << 20)),
+            DataLoader[Any](data, 4, shuffle=shuffle, num_workers=1, tuning=Tuning(ring_bytes=1 << 20)),
             world_size,
             rank,
         )
-        sampler: DistributedSampler[Any] = DistributedSampler(DATA, world_size, rank, shuffle=shuffle)
+        sampler: DistributedSampler[Any] = DistributedSampler(data, world_size, rank, shuffle=shuffle)
         assert isinstance(ours, DataLoader)
         assert ours.tuning.ring_bytes == 1 << 20
-        assert values(ours) == values(torch.utils.data.DataLoader(DATA, 4, sampler=sampler))
+        assert values(ours) == values(torch.utils.data.DataLoader(data, 4, sampler=sampler))
 
 
 def test_what_is_not_shared_out_stays() -> None:
