@@ -1,7 +1,7 @@
 """Which torch a test holds for. Most compare with the torch that is installed, whichever that is.
 
 Where torch itself behaves otherwise in the oldest release that is supported, the test says from which release on it
-holds. The suite was run with 2.6 and 2.13; a behaviour that came between the two is asked for from 2.13 on.
+holds. The suite was run with 2.6, 2.13 and 2.14; a behaviour that came between the first two is asked for from 2.13 on.
 """
 
 from __future__ import annotations
