@@ -51,7 +51,7 @@ KEYS: tuple[str, ...] = (
 
 PROCESS_KEYS: tuple[str, ...] = ("cpu_s", "delayed_s", "sampled_s", "sampled_cpu_s")
 """A worker's CPU time since its start-up, and the time that its main thread was ready to run but had no CPU; without
-workers: of some of the batches, how long they took, and how much of that they computed."""
+workers: of some of the batches, how long they took, how much of that they computed, and were kept from computing."""
 
 Stage = Literal[
     "sampler",

@@ -16,6 +16,7 @@ import torch
 
 __all__ = [
     "affinity",
+    "cpu_limit",
     "cpu_quota",
     "usable_cpus",
     "use_one_core",
@@ -35,8 +36,18 @@ def affinity() -> int:
     return os.cpu_count() or 1
 
 
+def cpu_limit() -> float:
+    """CPU seconds per second that this process may use: as `usable_cpus`, a quota not rounded."""
+    return min(affinity(), _quota() or float("inf"))
+
+
 def cpu_quota() -> int | None:
     """The tightest CPU quota of this process's control groups in whole CPUs, rounded up; None when there is none."""
+    quota = _quota()
+    return None if quota is None else max(1, math.ceil(quota))
+
+
+def _quota() -> float | None:
     quotas: list[float] = []
     for group in _cpu_groups():
         try:
@@ -49,7 +60,7 @@ def cpu_quota() -> int | None:
                 continue
         if quota not in ("max", "-1"):
             quotas.append(int(quota) / int(period))
-    return max(1, math.ceil(min(quotas))) if quotas else None
+    return min(quotas, default=None)
 
 
 def _cpu_groups() -> list[Path]:

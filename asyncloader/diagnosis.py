@@ -9,7 +9,12 @@ alters neither order nor samples, and if the prediction is worth it; what else w
 
 The prediction is deliberately simple. A batch takes as long as the slowest of these: the consumer; the workers'
 time for a batch, divided among them; the CPU time that it costs in all, divided among the CPUs. Starting workers comes
-in addition, once or for each epoch.
+in addition, once or for each epoch. Computing takes longer if there is more to run than there are CPUs: the more
+workers there are, and the more other programs use the CPUs, which is known from how long our processes waited for one.
+
+How long computing will take follows from that, so a gain is promised. How long waiting will take does not: reads of
+several workers may wait for one lock, or for a store that answers no faster; and other programs come and go. There the
+gain is an upper bound, and the text says so (`Diagnosis.sure`).
 """
 
 from __future__ import annotations
@@ -53,6 +58,7 @@ _SAVING = 0.25  # the share of saving states in the time from which it is the bo
 _STARTING = 0.35  # the share of starts in the waiting from which they are the bound
 _STARTING_ONCE = 0.5  # of one epoch's start in the whole time
 _CROWDED = 1.1  # how much longer computing takes if more workers than CPUs take turns
+_OTHERS = 0.5  # threads of other programs, from which they are mentioned
 _WORTH = 1.1  # the least gain for which a change is proposed
 _BATCH_COST_S = 300e-6  # what a batch of a worker costs in both processes, besides its samples
 _FORK_S, _SPAWN_S = 0.05, 2.0  # to start workers, where that was not measured
@@ -78,6 +84,7 @@ class Run:
         retirements: workers that exceeded the memory limit.
         blocks: what each process timed, by the worker's number; -1: the main process.
         cpus: that may be used.
+        cpu_limit: CPU seconds per second that are allowed, if it is less than `cpus`.
         workers: `num_workers`.
         persistent: `persistent_workers`.
         forks: whether workers are forked.
@@ -105,6 +112,7 @@ class Run:
     retirements: int = 0
     blocks: Mapping[int, Sequence[float]]
     cpus: int
+    cpu_limit: float | None = None
     workers: int
     persistent: bool = False
     forks: bool = True
@@ -151,6 +159,8 @@ class Diagnosis(NamedTuple):
             gained, the run was too short to judge, or what would help is not an option, or would alter the order.
         gain: the factor by which the run should become faster with the change; 1 without one.
         text: the same in one or two sentences.
+        sure: whether the gain follows from what was measured. If not, it is the most that can be had: whether several
+            workers wait no longer for their reads than one, or other programs leave CPUs to them, only a trial tells.
     """
 
     bound: Bound
@@ -158,6 +168,7 @@ class Diagnosis(NamedTuple):
     change: Mapping[str, Any]
     gain: float
     text: str
+    sure: bool = True
 
 
 @dataclass(frozen=True)
@@ -168,7 +179,9 @@ class _Costs:
     taking: float
     """To take a batch from a worker, in the consumer's process."""
     work: float
-    """A worker's time for a batch that runs alone."""
+    """A worker's time for a batch, if it never waits for a CPU."""
+    computing: float
+    """Of that, what it computes."""
     cpu: float
     """Of all processes."""
     latency: float
@@ -200,7 +213,9 @@ def diagnose(run: Run) -> Diagnosis:
     bound, evidence, words = _bound(run)
     change, gain = _change(run, bound)
     evidence = {"wait_frac": waited, **evidence}
-    return Diagnosis(bound, evidence, change, gain, f"{head}. {_advice(run, bound, words, change, gain)}")
+    doubt = _doubt(run, bound, change)
+    text = f"{head}. {_advice(run, bound, words, change, gain, doubt)}"
+    return Diagnosis(bound, evidence, change, gain, text, not doubt)
 
 
 # ------------------------------------------------------------------------------------------------ what bounds it
@@ -299,14 +314,20 @@ def _dataset(run: Run) -> tuple[Bound, dict[str, float], str]:
     """Whether the samples cost computing, or waiting, or next to nothing."""
     costs = _costs(run)
     delayed = run.sum("delayed_s") / (run.workers * run.steady_s) if run.workers else 0.0
-    load = costs.cpu * run.batches / (run.cpus * run.steady_s)
+    load = costs.cpu * run.batches / (_allowed(run) * run.steady_s)
+    others = _others(run)
     if delayed > 0.3 or (run.workers and load > 0.85 and (delayed > 0.15 or run.workers >= run.cpus)):
         words = f"All {run.cpus} CPUs are busy"
-        if run.main_cpu_s > 1.3 * run.elapsed_s:
+        if _allowed(run) < run.cpus:
+            words = f"The {_allowed(run):.2g} CPUs that the control group's quota allows are used up"
+        elif run.main_cpu_s > 1.3 * run.elapsed_s:
             words += (
                 f", {run.main_cpu_s / run.elapsed_s:.1f} of them with this process (torch.set_num_threads limits it)"
             )
-        return "cpus", {"load": load, "delayed_frac": delayed}, f"{words}: make samples cheaper."
+        elif others > _OTHERS:
+            words += f", also with other programs, of which {others:.1f} want one at a time"
+        evidence = {"load": load, "delayed_frac": delayed, "others": others}
+        return "cpus", evidence, f"{words}: make samples cheaper."
     share = _computing(run)
     evidence = {"work_s": costs.work, "computing_frac": share}
     if share > 0.6:
@@ -319,14 +340,37 @@ def _dataset(run: Run) -> tuple[Bound, dict[str, float], str]:
 
 def _computing(run: Run) -> float:
     """The part of the time of making batches that is computing."""
+    delayed = run.sum("delayed_s")
     if not run.workers:
         sampled = run.sum("sampled_s")
-        return min(1.0, run.sum("sampled_cpu_s") / sampled) if sampled else 1.0
+        return min(1.0, run.sum("sampled_cpu_s") / (sampled - min(delayed, 0.9 * sampled))) if sampled else 1.0
     work = sum(run.stage(stage).total for stage in _work_stages(run))
-    delayed = run.sum("delayed_s")
     if run.asynchronous or run.threads:  # many at a time: compared with the time that the workers have
         work = run.workers * run.steady_s
     return min(1.0, run.sum("cpu_s") / max(1e-9, work - min(delayed, 0.9 * work)))
+
+
+def _allowed(run: Run) -> float:
+    return run.cpus if run.cpu_limit is None else min(run.cpus, run.cpu_limit)
+
+
+def _others(run: Run) -> float:
+    """How many threads of other programs want a CPU at a time.
+
+    Where R threads share C CPUs evenly, each computes C / R of the time that it wants to. So what our processes got
+    tells how many there are, and they know how many of those are their own.
+    """
+    delayed = run.sum("delayed_s")
+    if not delayed:
+        return 0.0
+    computed, seconds = run.sum("cpu_s"), run.steady_s
+    if not run.workers:
+        computed, seconds = run.sum("sampled_cpu_s"), run.sum("sampled_s")
+    got = computed / max(1e-9, computed + delayed)
+    if got > 0.9:
+        return 0.0
+    own = (computed + delayed) / seconds + (run.main_cpu_s / run.elapsed_s if run.workers else 0.0)
+    return max(0.0, _allowed(run) / got - own)
 
 
 # ------------------------------------------------------------------------------------------- what would change it
@@ -349,9 +393,12 @@ def _costs(run: Run) -> _Costs:
         work = max(run.sum("cpu_s") / made, work - delayed)
         starts = max(1, round(run.stage("start_process").number / run.workers))
         taking = min(1e-3, max(_BATCH_COST_S / 3, run.main_cpu_s / run.batches - consumer))
-        return _Costs(consumer, taking, work, cpu, latency, run.startup_s / starts)
+        computing = min(work, run.sum("cpu_s") / made)
+        return _Costs(consumer, taking, work, computing, cpu, latency, run.startup_s / starts)
     starting = _FORK_S if run.forks else _SPAWN_S
-    return _Costs(consumer, _BATCH_COST_S / 3, work, run.main_cpu_s / run.batches, latency, starting)
+    work *= 1 - min(0.9, run.sum("delayed_s") / max(1e-9, run.sum("sampled_s")))
+    cpu = run.main_cpu_s / run.batches
+    return _Costs(consumer, _BATCH_COST_S / 3, work, work * _computing(run), cpu, latency, starting)
 
 
 def _saving(run: Run) -> float:
@@ -416,6 +463,12 @@ def _faster(run: Run) -> tuple[dict[str, Any], float]:
     return change, gain
 
 
+def _regardless_of_order(run: Run) -> tuple[int, float]:
+    """The number of workers that would be best for a stream if its order did not matter, and what it would gain."""
+    change, gain = _faster(replace(run, iterable=False))
+    return change.get("num_workers", run.workers), gain
+
+
 def _settings(run: Run) -> list[_Setting]:
     """Settings that give the same batches in the same order; those that use less come first."""
     workers = [run.workers]
@@ -438,25 +491,50 @@ def _settings(run: Run) -> list[_Setting]:
 
 def _predicted(run: Run, costs: _Costs, setting: _Setting) -> float:
     """Seconds that the run would take with these settings."""
-    number, making = setting.workers, costs.work
+    number = setting.workers
+    making, slower = _making(run, costs, number)
     if run.asynchronous:
         in_flight = max(1.0, setting.concurrency / run.batch_size)
-        making = max(costs.latency / in_flight, run.sum("cpu_s") / run.batches if run.workers else costs.cpu)
+        computing = run.sum("cpu_s") / run.batches if run.workers else costs.cpu
+        making = max(costs.latency / in_flight, computing * slower)
     if not number:
         making -= run.mean("write")
         period = max(costs.consumer, making) if run.asynchronous else costs.consumer + making
         return run.batches * period
     cpu = costs.cpu + (0.0 if run.workers else _BATCH_COST_S)
     crowded = _CROWDED if number > run.cpus else 1.0
-    period = max(costs.consumer + costs.taking, (making + _BATCH_COST_S) / number, cpu / run.cpus * crowded)
+    period = max(costs.consumer + costs.taking, (making + _BATCH_COST_S) / number, cpu / _allowed(run) * crowded)
     starts = 1 if setting.persistent else run.epochs
     return run.batches * period + starts * costs.startup * (0.7 + 0.3 * number / max(1, run.workers))
 
 
-def _advice(run: Run, bound: Bound, words: str, change: Mapping[str, Any], gain: float) -> str:
+def _making(run: Run, costs: _Costs, workers: int) -> tuple[float, float]:
+    """Seconds that a worker takes for a batch if there are so many, and how many times longer computing takes because
+    it shares the CPUs.
+    """
+    waiting, slower, others = costs.work - costs.computing, 1.0, _others(run)
+    for _ in range(20):  # workers that compute for longer are more often in each other's way
+        making = waiting + costs.computing * slower
+        runnable = max(1, workers) * min(1.0, costs.computing * slower / max(1e-9, making))
+        slower = (slower + max(1.0, (runnable + others) / _allowed(run))) / 2
+    return waiting + costs.computing * slower, slower
+
+
+def _doubt(run: Run, bound: Bound, change: Mapping[str, Any]) -> str:
+    """Why the gain may be less; empty: it follows from what was measured."""
+    if not change.keys() & {"num_workers", "concurrency"} and not run.iterable:
+        return ""
+    if bound == "fetch":
+        return "no faster if the reads wait for a lock or a store that they share"
+    return "less if other programs go on using the CPUs" if _others(run) > _OTHERS else ""
+
+
+def _advice(run: Run, bound: Bound, words: str, change: Mapping[str, Any], gain: float, doubt: str) -> str:
     if change:
         options = ", ".join(f"{name}={value!r}" for name, value in change.items())
         text = f"{words} Set {options}: about {gain:.1f} times as fast."
+        if doubt:
+            text = f"{words} Try {options}: up to {gain:.1f} times as fast; {doubt}."
         if change.get("num_workers", 0) > run.cpus:
             text += f" Workers that wait may be more than the {run.cpus} CPUs that torch suggests."
         return text
@@ -467,7 +545,14 @@ def _advice(run: Run, bound: Bound, words: str, change: Mapping[str, Any], gain:
     if bound == "startup" and run.epochs == 1 and not run.persistent:
         return f"{words} If more epochs follow, persistent_workers=True starts them once."
     if run.iterable and bound in ("compute", "fetch"):
-        return f"{words} Another num_workers would also change the stream's order."
+        number, gain = _regardless_of_order(run)
+        if number == run.workers:
+            return f"{words} Other numbers of workers would gain little."
+        most = "up to" if doubt else "about"
+        return (
+            f"{words} num_workers={number} would make it {most} {gain:.1f} times as fast, if the stream has as many "
+            "parts (shards) to share out; but it changes the order of the samples."
+        )
     if bound in ("compute", "fetch"):
         return f"{words} Other numbers of workers would gain little."
     return words

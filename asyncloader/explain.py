@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 from torch.utils.data._utils import collate as torch_collate
 
-from asyncloader.cpus import usable_cpus
+from asyncloader.cpus import cpu_limit, usable_cpus
 from asyncloader.delivery.transfer import current_transfer
 from asyncloader.diagnosis import Diagnosis, Run, diagnose
 from asyncloader.epoch.credits import most_credits
@@ -203,6 +203,7 @@ def diagnose_run(spec: LoaderSpec[Any], statistics: Statistics) -> Diagnosis:
         retirements=statistics.retirements,
         blocks=statistics.blocks(),
         cpus=usable_cpus(),
+        cpu_limit=cpu_limit(),
         workers=config.num_workers,
         persistent=config.persistent_workers,
         forks=start_method(config) == "fork",

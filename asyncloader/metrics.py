@@ -27,7 +27,12 @@ FIGURES: dict[str, Figure] = {
     "data/batches": Figure("total", "batches", "handed to the consumer since the loader was made"),
     "data/samples": Figure("total", "samples", "in those batches, as far as the batch size says"),
     "data/bytes": Figure("total", "bytes", "of tensors in those batches"),
-    "data/wait_s": Figure("total", "s", "that the consumer spent waiting for a batch, the current wait included"),
+    "data/wait_s": Figure(
+        "total",
+        "s",
+        "that the consumer spent in `next` or `anext`, the current call included: waiting, taking a batch, and in the "
+        "sampler",
+    ),
     "data/wait_frac": Figure("derived", "0 to 1", "the share of waiting in the time spent iterating"),
     "data/batches_per_sec": Figure("derived", "1/s", "over the time spent iterating"),
     "data/samples_per_sec": Figure("derived", "1/s", "over the time spent iterating"),

@@ -194,19 +194,17 @@ class Statistics:
         self.refilled += sum(record.action == "refilled" for record in records)
         self.log.add(records)
 
-    def batch(
-        self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int, own: float = 0.0
-    ) -> None:
+    def batch(self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int) -> None:
         """Count a delivered batch.
 
         Args:
             samples: in the batch.
             nbytes: of its tensors.
             pickled: bytes that were unpickled for it.
-            waited: seconds that the consumer waited for it.
+            waited: seconds that the consumer spent in `next` or `anext`: waiting for workers, in the loader's own code,
+                and in the sampler's.
             busy: seconds that a worker spent on it.
             workers: how many there are.
-            own: seconds that the loader itself worked in the consumer's thread, the sampler included.
         """
         now = perf_counter()
         passed = now - self._mark
@@ -223,7 +221,7 @@ class Statistics:
         self.worker_s += passed * workers
         time = self.recorder.time
         time("wait", waited)
-        time("consumer", passed - waited - own)
+        time("consumer", passed - waited)
 
     def came_from_node(self, worker: int, nbytes: int, busy: float) -> None:
         """Count a batch that a service has made for this worker. Arguments as `batch`."""

@@ -11,7 +11,28 @@ from time import process_time
 
 from asyncloader.counters import Recorder
 
-__all__ = ["ProcessorUse"]
+__all__ = ["ProcessorUse", "thread_delay"]
+
+_SCHEDULING = "/proc/thread-self/schedstat"
+
+
+def thread_delay() -> float:
+    """Seconds that this thread was ready to run so far and waited for a CPU; 0 where the kernel does not count them."""
+    try:
+        fd = os.open(_SCHEDULING, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0.0
+    try:
+        return _read_delay(fd)
+    finally:
+        os.close(fd)
+
+
+def _read_delay(fd: int) -> float:
+    try:
+        return int(os.pread(fd, 64, 0).split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 class ProcessorUse:
@@ -27,24 +48,16 @@ class ProcessorUse:
         self._begun = process_time()
         self._fd = -1
         with contextlib.suppress(OSError):
-            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        self._delayed = self._read_delay()
+            self._fd = os.open(_SCHEDULING, os.O_RDONLY | os.O_CLOEXEC)
+        self._delayed = _read_delay(self._fd)
 
     def record(self) -> None:
         """Write the current figures."""
         self._recorder.put("cpu_s", process_time() - self._begun)
-        self._recorder.put("delayed_s", self._read_delay() - self._delayed)
+        self._recorder.put("delayed_s", _read_delay(self._fd) - self._delayed)
 
     def close(self) -> None:
         """Record nothing any more. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def _read_delay(self) -> float:
-        if self._fd < 0:
-            return 0.0
-        try:
-            return int(os.pread(self._fd, 64, 0).split()[1]) * 1e-9
-        except (OSError, ValueError, IndexError):
-            return 0.0

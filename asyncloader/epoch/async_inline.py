@@ -207,7 +207,8 @@ class AsyncInlineIterator(Generic[B_co]):
             return await epoch.prefetcher.take(self._records)
         index = await epoch.next_index_async()
         if not epoch.reader.asynchronous:
-            return index, await self._place.fetch_in_thread(epoch.reader.fetch, index, self._records)
+            fetch = epoch.fetcher(epoch.reader.fetch, perf_counter())
+            return index, await self._place.fetch_in_thread(fetch, index, self._records)
         await epoch.context.open()
         return index, await epoch.reader.fetch_async(index, self._records)
 

@@ -354,10 +354,8 @@ class Consumer:
                 self._statistics.first_batch(self._begun)
             result = outcome.result
             self._statistics.prefetch_depth = self._scheduler.credits
-            own = perf_counter() - self._arrived
-            self._statistics.batch(
-                *(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers, own)
-            )
+            waited += perf_counter() - self._arrived
+            self._statistics.batch(*(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers))
         self._progress.delivered(item.seq, item.worker, outcome.cursor)
         delivery.reached = _DONE
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from time import perf_counter, process_time
-from typing import Any
+from time import perf_counter, thread_time
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
@@ -43,8 +43,12 @@ from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import Reader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
 from asyncloader.workers.memory.recycle import recycling_collate
+from asyncloader.workers.processor_use import thread_delay
 
 __all__ = ["InlineEpoch", "close_reader", "warn_of_exit"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _FIRST_ELEMENTS, _FIRST_VALUES, _DEEPEST = 12, 64, 8  # of what `_batch_nbytes` looks at
 
@@ -207,10 +211,7 @@ class InlineEpoch:
         statistics = self.statistics
         statistics.waiting_since = begin
         try:
-            if begin < self._look_at:
-                index, batch = fetch(records)
-            else:
-                index, batch = self._sampled(fetch, records, begin)
+            index, batch = self.fetcher(fetch, begin)(records)
             if self.agreement is not None and not self.agreement.batch():
                 raise EndOfData
             cursor = self.cursor()
@@ -234,16 +235,24 @@ class InlineEpoch:
             statistics.waiting_since = None
         return self.delivered(index, batch, cursor, records, perf_counter() - begin)
 
-    def _sampled(
-        self, fetch: Callable[[list[SkippedSample]], tuple[Any, Any]], records: list[SkippedSample], begin: float
-    ) -> tuple[Any, Any]:
-        """Fetch a batch, and record how much of the time went by in computing."""
+    def fetcher(self, fetch: Callable[P, T], begin: float) -> Callable[P, T]:
+        """The same function; now and then one that also records how much of the time it computes, and how long it is
+        kept from that.
+        """
+        if begin < self._look_at:
+            return fetch
         self._look_at = begin + _LOOK_S
-        began, computed = perf_counter(), process_time()
-        index, batch = fetch(records)
-        self._recorder.add("sampled_cpu_s", process_time() - computed)
-        self._recorder.add("sampled_s", perf_counter() - began)
-        return index, batch
+
+        def measured(*args: P.args, **options: P.kwargs) -> T:
+            delayed, computed, began = thread_delay(), thread_time(), perf_counter()
+            result = fetch(*args, **options)
+            recorder = self._recorder
+            recorder.add("sampled_s", perf_counter() - began)
+            recorder.add("sampled_cpu_s", thread_time() - computed)
+            recorder.add("delayed_s", thread_delay() - delayed)
+            return result
+
+        return measured
 
     def start_transfer(self, batch: Any) -> Ready:
         """Start to copy a batch to the device. Any thread."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections.abc import Iterator
+from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset, Sampler
 
 from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.integration.datasets import AsyncNumbers, Custom, Images, Numbers, UnevenStream
@@ -55,6 +59,52 @@ def test_stats(kind: str, workers: int) -> None:
     assert stats["data/time_to_first_batch_s"] > 0
     assert stats["data/samples_per_sec"] == pytest.approx(stats["data/batches_per_sec"] * 30 / 9)
     assert stats["data/queue_depth"] == stats["data/worker_restarts"] == 0
+
+
+class Choosing(Sampler[int]):
+    """Each index takes a while to choose; all that it took is added up."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(200):
+            began = perf_counter()
+            while perf_counter() < began + 0.002:
+                pass
+            self.seconds += perf_counter() - began
+            yield index
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_waiting_for_the_sampler_is_waiting(kind: str, workers: int) -> None:
+    """All that the consumer does not compute counts, whatever it waits for."""
+    sampler = Choosing()
+    loader = LOADERS[kind](Numbers(200), batch_size=4, num_workers=workers, sampler=sampler)
+    exhaust(loader)
+    assert loader.stats()["data/wait_s"] > 0.95 * sampler.seconds
+
+
+class Sleeping(Dataset[int]):
+    """Samples that wait longer than they compute."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.01)
+        return index
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_without_workers_waiting_is_told_from_computing(kind: str) -> None:
+    """Also in the thread in which an async loader calls a blocking dataset."""
+    loader = LOADERS[kind](Sleeping(), batch_size=5)
+    exhaust(loader)
+    found = loader.diagnose()
+    assert found.bound == "fetch", found
+    assert not found.sure
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -7,22 +7,33 @@ that can act there and alter neither order nor samples.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from aiohttp import web
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from asyncloader import RemoteIterableDataset
-from tests.integration.http_store import serving, status
+from asyncloader.cpus import usable_cpus
+from tests.integration.http_store import HttpStore, serving, status
 
-__all__ = ["ROWS", "Row"]
+__all__ = ["ROWS", "CannotPlant", "Row"]
+
+
+class CannotPlant(Exception):
+    """This machine does not let us."""
 
 
 def spin(seconds: float) -> None:
@@ -73,6 +84,33 @@ class AsyncPlanted(Planted):
         if self.computes:
             spin(self.computes * self.factors[index])
         return torch.zeros(self.nbytes, dtype=torch.uint8)
+
+
+class Locked(Planted):
+    """Samples that wait one after the other, whoever reads them, as those of one HDF5 file do."""
+
+    def __init__(self, seed: int, length: int, waits: float) -> None:
+        super().__init__(seed, length, waits=waits)
+        self.lock = multiprocessing.get_context("fork").Lock()
+
+    def __getitem__(self, index: int) -> Any:
+        with self.lock:
+            return super().__getitem__(index)
+
+
+class SlowSampler(Sampler[int]):
+    """Indices that each take a while to choose."""
+
+    def __init__(self, length: int, computes: float) -> None:
+        self.length, self.computes = length, computes
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.length):
+            spin(self.computes)
+            yield index
 
 
 class OneShard(IterableDataset[Any]):
@@ -153,8 +191,39 @@ class Holding(AbstractContextManager[None]):
         self.thread.join()
 
 
-class Failing(AbstractContextManager[None]):
-    """A store in a thread of its own, over HTTP; each object's first requests are refused, as drawn from the seed."""
+class Neighbours(AbstractContextManager[None]):
+    """Other programs that compute all the time, one for each CPU."""
+
+    def __enter__(self) -> None:
+        self.running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(usable_cpus())]
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.running:
+            each.kill()
+            each.wait()
+
+
+class Throttled(AbstractContextManager[None]):
+    """A control group that allows six tenths of a CPU to this process and those that it starts. Needs root."""
+
+    group, before = Path("/sys/fs/cgroup/cpu/asyncloader-verdicts"), Path("/sys/fs/cgroup/cpu")
+
+    def __enter__(self) -> None:
+        try:
+            self.group.mkdir()
+            (self.group / "cpu.cfs_quota_us").write_text("60000")
+            (self.group / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError as error:
+            raise CannotPlant(f"no control group can be made here: {error}") from error
+
+    def __exit__(self, *_: object) -> None:
+        for pid in (self.group / "cgroup.procs").read_text().split():
+            (self.before / "cgroup.procs").write_text(pid)
+        self.group.rmdir()
+
+
+class Store(AbstractContextManager[None]):
+    """A store over HTTP, in a thread of its own."""
 
     url: ClassVar[str] = ""
 
@@ -164,11 +233,12 @@ class Failing(AbstractContextManager[None]):
         self.stack = AsyncExitStack()
 
     async def _open(self) -> None:
-        draw, store = random.Random(21), await self.stack.enter_async_context(serving())
-        for number in range(24):
-            store.put(f"{number:02d}.jsonl", b'{"n": 1}\n' * 16)
-            store.faults[f"{number:02d}.jsonl"].extend([status(503)] * draw.randint(1, 3))
+        store = await self.stack.enter_async_context(serving())
+        self.fill(store)
         type(self).url = store.url
+
+    def fill(self, store: HttpStore) -> None:
+        raise NotImplementedError
 
     def __enter__(self) -> None:
         self.thread.start()
@@ -179,6 +249,37 @@ class Failing(AbstractContextManager[None]):
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
+
+
+class Failing(Store):
+    """Each object's first requests are refused, so many as are drawn."""
+
+    def fill(self, store: HttpStore) -> None:
+        draw = random.Random(21)
+        for number in range(24):
+            store.put(f"{number:02d}.jsonl", b'{"n": 1}\n' * 16)
+            store.faults[f"{number:02d}.jsonl"].extend([status(503)] * draw.randint(1, 3))
+
+
+class Limited(Store):
+    """A connection carries 2 MB/s, after 100 ms. The objects are 48 of 256 KiB."""
+
+    def fill(self, store: HttpStore) -> None:
+        data = b'{"n": "%s"}\n' % (b"x" * 1014) * 256
+
+        async def slow(_: HttpStore, request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Length": str(len(data)), "ETag": '"1"'})
+            await asyncio.sleep(0.1)
+            await response.prepare(request)
+            for at in range(0, len(data), 1 << 15):
+                await asyncio.sleep((1 << 15) / 2e6)
+                await response.write(data[at : at + (1 << 15)])
+            await response.write_eof()
+            return response
+
+        for number in range(48):
+            store.put(f"{number:02d}.jsonl", data)
+            store.faults[f"{number:02d}.jsonl"].extend([slow] * 64)
 
 
 def nothing(_: Any) -> None:
@@ -296,6 +397,66 @@ ROWS = [
         lambda seed: Planted(seed, 200, nbytes=4 << 20),
         {"batch_size": 2, "num_workers": 1, "ring_bytes": 4 << 20},
         ({"ring_bytes": 32 << 20}, {"ring_bytes": 64 << 20}),
+    ),
+    Row(
+        "slow storage, no workers",
+        ("fetch",),
+        lambda seed: Planted(seed, 160, waits=0.004),
+        {"batch_size": 8, "num_workers": 0},
+        workers(1, 2, 4, 8, 16),
+    ),
+    Row(
+        "a sampler that is slow",
+        ("sampler",),
+        lambda seed: Planted(seed, 320, waits=0.0005),
+        {"batch_size": 8, "num_workers": 2, "sampler": SlowSampler(320, 0.004)},
+        workers(0, 1, 4),
+    ),
+    Row(
+        "one lock that all workers wait for",
+        ("fetch",),
+        lambda seed: Locked(seed, 320, 0.004),
+        {"batch_size": 8, "num_workers": 2, "multiprocessing_context": "fork"},
+        workers(0, 1, 4, 8),
+    ),
+    Row(
+        "one lock, one worker",
+        ("fetch",),
+        lambda seed: Locked(seed, 320, 0.004),
+        {"batch_size": 8, "num_workers": 1, "multiprocessing_context": "fork"},
+        workers(0, 2, 4, 8),
+    ),
+    Row(
+        "neighbours that compute, no workers",
+        ("compute", "cpus"),
+        lambda seed: Planted(seed, 320, computes=0.004),
+        {"batch_size": 8, "num_workers": 0},
+        workers(1, 2, 4, 8),
+        beside=Neighbours,
+    ),
+    Row(
+        "neighbours that compute, one worker",
+        ("compute", "cpus"),
+        lambda seed: Planted(seed, 320, computes=0.004),
+        {"batch_size": 8, "num_workers": 1},
+        workers(0, 2, 4, 8),
+        beside=Neighbours,
+    ),
+    Row(
+        "a control group's quota",
+        ("compute", "cpus"),
+        lambda seed: Planted(seed, 320, computes=0.004),
+        {"batch_size": 8, "num_workers": 1},
+        workers(0, 2, 4),
+        beside=Throttled,
+    ),
+    Row(
+        "a store that limits each connection",
+        ("fetch",),
+        lambda seed: RemoteIterableDataset(Limited.url + "/{00..47}.jsonl", shuffle_shards=bool(seed % 2)),
+        {"batch_size": 64, "num_workers": 1, "multiprocessing_context": "fork"},
+        workers(2, 4),
+        beside=Limited,
     ),
     Row(
         "a store that fails now and then",
