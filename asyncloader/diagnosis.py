@@ -440,13 +440,13 @@ def _ring_gain(run: Run) -> float:
     return _predicted(run, costs, now) / max(1e-9, _predicted(run, less, now))
 
 
-def _faster(run: Run) -> tuple[dict[str, Any], float]:
+def _faster(run: Run, *, any_order: bool = False) -> tuple[dict[str, Any], float]:
     """Search the settings whose effect can be predicted."""
     costs, now = _costs(run), _Setting(run.workers, run.persistent, run.concurrency)
     expected = max(run.elapsed_s, 1e-9)
     scale = expected / max(_predicted(run, costs, now), 1e-9)  # what the prediction leaves out
     best, best_s = now, expected
-    for setting in _settings(run):
+    for setting in _settings(run, any_order=any_order):
         seconds = _predicted(run, costs, setting) * min(1.3, max(1.0, scale))
         if seconds < best_s * 0.95:
             best, best_s = setting, seconds
@@ -465,15 +465,16 @@ def _faster(run: Run) -> tuple[dict[str, Any], float]:
 
 def _regardless_of_order(run: Run) -> tuple[int, float]:
     """The number of workers that would be best for a stream if its order did not matter, and what it would gain."""
-    change, gain = _faster(replace(run, iterable=False))
+    change, gain = _faster(run, any_order=True)
     return change.get("num_workers", run.workers), gain
 
 
-def _settings(run: Run) -> list[_Setting]:
-    """Settings that give the same batches in the same order; those that use less come first."""
+def _settings(run: Run, *, any_order: bool) -> list[_Setting]:
+    """Settings that give the same batches, in the same order unless `any_order`; those that use less come first."""
     workers = [run.workers]
-    if not run.iterable:
-        waits = _computing(run) < 0.6 and not (run.asynchronous or run.threads)
+    if any_order or not run.iterable:
+        # The samples of a stream that are awaited come one after the other, too.
+        waits = _computing(run) < 0.6 and (run.iterable or not (run.asynchronous or run.threads))
         most = max(run.cpus, _MOST_WAITING_WORKERS) if waits else run.cpus
         held_up = run.mean("transfer") > _HELD_UP_S  # this process would be no quicker at making batches
         least = 1 if held_up else 0
@@ -493,13 +494,14 @@ def _predicted(run: Run, costs: _Costs, setting: _Setting) -> float:
     """Seconds that the run would take with these settings."""
     number = setting.workers
     making, slower = _making(run, costs, number)
-    if run.asynchronous:
+    if run.asynchronous and not run.iterable:
         in_flight = max(1.0, setting.concurrency / run.batch_size)
         computing = run.sum("cpu_s") / run.batches if run.workers else costs.cpu
         making = max(costs.latency / in_flight, computing * slower)
     if not number:
         making -= run.mean("write")
-        period = max(costs.consumer, making) if run.asynchronous else costs.consumer + making
+        overlaps = run.asynchronous and not run.iterable
+        period = max(costs.consumer, making) if overlaps else costs.consumer + making
         return run.batches * period
     cpu = costs.cpu + (0.0 if run.workers else _BATCH_COST_S)
     crowded = _CROWDED if number > run.cpus else 1.0
@@ -549,9 +551,10 @@ def _advice(run: Run, bound: Bound, words: str, change: Mapping[str, Any], gain:
         if number == run.workers:
             return f"{words} Other numbers of workers would gain little."
         most = "up to" if doubt else "about"
+        parts = ", if the stream has as many parts (shards) to share out" if number > run.workers else ""
         return (
-            f"{words} num_workers={number} would make it {most} {gain:.1f} times as fast, if the stream has as many "
-            "parts (shards) to share out; but it changes the order of the samples."
+            f"{words} num_workers={number} would make it {most} {gain:.1f} times as fast{parts}; but it changes the "
+            "order of the samples."
         )
     if bound in ("compute", "fetch"):
         return f"{words} Other numbers of workers would gain little."

@@ -35,8 +35,9 @@ __all__ = [
 Open = Callable[[Shard, CatalogRange, OnBad], AsyncGenerator[list[Located], None]]
 """Opens a range for reading; the callback receives the bad samples that are skipped."""
 
-MAX_PREFETCHED_RANGES = 4
-"""Ranges after the current one that are opened early, at most."""
+MAX_PREFETCHED_RANGES = 16
+"""Ranges after the current one that are opened early, at most. Many stores limit what one connection carries: 48 shards
+of 256 KiB that come at 2 MB/s after 100 ms take one worker 2.9 s with 4 of them, and 1.4 s with 16."""
 
 
 class RangeReading:
