@@ -6,6 +6,7 @@ Data path: beside the consumer. Pure, except that `explain` counts the CPUs.
 from __future__ import annotations
 
 import html
+from time import perf_counter
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -13,13 +14,15 @@ from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import cpu_limit, usable_cpus
 from asyncloader.delivery.transfer import current_transfer
-from asyncloader.diagnosis import Diagnosis, Run, diagnose
+from asyncloader.diagnosis import Diagnosis, diagnose
 from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.plan import start_method
 from asyncloader.epoch_config import EpochConfig
 from asyncloader.options import LoaderSpec, given_options, is_iterable
+from asyncloader.run_figures import Run
 from asyncloader.samplers.distributed import plain_sampler
 from asyncloader.statistics import Statistics
+from asyncloader.transports.retrying_client import silent_servers
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.pool import WorkerPool
@@ -73,8 +76,15 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
             f"copies: {statistics.ring_copies} of {statistics.batches} batches were copied out of their ring, because "
             "the consumer held more batches than the ring can spare"
         )
+    lines += _waiting(statistics)
     lines.append(diagnose_run(spec, statistics).text)
     return "\n".join(lines)
+
+
+def _waiting(statistics: Statistics) -> list[str]:
+    since = statistics.waiting_since
+    lines = [] if since is None else [f"waiting: for a batch, for {perf_counter() - since:.1f} s so far"]
+    return lines + [f"waiting: {store} does not answer" for store in sorted({*statistics.silent, *silent_servers()})]
 
 
 def _workers(config: EpochConfig) -> str:

@@ -44,7 +44,6 @@ class Statistics:
         "_look_at",
         "_mark",
         "_nodes",
-        "_silent",
         "_starting",
         "_told_slow_start",
         "_workers",
@@ -69,6 +68,7 @@ class Statistics:
         "ring_copies",
         "ring_needed",
         "samples",
+        "silent",
         "skipped_samples",
         "staged",
         "startup_s",
@@ -104,7 +104,7 @@ class Statistics:
         self.skipped_samples = 0
         self.refilled = 0
         self.log = SkippedSampleLog(None)  # of the newest iterator
-        self._silent: set[str] = set()  # stores that workers say do not answer
+        self.silent: set[str] = set()  # stores that workers say do not answer
         self.first_batch_s = 0.0
         self.waiting_since: float | None = None  # the consumer waits for a batch since then
         self.recorder = Recorder()
@@ -178,9 +178,9 @@ class Statistics:
     def relay(self, level: int, text: str, store: str | None, *, silent: bool) -> None:
         """Log a worker's line. That a store is silent, or answers again, is logged once, whoever else says it."""
         if store is not None:
-            if silent == (store in self._silent):
+            if silent == (store in self.silent):
                 return
-            (self._silent.add if silent else self._silent.discard)(store)
+            (self.silent.add if silent else self.silent.discard)(store)
         _log.log(level, "%s", text)
 
     def add_skipped_samples(self, records: Sequence[SkippedSample]) -> None:

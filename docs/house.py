@@ -26,7 +26,7 @@ FLOORS = [
     "errors counters cpus shielding sizes workers.ipc",
     "events bridge formats transports workers.memory never_iterated",
     "workers.fetch",
-    "samplers shared statistics metrics diagnosis workers",
+    "samplers shared statistics metrics run_figures prediction diagnosis workers",
     "delivery ranks remote service",
     "option_checks option_objects options epoch_config",
     "state clone",

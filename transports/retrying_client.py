@@ -25,7 +25,7 @@ _SILENT_S = 5.0  # without progress, after which the log says so
 _LAST_S = 1.0  # how long an answer is waited for when the time is up
 _FOLLOWS_S = 1.0  # after a failure, within which the next operation is taken to be for the same purpose
 
-__all__ = ["RetryingClient"]
+__all__ = ["RetryingClient", "silent_servers"]
 
 _C = TypeVar("_C")
 
@@ -48,6 +48,11 @@ class _Contact:
 
 
 _contacts: dict[str, _Contact] = {}
+
+
+def silent_servers() -> list[str]:
+    """The servers of which the log has said that they do not answer this process, and which still do not."""
+    return [server for server, contact in [*_contacts.items()] if contact.silent]
 
 
 class RetryingClient(ABC, Generic[_C]):

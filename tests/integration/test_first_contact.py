@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,14 +39,17 @@ PATIENT = RetryPolicy(first_delay_s=0.01, cap_s=0.02)
 
 
 class Told(logging.Handler):
-    """The log's lines; `event` is set with each."""
+    """The log's lines, and what `look` returns with each; `event` is set with each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
         self.event = asyncio.Event()
+        self.look: Callable[[], str] = str
+        self.seen: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(self.look())
         self.lines.append(f"{record.levelname} {record.getMessage()}")
         self.event.set()
 
@@ -146,7 +149,11 @@ async def test_what_three_workers_see_is_told_once(told: Told, method: str, monk
         root = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         options: dict[str, Any] = {"num_workers": 3, "multiprocessing_context": method, "worker_init_fn": impatient}
         async with AsyncDataLoader(Objects(root), **options) as loader:
+            told.look = loader.explain
             assert [batch.tolist() async for batch in loader] == [[2]] * 3
+            assert "waiting: " not in loader.explain()
+    assert f"\nwaiting: {root} does not answer\n" in told.seen[0]
+    assert "\nwaiting: for a batch, for " in told.seen[0]
     assert len(told.lines) == 2
     assert told.lines[0].startswith(f"WARNING {root} has not answered for ")
     assert told.lines[1] == f"WARNING {root} answers again"

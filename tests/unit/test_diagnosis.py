@@ -9,8 +9,9 @@ import pytest
 
 from asyncloader import DataLoader, Recovery
 from asyncloader.counters import Recorder, Stage
-from asyncloader.diagnosis import Diagnosis, Run, diagnose
+from asyncloader.diagnosis import Diagnosis, diagnose
 from asyncloader.epoch_config import EpochConfig
+from asyncloader.run_figures import Run
 from tests.integration.datasets import Numbers
 
 BATCHES = 100

@@ -19,7 +19,8 @@ from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.cpus import usable_cpus
 from asyncloader.diagnosis import Diagnosis
 from asyncloader.option_objects import grouped
-from tests.verdicts.rows import ROWS, CannotPlant, Row
+from tests.verdicts.planted import CannotPlant
+from tests.verdicts.rows import ROWS, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "verdicts.md"
 SEEDS = (11, 12, 13, 14, 15)

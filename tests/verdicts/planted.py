@@ -1,0 +1,290 @@
+"""What is planted: datasets whose cost is drawn from a seed, samplers, consumers, and what happens beside a run."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, AsyncExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from aiohttp import web
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from asyncloader.cpus import usable_cpus
+from tests.integration.http_store import HttpStore, serving, status
+
+
+class CannotPlant(Exception):
+    """This machine does not let us."""
+
+
+def spin(seconds: float) -> None:
+    """Compute for so many seconds of this thread's CPU time."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+class Planted(Dataset[Any]):
+    """A map dataset whose samples wait, and compute, for seconds that are drawn from a seed.
+
+    Args:
+        seed: of the drawn seconds.
+        length: samples.
+        waits: mean seconds that a sample waits.
+        computes: mean seconds that it computes.
+        nbytes: of a sample.
+        slow: every so many samples one takes twenty times as long; 0: none.
+    """
+
+    def __init__(
+        self, seed: int, length: int, *, waits: float = 0.0, computes: float = 0.0, nbytes: int = 64, slow: int = 0
+    ) -> None:
+        draw = random.Random(seed)
+        self.factors = [draw.uniform(0.5, 1.5) for _ in range(length)]
+        self.waits, self.computes, self.nbytes, self.slow = waits, computes, nbytes, slow
+        self.offset = draw.randrange(slow) if slow else 0
+
+    def __len__(self) -> int:
+        return len(self.factors)
+
+    def __getitem__(self, index: int) -> Any:
+        factor = self.factors[index] * (20 if self.slow and index % self.slow == self.offset else 1)
+        if self.waits:
+            time.sleep(self.waits * factor)
+        if self.computes:
+            spin(self.computes * factor)
+        return torch.zeros(self.nbytes, dtype=torch.uint8)
+
+
+class AsyncPlanted(Planted):
+    """The same, awaited."""
+
+    async def __getitem__(self, index: int) -> Any:
+        if self.waits:
+            await asyncio.sleep(self.waits * self.factors[index])
+        if self.computes:
+            spin(self.computes * self.factors[index])
+        return torch.zeros(self.nbytes, dtype=torch.uint8)
+
+
+class Locked(Planted):
+    """Samples that wait one after the other, whoever reads them, as those of one HDF5 file do."""
+
+    def __init__(self, seed: int, length: int, waits: float) -> None:
+        super().__init__(seed, length, waits=waits)
+        self.lock = multiprocessing.get_context("fork").Lock()
+
+    def __getitem__(self, index: int) -> Any:
+        with self.lock:
+            return super().__getitem__(index)
+
+
+class SlowSampler(Sampler[int]):
+    """Indices that each take a while to choose."""
+
+    def __init__(self, length: int, computes: float) -> None:
+        self.length, self.computes = length, computes
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.length):
+            spin(self.computes)
+            yield index
+
+
+class OneShard(IterableDataset[Any]):
+    """A stream of which the first worker alone has a part."""
+
+    def __init__(self, seed: int, length: int, waits: float) -> None:
+        self.seed, self.length, self.waits = seed, length, waits
+
+    def __iter__(self) -> Iterator[Any]:
+        draw, info = random.Random(self.seed), get_worker_info()
+        if info is None or info.id == 0:
+            for _ in range(self.length):
+                time.sleep(self.waits * draw.uniform(0.5, 1.5))
+                yield torch.zeros(8)
+
+
+class SlowWorker(IterableDataset[Any]):
+    """A stream that one of the workers reads eight times as slowly as the others."""
+
+    def __init__(self, seed: int, length: int, waits: float) -> None:
+        self.seed, self.length, self.waits = seed, length, waits
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        number = 0 if info is None else info.id
+        draw = random.Random(self.seed + number)
+        for _ in range(self.length):
+            time.sleep(self.waits * draw.uniform(0.5, 1.5) * (8 if number == 1 else 1))
+            yield torch.zeros(8)
+
+
+class Remembering(IterableDataset[Any]):
+    """A stream whose state takes long to make: a list of what it has read, of so many numbers."""
+
+    def __init__(self, seed: int, length: int, size: int) -> None:
+        draw = random.Random(seed)
+        self.length, self.seen, self.at = length, [draw.random() for _ in range(size)], 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.length:
+            self.at += 1
+            yield torch.zeros(8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seen": [str(each) for each in self.seen]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.at = state_dict["at"]
+
+
+class Leaking(Planted):
+    """Keeps memory for each sample."""
+
+    kept: list[Any]
+
+    def __getitem__(self, index: int) -> Any:
+        self.kept = [*getattr(self, "kept", []), np.ones(1 << 19)]  # 4 MB
+        return super().__getitem__(index)
+
+
+class Holding(AbstractContextManager[None]):
+    """A thread that holds the GIL most of the time, as a trainer's own Python code beside the loop does."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        numbers = list(range(300_000))
+        while not self.over:
+            sum(numbers)  # one call into C, during which the GIL is not given away
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.over = True
+        self.thread.join()
+
+
+class Neighbours(AbstractContextManager[None]):
+    """Other programs that compute all the time, one for each CPU."""
+
+    def __enter__(self) -> None:
+        self.running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(usable_cpus())]
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.running:
+            each.kill()
+            each.wait()
+
+
+class Throttled(AbstractContextManager[None]):
+    """A control group that allows six tenths of a CPU to this process and those that it starts. Needs root."""
+
+    group, before = Path("/sys/fs/cgroup/cpu/asyncloader-verdicts"), Path("/sys/fs/cgroup/cpu")
+
+    def __enter__(self) -> None:
+        try:
+            self.group.mkdir()
+            (self.group / "cpu.cfs_quota_us").write_text("60000")
+            (self.group / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError as error:
+            raise CannotPlant(f"no control group can be made here: {error}") from error
+
+    def __exit__(self, *_: object) -> None:
+        for pid in (self.group / "cgroup.procs").read_text().split():
+            (self.before / "cgroup.procs").write_text(pid)
+        self.group.rmdir()
+
+
+class Store(AbstractContextManager[None]):
+    """A store over HTTP, in a thread of its own."""
+
+    url: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.stack = AsyncExitStack()
+
+    async def _open(self) -> None:
+        store = await self.stack.enter_async_context(serving())
+        self.fill(store)
+        type(self).url = store.url
+
+    def fill(self, store: HttpStore) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        self.thread.start()
+        asyncio.run_coroutine_threadsafe(self._open(), self.loop).result()
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self.stack.aclose(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+class Failing(Store):
+    """Each object's first requests are refused, so many as are drawn."""
+
+    def fill(self, store: HttpStore) -> None:
+        draw = random.Random(21)
+        for number in range(24):
+            store.put(f"{number:02d}.jsonl", b'{"n": 1}\n' * 16)
+            store.faults[f"{number:02d}.jsonl"].extend([status(503)] * draw.randint(1, 3))
+
+
+class Limited(Store):
+    """A connection carries 2 MB/s, after 100 ms. The objects are 48 of 256 KiB."""
+
+    def fill(self, store: HttpStore) -> None:
+        data = b'{"n": "%s"}\n' % (b"x" * 1014) * 256
+
+        async def slow(_: HttpStore, request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Length": str(len(data)), "ETag": '"1"'})
+            await asyncio.sleep(0.1)
+            await response.prepare(request)
+            for at in range(0, len(data), 1 << 15):
+                await asyncio.sleep((1 << 15) / 2e6)
+                await response.write(data[at : at + (1 << 15)])
+            await response.write_eof()
+            return response
+
+        for number in range(48):
+            store.put(f"{number:02d}.jsonl", data)
+            store.faults[f"{number:02d}.jsonl"].extend([slow] * 64)
+
+
+def nothing(_: Any) -> None:
+    """A consumer that takes no time."""
+
+
+def sleeps(seconds: float) -> Callable[[Any], None]:
+    """A consumer that is busy elsewhere, as with a GPU, for so long with each batch."""
+    return lambda _: time.sleep(seconds)
+
+
+def multiplies(_: Any) -> None:
+    """A consumer that computes in torch's threads."""
+    matrix = torch.ones(320, 320)
+    for _ in range(6):
+        matrix = matrix @ matrix
