@@ -45,6 +45,7 @@ __all__ = [
 
 _BATCH, _ENDED, _FAILED, _LEFT = 3, 2, 1, 0
 _UNKNOWN = -1
+_NO_RANK = 1 << 31
 
 _EXIT_SECONDS = 2.0
 """How long an exiting process waits for the other ranks to be notified."""
@@ -110,7 +111,7 @@ class Agreement:
             if self._limit is not None:
                 self._over = self._over or self._step >= self._limit
             elif not self._over:
-                self._judge(*self._reduce(_BATCH))
+                self._judge(_BATCH)
             self._step += not self._over
             return not self._over
 
@@ -128,7 +129,7 @@ class Agreement:
             if self._over:
                 return
             if self._limit is None:
-                self._judge(*self._reduce(_ENDED))
+                self._judge(_ENDED)
             self._over = True
             if self._limit is not None and self._step < self._limit:
                 raise RanksDisagree(
@@ -207,14 +208,19 @@ class Agreement:
         if least == _UNKNOWN:
             return
         self._limit = least
-        if least != most and self._error:
+        if least == most:
+            return
+        poor, rich = (self._first_rank(self._count == count) for count in (least, most))
+        if self._error:
             self._over = True
             raise RanksDisagree(
-                f"the ranks have between {least} and {most} batches in this epoch (on_uneven='error'); give them equal "
-                "shares, or use on_uneven='drop'"
+                f"rank {poor} has {least} batches in this epoch and rank {rich} has {most} (on_uneven='error'); give "
+                "them equal shares, or use on_uneven='drop'"
             )
 
-    def _judge(self, least: int, most: int) -> None:
+    def _judge(self, flag: int) -> None:
+        """Tell the other ranks what this one has for the next step, and judge by what they have."""
+        least, most = self._reduce(flag)
         if least == _BATCH:
             return
         self._over = True
@@ -222,11 +228,19 @@ class Agreement:
             raise RanksDisagree(f"another rank's loader failed at step {self._step}; its own error says why")
         if least == _LEFT:
             raise RanksDisagree(f"another rank left the epoch before step {self._step}, and this one did not")
-        if most == _BATCH and self._error:
-            raise RanksDisagree(
-                f"at step {self._step} some ranks have a batch and others have none (on_uneven='error'); give them "
-                "equal shares, or use on_uneven='drop'"
-            )
+        if most == _BATCH:
+            ended, goes_on = (self._first_rank(flag == each) for each in (_ENDED, _BATCH))
+            if self._error:
+                raise RanksDisagree(
+                    f"rank {ended} has {self._step} batches in this epoch and rank {goes_on} has more "
+                    "(on_uneven='error'); give them equal shares, or use on_uneven='drop'"
+                )
+
+    def _first_rank(self, mine: bool) -> int:
+        """The first rank that calls this with True. All ranks must call it, whatever their `on_uneven`: those that do
+        not would meet the next epoch's reductions.
+        """
+        return self._reduce(self._group.rank if mine else _NO_RANK)[0]
 
     def _reduce(self, number: int) -> tuple[int, int]:
         try:

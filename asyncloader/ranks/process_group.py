@@ -50,6 +50,11 @@ class RankGroup:
         self._newest: Any = None
 
     @property
+    def rank(self) -> int:
+        """This process's, in the group."""
+        return int(self._group.rank())
+
+    @property
     def stale(self) -> bool:
         """Whether torch.distributed was initialized again since."""
         return torch.distributed.group.WORLD is not self._world()
