@@ -75,6 +75,11 @@ def test_tests_that_fail_anyway_prove_nothing(tree: Path, spoil: Callable[[str],
         run([bug("n + n", "n * n")], tree, whole=False)
 
 
+def test_the_list_fits_the_code() -> None:
+    """Whoever changes a line in which a bug is planted plants it anew."""
+    check(read(BUGS), Path(__file__).parents[1])
+
+
 def test_the_list_covers_every_room() -> None:
     """At least 40 bugs, and one in each of the rooms."""
     bugs = read(BUGS)
