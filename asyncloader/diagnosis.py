@@ -163,8 +163,8 @@ def _workers_trouble(run: Run) -> tuple[Bound, dict[str, float], str] | None:
     if costs.work < BATCH_COST_S:
         words = f"A batch takes {costs.work * 1e6:.0f} us to make, less than to pass it on: make batches larger."
         return "overhead", {"work_s": costs.work}, words
-    transfer = run.mean("transfer")
-    if transfer > 0.3 * period and transfer > 1e-3:
+    if run.held_up:
+        transfer = run.mean("transfer")
         words = (
             f"Finished batches lay {transfer * 1e3:.3g} ms before this process took note of them: its code holds the "
             "GIL, or blocks the event loop, for so long at a time."

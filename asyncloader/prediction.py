@@ -26,7 +26,6 @@ WORTH = 1.1
 _CROWDED = 1.1  # how much longer computing takes if more workers than CPUs take turns
 _FORK_S, _SPAWN_S = 0.05, 2.0  # to start workers, where that was not measured
 _MOST_WAITING_WORKERS = 16  # workers that are proposed for a blocking dataset that waits
-_HELD_UP_S = 2e-3  # an answer's way to this process, from which its own code is in the way
 _CONCURRENCIES = (16, 64, 256)
 
 
@@ -122,8 +121,7 @@ def _settings(run: Run, *, any_order: bool) -> list[_Setting]:
         # The samples of a stream that are awaited come one after the other, too.
         waits = run.computing_share < 0.6 and (run.iterable or not (run.asynchronous or run.threads))
         most = max(run.cpus, _MOST_WAITING_WORKERS) if waits else run.cpus
-        held_up = run.mean("transfer") > _HELD_UP_S  # this process would be no quicker at making batches
-        least = 1 if held_up else 0
+        least = 1 if run.held_up else 0  # this process would be no quicker at making batches
         workers = sorted(
             {run.workers, *(number for number in (0, 1, 2, 4, 8, 16, run.cpus) if least <= number <= most)}
         )

@@ -95,6 +95,12 @@ class Run:
         return max(1e-9, self.elapsed_s - self.startup_s)
 
     @property
+    def held_up(self) -> bool:
+        """Whether this process's own code is in the way of the answers of workers."""
+        transfer = self.mean("transfer")
+        return transfer > 1e-3 and transfer > 0.3 * self.steady_s / max(1, self.batches)
+
+    @property
     def computing_share(self) -> float:
         """The part of the time of making batches that is computing."""
         delayed = self.sum("delayed_s")
