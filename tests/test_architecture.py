@@ -59,6 +59,7 @@ PURE = {
         "service.scaling",
         "shared.builder",
         "shared.layout",
+        "state.batch_change",
         "state.epoch_counter",
         "state.schema",
         "transports.cache_layout",

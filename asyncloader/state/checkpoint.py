@@ -25,6 +25,7 @@ from asyncloader.samplers.distributed import RankView, replicas
 from asyncloader.samplers.generators import own_generator, set_generators
 from asyncloader.samplers.index_stream import IndexStream, base_sampler
 from asyncloader.samplers.seeded import SeededSampler
+from asyncloader.state.batch_change import in_batches_of
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
 from asyncloader.state.progress import Progress, Tally, dataset_length
@@ -172,7 +173,8 @@ class StateKeeper:
             streams = {"num_workers": config.num_workers, **config.topology._asdict()}
         total = _length(config.index_sampler) if config.seeded and not config.iterable else None
         every, rank = config.snapshot_every, config.topology.rank
-        progress = Progress(clock, _described(config), streams, resumed, total, every, self.tally, rank)
+        described = _described(config) | {"world_size": _sharing_ranks(config)}
+        progress = Progress(clock, described, streams, resumed, total, every, self.tally, rank)
         progress.config = config
         if says := getattr(type(config.dataset), "_asyncloader_epoch_message", None):
             progress.message = says(config.dataset)
@@ -241,7 +243,9 @@ class StateKeeper:
         state = check_state(given)
         config = EpochConfig.of(spec)
         here = config.topology
-        compare(state, expectations(config), here.world_size)
+        expected = expectations(config)
+        state = in_batches_of(expected, state, _samples(config.index_sampler))
+        compare(state, expected, _sharing_ranks(config))
         workers = state["workers"]
         if workers is not None and (state["finished"] or not any(workers["given"])):
             # Between epochs any loader can begin; only one with the same workers and ranks restores its datasets.
@@ -298,11 +302,16 @@ def _keep_generator(progress: Progress) -> None:
         progress.generator_then = own, own.get_state()
 
 
+def _samples(index_sampler: Any) -> int | None:
+    """Number of items in the order that ranks share; None if unknown."""
+    return _length(index_sampler.sampler) if isinstance(index_sampler, RankView) else None
+
+
 def _most_steps(index_sampler: Any) -> int | None:
     """Most steps that an epoch can have, on any number of ranks; None if unknown."""
     if not isinstance(index_sampler, RankView):
         return _length(index_sampler)
-    items = _length(index_sampler.sampler)
+    items = _samples(index_sampler)
     return None if items is None else items // index_sampler.cutter.stride + 1
 
 
@@ -337,9 +346,9 @@ def _described(config: EpochConfig) -> dict[str, Any]:
     if not config.iterable:
         own = replicas(config.sampler) or replicas(config.batch_sampler)
         if own is None and config.seeded:
-            size = (size or 1) * config.topology.world_size  # without a batch size: the items of one step
-        elif own is not None and size is not None:
-            size *= own.world_size
+            size = size or 1  # without a batch size: the items of one step
+        if size is not None:
+            size *= _sharing_ranks(config)
     return {
         "mode": "seeded" if config.seeded else "torch",
         "kind": "iterable" if config.iterable else "map",
@@ -348,6 +357,15 @@ def _described(config: EpochConfig) -> dict[str, Any]:
         "drop_last": bool(drop_last),
         "order": "stream" if config.iterable else _order(config),
     }
+
+
+def _sharing_ranks(config: EpochConfig) -> int:
+    """The number of ranks that a batch of the state's `batch_size` is shared among."""
+    if config.iterable:
+        return 1
+    if own := replicas(config.sampler) or replicas(config.batch_sampler):
+        return own.world_size
+    return config.topology.world_size if config.seeded else 1
 
 
 def _order(config: EpochConfig) -> str:

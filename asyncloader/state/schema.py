@@ -9,7 +9,9 @@ states are):
     mode           "seeded" or "torch"
     kind           "map" or "iterable"
     seed, length, batch_size, drop_last, order
-                   must agree with the loader; `batch_size` is that of all ranks together
+                   must agree with the loader; `batch_size` is that of all ranks together, and may differ where
+                   `batch_change.py` finds the position in other batches
+    world_size     number of ranks that shared a batch. For errors' texts; not in states of earlier versions
     epoch          the epoch's number
     step           batches of each rank that were delivered, without a gap
     beyond         numbers of those delivered after a gap (out of order), ascending
@@ -34,6 +36,7 @@ from typing import Any
 
 from asyncloader.errors import StateError
 from asyncloader.samplers.generators import generator_state
+from asyncloader.state.batch_change import explain_batch_change
 
 __all__ = [
     "EXPECTED",
@@ -117,6 +120,9 @@ def check_state(given: Any) -> dict[str, Any]:
             f"{VERSION}. Finish the epoch with the version of asyncloader that saved it, or begin it anew"
         )
     _check_fields(given, _TYPES, "the state")
+    ranks = given.get("world_size")
+    if ranks is not None and not (_is_count(ranks) and ranks):
+        raise StateError(f"the state is broken: world_size={_show(ranks)}")
     for name in ("epoch", "step"):
         if not _is_count(given[name]):
             raise StateError(f"the state is broken: {name}={given[name]}")
@@ -142,7 +148,7 @@ def check_state(given: Any) -> dict[str, Any]:
         whole = copy.deepcopy(given)
     except Exception as error:  # the user's own states may be any objects
         raise StateError(f"the state cannot be copied: {type(error).__name__}: {error}") from error
-    state = {name: whole[name] for name in ("version", *_TYPES)}
+    state = {name: whole[name] for name in ("version", *_TYPES)} | {"world_size": ranks}
     if state["workers"] is not None:  # only the keys of a cursor
         cursors = [cursor and {name: cursor[name] for name in _CURSOR} for cursor in state["workers"]["cursors"]]
         state["workers"]["cursors"] = cursors
@@ -215,7 +221,7 @@ def _check_fields(given: Any, types: dict[str, tuple[type, ...]], what: str) -> 
 
 
 def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) -> None:
-    """Check that the state was saved by a loader like this one.
+    """Check that the state was saved by a loader like this one. `world_size`: the ranks that share its batches.
 
     Raises:
         StateError: it was not; names both values.
@@ -229,16 +235,8 @@ def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) ->
                 f"the state was saved where a step is {saved} batches, one a rank, but this loader has "
                 f"world_size={here}; resume with as many ranks"
             )
-        if name == "batch_size" and isinstance(saved, int) and isinstance(here, int) and world_size > 1:
-            raise StateError(
-                f"the state was saved with a global batch of {saved} samples, but this loader's is {here} "
-                f"(batch_size={here // world_size} x world_size={world_size}); "
-                + (
-                    f"use batch_size={saved // world_size}"
-                    if saved % world_size == 0
-                    else f"world_size={world_size} does not divide {saved}: resume with a number of ranks that does"
-                )
-            )
+        if name == "batch_size" and isinstance(saved, int) and isinstance(here, int):
+            raise StateError(explain_batch_change(state, here, world_size))
         raise StateError(
             f"the state was saved with {name}={_show(saved)}, but this loader has {name}={here!r}; make the loader as "
             "it was, or begin anew without the state"

@@ -39,7 +39,7 @@ MISMATCHES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "torch mode": (30, {"seed": None}, ["mode='seeded'", "mode='torch'"]),
     "a user's sampler": (30, {"shuffle": None, "sampler": Lists([])}, ["order='shuffled'", "order='sampler'"]),
     "ranks that do not divide": (30, {"rank": 0, "world_size": 3}, ["4", "world_size=3", "does not divide"]),
-    "ranks that divide": (30, {"rank": 0, "world_size": 2}, ["4", "8", "use batch_size=2"]),
+    "ranks that divide": (30, {"batch_size": 3, "rank": 0, "world_size": 2}, ["4", "6", "use batch_size=2 on 2 ranks"]),
 }
 
 

@@ -66,6 +66,7 @@ def state(**changes: Any) -> dict[str, Any]:
         "batch_size": 8,
         "drop_last": False,
         "order": "shuffled",
+        "world_size": 1,
         "epoch": 3,
         "step": 5,
         "beyond": [7, 9],
@@ -158,9 +159,9 @@ def test_newer_states_name_both_versions() -> None:
         check_state(state(version=VERSION + 1, mode=None))
 
 
-@pytest.mark.parametrize("name", [name for name in state() if name != "version"])
+@pytest.mark.parametrize("name", [name for name in state() if name not in ("version", "world_size")])
 def test_a_truncated_state_names_what_is_missing(name: str) -> None:
-    """Every key is needed."""
+    """Every key is needed but the number of ranks, which states of earlier versions do not have."""
     with pytest.raises(StateError, match=f"incomplete: '{name}' missing"):
         check_state(without(name))
 
@@ -333,13 +334,30 @@ def test_a_mismatch_names_both_values(name: str) -> None:
 
 
 def test_a_global_batch_that_differs_says_what_to_do() -> None:
-    """With ranks, the global batch and the batch_size that gives it, if there is one."""
-    with pytest.raises(
-        StateError, match=r"global batch of 8 .* is 12 \(batch_size=6 x world_size=2\); use batch_size=4"
+    """With ranks, the global batch, how the run shared it, and the batch_size that gives it here, if there is one."""
+    of_four = state(batch_size=32, world_size=4)
+    had = r"global batch of 32 samples \(batch_size=8 on 4 ranks\), but this loader.s is"
+    for size, ranks, text in (
+        (40, 2, rf"{had} 40 \(batch_size=20 on 2 ranks\); use batch_size=16 on 2 ranks$"),
+        (8, 1, rf"{had} 8 \(batch_size=8 on 1 rank\); use batch_size=32 on 1 rank$"),
+        (12, 3, rf"{had} 12 \(batch_size=4 on 3 ranks\); world_size=3 does not divide 32: resume with"),
     ):
-        compare(state(), {**state(), "batch_size": 12}, 2)
-    with pytest.raises(StateError, match="world_size=3 does not divide 8"):
-        compare(state(), {**state(), "batch_size": 12}, 3)
+        with pytest.raises(StateError, match=text):
+            compare(of_four, {**of_four, "batch_size": size}, ranks)
+
+
+def test_a_state_without_its_number_of_ranks() -> None:
+    """States of earlier versions do not have it: then only the global batch is named."""
+    older = {name: value for name, value in state(batch_size=32).items() if name != "world_size"}
+    checked = check_state(older)
+    assert checked["world_size"] is None
+    with pytest.raises(StateError, match=r"global batch of 32 samples, but this .*; use batch_size=16 on 2 ranks"):
+        compare(checked, {**checked, "batch_size": 40}, 2)
+    with pytest.raises(StateError, match="saved with batch_size=32, but this loader has batch_size=40"):
+        compare(checked, {**checked, "batch_size": 40}, 1)
+    for broken in (0, -1, True, "4"):
+        with pytest.raises(StateError, match="broken: world_size="):
+            check_state(state(world_size=broken))
 
 
 @pytest.mark.parametrize(("saved", "here"), [(8, None), (None, 8)])
@@ -355,7 +373,7 @@ def test_batch_samplers_want_as_many_ranks() -> None:
     of_batches = state(order="batch_sampler", batch_size=4)
     with pytest.raises(StateError, match="a step is 4 batches, one a rank, but this loader has world_size=2"):
         compare(of_batches, {**of_batches, "batch_size": 2}, 2)
-    with pytest.raises(StateError, match=r"global batch of 4 samples, but this loader.s is 8"):
+    with pytest.raises(StateError, match=r"global batch of 4 samples .*but this loader.s is 8"):
         compare(of_batches, state(batch_size=8), 2)
 
 
