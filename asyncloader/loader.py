@@ -72,6 +72,12 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         return state
 
     def __iter__(self) -> BatchIterator[B_co]:
+        """Begin an epoch, or what a loaded state has left of it, and return the iterator of its batches. Workers start
+        now, and fetch ahead. With `persistent_workers` there is one iterator, which begins anew.
+
+        Raises:
+            LoaderClosed: the loader is closed.
+        """
         if isinstance(self._iterator, WorkerIterator) and not self._iterator.owned:
             self._iterator = None  # it has the persistent workers of the parent process
         try:

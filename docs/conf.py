@@ -19,6 +19,10 @@ html_static_path = ["_static"]
 
 nitpicky = False  # no inventories are downloaded, so torch's names cannot be resolved
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature of a loader has 23 arguments; the docstrings carry the types
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True  # as they are written, not the text of their values
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 100  # a longer one has a line for each argument
+autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings = False

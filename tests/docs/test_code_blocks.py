@@ -146,6 +146,7 @@ def run_page(page: Path, folder: Path, without: Collection[str], first_line: str
         pytest.skip("torchrun's store needs a torch with libuv, and Debian's has none")
     assert ran.returncode == 0, f"{page_id(page)}:\n{ran.stdout}{ran.stderr}"
     assert "Traceback" not in ran.stderr, ran.stderr
+    assert " HTTP/1." not in ran.stderr, f"a server's log is around the page's own output:\n{ran.stderr}"
 
 
 @pytest.mark.parametrize("page", quickly(RUN, *(page for page in RUN if page.stem not in SLOW)), ids=page_id)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from asyncloader.option_objects import OPTION_OBJECTS
 from docs.options import PAGE, filled, meanings
 from tests.integration.datasets import Numbers
 
-REFERENCE = Path(__file__).parent.parent.parent / "docs" / "reference"
+DOCS = Path(__file__).parent.parent.parent / "docs"
+REFERENCE = DOCS / "reference"
 
 
 def rows(page: str) -> list[list[str]]:
@@ -95,6 +98,43 @@ def test_the_api_page_has_every_member(loader: type) -> None:
     own = {name for name in dir(loader) if not name.startswith("_")} - set(dir(torch.utils.data.DataLoader))
     documented = set(re.findall(r"auto(?:method|property):: ([a-z]\w*)", entry))
     assert documented == own - inspect.signature(loader).parameters.keys()
+
+
+def test_every_entry_of_the_api_page_has_a_text() -> None:
+    """Classes, functions, methods and properties: a heading with nothing below it helps nobody."""
+    current: Any = None
+    entries = re.findall(r"auto(class|function|method|property):: (\S+)", (REFERENCE / "api.md").read_text())
+    assert len(entries) > 100
+    for kind, name in entries:
+        if kind in ("class", "function"):
+            module, _, member = name.rpartition(".")
+            found = current = getattr(importlib.import_module(module), member)
+        else:
+            found = getattr(current, name)
+        assert found.__doc__, name
+
+
+@pytest.mark.thorough
+def test_the_built_api_page_shows_types(tmp_path: Path) -> None:
+    """The signatures name the arguments' types and what is returned, and no base class of ours."""
+    pytest.importorskip("sphinx", reason="the pages are built with the extra docs")
+    for name, source in (("conf.py", DOCS / "conf.py"), ("index.md", REFERENCE / "api.md")):
+        (tmp_path / name).write_text(source.read_text())
+    build = [sys.executable, "-m", "sphinx", "-Q", "-b", "text", "-D", "html_static_path=", str(tmp_path)]
+    subprocess.run([*build, str(tmp_path / "built")], check=True, timeout=200)
+    page = (tmp_path / "built" / "index.txt").read_text()
+    assert "num_workers: int = 0," in page
+    assert "load_state_dict(state_dict: dict[str, Any]) -> None" in page
+    assert "Bases: " not in page
+    assert not re.findall(r"\w: ~|<(?:function|class) ", page), "a default that is no code spoils its signature"
+
+
+def test_the_how_tos_are_ordered_by_need() -> None:
+    """All pages, those that most readers need first, and those for leavers of other libraries last."""
+    listed = re.findall(r"^how-to/([\w-]+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.stem for page in (DOCS / "how-to").glob("*.md"))
+    assert listed[0] == "migrate-from-torch"
+    assert listed[-3:] == [f"migrate-from-{name}" for name in ("torchdata", "dataloader2", "oneflow")]
 
 
 def test_names_page_lists_torchs_names() -> None:
