@@ -168,7 +168,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         reads it.
 
         Raises:
-            TypeError: the sampler has no such method.
+            TypeError: the sampler has no such method, or it is a coroutine function.
         """
         target = feedback_target(self)
         state = self._asyncloader_state
@@ -270,6 +270,16 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             "asyncloader.AsyncDataLoader, which takes the same arguments"
         )
         yield  # makes it a generator
+
+    async def __aenter__(self) -> NoReturn:
+        """Raises TypeError: closing the loader would block the event loop."""
+        raise TypeError(
+            "DataLoader is closed by a plain 'with', which blocks; for 'async with' make an "
+            "asyncloader.AsyncDataLoader, which takes the same arguments"
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        """Not reached; ``async with`` looks for it first."""
 
     def __repr__(self) -> str:
         try:

@@ -24,6 +24,7 @@ from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
+from asyncloader.workers.fetch.plain_calls import check_plain, is_coroutine_function
 
 __all__ = ["CHECKS", "check_num_workers", "check_options", "is_seed", "warn_only_of", "warn_without_effect"]
 
@@ -97,6 +98,7 @@ def _anything(name: str, value: Any) -> None:
 def _device_transform(name: str, value: Any) -> None:
     if value is not None and not callable(value):
         raise TypeError(f"{name} should be a function from a batch to a batch, but got {type(value).__name__}")
+    check_plain(f"{name}={value!r}", value)
 
 
 def _device(name: str, value: Any) -> None:
@@ -236,7 +238,7 @@ def warn_without_effect(options: Mapping[str, Any], given: Collection[str], *, i
 
     Args:
         options: every argument by name, torch's too, checked.
-        given: those that differ from their defaults.
+        given: those of ours, and `collate_fn`, that differ from their defaults.
         iterable: whether the dataset is iterated rather than indexed.
     """
     said_of = _said_of.get()
@@ -259,6 +261,12 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
     """One sentence for each reason; `asked` are the options that may be named as those without an effect."""
     dataset, seed = options["dataset"], options["seed"]
     awaited, assigned = is_async_dataset(dataset), assigns_shards(dataset)
+
+    if asked.get("collate_fn") is not None and is_coroutine_function(options["collate_fn"]):
+        yield (
+            "async does nothing for collate_fn, which is called, and not awaited: each batch would be a coroutine. "
+            "Make it a plain function, and await in the dataset's own methods"
+        )
 
     of_workers = [name for name in ("worker_timeout", "worker_memory_limit", "max_worker_restarts") if asked.get(name)]
     if of_workers and not options["num_workers"]:

@@ -307,6 +307,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         check_options(flat, iterable=is_iterable(self))
         self._asyncloader_options = ours = OurOptions({name: flat[name] for name in defaults})
         changed = [name for name in defaults if flat[name] != defaults[name]]
+        changed += ["collate_fn"] * (flat["collate_fn"] is not None)
         warn_without_effect(flat, changed, iterable=is_iterable(self))
         for name in OUR_OPTION_NAMES:
             value, owner = getattr(ours, name), next(base for base in type(self).__mro__ if name in vars(base))

@@ -69,6 +69,7 @@ PURE = {
         "transports.retry",
         "workers.fetch.dataset_marks",
         "workers.fetch.dataset_state",
+        "workers.fetch.plain_calls",
         "workers.fetch.repeated_pickle",
         "workers.fetch.error_notes",
         "workers.fetch.mocks",

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler
 from asyncloader.samplers.distributed import Cutter, RankView, Share, Topology
 from asyncloader.samplers.index_stream import StateLog
 from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.plain_calls import check_plain
 
 __all__ = ["AsyncIndexSource", "AsyncSampler", "as_async_source", "is_async_sampler"]
 
@@ -165,12 +166,13 @@ def feedback_target(spec: Any) -> Callable[..., Any]:
     """The `feedback` method of a loader's sampler or batch sampler.
 
     Raises:
-        TypeError: neither has one.
+        TypeError: neither has one, or it is a coroutine function.
     """
     samplers = [getattr(spec, "batch_sampler", None), getattr(spec, "sampler", None)]
     for sampler in samplers:
         method = getattr(sampler, "feedback", None)
         if callable(method):
+            check_plain(f"{type(sampler).__name__}.feedback", method)
             return method  # type: ignore[no-any-return]
     own = (sampler for sampler in samplers if sampler is not None and type(sampler) is not BatchSampler)
     kind = next((type(sampler).__name__ for sampler in own), "the loader's sampler")

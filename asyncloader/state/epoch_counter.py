@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncloader.workers.fetch.dataset_marks import set_dataset_epoch
 from asyncloader.workers.fetch.mocks import has_method
+from asyncloader.workers.fetch.plain_calls import check_plain
 
 __all__ = ["EpochClock"]
 
@@ -50,7 +51,7 @@ class EpochClock:
         """Set the next iterator's epoch.
 
         Raises:
-            TypeError: it is no integer.
+            TypeError: it is no integer, or a `set_epoch` is a coroutine function.
             ValueError: it is negative.
         """
         if not isinstance(epoch, int):
@@ -58,8 +59,9 @@ class EpochClock:
         if epoch < 0:
             raise ValueError(f"an epoch should not be negative, but got epoch={epoch}")
         for sampler in self._samplers:
-            sampler.set_epoch(epoch)
+            _set_sampler_epoch(sampler, epoch)
         if self._dataset is not None:
+            check_plain(f"{type(self._dataset).__name__}.set_epoch", self._dataset.set_epoch)
             set_dataset_epoch(self._dataset, epoch)
         self.sets_dataset = True
         self._count = epoch
@@ -80,7 +82,7 @@ class EpochClock:
             for sampler in self._samplers:
                 current = getattr(sampler, "epoch", None)
                 if isinstance(current, int) and current != epoch:
-                    sampler.set_epoch(epoch)
+                    _set_sampler_epoch(sampler, epoch)
                     moved.append((sampler, current))
 
         def take_back() -> None:
@@ -106,3 +108,8 @@ class EpochClock:
             self.set(epoch + 1)
         else:
             self._count = epoch + 1
+
+
+def _set_sampler_epoch(sampler: Any, epoch: int) -> None:
+    check_plain(f"{type(sampler).__name__}.set_epoch", sampler.set_epoch)
+    sampler.set_epoch(epoch)

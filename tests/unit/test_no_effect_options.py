@@ -27,6 +27,10 @@ def doubled(sample: Any) -> Any:
     return 2 * sample
 
 
+async def awaited(samples: Any) -> Any:
+    return samples
+
+
 SHARDS = RemoteIterableDataset("none.tar")
 
 WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], str]] = [
@@ -50,11 +54,13 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], str]] = [
     (BLOCKING, {"reorder_window": 32}, "reorder_window=32 does nothing without seed="),
     (Stream(), {"reorder_window": 32, "seed": 1}, "reorder_window=32 does nothing for an iterable dataset"),
     (BLOCKING, {"device_prefetch": 2}, "device_prefetch=2 does nothing without device="),
+    (AWAITED, {"collate_fn": awaited}, "async does nothing for collate_fn, which is called, and not awaited"),
 ]
 WITH_EFFECT: list[tuple[Any, dict[str, Any]]] = [
     (BLOCKING, {"ring_bytes": 1 << 20, "max_worker_restarts": 0, "num_workers": 0}),
     (BLOCKING, {"worker_timeout": 5, "worker_memory_limit": 9, "max_worker_restarts": 0, "num_workers": 1}),
     (BLOCKING, {"concurrency": 64}),
+    (AWAITED, {"collate_fn": doubled}),
     (BLOCKING, {"concurrency": 1, "decode_threads": 0, "max_skipped_samples": 0, "reorder_window": 0}),
     (AWAITED, {"concurrency": 64, "decode": doubled, "decode_threads": 2}),
     (BLOCKING, {"concurrency": 2, "decode": doubled, "decode_threads": 2}),

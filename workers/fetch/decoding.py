@@ -12,13 +12,13 @@ For a plain blocking dataset, which could read nothing meanwhile, it is called i
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable
 from contextvars import Context
 from time import perf_counter
 from typing import Any
 
 from asyncloader.workers.fetch.data_end import not_the_end
+from asyncloader.workers.fetch.plain_calls import is_coroutine_function
 from asyncloader.workers.fetch.threads import JobThreads
 
 __all__ = ["Decoder", "check_decode"]
@@ -33,7 +33,7 @@ def check_decode(decode: Any, decode_threads: Any) -> None:
     """
     if decode is not None and not callable(decode):
         raise TypeError(f"decode should be a function of one sample or None, but got decode={decode!r}")
-    if inspect.iscoroutinefunction(decode) or inspect.iscoroutinefunction(getattr(decode, "__call__", None)):  # noqa: B004
+    if is_coroutine_function(decode):
         raise TypeError(
             f"decode={decode!r} is a coroutine function, but decode is called, and not awaited: it is for work that "
             "takes a CPU. Await in the dataset's own methods instead"

@@ -1,0 +1,31 @@
+"""Finds functions of the user's that would have to be awaited, where they are called and not awaited.
+
+Data path: none; asked when a loader is made, or before the call. Else such a function does nothing, and says nothing:
+its coroutine is dropped, or becomes a batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+__all__ = ["check_plain", "is_coroutine_function"]
+
+
+def is_coroutine_function(function: Any) -> bool:
+    """Whether a call gives a coroutine, as far as the definition shows, also that of an object's `__call__`."""
+    call = getattr(type(function), "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def check_plain(name: str, function: Any) -> None:
+    """Check that a function does not have to be awaited.
+
+    Raises:
+        TypeError: it does.
+    """
+    if is_coroutine_function(function):
+        raise TypeError(
+            f"{name} is a coroutine function, but it is called, and not awaited: make it a plain function, without "
+            "async"
+        )
