@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 
 from asyncloader.delivery.transfer import DeviceLike
+from asyncloader.option_checks import max_restarts
 from asyncloader.options import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import OnUneven, Topology, plain_sampler, process_group, topology
@@ -23,9 +24,8 @@ from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
 
-__all__ = ["EpochConfig", "max_restarts"]
+__all__ = ["EpochConfig"]
 
-_SEEDED_RESTARTS = 3
 _CONCURRENCY = 256
 _LOSS = (
     "Its random numbers begin anew: the states of its generators were lost with it, so random augmentations differ "
@@ -168,10 +168,3 @@ class EpochConfig:
     def free(self) -> bool:
         """Whether any worker may make any batch."""
         return self.source is not None or (self.seeded and not self.iterable)
-
-
-def max_restarts(given: int | None, *, seeded: bool) -> int:
-    """How often a worker may be replaced in an epoch: as given; by default 3 times in seeded mode, else never."""
-    if given is not None:
-        return given
-    return _SEEDED_RESTARTS if seeded else 0

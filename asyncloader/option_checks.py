@@ -26,7 +26,17 @@ from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
 from asyncloader.workers.fetch.plain_calls import check_plain, is_coroutine_function
 
-__all__ = ["CHECKS", "check_num_workers", "check_options", "is_seed", "warn_only_of", "warn_without_effect"]
+__all__ = [
+    "CHECKS",
+    "check_num_workers",
+    "check_options",
+    "is_seed",
+    "max_restarts",
+    "warn_only_of",
+    "warn_without_effect",
+]
+
+_SEEDED_RESTARTS = 3
 
 Check: TypeAlias = Callable[[str, Any], object]
 """A function of an option's name and value that raises if the value is out of range."""
@@ -52,6 +62,13 @@ def check_num_workers(value: Any) -> None:
     """Raise the TypeError that torch would raise later, or about an operator, if it is no number of workers."""
     if value != 0 and not hasattr(value, "__index__"):
         raise TypeError(f"num_workers should be an integer, but got num_workers={value!r}")
+
+
+def max_restarts(given: int | None, *, seeded: bool) -> int:
+    """How often a worker may be replaced in an epoch: as given; by default 3 times in seeded mode, else never."""
+    if given is not None:
+        return given
+    return _SEEDED_RESTARTS if seeded else 0
 
 
 def is_seed(seed: Any) -> bool:
@@ -271,6 +288,13 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
     of_workers = [name for name in ("worker_timeout", "worker_memory_limit", "max_worker_restarts") if asked.get(name)]
     if of_workers and not options["num_workers"]:
         yield f"{_named(of_workers, asked)} nothing with num_workers=0, where there are no workers"
+
+    elif asked.get("worker_timeout") and not max_restarts(options["max_worker_restarts"], seeded=seed is not None):
+        default = " (the default without seed=)" if options["max_worker_restarts"] is None else ""
+        yield (
+            f"{_named(['worker_timeout'], asked)} not replace workers with max_worker_restarts=0{default}: one that "
+            "hangs is killed, and the epoch ends with WorkerDied. Set max_worker_restarts=3, for example"
+        )
 
     if asked.get("worker_memory_limit") and options["workers"] is not None:
         yield f"{_named(['worker_memory_limit'], asked)} nothing with workers=: a service's processes are its own"

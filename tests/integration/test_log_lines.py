@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from asyncloader import DataLoader, Tuning
 from tests.integration.datasets import Numbers
-from tests.integration.running import KINDS, collect
+from tests.integration.running import KINDS, collect, run_loader
 
 
 class Odd(Dataset[int]):
@@ -112,6 +112,20 @@ def test_batches_that_do_not_fit_into_the_ring(caplog: pytest.LogCaptureFixture)
         loader = loader.clone(ring_bytes=needed)
         list(loader)
         assert loader.stats()["data/oversize_batches"] == oversize
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ring_bytes", [1, 8192])
+def test_a_ring_below_a_batch_is_logged_once(kind: str, ring_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
+    """With the first such batch, of whichever worker, by either loader; the batches are the same."""
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
+    epochs = run_loader(kind, Wide(24), epochs=2, **options, tuning=Tuning(ring_bytes=ring_bytes)).epochs
+    assert [batch.shape for epoch in epochs for batch in epoch] == [(4, 1000)] * 12
+    (line,) = lines(caplog)
+    assert line.startswith(
+        f"WARNING a batch of 16,000 bytes does not fit into a ring of ring_bytes={ring_bytes} and was"
+    )
+    assert re.search(r"; Tuning\(ring_bytes=\d+\) would hold such batches$", line)
 
 
 class Wide(Numbers):

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from asyncloader import AsyncDataLoader, DataLoader, LoaderTimeout, Recovery, Service, TaskQuarantined
+from asyncloader import AsyncDataLoader, DataLoader, LoaderTimeout, Recovery, Service, TaskQuarantined, Tuning
+from asyncloader.errors import NoEffectWarning
 from tests.integration.comparing import assert_same
 from tests.integration.running import KINDS, run_async
 from tests.service import definitions
@@ -231,6 +232,25 @@ def test_a_worker_that_hangs_is_killed(place: str, places: Places, tmp_path: Pat
     with DataLoader[Any](hanging, **OPTIONS, recovery=recovery, workers=workers) as loader:
         assert_same(list(loader), expected)
         assert loader.stats()["data/worker_restarts"] >= 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_limits_that_do_less_than_they_say(place: str, places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    """`worker_timeout` without a replacement is warned of at construction, and a ring below a batch with the first one:
+    once each, as for workers of one's own.
+    """
+    options = {**OPTIONS, "batch_size": 1, "max_worker_restarts": 0, "workers": places.of(place)}
+    with pytest.warns(NoEffectWarning, match="worker_timeout=60 does not replace workers with max_") as caught:
+        loader = DataLoader[Any](
+            definitions.large(), **options, recovery=Recovery(worker_timeout=60), tuning=Tuning(ring_bytes=1)
+        )
+    assert [each.category for each in caught].count(NoEffectWarning) == 1
+    with loader:
+        list(loader)
+    (line,) = [each.getMessage() for each in caplog.records if "ring_bytes" in each.getMessage()]
+    assert re.fullmatch(
+        r"a batch of [\d,]+ bytes does not fit into a ring of ring_bytes=1 .* would hold such batches", line
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)

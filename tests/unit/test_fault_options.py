@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader, Recovery
-from asyncloader.epoch_config import max_restarts
+from asyncloader.option_checks import max_restarts
 from asyncloader.option_objects import grouped
 
 LOADERS = [DataLoader, AsyncDataLoader]

@@ -40,6 +40,16 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], str]] = [
         {"worker_timeout": 5, "worker_memory_limit": 9, "max_worker_restarts": 1},
         "worker_timeout=5 and worker_memory_limit=9 and max_worker_restarts=1 do nothing with num_workers=0",
     ),
+    (
+        BLOCKING,
+        {"worker_timeout": 5, "num_workers": 1},
+        "worker_timeout=5 does not replace workers with max_worker_restarts=0 (the default without seed=): one that",
+    ),
+    (
+        Stream(),
+        {"worker_timeout": 5, "num_workers": 1, "seed": 1, "max_worker_restarts": 0},
+        "worker_timeout=5 does not replace workers with max_worker_restarts=0: one that",
+    ),
     (Stream(), {"concurrency": 64}, "concurrency=64 does nothing for an iterable dataset"),
     (AsyncStream([3]), {"concurrency": 64}, "concurrency=64 does nothing for an iterable dataset"),
     (AWAITED, {"decode_threads": 2}, "decode_threads=2 does nothing without decode="),
@@ -58,7 +68,9 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], str]] = [
 ]
 WITH_EFFECT: list[tuple[Any, dict[str, Any]]] = [
     (BLOCKING, {"ring_bytes": 1 << 20, "max_worker_restarts": 0, "num_workers": 0}),
-    (BLOCKING, {"worker_timeout": 5, "worker_memory_limit": 9, "max_worker_restarts": 0, "num_workers": 1}),
+    (BLOCKING, {"worker_timeout": 5, "worker_memory_limit": 9, "max_worker_restarts": 1, "num_workers": 1}),
+    (BLOCKING, {"worker_timeout": 5, "seed": 1, "num_workers": 1}),
+    (BLOCKING, {"worker_memory_limit": 9, "max_worker_restarts": 0, "num_workers": 1}),
     (BLOCKING, {"concurrency": 64}),
     (AWAITED, {"collate_fn": doubled}),
     (BLOCKING, {"concurrency": 1, "decode_threads": 0, "max_skipped_samples": 0, "reorder_window": 0}),
