@@ -25,7 +25,7 @@ INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constrai
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
 help: ## this text
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-27s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.stamp-demo ## train a small network on handwritten digits, then compare the loaders
 	$(BIN)/python docs/examples/digits.py

@@ -1,0 +1,82 @@
+"""The Makefile's targets: each is in the help, and can be made, as far as that shows without installing anything."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAKE = shutil.which("make")
+TARGETS = re.findall(r"^([a-z][a-z0-9-]*):(?: .*)?## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+pytestmark = pytest.mark.skipif(MAKE is None, reason="make is not installed")
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    """A clone's files that make reads, with nothing installed: the stamps and the environment do not exist."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def make(folder: Path, *arguments: str) -> str:
+    """What make prints; it has the system's programs on its path, and no variable of this environment."""
+    assert MAKE is not None
+    env = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
+    ran = subprocess.run([MAKE, *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_the_help_lists_every_target(fresh: Path) -> None:
+    """All that are no files; and it is what plain `make` prints."""
+    phony = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    listed = re.findall(r"^  make ([\w-]+) ", make(fresh, "help"), re.MULTILINE)
+    assert sorted(listed) == sorted(" ".join(phony).split()) == sorted(TARGETS)
+    assert make(fresh) == make(fresh, "help")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_target_can_be_made(target: str, fresh: Path) -> None:
+    """In a fresh clone: it makes the environment first, and then runs programs and files that there are."""
+    text = make(fresh, "--dry-run", target)
+    commands = text.replace("\\\n", " ").splitlines()
+    if target not in ("help", "clean"):
+        created = next(number for number, line in enumerate(commands) if "-m venv .venv" in line)
+        runs = (number for number, line in enumerate(commands) if re.match(r"(?:\w+=\S+ )*\.venv[\w-]*/bin/", line))
+        assert created < next(runs), "nothing runs in an environment that does not exist yet"
+    for path in re.findall(r"(?<=\s)((?:docs|tests)(?:/[\w./-]+)?)(?=\s|$)", "\n".join(commands)):
+        assert (ROOT / path).exists(), path
+    for module in re.findall(r"-m ((?:tests|docs)[\w.]*)", text):
+        found = ROOT / module.replace(".", "/")
+        assert (found / "__main__.py").is_file() or found.with_suffix(".py").is_file(), module
+    for extras in re.findall(r"-e '\.\[([^\]]*)\]'", text):
+        assert set(extras.split(",")) <= declared(), extras
+
+
+def test_every_stamp_has_its_extras() -> None:
+    """A target that waits for a stamp says what that installs: without extras pip would be asked for ``.[]``."""
+    text = (ROOT / "Makefile").read_text()
+    assigned = dict(re.findall(r"^\$\(VENV\)/\.stamp-([\w-]+): EXTRAS := (\S+)$", text, re.MULTILINE))
+    waited_for = set(re.findall(r"^[\w-]+:.*\.stamp-([\w-]+)", text, re.MULTILINE))
+    assert assigned.keys() == waited_for
+    assert {name for extras in assigned.values() for name in extras.split(",")} <= declared()
+
+
+def declared() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return set(project["optional-dependencies"])
+
+
+def test_pages_name_targets_that_exist() -> None:
+    """What a page tells its reader to type, in a line of its own or between backquotes."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = {page: re.findall(r"(?:^ {4}|`)make ([a-z][\w-]*)", page.read_text(), re.MULTILINE) for page in pages}
+    assert {page: targets for page, targets in named.items() if not {*targets} <= {*TARGETS}} == {}
+    assert sum(map(len, named.values())) > 10
