@@ -302,7 +302,7 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
     if iterable and (asked.get("concurrency") or 1) > 1:
         yield (
             f"{_named(['concurrency'], asked)} nothing for an iterable dataset, whose samples are read one after the "
-            "other. Raise num_workers, or read ahead in its __aiter__"
+            f"other. Raise num_workers, or {'its read_ahead=' if assigned else 'read ahead in its __aiter__'}"
         )
 
     if asked.get("decode_threads", 0) > 1:

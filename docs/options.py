@@ -15,7 +15,10 @@ from typing import Any
 from asyncloader.option_objects import OPTION_OBJECTS
 from asyncloader.options import OPTION_NAMES, OUR_OPTION_NAMES, LoaderOptions
 
-__all__ = ["PAGE", "filled", "meanings"]
+__all__ = ["NEEDED", "PAGE", "filled", "meanings"]
+
+NEEDED = ("seed", "concurrency", "decode", "on_error", "device")
+"""Those of asyncloader's options that most runs need, in the order of the constructor."""
 
 PAGE = Path(__file__).parent / "reference" / "options.md"
 
@@ -29,9 +32,12 @@ def meanings(documented: Any = LoaderOptions.__init__) -> dict[str, str]:
 
 
 def filled(page: str) -> str:
-    """The page with its tables as they should be: of torch's options, of asyncloader's, and of each option object."""
+    """The page with its tables as they should be: of torch's options, of those of asyncloader's that most runs need, of
+    the others, and of each option object.
+    """
     torchs = [name for name in OPTION_NAMES if name not in OUR_OPTION_NAMES]
-    tables = [_table(names, LoaderOptions, LoaderOptions.__init__) for names in (torchs, OUR_OPTION_NAMES)]
+    rare = [name for name in OUR_OPTION_NAMES if name not in NEEDED]
+    tables = [_table(names, LoaderOptions, LoaderOptions.__init__) for names in (torchs, NEEDED, rare)]
     tables += [_table(inspect.signature(kind).parameters, kind, kind) for kind in OPTION_OBJECTS.values()]
     found = iter(tables)
     return re.sub(r"(?:^\|.*\n)+", lambda _: next(found), page, flags=re.MULTILINE)

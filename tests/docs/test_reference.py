@@ -18,7 +18,8 @@ from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
 from asyncloader.counters import STAGES
 from asyncloader.metrics import FIGURES, NODE_FIGURES, STAGE_HELP
 from asyncloader.option_objects import OPTION_OBJECTS
-from docs.options import PAGE, filled, meanings
+from asyncloader.options import OUR_OPTION_NAMES
+from docs.options import NEEDED, PAGE, filled, meanings
 from tests.integration.datasets import Numbers
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -33,10 +34,16 @@ def rows(page: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("loader", [AsyncDataLoader, DataLoader], ids=lambda loader: loader.__name__)
 def test_options_page_is_the_signature(loader: type) -> None:
-    """The page lists every argument of both loaders and every field of the option objects, in order, with defaults."""
-    parameters = [
-        each for kind in (loader, *OPTION_OBJECTS.values()) for each in inspect.signature(kind).parameters.values()
-    ]
+    """The page lists every argument of both loaders and every field of the option objects, in order, with defaults;
+    those of asyncloader's arguments that most runs need before the others.
+    """
+    signature = inspect.signature(loader).parameters
+    assert list(NEEDED) == [name for name in signature if name in NEEDED]
+    torchs = [each for name, each in signature.items() if name not in OUR_OPTION_NAMES]
+    rare = [signature[name] for name in OUR_OPTION_NAMES if name not in NEEDED]
+    parameters = [*torchs, *(signature[name] for name in NEEDED), *rare]
+    for kind in OPTION_OBJECTS.values():
+        parameters += inspect.signature(kind).parameters.values()
     defaults = ["" if p.default is p.empty else repr(p.default).replace("'", '"') for p in parameters]
     listed = [(row[0], row[1]) for row in rows("options.md")]
     assert listed == [(p.name, d) for p, d in zip(parameters, defaults, strict=True)]

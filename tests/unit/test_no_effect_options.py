@@ -33,6 +33,7 @@ async def awaited(samples: Any) -> Any:
 
 SHARDS = RemoteIterableDataset("none.tar")
 
+ONE_AFTER_THE_OTHER = "an iterable dataset, whose samples are read one after the other"
 WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], str]] = [
     (BLOCKING, {"worker_timeout": 5}, "worker_timeout=5 does nothing with num_workers=0"),
     (
@@ -52,6 +53,11 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (Stream(), {"concurrency": 64}, "concurrency=64 does nothing for an iterable dataset"),
     (AsyncStream([3]), {"concurrency": 64}, "concurrency=64 does nothing for an iterable dataset"),
+    (
+        SHARDS,
+        {"concurrency": 64},
+        f"concurrency=64 does nothing for {ONE_AFTER_THE_OTHER}. Raise num_workers, or its read_ahead=",
+    ),
     (AWAITED, {"decode_threads": 2}, "decode_threads=2 does nothing without decode="),
     (
         BLOCKING,
