@@ -239,7 +239,7 @@ def test_limits_that_do_less_than_they_say(place: str, places: Places, caplog: p
     """`worker_timeout` without a replacement is warned of at construction, and a ring below a batch with the first one:
     once each, as for workers of one's own.
     """
-    options = {**OPTIONS, "batch_size": 1, "max_worker_restarts": 0, "workers": places.of(place)}
+    options: dict[str, Any] = {**OPTIONS, "batch_size": 1, "max_worker_restarts": 0, "workers": places.of(place)}
     with pytest.warns(NoEffectWarning, match="worker_timeout=60 does not replace workers with max_") as caught:
         loader = DataLoader[Any](
             definitions.large(), **options, recovery=Recovery(worker_timeout=60), tuning=Tuning(ring_bytes=1)
