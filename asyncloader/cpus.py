@@ -16,6 +16,7 @@ import torch
 
 __all__ = [
     "affinity",
+    "busy_seconds",
     "cpu_limit",
     "cpu_quota",
     "usable_cpus",
@@ -39,6 +40,23 @@ def affinity() -> int:
 def cpu_limit() -> float:
     """CPU seconds per second that this process may use: as `usable_cpus`, a quota not rounded."""
     return min(affinity(), _quota() or float("inf"))
+
+
+def busy_seconds() -> float | None:
+    """CPU seconds since the machine started in which the CPUs that this process is bound to worked for anybody; None
+    where the kernel does not say.
+    """
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+        bound = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    ticks = 0
+    for name, *counts in map(str.split, lines):
+        if name in bound:
+            user, nice, system, _idle, _waiting, *interrupts = map(int, counts)
+            ticks += user + nice + system + sum(interrupts[:2])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_quota() -> int | None:

@@ -214,6 +214,7 @@ def diagnose_run(spec: LoaderSpec[Any], statistics: Statistics) -> Diagnosis:
         blocks=statistics.blocks(),
         cpus=usable_cpus(),
         cpu_limit=cpu_limit(),
+        others_cpu=statistics.others_cpu(),
         workers=config.num_workers,
         persistent=config.persistent_workers,
         forks=start_method(config) == "fork",

@@ -31,6 +31,7 @@ class Run:
         blocks: what each process timed, by the worker's number; -1: the main process.
         cpus: that may be used.
         cpu_limit: CPU seconds per second that are allowed, if it is less than `cpus`.
+        others_cpu: CPUs that other programs used on average.
         workers: `num_workers`.
         persistent: `persistent_workers`.
         forks: whether workers are forked.
@@ -59,6 +60,7 @@ class Run:
     blocks: Mapping[int, Sequence[float]]
     cpus: int
     cpu_limit: float | None = None
+    others_cpu: float = 0.0
     workers: int
     persistent: bool = False
     forks: bool = True
@@ -122,7 +124,8 @@ class Run:
         """How many threads of other programs want a CPU at a time.
 
         Where R threads share C CPUs evenly, each computes C / R of the time that it wants to. So what our processes got
-        tells how many there are, and they know how many of those are their own.
+        tells how many there are, and they know how many of those are their own. A process that sleeps and wakes often
+        waits for a CPU without others, too: so there are no more of them than what others have used accounts for.
         """
         delayed = self.sum("delayed_s")
         if not delayed:
@@ -134,7 +137,7 @@ class Run:
         if got > 0.9:
             return 0.0
         own = (computed + delayed) / seconds + (self.main_cpu_s / self.elapsed_s if self.workers else 0.0)
-        return max(0.0, self.allowed_cpus / got - own)
+        return max(0.0, min(self.allowed_cpus / got - own, self.others_cpu / got))
 
     @property
     def _work_stages(self) -> tuple[Stage, ...]:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncloader.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, stage_times
+from asyncloader.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, stage_times, total
+from asyncloader.cpus import busy_seconds
 from asyncloader.errors import TooManySkippedSamples
 from asyncloader.workers.fetch.error_notes import index_text
 from asyncloader.workers.fetch.sample_errors import SkippedSample
@@ -38,6 +39,7 @@ class Statistics:
     """Counters of one loader over all of its iterators."""
 
     __slots__ = (
+        "_all_used",
         "_before",
         "_cpu_mark",
         "_lock",
@@ -116,6 +118,8 @@ class Statistics:
         self._starting = False  # workers were started for the newest iterator, which has no batch yet
         self._before = _Totals({}, np.zeros(BLOCK_BYTES // 8))
         self._mark = self._look_at = self._cpu_mark = 0.0
+        # When the first iterator began: the time, the CPU seconds of all programs, and those of this process.
+        self._all_used: tuple[float, float | None, float] = 0.0, None, 0.0
 
     # ---------------------------------------------------------------------------------------------- counting
 
@@ -141,6 +145,8 @@ class Statistics:
         self._cpu_mark = process_time()
         self._mark = perf_counter()
         self._look_at = self._mark + _LOOK_S
+        if self.epochs == 1:
+            self._all_used = self._mark, busy_seconds(), self._cpu_mark
         return self._mark
 
     def begins(self, begun: float) -> None:
@@ -229,6 +235,16 @@ class Statistics:
         node.batches += 1
         node.bytes += nbytes
         node.busy_s += busy
+
+    def others_cpu(self) -> float:
+        """CPUs that other programs used on average since the first iterator began; 0 where that is unknown."""
+        began, busy_then, own_then = self._all_used
+        busy = busy_seconds()
+        if busy is None or busy_then is None:
+            return 0.0
+        own = process_time() - own_then
+        own += sum(total(block, "cpu_s") for worker, block in self.blocks().items() if worker >= 0)
+        return max(0.0, busy - busy_then - own) / max(1e-9, perf_counter() - began)
 
     def _look(self, now: float) -> None:
         """Count this process's CPU time since the last look, or since `begin`."""
