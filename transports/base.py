@@ -290,8 +290,16 @@ class PinnedReader:
                     raise
                 raise changed(self.path) from error
 
-    async def stream(self, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """Read the object from `start` on. As `Transport.stream`.
+    async def stream(
+        self, *, start: int = 0, stop: int | None = None, chunk_size: int = 1 << 20
+    ) -> AsyncGenerator[bytes, None]:
+        """Read the object from `start` to its end. As `Transport.stream`.
+
+        Args:
+            start: as there.
+            stop: the reader wants little or nothing behind this byte, and leaves the stream there. None: it may want
+                the whole object.
+            chunk_size: as there.
 
         Raises:
             ReadFailed: the object has changed: none of its new bytes are returned. Or as `info`.
@@ -300,7 +308,7 @@ class PinnedReader:
         streamed = self._streamed
         with self._errors():
             try:
-                async with aclosing(self._stream(start, chunk_size)) as chunks:
+                async with aclosing(self._stream_to(start, stop, chunk_size)) as chunks:
                     async for chunk in chunks:
                         self._streamed = True
                         yield chunk
@@ -323,6 +331,9 @@ class PinnedReader:
     @property
     def _has_versions(self) -> bool:
         return type(self.transport).info is not Transport.info
+
+    def _stream_to(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:  # noqa: ARG002 - for caches
+        return self._stream(start, chunk_size)
 
     async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
         if self._has_versions and not self._described:

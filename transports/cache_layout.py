@@ -9,6 +9,10 @@ Data path: cached -> cache_store -> [cache_layout].
         fills/U.V.CHARGE        an object that is being written; locked while its writer lives
         objects/UUU/U.V         an object: its bytes, then its footer. U and V are hashes of URL and ETag
 
+An object of which only parts are read is cached in blocks of `BLOCK_BYTES`. Each block is a file like an object's,
+whose U is a hash of the URL and the block's number; so is the object's size, which no block has. An object that is no
+longer than a block is stored as a whole.
+
 A file gets its name under ``objects`` when its last byte is written, and never changes after that. The
 footer is at the end of the file, so a truncated file has none.
 """
@@ -24,13 +28,17 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 __all__ = [
+    "BLOCK_BYTES",
     "MARKER",
     "MARKER_NAME",
     "MOST_ETAG",
     "ROOT_NAME",
     "TAIL_SIZE",
     "Footer",
+    "Piece",
     "Stored",
+    "block_key",
+    "block_length",
     "charge",
     "choose_victims",
     "entry_name",
@@ -40,6 +48,8 @@ __all__ = [
     "hash_key",
     "object_url",
     "pack_change",
+    "size_key",
+    "split_range",
     "storable_etag",
     "sum_added",
     "sum_changes",
@@ -56,6 +66,12 @@ MARKER = (
 
 MOST_ETAG = 1024
 """Maximum bytes of an ETag in UTF-8; an object with a longer one is not cached."""
+
+BLOCK_BYTES = 1 << 20
+"""A range that is read is extended to whole blocks, so by less than a block at each end. Reading that much more takes
+about as long as one more request, as `Transport.range_gap`; larger blocks would multiply the bytes of a reader that
+wants few columns of a Parquet file.
+"""
 
 _MAGIC = b"ALcache1"
 _BODY = struct.Struct(">8sQQIH16s")  # magic, created, size, crc of the object, length of the etag, hash of the URL
@@ -81,6 +97,47 @@ def object_url(root: str, path: str) -> str:
 def hash_key(text: str) -> str:
     """Return 32 hexadecimal digits that represent a URL or an ETag in file names: 128 bits of BLAKE2b."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def block_key(url: str, block: int, size: int) -> str:
+    """Return the hash that names a block of an object of `size` bytes; that of the object, if it is no longer than a
+    block.
+    """
+    return hash_key(url if size <= BLOCK_BYTES else f"{url}\0{BLOCK_BYTES}\0{block}")
+
+
+def block_length(block: int, size: int) -> int:
+    """Return the bytes of a block of an object of `size` bytes: the last one is shorter."""
+    return min(BLOCK_BYTES, size - block * BLOCK_BYTES)
+
+
+def size_key(url: str) -> str:
+    """Return the hash that names the record of an object's size, which is kept beside its blocks."""
+    return hash_key(f"{url}\0size")
+
+
+class Piece(NamedTuple):
+    """The part of a range that lies in one block: `length` bytes from byte `offset` of the block on."""
+
+    block: int
+    offset: int
+    length: int
+
+    @property
+    def start(self) -> int:
+        """The first byte, counted from the object's start."""
+        return self.block * BLOCK_BYTES + self.offset
+
+
+def split_range(start: int, length: int) -> list[Piece]:
+    """Split a range at the blocks' edges."""
+    pieces: list[Piece] = []
+    end = start + length
+    while start < end:
+        block, offset = divmod(start, BLOCK_BYTES)
+        pieces.append(Piece(block, offset, min(BLOCK_BYTES - offset, end - start)))
+        start += pieces[-1].length
+    return pieces
 
 
 def entry_name(url_key: str, etag: str) -> str:

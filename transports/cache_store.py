@@ -45,6 +45,7 @@ from asyncloader.transports.cache_usage import CacheCounts, CacheUsage
 from asyncloader.transports.file_lock import open_regular, same_file, try_lock
 
 __all__ = [
+    "BeingWritten",
     "CacheEntry",
     "CacheFill",
     "CacheStore",
@@ -68,6 +69,10 @@ _PARTS = frozenset({MARKER_NAME, "objects", "fills", "usage", "usage.new", "lock
 
 class EntryLost(Exception):
     """A file of the cache was opened, but cannot be read. It has been deleted; the store still has the object."""
+
+
+class BeingWritten(Exception):
+    """Another writer, in this process or another one, is about to cache what was to be written."""
 
 
 class CacheEntry:
@@ -240,21 +245,29 @@ class CacheStore:
         return newest
 
     def begin(self, url_key: str, etag: str, size: int) -> CacheFill | None:
-        """Start to write an object. Return None if it is cached already, is being written, or does not fit.
+        """As `claim`, but return None if the object is being written."""
+        try:
+            return self.claim(url_key, etag, size)
+        except BeingWritten:
+            return None
+
+    def claim(self, url_key: str, etag: str, size: int) -> CacheFill | None:
+        """Start to write an object. Return None if it is cached already or does not fit.
 
         Also None while another program deletes the cache.
 
         Raises:
+            BeingWritten: another writer has started, and lives.
             OSError: the directory cannot be written to.
         """
         try:
-            return self._begin(url_key, etag, size)
+            return self._claim(url_key, etag, size)
         except FileNotFoundError:
             if os.path.isdir(self.directory):
                 return None
             raise
 
-    def _begin(self, url_key: str, etag: str, size: int) -> CacheFill | None:
+    def _claim(self, url_key: str, etag: str, size: int) -> CacheFill | None:
         if not storable_etag(etag):
             return None
         footer = Footer(url_key, etag, size, 0, 0)
@@ -271,8 +284,7 @@ class CacheStore:
         try:
             # The lock shows that the writer lives. Its previous holder may have renamed or deleted the file.
             if not try_lock(descriptor) or not same_file(descriptor, temporary):
-                os.close(descriptor)
-                return None
+                raise BeingWritten(temporary)
         except BaseException:
             os.close(descriptor)
             raise
@@ -296,6 +308,16 @@ class CacheStore:
             fill.commit(data)
         finally:
             fill.abort()
+
+    def forget(self, url_key: str, etag: str) -> None:
+        """Delete one version of an object. Its bytes stay in the usage file, as those of a damaged file."""
+        if self._has_shelf(url_key):
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._directory_of(url_key), entry_name(url_key, etag)))
+
+    def holds(self, url_key: str, etag: str) -> bool:
+        """Return whether a file has the name of this version of an object. It may be damaged."""
+        return os.path.lexists(os.path.join(self._directory_of(url_key), entry_name(url_key, etag)))
 
     # --- the directory
 

@@ -10,7 +10,6 @@ cached is read in one request, as without a cache. `cache_layout` shows the dire
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -22,22 +21,19 @@ from asyncloader.errors import warn_aside
 from asyncloader.sizes import Size, optional_size
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, overrides
 from asyncloader.transports.blocking import BlockingPool
+from asyncloader.transports.cache_blocks import CachedBlocks, find_newest
 from asyncloader.transports.cache_layout import hash_key, object_url
-from asyncloader.transports.cache_store import CacheEntry, CacheFill, CacheStore, EntryLost
-from asyncloader.transports.cache_tee import Tee
+from asyncloader.transports.cache_store import CacheEntry, CacheStore, EntryLost
 from asyncloader.transports.cache_usage import CacheCounts
-from asyncloader.transports.checks import check_chunk_size, check_path, check_range, check_size, check_start
+from asyncloader.transports.cached_object import CachedObject
+from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
 from asyncloader.transports.errors import ReadFailed, SizeUnknown, TransportError
-from asyncloader.transports.pinned import PinnedEntry
 
 __all__ = [
     "CachedTransport",
 ]
 
 _R = TypeVar("_R")
-
-# How long the end of a stream may wait for the store to confirm the object's version. After that it is not cached.
-_CONFIRM_S = 10.0
 
 # Temporary shortages of the process, which say nothing about the directory.
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM})
@@ -93,10 +89,10 @@ class CachedTransport(Transport):
         self.revalidate = revalidate
         self.threads = min(32, (os.cpu_count() or 1) + 4) if threads is None else threads
         self._counts = CacheCounts()
-        self._pool = BlockingPool("cache", self.threads)
-        self._store = CacheStore(self.cache_dir, limit, self._counts)
-        # Without `info`, the transport knows no versions.
-        self._serves = self._fills = type(inner).info is not Transport.info
+        self.pool = BlockingPool("cache", self.threads)
+        self.store = CacheStore(self.cache_dir, limit, self._counts)
+        # Whether the directory is read, and written to. Without `info`, the transport knows no versions.
+        self.serves = self.fills = type(inner).info is not Transport.info
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Self:
@@ -114,7 +110,7 @@ class CachedTransport(Transport):
         return cls(open_transport(url, **options), url, cache_dir, **own)
 
     def __repr__(self) -> str:
-        state = "closed" if self._pool.closed else "open"
+        state = "closed" if self.pool.closed else "open"
         return f"<CachedTransport {self.inner!r} cache_dir={self.cache_dir!r} cache_bytes={self.cache_bytes} {state}>"
 
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[Transport, str, str, int | None]]:
@@ -131,7 +127,7 @@ class CachedTransport(Transport):
         hit = await self._read_hit(path, max_bytes)
         if hit is not None:
             return hit[0]
-        if not self._fills:
+        if not self.fills:
             return await self.inner.read(path, max_bytes=max_bytes)
         return (await self._read_filling(path, max_bytes))[0]
 
@@ -141,54 +137,42 @@ class CachedTransport(Transport):
         return await self._read_filling(path, max_bytes) if hit is None else hit
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
-        """Read a range, from the cache if the object is there. As `Transport.read_range`."""
-
-        def use(entry: CacheEntry) -> bytes:
-            check_range(path, entry.size, start, length)
-            return entry.read(start, length)
-
-        check_path(path)
-        hit = await self._hit(path, use)
-        if hit is None:
-            return await self.inner.read_range(path, start, length)
-        self._count(len(hit))
-        return hit
+        """Read a range, and cache its blocks. As `Transport.read_range`."""
+        return (await self.read_ranges(path, [(start, length)]))[0]
 
     async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
-        """Read ranges, from the cache if the object is there. As `Transport.read_ranges`."""
+        """Read ranges, and cache their blocks. As `Transport.read_ranges`."""
         wanted = list(ranges)
-
         check_path(path)
-        hit = await self._hit(path, partial(_read_entry, path, wanted))
-        if hit is None:
-            return await self.inner.read_ranges(path, wanted)
-        self._count(sum(map(len, hit)))
-        return hit
+        reader = CachedObject(self, path)
+        version = await reader.find()
+        if version is not None:
+            try:
+                return await reader.read_version(version, wanted)
+            except ReadFailed:
+                if not await reader.replaced():
+                    raise
+        return await self.inner.read_ranges(path, wanted)
 
     def pinned(self, path: str) -> PinnedReader:
-        """Return a reader that uses one cached version, or the store, for all of its reads. As `Transport.pinned`."""
-        return super().pinned(path) if overrides(self, CachedTransport) else PinnedEntry(self, path)
+        """Return a reader that uses one version, of the cache or the store, for all reads. As `Transport.pinned`."""
+        return super().pinned(path) if overrides(self, CachedTransport) else CachedObject(self, path)
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read an object in chunks; if it is read from byte 0 to its end, it is cached. As `Transport.stream`.
 
-        A stream that is left early caches nothing.
+        A stream from byte 0 that is left early caches nothing; one from another byte caches the blocks that it reads.
         """
         check_path(path)
         check_chunk_size(chunk_size)
         check_start(path, None, start)
-        opener, info = await self._find(path)
-        entry = None if opener is None else await self._attempt(opener, CacheEntry.close)
-        if self._serves and entry is None:
-            self._counts.miss()
-        if entry is not None:
-            given = self._stream_entry(path, entry, start, chunk_size)
-        else:
-            given = (
-                self._stream_filling(path, self.inner.pinned(path), chunk_size, info)
-                if self._fills and start == 0
-                else self.inner.stream(path, start=start, chunk_size=chunk_size)
-            )
+        reader = CachedObject(self, path)
+        version = await reader.find()
+        given = (
+            self.inner.stream(path, start=start, chunk_size=chunk_size)
+            if version is None
+            else reader.stream_version(version, start, None, chunk_size)
+        )
         async with aclosing(given) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -204,11 +188,8 @@ class CachedTransport(Transport):
     async def info(self, path: str) -> ObjectInfo:
         """Return an object's size and version; from the cache only without `revalidate`. As `Transport.info`."""
         check_path(path)
-        if not self.revalidate and self._serves:
-            opener = partial(self._store.open_newest, self._key(path))
-            found = await self._attempt(partial(_use_entry, opener, lambda entry: ObjectInfo(entry.size, entry.etag)))
-            if found is not None:
-                return found
+        if not self.revalidate and self.serves and (found := await self.find_newest(path)) is not None:
+            return found
         return await self.inner.info(path)
 
     async def aclose(self) -> None:
@@ -216,7 +197,7 @@ class CachedTransport(Transport):
         try:
             await self.inner.aclose()
         finally:
-            await self._pool.aclose()
+            await self.pool.aclose()
 
     # --- what is in the cache
 
@@ -234,152 +215,44 @@ class CachedTransport(Transport):
 
     async def _hit(self, path: str, use: Callable[[CacheEntry], _R]) -> _R | None:
         """Return the result of `use`, called in a thread, for an object that is cached and valid; None otherwise."""
-        opener, _ = await self._find(path)
-        hit = None if opener is None else await self._attempt(partial(_use_entry, opener, use))
-        if self._serves and hit is None:
-            self._counts.miss()
+        opener = await self._find(path) if self.serves else None
+        hit = None if opener is None else await self.attempt(partial(_use_entry, opener, use))
+        if hit is None:
+            self.count_miss()
         return hit
 
-    async def _find(self, path: str) -> tuple[Callable[[], CacheEntry | None] | None, ObjectInfo | None]:
-        """Return what opens the object's valid version, if cached, and what the store said, if asked."""
-        if not self._serves:
-            return None, None
-        key = self._key(path)
+    async def _find(self, path: str) -> Callable[[], CacheEntry | None] | None:
+        """Return what opens the copy of the object's valid version; None if there is none."""
+        key = hash_key(self.object_url(path))
         if not self.revalidate:
-            return partial(self._store.open_newest, key), None
-        if not await self._attempt(partial(self._store.has, key)):
-            return None, None
-        info = await self._ask(path)
-        return None if info is None or info.etag is None else partial(self._open, key, info), info
-
-    def _open(self, key: str, info: ObjectInfo) -> CacheEntry | None:
-        """Open the version of an object that the store describes."""
-        assert info.etag is not None
-        entry = self._store.open(key, info.etag)
-        if entry is not None and entry.size != info.size:
-            entry.close()
+            return partial(self.store.open_newest, key)
+        if not await self.attempt(partial(self.store.has, key)):
             return None
-        return entry
-
-    async def _ask(self, path: str) -> ObjectInfo | None:
-        """Ask the store for the object's size and version; None if it does not know the size."""
         try:
-            return await self.inner.info(path)
+            info = await self.inner.info(path)
         except SizeUnknown:
             return None
-
-    async def _stream_entry(
-        self, path: str, entry: CacheEntry, start: int, chunk_size: int
-    ) -> AsyncGenerator[bytes, None]:
-        self._counts.hit()
-        position = start
-        try:
-            check_start(path, entry.size, start)
-            while position < entry.size:
-                length = min(chunk_size, entry.size - position)
-                chunk = await self._attempt(partial(entry.read, position, length))
-                if chunk is None:
-                    break
-                self._counts.save(length)
-                position += length
-                yield chunk
-            else:
-                return
-        finally:
-            await self._pool.finish(entry.close)
-        # The disk failed in the middle. The rest is read from the store, if the object is unchanged there.
-        async with aclosing(self._stream_version(path, entry.etag, position, chunk_size)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def _stream_version(self, path: str, etag: str, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
-        source = self.inner.pinned(path)
-        if (await source.info()).etag != etag:
-            raise self._replaced(path)
-        async with aclosing(source.stream(start=start, chunk_size=chunk_size)) as chunks:
-            async for chunk in chunks:
-                if source.etag not in {None, etag}:
-                    raise self._replaced(path)
-                yield chunk
-        await self._require(path, etag)
-
-    async def _require(self, path: str, etag: str) -> None:
-        if (await self.inner.info(path)).etag != etag:
-            raise self._replaced(path)
-
-    def _replaced(self, path: str) -> ReadFailed:
-        return ReadFailed(
-            f"{path!r} cannot be read any more from {self.cache_dir!r}, and is another object in the store by now; the "
-            "bytes of two versions are never mixed. Read it again",
-            path=path,
-        )
+        return None if info.etag is None else CachedBlocks(self.store, self.object_url(path), info).open_whole
 
     # --- what gets into the cache
 
     async def _read_filling(self, path: str, max_bytes: int | None) -> tuple[bytes, ObjectInfo]:
         data, info = await self.inner.read_with_info(path, max_bytes=max_bytes)
-        if self._fills and info.etag is not None and data:
-            await self._attempt(partial(self._store.put, self._key(path), info.etag, data), filling=True)
+        if self.fills and info.etag is not None and data:
+            await self.attempt(partial(self.store.put, hash_key(self.object_url(path)), info.etag, data), filling=True)
         return data, info
-
-    def stream_from_store(
-        self, path: str, source: PinnedReader, start: int, chunk_size: int
-    ) -> AsyncGenerator[bytes, None]:
-        """Read an object in chunks from the store by `source`, and cache it as `stream` does."""
-        if self._fills and start == 0:
-            return self._stream_filling(path, source, chunk_size, None)
-        return source.stream(start=start, chunk_size=chunk_size)
-
-    async def _stream_filling(
-        self, path: str, source: PinnedReader, chunk_size: int, info: ObjectInfo | None
-    ) -> AsyncGenerator[bytes, None]:
-        if info is None:
-            try:
-                info = await source.info()
-            except SizeUnknown:
-                info = ObjectInfo(0, None)
-        fill: CacheFill | None = None
-        if info.etag is not None and info.size:
-            begin = partial(self._store.begin, self._key(path), info.etag, info.size)
-            fill = await self._attempt(begin, CacheFill.abort, filling=True)
-        tee = Tee(fill, self._pool, partial(self._on_disk_error, filling=True))
-        try:
-            async with aclosing(source.stream(chunk_size=chunk_size)) as chunks:
-                received = 0
-                chunk = await anext(chunks, b"")
-                while chunk:
-                    received += len(chunk)
-                    await tee.add(chunk)
-                    after: bytes | None = None
-                    if tee.open and received >= info.size:
-                        # Kept before the last chunk is returned: the reader may know that it is the last, and stop.
-                        after = await anext(chunks, b"")
-                        # Not all copies of a store need have the same version: the answer's own counts, if it is named.
-                        if not after and source.etag in {None, info.etag} and await self._still(path, info):
-                            await tee.keep()
-                    yield chunk
-                    chunk = await anext(chunks, b"") if after is None else after
-        finally:
-            await tee.drop()
-
-    async def _still(self, path: str, info: ObjectInfo) -> bool:
-        """Return whether the object is the same as before the stream began."""
-        try:
-            async with asyncio.timeout(_CONFIRM_S):
-                return await self.inner.info(path) == info
-        except (TransportError, TimeoutError):
-            return False
 
     # --- the directory
 
-    def _key(self, path: str) -> str:
-        return hash_key(object_url(self.url, path))
+    def object_url(self, path: str) -> str:
+        """Return the URL that names an object in the cache."""
+        return object_url(self.url, path)
 
     def _count(self, given: int) -> None:
         self._counts.hit()
         self._counts.save(given)
 
-    async def _attempt(
+    async def attempt(
         self, call: Callable[[], _R], release: Callable[[Any], object] | None = None, *, filling: bool = False
     ) -> _R | None:
         """Return the result of `call`, run in a thread; None if the disk fails. `release` as in `BlockingPool`."""
@@ -389,21 +262,22 @@ class CachedTransport(Transport):
                 release(result)
 
         try:
-            return await self._pool.acquire(call, drop)
+            return await self.pool.acquire(call, drop)
         except EntryLost:
             return None  # only this file is affected
         except TransportError:
             raise
         except OSError as error:
-            self._on_disk_error(error, filling=filling)
+            self.on_disk_error(error, filling=filling)
             return None
 
-    def _on_disk_error(self, error: OSError, *, filling: bool) -> None:
+    def on_disk_error(self, error: OSError, *, filling: bool) -> None:
+        """Stop to write, or to use the directory at all unless `filling`; with one warning."""
         if error.errno in _PASSING:
             return
-        self._fills = False
+        self.fills = False
         if not filling:
-            self._serves = False
+            self.serves = False
         if self.cache_dir not in _warned:
             _warned.add(self.cache_dir)
             warn_aside(
@@ -413,63 +287,16 @@ class CachedTransport(Transport):
                 stacklevel=2,
             )
 
-    # --- one version for several reads
+    # --- for the readers of one version
 
-    async def find_version(self, path: str) -> ObjectInfo | None:
-        """Return the version of an object that is cached and valid; None if there is none."""
-        check_path(path)
-        opener, _ = await self._find(path)
-        if opener is None:
-            return None
-        return await self._attempt(partial(_use_entry, opener, lambda entry: ObjectInfo(entry.size, entry.etag)))
-
-    async def read_ranges_of(self, path: str, etag: str, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
-        """Read ranges of one version, from the cache, or from the store if it has been evicted. As `read_ranges`.
-
-        Raises:
-            ReadFailed: it has been evicted, and the store has another version.
-        """
-        opener = partial(self._store.open, self._key(path), etag)
-        use = partial(_read_entry, path, ranges)
-        hit = await self._attempt(partial(_use_entry, opener, use)) if self._serves else None
-        if hit is not None:
-            self._count(sum(map(len, hit)))
-            return hit
-        self.count_miss()
-        await self._require(path, etag)
-        data = await self.inner.read_ranges(path, ranges)
-        await self._require(path, etag)
-        return data
-
-    async def stream_of(self, path: str, etag: str, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
-        """Read one version in chunks, from the cache, or from the store if it has been evicted. As `stream`.
-
-        Raises:
-            ReadFailed: it has been evicted, and the store has another version.
-        """
-        check_chunk_size(chunk_size)
-        check_start(path, None, start)
-        opener = partial(self._store.open, self._key(path), etag)
-        entry = await self._attempt(opener, CacheEntry.close) if self._serves else None
-        if entry is None:
-            self.count_miss()
-            given = self._stream_version(path, etag, start, chunk_size)
-        else:
-            given = self._stream_entry(path, entry, start, chunk_size)
-        async with aclosing(given) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    async def find_newest(self, path: str) -> ObjectInfo | None:
+        """Return the version of an object that was cached last, whole or in blocks; None if there is none."""
+        return await self.attempt(partial(find_newest, self.store, self.object_url(path)))
 
     def count_miss(self) -> None:
         """Note that an object was wanted that is not cached."""
-        if self._serves:
+        if self.serves:
             self._counts.miss()
-
-
-def _read_entry(path: str, ranges: Sequence[tuple[int, int]], entry: CacheEntry) -> Sequence[bytes]:
-    for start, length in ranges:
-        check_range(path, entry.size, start, length)
-    return [entry.read(start, length) for start, length in ranges]
 
 
 def _use_entry(opener: Callable[[], CacheEntry | None], use: Callable[[CacheEntry], _R]) -> _R | None:

@@ -144,7 +144,9 @@ class LocalTransport(Transport):
 
         In the first 3 seconds after a change there is no version, because another change might not alter the time.
         """
-        return await self._pool.run(partial(self._with_file, path, lambda descriptor, _: _describe(descriptor)))
+        return await self._pool.run(
+            partial(self._with_file, path, lambda descriptor, _: _describe(os.fstat(descriptor)))
+        )
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
         """Read a whole file and its version in one call in a thread. As `Transport.read_with_info`."""
@@ -248,9 +250,9 @@ class LocalTransport(Transport):
         return b"".join(parts)
 
     def _read_described(self, path: str, max_bytes: int | None, descriptor: int, size: int) -> tuple[bytes, ObjectInfo]:
-        before = _describe(descriptor)
+        before = _describe(os.fstat(descriptor))
         data = self._read(path, max_bytes, descriptor, size)
-        same = before.size == len(data) and before == _describe(descriptor)
+        same = before.size == len(data) and before == _describe(os.fstat(descriptor))
         return data, ObjectInfo(len(data), before.etag if same else None)
 
     def _read_planned(self, path: str, plan: ReadPlan) -> Sequence[bytes]:
@@ -272,7 +274,7 @@ class _PinnedFile(PinnedReader):
 
     async def _info(self) -> ObjectInfo:
         _, status = await self._read(())
-        return ObjectInfo(status.st_size, None)
+        return _describe(status)
 
     async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
         data, _ = await self._read(ranges)
@@ -312,8 +314,7 @@ def _differs(first: os.stat_result, now: os.stat_result) -> bool:
     return not same_file and first.st_ctime_ns != now.st_ctime_ns
 
 
-def _describe(descriptor: int) -> ObjectInfo:
-    status = os.fstat(descriptor)
+def _describe(status: os.stat_result) -> ObjectInfo:
     settled = time.time_ns() - status.st_mtime_ns > _SETTLED_NS
     return ObjectInfo(status.st_size, f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}" if settled else None)
 

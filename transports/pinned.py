@@ -1,11 +1,10 @@
-"""Reads parts of one object, all of one version, from a network or through the cache.
+"""Reads parts of one object, all of one version, from a network.
 
-Data path: parquet_reading -> [pinned] -> download, cached.
+Data path: parquet_reading -> [pinned] -> download.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from asyncloader.transports.base import ObjectInfo, PinnedReader, changed
 
 if TYPE_CHECKING:
-    from asyncloader.transports.cached import CachedTransport
     from asyncloader.transports.download import NetworkTransport
 
-__all__ = ["PinnedEntry", "PinnedObject"]
+__all__ = ["PinnedObject"]
 
 
 class PinnedObject(PinnedReader):
@@ -63,44 +61,3 @@ class PinnedObject(PinnedReader):
         # A server that named the version once must go on: an object without a name may be any other one.
         if first.differs(version) or first.resembles(first) != first.resembles(version):
             raise changed(self.path)
-
-
-class PinnedEntry(PinnedReader):
-    """Parts of one object. The arguments are those of `PinnedReader`."""
-
-    def __init__(self, transport: CachedTransport, path: str) -> None:
-        super().__init__(transport, path)
-        self._cached = transport
-        self._inner = transport.inner.pinned(path)
-        self._looking = asyncio.Lock()
-        self._looked = False
-        self._entry: ObjectInfo | None = None  # the cached version that is read; None: the store is
-
-    async def _info(self) -> ObjectInfo:
-        return await self._find() or await self._inner.info()
-
-    async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
-        entry = await self._find()
-        if entry is not None and entry.etag is not None:
-            return await self._cached.read_ranges_of(self.path, entry.etag, ranges)
-        self._cached.count_miss()
-        return await self._inner.read_ranges(ranges)
-
-    async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
-        entry = await self._find()
-        if entry is not None and entry.etag is not None:
-            found = self._cached.stream_of(self.path, entry.etag, start, chunk_size)
-        else:
-            self._cached.count_miss()
-            found = self._cached.stream_from_store(self.path, self._inner, start, chunk_size)
-        async with aclosing(found) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def _find(self) -> ObjectInfo | None:
-        """Return the cached version that is read. Decided once: a version that is cached later may be another one."""
-        async with self._looking:
-            if not self._looked:
-                self._entry = await self._cached.find_version(self.path)
-                self._looked = True
-        return self._entry

@@ -166,7 +166,7 @@ async def _push(
     if reader.done:
         return
     start = reader.feed_from
-    chunks = pinned.stream(start=start, chunk_size=chunk_size)
+    chunks = pinned.stream(start=start, stop=stop, chunk_size=chunk_size)
     wanted = None if stop is None else max(stop - start, 0)
     ahead = StreamBuffer(chunks, most=most, wanted=wanted)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -61,7 +62,7 @@ async def opened(kind: str, name: str, data: bytes, folder: Path) -> AsyncGenera
                 yield name, Stores(transport=cached), lambda new: memory.put(name, new)
 
 
-@pytest.mark.parametrize("kind", [*NAMES, "local", "memory", "cached", "not cached yet"])
+@pytest.mark.parametrize("kind", [*NAMES, "local", "memory", "cached", "evicted"])
 @pytest.mark.parametrize("name", MAKERS)
 async def test_reading_goes_on_in_the_same_version(tmp_path: Path, name: str, kind: str) -> None:
     """In every format, from every store. What is cached goes on in the cache, whatever the store has by now."""
@@ -77,6 +78,8 @@ async def test_reading_goes_on_in_the_same_version(tmp_path: Path, name: str, ki
             first = await anext(batches)  # left early, as after an error
         behind = CatalogRange(0, first[4].resume)
         assert [number_of(sample) for sample, _ in await read(behind)] == list(OLD[5:])
+        if kind == "evicted":
+            shutil.rmtree(tmp_path / "cache")
         replace(MAKERS[name](NEW))
         if kind == "cached":
             assert [number_of(sample) for sample, _ in await read(behind)] == list(OLD[5:])

@@ -23,8 +23,8 @@ class Asked(MemoryTransport):
         self.asked: list[str] = []
         self.during: dict[str, Any] = {}
 
-    def _note(self, what: str) -> None:
-        self.asked.append(what)
+    def _note(self, what: str, shown: str = "") -> None:
+        self.asked.append(shown or what)
         if action := self.during.pop(what, None):
             action()
 

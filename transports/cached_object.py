@@ -1,0 +1,326 @@
+"""Reads one version of an object from the local cache, or from the store and into the cache.
+
+Data path: store -> [cached_object: cache_store, cache_blocks] -> reading, parquet_reading.
+
+A stream from an object's first byte to its last one is copied as a whole file in passing. All other reads go by blocks:
+those that are missing are downloaded, neighbours together, and cached before the read returns. A copy of the whole
+object answers ranges too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING
+
+from asyncloader.transports.base import ObjectInfo, PinnedReader
+from asyncloader.transports.cache_blocks import CachedBlocks, Claim
+from asyncloader.transports.cache_layout import (
+    BLOCK_BYTES,
+    Piece,
+    block_length,
+    hash_key,
+    split_range,
+    storable_etag,
+)
+from asyncloader.transports.cache_store import CacheEntry, CacheFill
+from asyncloader.transports.cache_tee import Tee
+from asyncloader.transports.checks import check_range, check_start
+from asyncloader.transports.errors import ReadFailed, SizeUnknown, TransportError
+
+if TYPE_CHECKING:
+    from asyncloader.transports.cached import CachedTransport
+
+__all__ = ["CachedObject"]
+
+# How long the end of a read may wait for the store to confirm the object's version. After that it is not cached.
+_CONFIRM_S = 10.0
+
+# Blocks that are claimed at a time: each holds an open file.
+_MOST_CLAIMED = 32
+
+# Blocks that a stream reads at a time: as many bytes as a shard's reader fetches ahead by default.
+_AHEAD = 8
+
+# Another writer's download is waited for as long as it lives, but not longer than this: then the bytes are read from
+# the store, and not cached.
+_WAIT_S = 30.0
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.05
+
+
+class CachedObject(PinnedReader):
+    """Parts of one object. The arguments are those of `PinnedReader`."""
+
+    def __init__(self, transport: CachedTransport, path: str) -> None:
+        super().__init__(transport, path)
+        self.cached = transport
+        self._source = transport.inner.pinned(path)
+        self._looking = asyncio.Lock()
+        self._looked = False
+        self._version: ObjectInfo | None = None  # None: it cannot be cached
+        self._asked = False  # the store has said that it has this version
+
+    @property
+    def etag(self) -> str | None:
+        """The version of the bytes. As `PinnedReader.etag`."""
+        return self._source.etag if self._version is None else self._version.etag
+
+    async def replaced(self) -> bool:
+        """Return whether the store has another version by now than the one that is read here."""
+        return self._version is not None and await self.cached.inner.info(self.path) != self._version
+
+    async def find(self) -> ObjectInfo | None:
+        """Return the version that is read; None if it cannot be cached.
+
+        Decided once: a version that is cached later may be another one.
+        """
+        version = await self._known()
+        if version is None:
+            self.cached.count_miss()
+        return version
+
+    async def read_version(self, version: ObjectInfo, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
+        """Read ranges of a version that `find` has returned. As `Transport.read_ranges`.
+
+        Raises:
+            ReadFailed: what is not cached of it cannot be read, because the store has another version.
+        """
+        for start, length in ranges:
+            check_range(self.path, version.size, start, length)
+        reading = _Reading(self, version)
+        split = [split_range(start, length) for start, length in ranges]
+        found = await reading.read({piece for pieces in split for piece in pieces})
+        reading.count()
+        return [found[pieces[0]] if len(pieces) == 1 else b"".join(map(found.__getitem__, pieces)) for pieces in split]
+
+    async def stream_version(
+        self, version: ObjectInfo, start: int, stop: int | None, chunk_size: int
+    ) -> AsyncGenerator[bytes, None]:
+        """Read a version that `find` has returned in chunks. As `PinnedReader.stream`, with the error of
+        `read_version`.
+        """
+        check_start(self.path, version.size, start)
+        entry = await self.cached.attempt(self.blocks_of(version).open_whole, CacheEntry.close)
+        if entry is not None:
+            given = self._stream_entry(version, entry, start, chunk_size)
+        elif start == 0 and stop is None:
+            self.cached.count_miss()
+            given = self._stream_filling(version, chunk_size)
+        else:
+            given = self._stream_blocks(version, start, stop, chunk_size)
+        async with aclosing(given) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _info(self) -> ObjectInfo:
+        return await self._known() or await self._source.info()
+
+    async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
+        version = await self.find()
+        return await (self._source.read_ranges(ranges) if version is None else self.read_version(version, ranges))
+
+    async def _stream_to(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:
+        version = await self.find()
+        given = (
+            self._source.stream(start=start, stop=stop, chunk_size=chunk_size)
+            if version is None
+            else self.stream_version(version, start, stop, chunk_size)
+        )
+        async with aclosing(given) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def blocks_of(self, version: ObjectInfo) -> CachedBlocks:
+        """Return the object's blocks in the cache."""
+        return CachedBlocks(self.cached.store, self.cached.object_url(self.path), version)
+
+    async def _known(self) -> ObjectInfo | None:
+        async with self._looking:
+            if not self._looked:
+                self._version = await self._look()
+                self._looked = True
+        return self._version
+
+    async def _look(self) -> ObjectInfo | None:
+        if not self.cached.serves:
+            return None
+        if not self.cached.revalidate and (newest := await self.cached.find_newest(self.path)) is not None:
+            return newest
+        try:
+            info = await self._source.info()
+        except SizeUnknown:
+            return None
+        self._asked = True
+        return None if info.etag is None or not storable_etag(info.etag) else info
+
+    # --- streams
+
+    async def _stream_entry(
+        self, version: ObjectInfo, entry: CacheEntry, start: int, chunk_size: int
+    ) -> AsyncGenerator[bytes, None]:
+        counts = self.cached.cache_counts
+        counts.hit()
+        position = start
+        try:
+            while position < entry.size:
+                length = min(chunk_size, entry.size - position)
+                chunk = await self.cached.attempt(partial(entry.read, position, length))
+                if chunk is None:
+                    break
+                counts.save(length)
+                position += length
+                yield chunk
+            else:
+                return
+        finally:
+            await self.cached.pool.finish(entry.close)
+        # The disk failed in the middle. The rest is read from the store, if the object is unchanged there.
+        async with aclosing(self._stream_blocks(version, position, None, chunk_size)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _stream_blocks(
+        self, version: ObjectInfo, start: int, stop: int | None, chunk_size: int
+    ) -> AsyncGenerator[bytes, None]:
+        reading = _Reading(self, version)
+        try:
+            while start < version.size:
+                block = start // BLOCK_BYTES
+                after = block + _AHEAD
+                if stop is not None:  # one block at a time from there on
+                    after = min(after, max(block + 1, -(-stop // BLOCK_BYTES)))
+                pieces = split_range(start, min(after * BLOCK_BYTES, version.size) - start)
+                found = await reading.read(pieces)
+                for piece in pieces:
+                    data = found.pop(piece)
+                    start += len(data)
+                    for at in range(0, len(data), chunk_size):
+                        yield data[at : at + chunk_size]
+        finally:
+            reading.count()
+
+    async def _stream_filling(self, version: ObjectInfo, chunk_size: int) -> AsyncGenerator[bytes, None]:
+        cached, source = self.cached, self._source
+        fill: CacheFill | None = None
+        if version.size and cached.fills:
+            key = hash_key(cached.object_url(self.path))
+            begin = partial(cached.store.begin, key, str(version.etag), version.size)
+            fill = await cached.attempt(begin, CacheFill.abort, filling=True)
+        tee = Tee(fill, cached.pool, partial(cached.on_disk_error, filling=True))
+        try:
+            async with aclosing(source.stream(chunk_size=chunk_size)) as chunks:
+                received = 0
+                chunk = await anext(chunks, b"")
+                while chunk:
+                    received += len(chunk)
+                    await tee.add(chunk)
+                    after: bytes | None = None
+                    if tee.open and received >= version.size:
+                        # Kept before the last chunk is returned: the reader may know that it is the last, and stop.
+                        after = await anext(chunks, b"")
+                        # Not all copies of a store need have the same version: the answer's own counts, if it is named.
+                        if not after and source.etag in {None, version.etag} and await self._confirm(version):
+                            await tee.keep()
+                    yield chunk
+                    chunk = await anext(chunks, b"") if after is None else after
+        finally:
+            await tee.drop()
+
+    # --- versions
+
+    async def read_source(self, version: ObjectInfo, ranges: Sequence[tuple[int, int]]) -> tuple[Sequence[bytes], bool]:
+        """Read ranges from the store, and return whether their bytes are known to be of this version.
+
+        Raises:
+            ReadFailed: the store has another version.
+        """
+        if not self._asked and await self._source.info() != version:
+            await self.cached.attempt(self.blocks_of(version).forget)
+            raise ReadFailed(
+                f"{self.path!r} was cached in {self.cached.cache_dir!r} in part, and is another object in the store by "
+                "now; the bytes of two versions are never mixed. Read it again",
+                path=self.path,
+            )
+        self._asked = True
+        data = await self._source.read_ranges(ranges)
+        if self._source.etag is None:  # the answers name no version, as some servers' do
+            return data, await self._confirm(version)
+        return data, self._source.etag == version.etag
+
+    async def _confirm(self, version: ObjectInfo) -> bool:
+        """Return whether the object is still the same in the store."""
+        try:
+            async with asyncio.timeout(_CONFIRM_S):
+                return await self.cached.inner.info(self.path) == version
+        except (TransportError, TimeoutError):
+            return False
+
+
+class _Reading:
+    """One read by blocks. It counts as a hit if nothing of it comes from the store."""
+
+    def __init__(self, owner: CachedObject, version: ObjectInfo) -> None:
+        self._owner = owner
+        self._cached = owner.cached
+        self._version = version
+        self._blocks = owner.blocks_of(version)
+        self._missed = False
+
+    def count(self) -> None:
+        """Note the hit, unless there was a miss; called at the end."""
+        if not self._missed:
+            self._cached.cache_counts.hit()
+
+    async def read(self, pieces: Iterable[Piece]) -> dict[Piece, bytes]:
+        """Return the bytes of pieces, from the cache or from the store. Blocks that were missing are cached then."""
+        by_block: defaultdict[int, list[Piece]] = defaultdict(list)
+        for piece in sorted(pieces):
+            by_block[piece.block].append(piece)
+        blocks, found = list(by_block), dict[Piece, bytes]()
+        for at in range(0, len(blocks), _MOST_CLAIMED):
+            await self._read_some({block: by_block[block] for block in blocks[at : at + _MOST_CLAIMED]}, found)
+        return found
+
+    async def _read_some(self, wanted: Mapping[int, Sequence[Piece]], found: dict[Piece, bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        until, pause = loop.time() + _WAIT_S, _FIRST_POLL_S
+        while wanted:
+            fill = self._cached.fills and loop.time() < until
+            claiming = partial(self._blocks.claim, wanted, fill=fill)
+            claim = await self._cached.attempt(claiming, Claim.abort) or Claim(refused=list(wanted))
+            try:
+                if claim.error is not None:
+                    self._cached.on_disk_error(claim.error, filling=True)
+                self._cached.cache_counts.save(sum(map(len, claim.found.values())))
+                found.update(claim.found)
+                if claim.fills or claim.refused:
+                    await self._download(claim, wanted, found)
+                elif claim.busy:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_POLL_S)
+            finally:
+                if claim.fills:
+                    await self._cached.pool.finish(claim.abort)
+            wanted = {block: wanted[block] for block in claim.busy}
+
+    async def _download(self, claim: Claim, wanted: Mapping[int, Sequence[Piece]], found: dict[Piece, bytes]) -> None:
+        """Read the claimed blocks, and of the refused ones what is wanted; the transport joins neighbours."""
+        if not self._missed:
+            self._missed = True
+            self._cached.count_miss()
+        exact = [piece for block in claim.refused for piece in wanted[block]]
+        size = self._version.size
+        ranges = [(block * BLOCK_BYTES, block_length(block, size)) for block in claim.fills]
+        data, proved = await self._owner.read_source(
+            self._version, [*ranges, *((piece.start, piece.length) for piece in exact)]
+        )
+        whole = dict(zip(claim.fills, data, strict=False))
+        found.update(zip(exact, data[len(whole) :], strict=True))
+        for block, given in whole.items():
+            for piece in wanted[block]:
+                found[piece] = given[piece.offset : piece.offset + piece.length]
+        if whole and proved:
+            await self._cached.attempt(partial(self._blocks.commit, claim, whole), filling=True)
