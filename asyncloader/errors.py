@@ -376,7 +376,7 @@ class NeverIteratedWarning(UserWarning):
 
 
 class NoEffectWarning(UserWarning):
-    """An option of a loader cannot do what it asks for, because of another option or of the dataset."""
+    """An option of a loader or a dataset cannot do what it asks for, because of another option or of the data."""
 
 
 def warn_aside(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> Warning | None:

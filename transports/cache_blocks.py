@@ -2,9 +2,10 @@
 
 Data path: cached_object -> a thread -> [cache_blocks] -> cache_store: files.
 
-Who claims a block downloads it; who wants the same block meanwhile, in this process or another one, waits until it is
-written. A claim is a lock on the block's unfinished file, so it ends with its process, however that ends. It is held
-for the time of a request and never while a consumer works, and nobody waits who holds one.
+A reader claims the blocks that are missing, and downloads them; other readers that want these blocks meanwhile, in this
+process or another one, wait until they are written. A claim is a lock on the block's unfinished file, so it ends with
+its process, however that ends. It is held during a request and never while a consumer works, and a reader that holds a
+claim does not wait for another reader: so they cannot wait for each other.
 
 Everything here blocks and is called in threads.
 """
@@ -23,7 +24,7 @@ __all__ = ["CachedBlocks", "Claim", "find_newest"]
 
 @dataclass(slots=True)
 class Claim:
-    """What became of the blocks that were wanted.
+    """The state of the blocks that a reader wants.
 
     Attributes:
         found: the pieces that are cached, with their bytes.
@@ -62,11 +63,12 @@ class CachedBlocks:
         self._etag = version.etag
 
     def open_whole(self) -> CacheEntry | None:
-        """Open the copy of the whole object; None if there is none."""
+        """Open the copy of the whole object; None if it is not cached as a whole."""
         return self._open(hash_key(self._url), self._size)
 
     def claim(self, wanted: Mapping[int, Sequence[Piece]], *, fill: bool) -> Claim:
-        """Read what is cached, from the whole copy if there is one, and claim the other blocks if `fill`.
+        """Read the pieces that are cached, from a copy of the whole object if one exists, and claim the other blocks if
+        `fill`.
 
         Raises:
             OSError: the cache cannot be read.
@@ -77,7 +79,7 @@ class CachedBlocks:
             for block, pieces in wanted.items():
                 if not (_take(whole, pieces, 0, claim.found) or self._take_block(block, pieces, claim.found)):
                     self._claim_block(block, claim, fill=fill and claim.error is None)
-                    # It may have been written since it was looked for.
+                    # Another writer may have finished it between the look and the claim.
                     if block in claim.refused and self._take_block(block, pieces, claim.found):
                         claim.refused.remove(block)
             if whole is not None:
@@ -90,7 +92,7 @@ class CachedBlocks:
     def commit(self, claim: Claim, data: Mapping[int, bytes]) -> None:
         """Write the blocks that were claimed. OSError: the disk is full or failed; the other blocks are given up."""
         try:
-            # The size goes first: whoever finds the blocks without asking the store knows it.
+            # The size goes first: readers that do not ask the store find a version by it.
             if self._size > BLOCK_BYTES and not self._store.holds(size_key(self._url), self._etag):
                 self._store.put(size_key(self._url), self._etag, str(self._size).encode())
             for block, fill in claim.fills.items():
@@ -135,7 +137,7 @@ class CachedBlocks:
 
 
 def find_newest(store: CacheStore, url: str) -> ObjectInfo | None:
-    """Return the version of an object that was cached last, whole or in blocks; None if there is none."""
+    """Return the version of an object that was cached last, whole or in blocks; None if none is cached."""
     found: list[tuple[int, ObjectInfo]] = []
     for key in (hash_key(url), size_key(url)):
         entry = store.open_newest(key)

@@ -45,6 +45,7 @@ __all__ = [
     "entry_url_key",
     "fill_charge",
     "fill_name",
+    "group_neighbours",
     "hash_key",
     "object_url",
     "pack_change",
@@ -138,6 +139,17 @@ def split_range(start: int, length: int) -> list[Piece]:
         pieces.append(Piece(block, offset, min(BLOCK_BYTES - offset, end - start)))
         start += pieces[-1].length
     return pieces
+
+
+def group_neighbours(blocks: Iterable[int]) -> list[list[int]]:
+    """Group ascending numbers of blocks that follow each other without a gap."""
+    groups: list[list[int]] = []
+    for block in blocks:
+        if groups and groups[-1][-1] + 1 == block:
+            groups[-1].append(block)
+        else:
+            groups.append([block])
+    return groups
 
 
 def entry_name(url_key: str, etag: str) -> str:

@@ -5,7 +5,7 @@ Data path: beside the fills of cache_store -> [cache_usage].
 
 The limit applies to all processes that share the directory. They record changes in one append-only file: a process that
 starts to write an object appends the object's size, then adds up the whole file. Of two processes that do so at once,
-at least one sees both changes. Nobody waits for a lock.
+at least one sees both changes. Nobody waits for a lock, except at the start: for a process that makes the usage file.
 
 A process that finds the limit exceeded tries to take the directory's lock. If it gets it, it counts the actual files,
 deletes the least recently used ones, and rewrites the usage file. If another process holds the lock, the object at hand
@@ -38,7 +38,7 @@ from asyncloader.transports.cache_layout import (
     sum_added,
     sum_changes,
 )
-from asyncloader.transports.file_lock import open_regular, same_file, try_lock
+from asyncloader.transports.file_lock import open_regular, same_file, try_lock, wait_for_lock
 
 __all__ = ["CacheCounts", "CacheUsage"]
 
@@ -123,12 +123,13 @@ class CacheUsage:
 
     def start(self) -> None:
         """Clean up after dead processes; create the usage file if it is missing, rewrite it if it is long."""
-        try:
-            long = os.stat(self._path).st_size > _LONG_ACCOUNT
-        except FileNotFoundError:
-            long = True
-        if not (long and self._tidy()):
-            self._clean()
+        size = self._length()
+        if (not size or size > _LONG_ACCOUNT) and self._tidy():
+            return
+        if not size:  # another process makes it: until then, nothing could be reserved
+            with self._lock(wait=True):
+                pass
+        self._clean()
 
     def reserve(self, charged: int) -> bool:
         """Reserve `charged` bytes of the limit for an empty file that exists under its name in ``fills``.
@@ -226,10 +227,12 @@ class CacheUsage:
                 os.close(old)
 
     @contextmanager
-    def _lock(self) -> Generator[bool]:
+    def _lock(self, *, wait: bool = False) -> Generator[bool]:
         descriptor = open_regular(os.path.join(self._root, "lock"), os.O_RDWR | os.O_CREAT)
         try:
-            yield try_lock(descriptor)
+            if wait:
+                wait_for_lock(descriptor)
+            yield wait or try_lock(descriptor)
         finally:
             os.close(descriptor)
 

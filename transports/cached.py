@@ -5,7 +5,8 @@ Data path: store -> [cached: cache directory] -> dataset.
     transport = CachedTransport(open_transport(url), url, "/scratch/cache", cache_bytes=200 << 30)
 
 For an object that is cached, the store is asked only for its version: one small request per read. An object that is not
-cached is read in one request, as without a cache. `cache_layout` shows the directory.
+cached is read in one request, as without a cache; of a range, the version is asked for first. `cache_layout` shows the
+directory.
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ _warned: set[str] = set()
 class CachedTransport(Transport):
     """Serves objects of `inner` from a directory, as long as the store says that they are unchanged.
 
-    Whole objects are cached: those that `read` reads, and those that a `stream` reads from byte 0 to the end.
-    Afterwards reads, ranges and streams from any byte are served from the directory. Objects without a version
-    (`info(path).etag` is None) or without a known size are not cached.
+    An object that `read` reads, or a `stream` from byte 0 to the end, is cached as one file. All other reads, of ranges
+    and from a byte in the middle, are cached in blocks of 1 MiB, aligned at the object's start. So a range downloads
+    less than 2 MiB more than it has, which takes about as long as a request; an object of up to 1 MiB is one block.
+    Missing neighbours come in one request (`range_size`). A block is downloaded once: a read that wants it meanwhile,
+    also in another process, waits for it, up to half a minute. Streams of whole objects do not wait for each other.
+    Afterwards reads of any kind are served from a file of the whole object, and ranges and parts from blocks, too.
+    Objects without a version (`info(path).etag` is None) or without a known size are not cached.
 
     Any number of workers, processes and runs on a node can share a directory, each with its own transports. Eviction is
     by last use, known to the minute. A run that repeatedly reads more bytes than `cache_bytes` in the same order finds
@@ -64,7 +69,8 @@ class CachedTransport(Transport):
         cache_bytes: maximum disk space of the cache, for all processes together, in bytes (whole blocks of 4 KiB) or as
             a text (``"200GB"``). None: no limit. Processes with different limits each enforce their own.
         revalidate: ask the store on each read whether the cached object is current. False trusts the version that was
-            cached last: right for data that is never changed in place.
+            cached last: right for data that is never changed in place. (If it was replaced all the same, the first
+            read of a part of it that is not cached is an error, and later reads are of the new version.)
         threads: maximum number of files read and written at the same time. Default as `LocalTransport`.
 
     Raises:

@@ -16,12 +16,13 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asyncloader.transports.base import ObjectInfo, PinnedReader
+from asyncloader.transports.base import ObjectInfo, PinnedReader, gather_all
 from asyncloader.transports.cache_blocks import CachedBlocks, Claim
 from asyncloader.transports.cache_layout import (
     BLOCK_BYTES,
     Piece,
     block_length,
+    group_neighbours,
     hash_key,
     split_range,
     storable_etag,
@@ -45,8 +46,8 @@ _MOST_CLAIMED = 32
 # Blocks that a stream reads at a time: as many bytes as a shard's reader fetches ahead by default.
 _AHEAD = 8
 
-# Another writer's download is waited for as long as it lives, but not longer than this: then the bytes are read from
-# the store, and not cached.
+# A read waits for another reader's download until it ends or its process dies, but not longer than this: then it reads
+# the bytes from the store, and does not cache them. No event comes from other processes, so it polls.
 _WAIT_S = 30.0
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 
@@ -70,7 +71,7 @@ class CachedObject(PinnedReader):
 
     async def replaced(self) -> bool:
         """Return whether the store has another version by now than the one that is read here."""
-        return self._version is not None and await self.cached.inner.info(self.path) != self._version
+        return await self._ask() not in {None, self._version}
 
     async def find(self) -> ObjectInfo | None:
         """Return the version that is read; None if it cannot be cached.
@@ -190,7 +191,7 @@ class CachedObject(PinnedReader):
             while start < version.size:
                 block = start // BLOCK_BYTES
                 after = block + _AHEAD
-                if stop is not None:  # one block at a time from there on
+                if stop is not None:  # behind it, one block at a time: the reader rarely wants more than one
                     after = min(after, max(block + 1, -(-stop // BLOCK_BYTES)))
                 pieces = split_range(start, min(after * BLOCK_BYTES, version.size) - start)
                 found = await reading.read(pieces)
@@ -231,8 +232,11 @@ class CachedObject(PinnedReader):
 
     # --- versions
 
-    async def read_source(self, version: ObjectInfo, ranges: Sequence[tuple[int, int]]) -> tuple[Sequence[bytes], bool]:
-        """Read ranges from the store, and return whether their bytes are known to be of this version.
+    async def read_source(
+        self, version: ObjectInfo, groups: Sequence[Sequence[tuple[int, int]]]
+    ) -> tuple[list[bytes], bool]:
+        """Read groups of ranges from the store, each with requests of its own. Return the bytes of all ranges, and
+        whether they are known to be of this version.
 
         Raises:
             ReadFailed: the store has another version.
@@ -245,22 +249,27 @@ class CachedObject(PinnedReader):
                 path=self.path,
             )
         self._asked = True
-        data = await self._source.read_ranges(ranges)
-        if self._source.etag is None:  # the answers name no version, as some servers' do
-            return data, await self._confirm(version)
-        return data, self._source.etag == version.etag
+        data = await gather_all(self._source.read_ranges(group) for group in groups)
+        etag = self._source.etag
+        # Answers that name no version, as those of some servers, are confirmed by another request.
+        proved = await self._confirm(version) if etag is None else etag == version.etag
+        return [each for group in data for each in group], proved
 
     async def _confirm(self, version: ObjectInfo) -> bool:
         """Return whether the object is still the same in the store."""
+        return await self._ask() == version
+
+    async def _ask(self) -> ObjectInfo | None:
+        """Return the version that the store has now; None if it does not say so in time."""
         try:
             async with asyncio.timeout(_CONFIRM_S):
-                return await self.cached.inner.info(self.path) == version
+                return await self.cached.inner.info(self.path)
         except (TransportError, TimeoutError):
-            return False
+            return None
 
 
 class _Reading:
-    """One read by blocks. It counts as a hit if nothing of it comes from the store."""
+    """One read by blocks. It counts as a hit if all of its bytes come from the cache."""
 
     def __init__(self, owner: CachedObject, version: ObjectInfo) -> None:
         self._owner = owner
@@ -275,7 +284,7 @@ class _Reading:
             self._cached.cache_counts.hit()
 
     async def read(self, pieces: Iterable[Piece]) -> dict[Piece, bytes]:
-        """Return the bytes of pieces, from the cache or from the store. Blocks that were missing are cached then."""
+        """Return the bytes of pieces, from the cache or from the store, and cache the blocks that were missing."""
         by_block: defaultdict[int, list[Piece]] = defaultdict(list)
         for piece in sorted(pieces):
             by_block[piece.block].append(piece)
@@ -307,16 +316,20 @@ class _Reading:
             wanted = {block: wanted[block] for block in claim.busy}
 
     async def _download(self, claim: Claim, wanted: Mapping[int, Sequence[Piece]], found: dict[Piece, bytes]) -> None:
-        """Read the claimed blocks, and of the refused ones what is wanted; the transport joins neighbours."""
+        """Read the claimed blocks, and the wanted pieces of the refused ones; the transport joins neighbours."""
         if not self._missed:
             self._missed = True
             self._cached.count_miss()
         exact = [piece for block in claim.refused for piece in wanted[block]]
         size = self._version.size
-        ranges = [(block * BLOCK_BYTES, block_length(block, size)) for block in claim.fills]
-        data, proved = await self._owner.read_source(
-            self._version, [*ranges, *((piece.start, piece.length) for piece in exact)]
-        )
+        # A block between two groups is cached or on its way: it is not read again, as a transport would to save a
+        # request (`Transport.range_gap`).
+        groups = [
+            [(block * BLOCK_BYTES, block_length(block, size)) for block in group]
+            for group in group_neighbours(claim.fills)
+        ]
+        groups.append([(piece.start, piece.length) for piece in exact])
+        data, proved = await self._owner.read_source(self._version, [group for group in groups if group])
         whole = dict(zip(claim.fills, data, strict=False))
         found.update(zip(exact, data[len(whole) :], strict=True))
         for block, given in whole.items():

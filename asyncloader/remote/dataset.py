@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import pickle
+import warnings
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset
 
 from asyncloader.bridge import run_in_thread
+from asyncloader.errors import NoEffectWarning
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, ShardFormat
 from asyncloader.remote.assignment import Assignment, AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import PARQUET, Shard
@@ -31,7 +33,7 @@ from asyncloader.remote.pins import Pins
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
 from asyncloader.remote.shard_sizes import bytes_per_sample, with_counts, with_edges, with_sizes
 from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, grouped, left_out
-from asyncloader.remote.stores import LoopStores, Stores, scheme_of, unsigned
+from asyncloader.remote.stores import LoopStores, Stores, is_cached, scheme_of, unsigned
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.sizes import Size, size
@@ -81,8 +83,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
             shuffling of samples.
         shuffle_shards: read the shards in another order each epoch. None: if there is a `shuffle_buffer`.
         transport: reads everything; URLs are then paths below its root.
-        cache_dir: directory in which whole objects are cached for the next epoch. None: no caching. (Shards that are
-            cut, and Parquet, are read by ranges and not cached.)
+        cache_dir: directory in which shards of every format are cached for the next epoch: those that are read from
+            end to end as they are, others (Parquet, shards that are cut, the rest of a shard behind a resume) in blocks
+            of 1 MiB. None: no caching. Local files are not cached, nor is what a store names no version of
+            (`CachedTransport`).
         cache_bytes: maximum size of that directory, in bytes or as a text (``"200GB"``); None: no limit.
         cache_revalidate: ask the store on each read whether a cached object is current; False: never ask.
         max_sample_bytes: refuse a sample with more (decompressed) bytes; default ``"1GiB"``.
@@ -130,7 +134,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
                 cache_revalidate=cache_revalidate,
             )
         )
-        self._ranges_per_worker = RANGES_PER_WORKER if cache_dir is None else 1  # ranges of shards are not cached
+        _warn_without_effect(self.urls, cache_dir, cache_bytes, cache_revalidate)
         self._listed: list[Shard] | None = None  # as `find_shards` returned them
         self._counted_shards: list[Shard] | None = None  # with sizes or counts, for `len`
         self._shards: list[Shard] | None = None  # with sizes and cut points, for the latest plan
@@ -217,7 +221,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         Raises:
             As `find_shards`; TransportError if the sizes or cut points of a shard cannot be read.
         """
-        parts = self._ranges_per_worker * workers * ranks
+        parts = RANGES_PER_WORKER * workers * ranks
         shards = await self._with_known_sizes(parts)
         shard_ranges = cut(shards, parts)
         if ranks > 1 and not rank and not self._told:
@@ -242,7 +246,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             As `plan`.
         """
         digest = hashlib.blake2b(digest_size=16)
-        shards = await self._with_known_sizes(self._ranges_per_worker * workers * ranks)
+        shards = await self._with_known_sizes(RANGES_PER_WORKER * workers * ranks)
         for name, shard in zip(self.shard_urls, shards, strict=True):
             digest.update(repr((name, *shard[1:])).encode(errors="surrogatepass"))
         return digest.hexdigest()
@@ -340,6 +344,16 @@ class RemoteIterableDataset(IterableDataset[Any]):
         except (pickle.PicklingError, AttributeError, TypeError):
             return template.fresh()  # not picklable, so there are no workers, and this loop is the reading one
         return copy
+
+
+def _warn_without_effect(urls: Any, cache_dir: Any, cache_bytes: Size | None, cache_revalidate: bool) -> None:
+    """Warn of arguments of the cache that cannot do anything, at the line that makes the dataset."""
+    if cache_dir is None:
+        given = {"cache_bytes": cache_bytes is not None, "cache_revalidate": not cache_revalidate}
+        for name in (name for name, set_ in given.items() if set_):
+            warnings.warn(f"{name}= does nothing without cache_dir=", NoEffectWarning, stacklevel=3)
+    elif not any(is_cached(os.fspath(url)) for url in ([urls] if isinstance(urls, str | os.PathLike) else urls)):
+        warnings.warn("cache_dir= does nothing for local files, which are not cached", NoEffectWarning, stacklevel=3)
 
 
 def _tell_what_is_left_out(part: float, shards: int, ranks: int) -> None:

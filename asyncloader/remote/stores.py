@@ -34,6 +34,7 @@ __all__ = [
     "Location",
     "LoopStores",
     "Stores",
+    "is_cached",
     "scheme_of",
     "unsigned",
 ]
@@ -66,6 +67,11 @@ def scheme_of(url: str) -> str:
     """Return the scheme of `url` in lower case; ``"file"`` for a plain path."""
     match = _SCHEME.match(url)
     return match.group(1).lower() if match else "file"
+
+
+def is_cached(url: str) -> bool:
+    """Return whether `Stores` with a `cache_dir` cache an object: not what is local already."""
+    return scheme_of(url) not in _NOT_CACHED
 
 
 class Stores:
@@ -181,7 +187,7 @@ class Stores:
 
     def _wrapped(self, root: str) -> Transport:
         transport = open_transport(root, **self._options)
-        if self._cache_dir is None or scheme_of(root) in _NOT_CACHED:
+        if self._cache_dir is None or not is_cached(root):
             return transport
         from asyncloader.transports.cached import CachedTransport
 

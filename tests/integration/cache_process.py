@@ -38,7 +38,12 @@ class Changing(MemoryTransport):
 
 
 class Slow(MemoryTransport):
-    """Tells of each chunk of a stream on stdout, and goes on when it is told to on stdin."""
+    """Tells of each chunk of a stream, and of each range, on stdout, and goes on when it is told to on stdin."""
+
+    async def read_range(self, path: str, start: int, length: int) -> bytes:
+        tell(f"range {start} {length}")
+        await asyncio.to_thread(sys.stdin.readline)
+        return await super().read_range(path, start, length)
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         async with aclosing(super().stream(path, start=start, chunk_size=chunk_size)) as chunks:
@@ -100,12 +105,23 @@ async def fill(folder: str) -> None:
         tell("whole" if found == data else "wrong")
 
 
+async def read_part(folder: str, start: int, length: int) -> None:
+    """Read a range of an object, waiting for a line at each request; tell whether it was given, and hits and misses."""
+    data = content(1, 0) * 20
+    async with CachedTransport(Slow({"a": data}), "memory://fill", folder, threads=2) as transport:
+        found = await transport.read_range("a", start, length)
+        counts = transport.cache_counts
+        tell(f"{'right' if found == data[start : start + length] else 'wrong'} {counts.hits} {counts.misses}")
+
+
 def main(role: str, folder: str, *numbers: str) -> None:
     if role == "work":
         limit, seed, turns = map(int, numbers)
         asyncio.run(work(folder, limit, seed, turns))
     elif role == "fill":
         asyncio.run(fill(folder))
+    elif role == "part":
+        asyncio.run(read_part(folder, *map(int, numbers)))
     else:
         raise TransportError(f"no such role: {role}")
 

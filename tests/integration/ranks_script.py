@@ -157,10 +157,21 @@ class Place:
         return got, "left"
 
     def shards(
-        self, url: str, *, kind: str = "sync", epochs: int = 1, steps: int = 0, buffer: int = 0, **options: Any
+        self,
+        url: str,
+        *,
+        kind: str = "sync",
+        epochs: int = 1,
+        steps: int = 0,
+        buffer: int = 0,
+        cache_dir: str | None = None,
+        **options: Any,
     ) -> list[Ended]:
-        """Epochs of a loader over shards in a store, numbers in them; with `steps`, saved there and resumed."""
-        dataset = dataset_of(url, shuffle_buffer=buffer)
+        """Epochs of a loader over shards in a store, numbers in them; with `steps`, saved there and resumed. The text
+        ``{rank}`` in `cache_dir` is replaced.
+        """
+        folder = None if cache_dir is None else cache_dir.format(rank=self.rank)
+        dataset = dataset_of(url, shuffle_buffer=buffer, cache_dir=folder)
         options = with_method({"batch_size": 2, "seed": 3, **options})
         torch.manual_seed(1000 + self.rank)  # the ranks of a torch-mode run draw what they will
         with Stepwise(kind, dataset, **options) as run:

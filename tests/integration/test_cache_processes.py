@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -163,6 +163,34 @@ def test_two_processes_that_stream_the_same_object(tmp_path: Path) -> None:
     assert files(tmp_path, "fills") == []
     assert len(files(tmp_path, "objects")) == 1
     asyncio.run(stream_once(tmp_path, content(1, 0) * 20, hits=1))
+
+
+@pytest.mark.parametrize("end", ["answered", "killed"])
+def test_processes_that_want_the_same_block(tmp_path: Path, end: str) -> None:
+    """One downloads it and the others wait; if that one is killed, one of those goes on, and nothing is left."""
+    size, block = len(content(1, 0) * 20), 1 << 20
+    with ExitStack() as stack:
+        first = stack.enter_context(started("part", tmp_path, block + 5, 10))
+        assert line(first) == f"range {block} {block}"
+        ranges = [(block + 100, 100), (2 * block - 1, 2)]  # of the other block of the second range nobody knows yet
+        later = [stack.enter_context(started("part", tmp_path, *each)) for each in ranges]
+        assert line(later[1]) == f"range {2 * block} {size - 2 * block}"
+        go_on(later[1])
+        if end == "killed":
+            kill(first)
+            ready, _, _ = select.select([each.stdout for each in later if each.stdout], [], [], PATIENCE_S)
+            heir = next(each for each in later if each.stdout is ready[0])
+            assert line(heir) == f"range {block} {block}"
+            go_on(heir)
+        else:
+            heir = None
+            go_on(first)
+            assert finish(first) == ["right", "0", "1"]
+        for process, missed in zip(later, [False, True], strict=True):
+            missed_too = missed or process is heir
+            assert finish(process) == ["right", str(int(not missed_too)), str(int(missed_too))]
+    assert files(tmp_path, "fills") == []
+    assert sorted(file.stat().st_size > 1000 for file in files(tmp_path, "objects")) == [False, True, True]
 
 
 async def stream_once(folder: Path, data: bytes, *, hits: int) -> None:

@@ -191,7 +191,7 @@ def test_by_two_ranks(folder: Path, workers: int, two: RankGroup) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_from_a_cache(folder: Path, workers: int, tmp_path: Path, expected: list[Any]) -> None:
-    """The second epoch has what the first one had, in its own order."""
+    """The second epoch has what the first one had, in its own order, and asks the store for no data."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     options: dict[str, Any] = OPTIONS | {"num_workers": workers}
 
@@ -202,7 +202,11 @@ def test_from_a_cache(folder: Path, workers: int, tmp_path: Path, expected: list
             urls = [f"{store.url}/{name}" for name in (["index.json"] if "index.json" in files else sorted(files))]
             served = definitions.listed_files(urls, str(tmp_path))
             async with AsyncDataLoader[Any](served, **options) as loader:
-                return [[batch async for batch in loader] for _ in range(2)]
+                first = [batch async for batch in loader]
+                store.asked.clear()
+                second = [batch async for batch in loader]
+                assert {asked.method for asked in store.asked} == {"HEAD"}
+                return [first, second]
 
     for batches in run_async(run()):
         assert sorted(numbers_of(batches)) == sorted(numbers_of(expected))

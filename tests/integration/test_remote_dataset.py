@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import warnings
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, Tuning
+from asyncloader.errors import NoEffectWarning
 from asyncloader.formats import Located, ShardRange
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner
 from asyncloader.remote.dataset import RemoteIterableDataset
@@ -359,6 +361,26 @@ def test_arguments(arguments: dict[str, Any], words: str) -> None:
     """What is out of range is refused by the constructor."""
     with pytest.raises(ValueError, match=words):
         dataset_of("x.tar", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("urls", "arguments", "words"),
+    [
+        ("/data/a.tar", {"cache_dir": "c"}, "cache_dir= does nothing for local files, which are not cached"),
+        ([Path("a.tar"), "file:///b.tar"], {"cache_dir": "c"}, "cache_dir= does nothing for local files"),
+        ("s3://b/a.tar", {"cache_bytes": "1GB"}, "cache_bytes= does nothing without cache_dir="),
+        ("s3://b/a.tar", {"cache_revalidate": False}, "cache_revalidate= does nothing without cache_dir="),
+        ("s3://b/a.parquet", {"cache_dir": "c", "cache_bytes": 9, "cache_revalidate": False}, None),
+        (["a.tar", "https://host/{a,b}.mds"], {"cache_dir": "c"}, None),
+    ],
+)
+def test_arguments_without_effect(urls: Any, arguments: dict[str, Any], words: str | None) -> None:
+    """One warning, at the line that makes the dataset."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NoEffectWarning)
+        RemoteIterableDataset(urls, **arguments)
+    found = [(str(each.message)[: len(words or "")], each.filename) for each in caught]
+    assert found == [(words, __file__)] * bool(words)
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -17,6 +17,7 @@ from asyncloader.transports.cache_layout import (
     entry_url_key,
     fill_charge,
     fill_name,
+    group_neighbours,
     hash_key,
     object_url,
     pack_change,
@@ -52,6 +53,13 @@ FOOTERS = st.builds(
 def test_object_url(root: str, url: str) -> None:
     """An object's name is its root's URL and its path, however the root ends; a query stays at the end."""
     assert object_url(root, "a/b c") == url
+
+
+def test_neighbours() -> None:
+    """Groups end at gaps; no blocks are no group."""
+    assert group_neighbours([]) == []
+    assert group_neighbours([3]) == [[3]]
+    assert group_neighbours([0, 1, 2, 5, 7, 8]) == [[0, 1, 2], [5], [7, 8]]
 
 
 @given(st.text(), st.text())

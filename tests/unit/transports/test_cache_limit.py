@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from asyncloader.transports.cache_layout import ROOT_NAME, hash_key
 from asyncloader.transports.cache_store import CacheStore
 from asyncloader.transports.cache_usage import CacheCounts
+from asyncloader.transports.file_lock import wait_for_lock
 from tests.unit.transports.cache_subject import DATA, begun, disk_use, everything, file_of, held, opened, put
 
 
@@ -156,3 +158,24 @@ def test_an_eviction_in_another_process_is_not_waited_for(folder: Path) -> None:
         assert held(other, "c") is None
     put(other, "c")
     assert held(other, "c") == DATA
+
+
+def test_the_usage_file_of_another_process_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that start together on a new directory all cache: none is refused until the file is made."""
+    store, other = opened(folder), opened(folder)
+    put(store, "a")
+    (folder / ROOT_NAME / "usage").unlink()
+    waiting = threading.Event()
+
+    def wait(descriptor: int) -> None:
+        waiting.set()
+        wait_for_lock(descriptor)
+
+    monkeypatch.setattr("asyncloader.transports.cache_usage.wait_for_lock", wait)
+    thread = threading.Thread(target=put, args=(other, "b"))
+    with store.usage._lock():
+        thread.start()
+        assert waiting.wait(60)
+        store.usage._rewrite(0, 0)
+    thread.join()
+    assert held(other, "b") == DATA

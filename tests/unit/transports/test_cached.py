@@ -110,6 +110,16 @@ async def test_young_files_are_not_cached(tmp_path: Path) -> None:
         await transport.read("a")
         assert await transport.read("a") == CONTENT
         assert transport.cache_counts.hits == 1
+        for name in ("streamed", "in_part"):
+            (root / name).write_bytes(CONTENT)
+            os.utime(root / name, (1000, 1000))
+            for _ in range(2):
+                pinned = transport.pinned(name)
+                if name == "streamed":
+                    assert b"".join(await drain(pinned.stream())) == CONTENT
+                else:
+                    assert await pinned.read_ranges([(3, 5)]) == [CONTENT[3:8]]
+        assert transport.cache_counts.hits == 3
 
 
 async def test_an_object_belongs_to_its_url(tmp_path: Path) -> None:

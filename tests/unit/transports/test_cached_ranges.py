@@ -93,6 +93,16 @@ async def test_a_range_is_downloaded_once(tmp_path: Path) -> None:
         assert counts.bytes_saved == SIZE + KIB + (2048 + 680) * KIB  # and of the third read what was there
 
 
+async def test_a_cached_block_between_missing_ones_is_not_read_again(tmp_path: Path) -> None:
+    """Nor one that another reader downloads at the moment: both sides are requests of their own."""
+    store = Ranged({"a": LARGE})
+    async with around(store, tmp_path) as transport:
+        assert await got(transport, (1100, 1))
+        assert store.ranges() == ["1024+1024"]
+        assert await got(transport, (0, 3000))
+        assert sorted(store.ranges()) == ["0+1024", "2048+1024"]
+
+
 async def test_a_small_object_is_one_block(tmp_path: Path) -> None:
     """A range of it reads all of it, and it is then cached as a whole."""
     store = Ranged({"a": CONTENT})
