@@ -84,7 +84,7 @@ def merged(options: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     """Options with a change, as `clone` applies it."""
     found = {**options, **change}
     if not found["num_workers"]:
-        for name in ("prefetch_factor", "persistent_workers"):
+        for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
             found.pop(name, None)
     return found
 
@@ -156,7 +156,7 @@ def table(outcomes: list[Outcome]) -> str:
         change = statistics.mode(changes) or "nothing"
         gain = statistics.median(each.seconds / each.advised for each in found)
         promised = f"{statistics.median(each.diagnosis.gain for each in found):.2f}"
-        if not all(each.diagnosis.sure for each in found):
+        if not all(each.diagnosis.sure or not each.diagnosis.change for each in found):
             promised = f"at most {promised}"
         reached = statistics.median(each.reached for each in found)
         right = sum(each.right for each in found)

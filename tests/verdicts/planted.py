@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -263,10 +263,11 @@ class Limited(Store):
             response = web.StreamResponse(headers={"Content-Length": str(len(data)), "ETag": '"1"'})
             await asyncio.sleep(0.1)
             await response.prepare(request)
-            for at in range(0, len(data), 1 << 15):
-                await asyncio.sleep((1 << 15) / 2e6)
-                await response.write(data[at : at + (1 << 15)])
-            await response.write_eof()
+            with suppress(ConnectionError):  # the reader has left
+                for at in range(0, len(data), 1 << 15):
+                    await asyncio.sleep((1 << 15) / 2e6)
+                    await response.write(data[at : at + (1 << 15)])
+                await response.write_eof()
             return response
 
         for number in range(48):
