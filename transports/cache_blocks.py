@@ -74,19 +74,20 @@ class CachedBlocks:
             OSError: the cache cannot be read.
         """
         claim = Claim()
+        whole = self.open_whole() if self._size > BLOCK_BYTES else None
         try:
-            whole = self.open_whole() if self._size > BLOCK_BYTES else None
             for block, pieces in wanted.items():
                 if not (_take(whole, pieces, 0, claim.found) or self._take_block(block, pieces, claim.found)):
                     self._claim_block(block, claim, fill=fill and claim.error is None)
                     # Another writer may have finished it between the look and the claim.
                     if block in claim.refused and self._take_block(block, pieces, claim.found):
                         claim.refused.remove(block)
-            if whole is not None:
-                whole.close()
         except BaseException:
             claim.abort()
             raise
+        finally:
+            if whole is not None:
+                whole.close()
         return claim
 
     def commit(self, claim: Claim, data: Mapping[int, bytes]) -> None:
