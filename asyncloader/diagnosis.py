@@ -9,7 +9,7 @@ alters neither order nor samples, and if the prediction is worth it; what else w
 
 How long computing will take can be predicted (`prediction.py`), so a gain is promised. How long waiting will take
 cannot: reads of several workers may wait for one lock, or for a store that answers no faster; and other programs come
-and go. There the gain is an upper bound, and the text says so (`Diagnosis.sure`).
+and go. There the gain is an upper bound, and the text says so (`Diagnosis.promise`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncloader.counters import stage_times
 from asyncloader.prediction import BATCH_COST_S, WORTH, costs_of, expected_s, faster, ring_gain
 from asyncloader.run_figures import Run
 
-__all__ = ["Bound", "Diagnosis", "diagnose"]
+__all__ = ["Bound", "Diagnosis", "Promise", "diagnose"]
 
 Bound = Literal[
     "unknown",
@@ -47,6 +47,9 @@ process that does not get to take batches; batches that wait for an earlier one;
 workers; all CPUs; what each batch costs whatever is in it; the dataset's computing; the dataset's waiting.
 """
 
+Promise = Literal["about", "at least", "up to"]
+
+_AT_LEAST: tuple[Bound, ...] = ("startup", "overhead", "ring")
 _LEAST_BATCHES = 8
 _LEAST_SECONDS = 0.05
 _HEALTHY_WAIT = 0.05
@@ -66,7 +69,8 @@ class Diagnosis(NamedTuple):
             gained, the run was too short to judge, or what would help is not an option, or would alter the order.
         gain: the factor by which the run should become faster with the change; 1 without one.
         text: the same in one or two sentences.
-        sure: whether the gain follows from what was measured. If not, it is the most that can be had: whether several
+        promise: "about": the gain follows from what was measured; "at least": it is more where batches cost less than
+            was measured, as without workers, and in workers and memory that are used again; "up to": whether several
             workers wait no longer for their reads than one, or other programs leave CPUs to them, only a trial tells.
     """
 
@@ -75,7 +79,7 @@ class Diagnosis(NamedTuple):
     change: Mapping[str, Any]
     gain: float
     text: str
-    sure: bool = True
+    promise: Promise = "about"
 
 
 def diagnose(run: Run) -> Diagnosis:
@@ -96,8 +100,9 @@ def diagnose(run: Run) -> Diagnosis:
     change, gain = _change(run, bound)
     evidence = {"wait_frac": waited, **evidence}
     doubt = _doubt(run, bound, change)
-    text = f"{head}. {_advice(run, bound, words, change, gain, doubt)}"
-    return Diagnosis(bound, evidence, change, gain, text, not doubt)
+    promise: Promise = "up to" if doubt else "at least" if bound in _AT_LEAST else "about"
+    text = f"{head}. {_advice(run, bound, words, change, gain, promise, doubt)}"
+    return Diagnosis(bound, evidence, change, gain, text, promise)
 
 
 # ------------------------------------------------------------------------------------------------ what bounds it
@@ -269,12 +274,13 @@ def _doubt(run: Run, bound: Bound, change: Mapping[str, Any]) -> str:
     return "less if other programs go on using the CPUs" if run.other_threads > _OTHERS else ""
 
 
-def _advice(run: Run, bound: Bound, words: str, change: Mapping[str, Any], gain: float, doubt: str) -> str:
+def _advice(
+    run: Run, bound: Bound, words: str, change: Mapping[str, Any], gain: float, promise: Promise, doubt: str
+) -> str:
     if change:
         options = ", ".join(f"{name}={value!r}" for name, value in change.items())
-        text = f"{words} Set {options}: about {gain:.1f} times as fast."
-        if doubt:
-            text = f"{words} Try {options}: up to {gain:.1f} times as fast; {doubt}."
+        text = f"{words} {'Try' if doubt else 'Set'} {options}: {promise} {gain:.1f} times as fast"
+        text += f"; {doubt}." if doubt else "."
         if change.get("num_workers", 0) > run.cpus:
             text += f" Workers that wait may be more than the {run.cpus} CPUs that torch suggests."
         return text
@@ -288,10 +294,9 @@ def _advice(run: Run, bound: Bound, words: str, change: Mapping[str, Any], gain:
         number, gain = _regardless_of_order(run)
         if number == run.workers:
             return f"{words} Other numbers of workers would gain little."
-        most = "up to" if doubt else "about"
         parts = ", if the stream has as many parts (shards) to share out" if number > run.workers else ""
         return (
-            f"{words} num_workers={number} would make it {most} {gain:.1f} times as fast{parts}; but it changes the "
+            f"{words} num_workers={number} would make it {promise} {gain:.1f} times as fast{parts}; but it changes the "
             "order of the samples."
         )
     if bound in ("compute", "fetch"):

@@ -29,7 +29,7 @@ _PAGE = """\
 
 Runs whose bound is planted: whether [`diagnose()`](../how-to/make-it-faster.md) names it, and what following its
 advice gains. The costs of samples are drawn from the seeds {seeds}, which were not used while the verdict was
-written. *Promised* is the gain that the verdict states, with "at most" where it says so; *got*, the time of the run
+written. *Promised* is the gain in the words of the verdict; *got*, the time of the run
 through that with the advised change; *of the best*, how much of the best setting's gain that is, among numbers of
 workers (0 to 16), `prefetch_factor` (1 to 4), `concurrency` (4 to 256), persistent workers and sizes of rings, as far
 as they can act. Medians over the seeds; measured on {cpus} CPUs by `python -m tests.verdicts --save`.
@@ -128,7 +128,7 @@ def main() -> int:
                 outcomes.append(outcome)
                 mark = "ok   " if outcome.right else "WRONG"
                 found = outcome.diagnosis
-                told = f"{'' if found.sure else 'at most '}x{found.gain:.2f}"
+                told = f"{found.promise} x{found.gain:.2f}"
                 print(
                     f"{mark} {row.name} [{kind}, {seed}]: {found.bound}, {outcome.seconds:.2f} s, "
                     f"{dict(found.change)} -> {outcome.advised:.2f} s (told: {told}), "
@@ -155,9 +155,11 @@ def table(outcomes: list[Outcome]) -> str:
         changes = [", ".join(f"`{key}={value}`" for key, value in each.diagnosis.change.items()) for each in found]
         change = statistics.mode(changes) or "nothing"
         gain = statistics.median(each.seconds / each.advised for each in found)
-        promised = f"{statistics.median(each.diagnosis.gain for each in found):.2f}"
-        if not all(each.diagnosis.sure or not each.diagnosis.change for each in found):
-            promised = f"at most {promised}"
+        advised = [each.diagnosis for each in found if each.diagnosis.change]
+        promised = "nothing"
+        if advised:
+            promise = statistics.mode(each.promise for each in advised)
+            promised = f"{promise} {statistics.median(each.gain for each in advised):.2f}"
         reached = statistics.median(each.reached for each in found)
         right = sum(each.right for each in found)
         loop = "`for`" if kind == "sync" else "`async for`"
