@@ -242,7 +242,10 @@ def _told(case: Case, run: _Run, last: Epoch) -> list[str]:
         problems.append(
             f"{restarts:.0f} restarts {'with' if case.seeded else 'without'} seed=, and the warnings {lost}"
         )
-    problems += [f"warned: {text}" for text in run.warnings if text not in lost and "worker processes" not in text]
+    replaced = case.max_worker_restarts or (case.max_worker_restarts is None and case.seeded)
+    due = ["worker processes", *(["worker_timeout="] if case.worker_timeout and not replaced else [])]
+    others = [text for text in run.warnings if text not in lost and not any(each in text for each in due)]
+    problems += [f"warned: {text}" for text in others]
     if last.bad is not None and sorted(run.bad) != last.bad:
         problems.append(f"loader.skipped_samples has {sorted(run.bad)}, not {last.bad}")
     return problems
