@@ -39,9 +39,9 @@ class Statistics:
     """Counters of one loader over all of its iterators."""
 
     __slots__ = (
-        "_all_used",
         "_before",
         "_cpu_mark",
+        "_first_begun",
         "_lock",
         "_look_at",
         "_mark",
@@ -119,7 +119,7 @@ class Statistics:
         self._before = _Totals({}, np.zeros(BLOCK_BYTES // 8))
         self._mark = self._look_at = self._cpu_mark = 0.0
         # When the first iterator began: the time, the CPU seconds of all programs, and those of this process.
-        self._all_used: tuple[float, float | None, float] = 0.0, None, 0.0
+        self._first_begun: tuple[float, float | None, float] = 0.0, None, 0.0
 
     # ---------------------------------------------------------------------------------------------- counting
 
@@ -146,7 +146,7 @@ class Statistics:
         self._mark = perf_counter()
         self._look_at = self._mark + _LOOK_S
         if self.epochs == 1:
-            self._all_used = self._mark, busy_seconds(), self._cpu_mark
+            self._first_begun = self._mark, busy_seconds(), self._cpu_mark
         return self._mark
 
     def begins(self, begun: float) -> None:
@@ -238,7 +238,7 @@ class Statistics:
 
     def others_cpu(self) -> float:
         """CPUs that other programs used on average since the first iterator began; 0 where that is unknown."""
-        began, busy_then, own_then = self._all_used
+        began, busy_then, own_then = self._first_begun
         busy = busy_seconds()
         if busy is None or busy_then is None:
             return 0.0

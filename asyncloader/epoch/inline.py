@@ -211,7 +211,7 @@ class InlineEpoch:
         statistics = self.statistics
         statistics.waiting_since = begin
         try:
-            index, batch = self.fetcher(fetch, begin)(records)
+            index, batch = (fetch if begin < self._look_at else self.fetcher(fetch, begin))(records)
             if self.agreement is not None and not self.agreement.batch():
                 raise EndOfData
             cursor = self.cursor()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from pathlib import Path
@@ -229,8 +230,9 @@ class Store(AbstractContextManager[None]):
         self.fill(store)
         type(self).url = store.url
 
+    @abstractmethod
     def fill(self, store: HttpStore) -> None:
-        raise NotImplementedError
+        """Put the objects into the store, and say how it answers."""
 
     def __enter__(self) -> None:
         self.thread.start()
