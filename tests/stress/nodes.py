@@ -137,6 +137,9 @@ class Fleet:
         elif kind in ("kill", "drain"):
             if kind == "kill":
                 node.kill()
+            elif node.process.pid in self.stopped:  # a process that stands still takes no signal but this one
+                self.stopped.remove(node.process.pid)
+                os.kill(node.process.pid, signal.SIGCONT)
             self._lives[number].close()  # asks it to end, if it still runs
             self._lives[number] = ExitStack()
             self.nodes[number] = self._started(self._lives[number])
