@@ -9,10 +9,11 @@ many of them, and most have nothing to do with the data.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
+import io
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from importlib.util import resolve_name
@@ -85,22 +86,39 @@ def _sources(module: str, source: str | None) -> dict[str, str]:
 
 def _imported(source: str, package: str) -> Iterator[str]:
     """The names that this source imports, of which some may be no modules."""
+    # Not by `ast`: CPython 3.11 counts its depth for all threads together, and raises SystemError in two that parse.
     try:
-        tree = ast.parse(source)
-    except SyntaxError:  # of a cell that has a magic command
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    except (tokenize.TokenError, SyntaxError):  # of a cell that has a magic command
         return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                try:
-                    base = resolve_name("." * node.level + base, package)
-                except ImportError:
-                    continue
+    words: list[str] = []
+    for token in tokens:
+        if token.type not in _BETWEEN and token.string not in (";", ":"):
+            words += [token.string] if token.type not in (tokenize.NL, tokenize.COMMENT) else []
+            continue
+        statement, words = words, []
+        if statement[:1] == ["import"]:
+            yield from _listed(statement[1:])
+        elif statement[:1] == ["from"] and "import" in statement:
+            at = statement.index("import")
+            base = "".join(statement[1:at])
+            try:
+                base = resolve_name(base, package) if base.startswith(".") else base
+            except ImportError:
+                continue
             yield base
-            yield from (f"{base}.{each.name}" for each in node.names)
+            yield from (f"{base}.{name}" for name in _listed(statement[at + 1 :]))
+
+
+_BETWEEN = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+"""Tokens between statements."""
+
+
+def _listed(words: list[str]) -> Iterator[str]:
+    """The names in ``a.b as c, d``, with parentheses around it or without."""
+    text = " ".join(word for word in words if word not in "()")
+    names = ("".join(each.partition(" as ")[0].split()) for each in text.split(","))
+    return filter(None, names)  # the last comma may have nothing behind it
 
 
 def _spec(module: str) -> Any:
