@@ -68,7 +68,10 @@ FIGURES: dict[str, Figure] = {
         "total", "batches", "of workers that were not copied to the `device` straight from a page-locked ring"
     ),
     "data/dropped_samples": Figure(
-        "total", "samples", "left out at the ends of epochs, over all ranks, because these could not share them evenly"
+        "total",
+        "samples",
+        "left out at the ends of epochs, over all ranks, because these could not share them evenly; an estimate for "
+        "shards whose samples are not counted",
     ),
     "data/repeated_samples": Figure("total", "samples", "given a second time there, over all ranks"),
     "store/requests": Figure("total", "requests", "sent to stores by workers and main process, retries included"),

@@ -47,6 +47,7 @@ PURE = {
         "remote.assignment_state",
         "remote.braces",
         "remote.catalog",
+        "remote.rank_shares",
         "remote.shard_splitting",
         "remote.shuffle",
         "samplers.batch_plan",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key
+from asyncloader.remote.rank_shares import EpochPlan
 from asyncloader.remote.worker_stream import LocalAssignments
 from asyncloader.state.progress import Progress
 from asyncloader.workers.fetch.assignment_client import AssignmentSource
@@ -41,7 +42,9 @@ async def open_assignment(
     saved = progress.saved_assignment
     key = progress.assignment_key if saved is None else saved_key(saved)
     assert key is not None
-    plan = await dataset.plan(workers, here.rank, here.world_size, derive(key, "shards"), common=config.seeded)
+    plan: EpochPlan = await dataset.plan(
+        workers, here.rank, here.world_size, derive(key, "shards"), common=config.seeded
+    )
     assignments = EpochAssignment(
         dataset.shard_urls,
         plan,

@@ -36,6 +36,7 @@ import torch
 
 from asyncloader.errors import StateError
 from asyncloader.remote.assignment import Assignment, AssignmentLog, Returned, ShardAssigner, StreamStart
+from asyncloader.remote.rank_shares import EpochPlan
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.seeding import derive, draw_seed
@@ -74,7 +75,7 @@ class EpochAssignment:
 
     Args:
         names: of the shards, for the digest.
-        plan: the assignments, in order.
+        plan: of this rank.
         starts: where each worker begins.
         saved: this part of a saved state, which has a `saved_key`; None: the epoch begins.
         key: the seed of the epoch's orders, see `saved_key`.
@@ -88,7 +89,7 @@ class EpochAssignment:
     def __init__(
         self,
         names: Sequence[str],
-        plan: Sequence[Assignment],
+        plan: EpochPlan,
         starts: Sequence[EpochStart],
         saved: Any,
         *,
@@ -101,9 +102,13 @@ class EpochAssignment:
             saved = None  # it was saved before anything was planned
         if saved is None and any(start.cursor is not None or start.skip for start in starts):
             raise StateError("the state is broken: workers have read shards, but nothing says which are left")
-        self._digest = _digest(names, plan, shuffle)
+        self.shares = plan.shares
+        """How the ranks share the epoch."""
+        self._digest = _digest(names, plan.assignments, shuffle)
         self._workers = len(starts)
-        self._log = AssignmentLog(plan) if saved is None else self._restored(saved, plan, len(names))
+        self._log = (
+            AssignmentLog(plan.assignments) if saved is None else self._restored(saved, plan.assignments, len(names))
+        )
         for start in starts:
             if start.cursor is not None and start.cursor.iterator is not None:
                 check_stream_state(start.cursor.iterator, len(names))

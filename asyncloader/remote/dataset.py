@@ -14,7 +14,7 @@ import os
 import pickle
 import warnings
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -26,13 +26,14 @@ from torch.utils.data import IterableDataset
 from asyncloader.bridge import run_in_thread
 from asyncloader.errors import NoEffectWarning
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, ShardFormat
-from asyncloader.remote.assignment import Assignment, AssignmentLog, ShardAssigner, StreamStart
+from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.pins import Pins
+from asyncloader.remote.rank_shares import EpochPlan, EpochShares, Stretch, left_out, sample_numbers, stretch_of
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
-from asyncloader.remote.shard_sizes import bytes_per_sample, with_counts, with_edges, with_sizes
-from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, grouped, left_out
+from asyncloader.remote.shard_sizes import bytes_per_sample, sample_position, with_counts, with_edges, with_sizes
+from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, grouped
 from asyncloader.remote.stores import LoopStores, Stores, is_cached, scheme_of, unsigned
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation
@@ -65,8 +66,9 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     A sample is a dictionary: ``__key__`` (str), ``__url__`` (str) and its fields, raw bytes unless the format decodes
     them; the loader's `decode` makes of it what is collated. Each sample is read once per epoch, on any number of
-    workers; every batch is full, except the last one of the epoch. Several ranks share the shards, and an epoch ends
-    for all with the smallest share: what the others have left is not read (`on_uneven`), in each epoch other samples.
+    workers; every batch is full, except the last one of the epoch. Several ranks share the samples evenly where the
+    number in each shard is known (MDS, Parquet). Otherwise they share the shards, and an epoch ends for all with the
+    smallest share: what the others have left is not read (`on_uneven`), in each epoch other samples.
     Order, states and the replacement of dead workers: see ``docs/explanation/order-and-resume-in-streams.md``.
 
     Use it with asyncloader's loaders, or iterate over it alone: ``async for sample in dataset``. Its worker processes
@@ -138,7 +140,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
         self._listed: list[Shard] | None = None  # as `find_shards` returned them
         self._counted_shards: list[Shard] | None = None  # with sizes or counts, for `len`
         self._shards: list[Shard] | None = None  # with sizes and cut points, for the latest plan
-        self._parts: int | None = None  # the number of ranges that this plan asked for
+        self._parts: tuple[int, int] | None = None  # the number of ranges that this plan asked for, and of ranks
+        self._counts: npt.NDArray[np.int64] | None = None  # samples in each of its ranges, if known
         self._told = False  # how much the ranks' shares leave out, if anything
 
     def __repr__(self) -> str:
@@ -154,7 +157,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
         """Read all samples, in the order of the shards."""
         plan = await self.plan(1, 0, 1, None)
         self._stores.enter()
-        worker = self.open_worker_stream(LocalAssignments(ShardAssigner(AssignmentLog(plan), [StreamStart()]), 0))
+        assigner = ShardAssigner(AssignmentLog(plan.assignments), [StreamStart()])
+        worker = self.open_worker_stream(LocalAssignments(assigner, 0))
         try:
             while True:
                 worker.next_batch()
@@ -205,15 +209,13 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     # ---------------------------------------------------------------------------------------- for the loaders
 
-    async def plan(
-        self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True
-    ) -> list[Assignment]:
+    async def plan(self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> EpochPlan:
         """Return what this rank reads in an epoch, in the order in which it is assigned to the workers.
 
         Args:
             workers: per rank, at least 1.
             rank: of this process.
-            ranks: number of ranks; each reads every `ranks`-th range.
+            ranks: number of ranks; see `rank_shares` for what each reads.
             key: of the epoch: the seed of the order, if `shuffle_shards`; otherwise it says at which of its ranges a
                 rank begins, if there are several, so that each epoch leaves out other samples. None: no shuffling.
             common: all ranks have the same key. If not, each shuffles its own part.
@@ -222,21 +224,33 @@ class RemoteIterableDataset(IterableDataset[Any]):
             As `find_shards`; TransportError if the sizes or cut points of a shard cannot be read.
         """
         parts = RANGES_PER_WORKER * workers * ranks
-        shards = await self._with_known_sizes(parts)
+        shards = await self._with_known_sizes(parts, ranks)
         shard_ranges = cut(shards, parts)
-        if ranks > 1 and not rank and not self._told:
-            self._told = True
-            _tell_what_is_left_out(left_out(shards, shard_ranges, ranks), len(shards), ranks)
-        if ranks > 1 and not self.shuffle_shards:
-            mine = shard_ranges[rank::ranks]
-            first = (key or 0) % max(1, len(mine))
-            mine = mine[first:] + mine[:first]
-        elif common:
-            mine = self._shuffled(shard_ranges, key, np.arange(rank, len(shard_ranges), ranks))
+        order = np.arange(len(shard_ranges))
+        shuffled = self.shuffle_shards and key is not None
+        if shuffled and common:
+            assert key is not None
+            order = Permutation(len(order), key, 0)(order)
+        if ranks == 1:
+            shares, mine = EpochShares(1, None, 0.0), [shard_ranges[at] for at in order.tolist()]
+        elif (counts := self._sample_counts(shards, shard_ranges)) is not None:
+            shares = EpochShares(ranks, int(counts.sum()), 0.0)
+            stretch = stretch_of(counts[order], rank, ranks)
+            mine = [shard_ranges[at] for at in order[stretch.first : stretch.stop].tolist()]
+            mine = await self._trimmed(mine, shards, stretch)
         else:
-            part = shard_ranges[rank::ranks]
-            mine = self._shuffled(part, key, np.arange(len(part)))
-        return grouped(mine, shards, workers)
+            part = left_out(shards, [shard_ranges[at] for at in order.tolist()], ranks)
+            shares, mine = EpochShares(ranks, None, part), [shard_ranges[at] for at in order[rank::ranks].tolist()]
+            if not rank and not self._told:
+                self._told = True
+                _tell_what_is_left_out(part, len(shards), ranks)
+        if shuffled and not common:
+            assert key is not None
+            mine = [mine[at] for at in Permutation(len(mine), key, 0)(np.arange(len(mine))).tolist()]
+        elif ranks > 1 and not shuffled and mine:
+            first = (key or 0) % len(mine)
+            mine = mine[first:] + mine[:first]
+        return EpochPlan(grouped(mine, shards, workers), shares)
 
     async def fingerprint(self, workers: int, ranks: int) -> str:
         """Find the shards that `plan` finds for so many workers and ranks, and return what tells them from others: a
@@ -246,7 +260,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             As `plan`.
         """
         digest = hashlib.blake2b(digest_size=16)
-        shards = await self._with_known_sizes(RANGES_PER_WORKER * workers * ranks)
+        shards = await self._with_known_sizes(RANGES_PER_WORKER * workers * ranks, ranks)
         for name, shard in zip(self.shard_urls, shards, strict=True):
             digest.update(repr((name, *shard[1:])).encode(errors="surrogatepass"))
         return digest.hexdigest()
@@ -279,13 +293,37 @@ class RemoteIterableDataset(IterableDataset[Any]):
             pins=pins,
         )
 
-    def _shuffled(
-        self, shard_ranges: list[CatalogRange], key: int | None, positions: npt.NDArray[np.int64]
+    def _sample_counts(
+        self, shards: Sequence[Shard], shard_ranges: Sequence[CatalogRange]
+    ) -> npt.NDArray[np.int64] | None:
+        """Number of samples in each range of the latest plan; None if it is unknown for one of them."""
+        if self._counts is None and all(shard.samples is not None for shard in shards):
+            numbers = (sample_numbers(shards[each.shard], each) for each in shard_ranges)
+            self._counts = np.fromiter((stop - first for first, stop in numbers), np.int64, len(shard_ranges))
+        return self._counts
+
+    async def _trimmed(
+        self, shard_ranges: list[CatalogRange], shards: Sequence[Shard], stretch: Stretch
     ) -> list[CatalogRange]:
-        """The ranges at these positions of the order."""
-        if key is not None and self.shuffle_shards:
-            positions = Permutation(len(shard_ranges), key, 0)(positions)
-        return [shard_ranges[at] for at in positions.tolist()]
+        """Cut off the samples of the first and the last range that other ranks read.
+
+        A shard whose samples cannot be found is left whole to both ranks, which raise the error when they read it.
+        """
+        async with aclosing(self._own_stores()) as stores:
+
+            async def position(shard_range: CatalogRange, end: int, samples: int) -> int | None:
+                shard = shards[shard_range.shard]
+                with suppress(*RAISED_WHEN_READ):
+                    return await sample_position(shard, sample_numbers(shard, shard_range)[end] + samples, stores)
+                return None
+
+            start = await position(shard_ranges[0], 0, stretch.skipped) if stretch.skipped else None
+            stop = await position(shard_ranges[-1], 1, -stretch.left) if stretch.left else None
+        if start is not None:
+            shard_ranges[0] = shard_ranges[0]._replace(start=start)
+        if stop is not None:
+            shard_ranges[-1] = shard_ranges[-1]._replace(stop=stop)
+        return shard_ranges
 
     # ------------------------------------------------------------------------------------- what is known of shards
 
@@ -295,27 +333,30 @@ class RemoteIterableDataset(IterableDataset[Any]):
             self._listed = await find_shards(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
         return self._counted_shards or self._listed
 
-    async def _with_known_sizes(self, parts: int) -> list[Shard]:
-        """Return the shards with the sizes and cut points that a plan of `parts` ranges is based on.
+    async def _with_known_sizes(self, parts: int, ranks: int) -> list[Shard]:
+        """Return the shards with the sizes, numbers of samples and cut points that a plan of `parts` ranges for `ranks`
+        ranks is based on.
 
-        The result depends on the shards and on `parts` alone, not on earlier calls: other ranks plan the same epoch,
-        and a later process that resumes must make the same plan.
+        The result depends on the shards and on the arguments alone, not on earlier calls: other ranks plan the same
+        epoch, and a later process that resumes must make the same plan.
         """
-        if self._shards is not None and self._parts == parts:
+        if self._shards is not None and self._parts == (parts, ranks):
             return self._shards
         async with aclosing(self._own_stores()) as stores:
-            shards, done = await self._found(stores), parts
+            found, done = await self._found(stores), True
             assert self._listed is not None
-            if len(shards) < parts and any(map(can_cut, shards)):
-                shards = await with_edges(shards, stores, parts, leave=RAISED_WHEN_READ)
-            elif len(shards) > MAX_SIZE_REQUESTS:
-                shards = self._listed
-            else:
+            few, shards = len(found) <= MAX_SIZE_REQUESTS, self._listed
+            if few and ranks > 1:
+                shards = found = await with_counts(found, stores, leave=RAISED_WHEN_READ)
+            if len(found) < parts and any(map(can_cut, found)):
+                shards = await with_edges(found, stores, parts, leave=RAISED_WHEN_READ)
+            elif few:
                 try:
-                    shards = await with_sizes(shards, stores)
+                    sized = await with_sizes(found, stores)
+                    shards = [shard._replace(size=of.size) for shard, of in zip(shards, sized, strict=True)]
                 except TransportError:  # raised again when that shard is read
-                    shards, done = self._listed, 0  # 0: ask again for the next plan
-            self._shards, self._parts = shards, done
+                    done = False  # ask again for the next plan
+            self._shards, self._parts, self._counts = shards, (parts, ranks) if done else None, None
             return shards
 
     async def _counted(self) -> list[Shard]:

@@ -13,16 +13,20 @@ from contextlib import aclosing
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from asyncloader.bridge import in_thread
-from asyncloader.formats import MAX_SAMPLE_BYTES, ShardError, ShardReader, open_reader
+from asyncloader.formats import MAX_SAMPLE_BYTES, MdsShard, ShardError, ShardReader, open_reader
 from asyncloader.formats.base import ShardRange
+from asyncloader.formats.compressed import Compression, decoder
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.reading import MakeReader
 from asyncloader.remote.shard_splitting import can_cut
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import RangeOutOfBounds, SizeUnknown
+from asyncloader.transports import RangeOutOfBounds, SizeUnknown, Transport
 
-__all__ = ["REQUESTS", "bytes_per_sample", "with_counts", "with_edges", "with_sizes"]
+__all__ = ["REQUESTS", "bytes_per_sample", "sample_position", "with_counts", "with_edges", "with_sizes"]
 
 REQUESTS = 64
 """Maximum number of shards asked about at the same time."""
@@ -149,15 +153,53 @@ async def _with_footer(shard: Shard, stores: Stores) -> Shard:
     return shard._replace(size=info.size, samples=footer.rows, edges=tuple(sorted(set(footer.edges))))
 
 
+async def sample_position(shard: Shard, number: int, stores: Stores) -> int:
+    """Return where sample `number` of an MDS or Parquet shard begins, in the units of `CatalogRange.start`.
+
+    Reads the table of an MDS shard; of a compressed one, all before its end.
+
+    Raises:
+        ShardError: the table is damaged.
+        TransportError: it cannot be read.
+    """
+    return number if shard.mds is None else int((await _offsets(shard, shard.mds, stores))[number])
+
+
+async def _offsets(shard: Shard, mds: MdsShard, stores: Stores) -> npt.NDArray[np.int64]:
+    transport, path = stores.find(shard.url)
+    if mds.compression is not None:
+        header = await _decompressed(transport, path, mds.compression, mds.header_size)
+    else:
+        try:
+            header = await transport.read_range(path, 0, mds.header_size)
+        except RangeOutOfBounds as error:
+            raise ShardError(
+                "the shard is truncated: its header does not fit in it", url=shard.url, offset=0
+            ) from error
+    return await in_thread(partial(mds.offsets, header, url=shard.url))
+
+
+async def _decompressed(transport: Transport, path: str, compression: Compression, size: int) -> bytes:
+    """Return the first `size` decompressed bytes of an object; fewer if it ends before."""
+    decoding, found = decoder(compression), bytearray()
+
+    def decompress(chunk: bytes) -> None:
+        decoding.give(chunk)
+        while not decoding.hungry and len(found) < size:
+            found.extend(decoding.take(size - len(found)))
+
+    async with aclosing(transport.stream(path, chunk_size=1 << 16)) as chunks:
+        async for chunk in chunks:
+            await in_thread(partial(decompress, chunk))
+            if len(found) >= size:  # a decoder may return more than it was asked for
+                break
+    return bytes(found[:size])
+
+
 async def _with_offsets(shard: Shard, stores: Stores, parts: int) -> Shard:
     if shard.mds is None:
         return shard
-    transport, path = stores.find(shard.url)
-    try:
-        header = await transport.read_range(path, 0, shard.mds.header_size)
-    except RangeOutOfBounds as error:
-        raise ShardError("the shard is truncated: its header does not fit in it", url=shard.url, offset=0) from error
-    offsets = await in_thread(partial(shard.mds.offsets, header, url=shard.url))
+    offsets = await _offsets(shard, shard.mds, stores)
     edge_count = min(shard.mds.samples, EDGES_PER_RANGE * parts)
     edges = (
         [int(offsets[shard.mds.samples * edge // edge_count]) for edge in range(edge_count + 1)] if edge_count else []

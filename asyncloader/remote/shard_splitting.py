@@ -120,18 +120,6 @@ def bytes_left(shard: Shard, shard_range: CatalogRange) -> int | None:
     return None if stop is None else max(0, stop - shard_range.start)
 
 
-def left_out(shards: Sequence[Shard], shard_ranges: Sequence[CatalogRange], ranks: int) -> float:
-    """The part of the data that ranks do not read if each has every `ranks`-th range, and all end with the first that
-    has no more; as far as sizes are known. From 0 to 1.
-    """
-    sizes = [bytes_left(shards[each.shard], each) for each in shard_ranges]
-    weights = [size for size in sizes if size is not None]
-    if len(weights) < len(sizes):
-        weights = [1] * len(sizes)
-    total = sum(weights)
-    return 1 - ranks * min(sum(weights[rank::ranks]) for rank in range(ranks)) / total if total else 0.0
-
-
 def grouped(
     shard_ranges: Sequence[CatalogRange], shards: Sequence[Shard], workers: int
 ) -> list[tuple[CatalogRange, ...]]:

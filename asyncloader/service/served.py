@@ -20,7 +20,7 @@ from asyncloader.service.definition import FUNCTIONS, Defined
 from asyncloader.service.extra import check_extra
 
 if TYPE_CHECKING:
-    from asyncloader.remote.assignment import Assignment
+    from asyncloader.remote.rank_shares import EpochPlan
     from asyncloader.service.dataset_facts import Facts
     from asyncloader.service.served_shards import Catalog
 
@@ -102,9 +102,7 @@ class _Shards(ServedDataset, IterableDataset[Any]):
     __aiter__ = __iter__
     open_worker_stream = ServedDataset._is_elsewhere
 
-    async def plan(
-        self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True
-    ) -> list[Assignment]:
+    async def plan(self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> EpochPlan:
         """As `RemoteIterableDataset.plan`.
 
         Raises:
@@ -112,6 +110,7 @@ class _Shards(ServedDataset, IterableDataset[Any]):
             ValueError: a node sent something else than a plan.
         """
         from asyncloader.remote.assignment_state import is_catalog_range
+        from asyncloader.remote.rank_shares import EpochPlan, EpochShares
         from asyncloader.remote.shard_splitting import CatalogRange
         from asyncloader.service.dialing import ask_plan
         from asyncloader.service.served_shards import Catalog, PlanRequest
@@ -127,7 +126,8 @@ class _Shards(ServedDataset, IterableDataset[Any]):
         if not all(is_catalog_range(each, len(names)) for assignment in plan.assignments for each in assignment):
             raise ValueError("broken stream: a plan with ranges that cannot be")
         self.shard_urls, self.catalog = names, Catalog(workers, ranks, plan.fingerprint)
-        return [tuple(CatalogRange(*each) for each in assignment) for assignment in plan.assignments]
+        assignments = [tuple(CatalogRange(*each) for each in assignment) for assignment in plan.assignments]
+        return EpochPlan(assignments, EpochShares(ranks, plan.samples, plan.left_out))
 
 
 _KINDS: dict[tuple[bool, bool, bool], type[ServedDataset]] = {  # iterable, asynchronous, sized

@@ -42,12 +42,16 @@ class _Planned(NamedTuple):
     Attributes:
         names: more shards' names.
         assignments: more assignments.
+        samples: in the epoch, in the last message, if known; see `EpochShares`.
+        left_out: see there.
         fingerprint: the plan's, in its last message; else empty.
         error: what was raised instead of a plan, in the service's dialect; empty: nothing.
     """
 
     names: Annotated[list[str], Meta(max_length=_PIECE)]
     assignments: Annotated[list[list[tuple[Count, Count, Count | None, bool]]], Meta(max_length=_PIECE)]
+    samples: Count | None
+    left_out: Annotated[float, Meta(ge=0, le=1)]
     fingerprint: Name
     error: bytes
 
@@ -93,11 +97,15 @@ class Plan(NamedTuple):
         fingerprint: see `Catalog`.
         names: of the shards; empty if the loader has them.
         assignments: in their order; each consists of ranges, in the fields of a `CatalogRange`.
+        samples: in the epoch, if known; see `EpochShares`.
+        left_out: see there.
     """
 
     fingerprint: str
     names: Sequence[str]
     assignments: Sequence[Sequence[Sequence[Any]]]
+    samples: int | None
+    left_out: float
 
 
 async def planned(dataset: Any, request: PlanRequest) -> Plan:
@@ -105,8 +113,9 @@ async def planned(dataset: Any, request: PlanRequest) -> Plan:
     workers, rank, ranks, key, common, known = request
     found = await dataset.plan(workers, rank, ranks, key, common=common)
     fingerprint = await dataset.fingerprint(workers, ranks)
-    assignments = [[tuple(each) for each in assignment] for assignment in found]
-    return Plan(fingerprint, [] if fingerprint == known else dataset.shard_urls, assignments)
+    assignments = [[tuple(each) for each in assignment] for assignment in found.assignments]
+    names = [] if fingerprint == known else dataset.shard_urls
+    return Plan(fingerprint, names, assignments, found.shares.samples, found.shares.left_out)
 
 
 def read_request(body: bytes) -> PlanRequest:
@@ -133,14 +142,14 @@ def messages(answer: Plan | bytes) -> Iterator[bytes]:
     was raised instead, in the service's dialect.
     """
     if isinstance(answer, bytes):
-        yield pack_record(_Planned([], [], "", answer))
+        yield pack_record(_Planned([], [], None, 0.0, "", answer))
         return
     names, assignments = list(answer.names), [list(each) for each in answer.assignments]
     for first in range(0, len(names), _PIECE):
-        yield pack_record(_Planned(names[first : first + _PIECE], [], "", b""))
+        yield pack_record(_Planned(names[first : first + _PIECE], [], None, 0.0, "", b""))
     for first in range(0, len(assignments), _PIECE):
-        yield pack_record(([], assignments[first : first + _PIECE], "", b""))
-    yield pack_record(_Planned([], [], answer.fingerprint, b""))
+        yield pack_record(([], assignments[first : first + _PIECE], None, 0.0, "", b""))
+    yield pack_record(_Planned([], [], answer.samples, answer.left_out, answer.fingerprint, b""))
 
 
 def gathered(receive: Callable[[], bytes]) -> Plan | bytes:
@@ -163,7 +172,7 @@ def gathered(receive: Callable[[], bytes]) -> Plan | bytes:
         if more.error:
             return more.error
         if more.fingerprint:
-            return Plan(more.fingerprint, names, assignments)
+            return Plan(more.fingerprint, names, assignments, more.samples, more.left_out)
         if not more.names and not more.assignments:
             raise ValueError("broken stream: a plan that cannot be read")
 

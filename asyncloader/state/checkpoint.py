@@ -28,8 +28,9 @@ from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.state.batch_change import in_batches_of
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
-from asyncloader.state.progress import Progress, Tally, dataset_length
+from asyncloader.state.progress import Progress, dataset_length
 from asyncloader.state.schema import check_exact, check_generators, check_length, check_state, check_workers, compare
+from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.plain_context import plain_context
 

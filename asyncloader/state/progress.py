@@ -21,24 +21,13 @@ from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import IndexStream, StateLog
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.schema import VERSION
+from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
-__all__ = ["Progress", "Tally", "dataset_length"]
+__all__ = ["Progress", "dataset_length"]
 
 _NO_STEPS: frozenset[int] = frozenset()
-
-
-class Tally:
-    """Counts samples that were dropped or repeated to keep the ranks even, over all ranks and completed epochs."""
-
-    def __init__(self) -> None:
-        self.dropped = 0
-        self.repeated = 0
-
-    def snapshot(self) -> dict[str, float]:
-        """For `stats()`."""
-        return {"dropped_samples": self.dropped, "repeated_samples": self.repeated}
 
 
 class Progress:
@@ -390,11 +379,9 @@ class Progress:
     def _complete(self) -> None:
         if self._clock.restored == self._restored:
             self._clock.completed(self.epoch)
-        if self.view is not None and not self._tallied:
-            _, dropped, repeated = self.view.tail()
+        if not self._tallied:
             self._tallied = True
-            self._tally.dropped += dropped
-            self._tally.repeated += repeated
+            self._tally.add(self.view, self.assignment, self._step, self._expects["batch_size"] or 1)
 
     # ------------------------------------------------------------------------------------------------ reading
 

@@ -185,6 +185,14 @@ class Place:
             batches, end = self._epoch(run, None, False)
             return [(head + batches, end)]
 
+    def shards_and_dropped(
+        self, url: str, *, epochs: int, buffer: int = 0, **options: Any
+    ) -> tuple[list[Ended], float]:
+        """As `shards`, and how many samples were counted as dropped."""
+        torch.manual_seed(1000 + self.rank)
+        with Stepwise("sync", dataset_of(url, shuffle_buffer=buffer), **with_method(options)) as run:
+            return [self._epoch(run, None, False) for _ in range(epochs)], run.loader.stats()["data/dropped_samples"]
+
     def stream_until_killed(self, victim: int, steps: int, kind: str, **options: Any) -> list[Ended]:
         """As `stream`, but one rank is killed after so many steps; the others try two epochs."""
         with Stepwise(kind, Shard(self.rank, 400), batch_size=2, seed=3, **options) as run:

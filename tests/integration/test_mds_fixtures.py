@@ -46,7 +46,7 @@ async def test_samples_are_what_was_written(kind: str) -> None:
 async def test_shards_are_cut_at_samples() -> None:
     """Four small shards, cut into more ranges than there are shards, give each sample once."""
     dataset = RemoteIterableDataset(DATA / "plain")
-    assert sum(len(assignment) for assignment in await dataset.plan(2, 0, 1, None)) > 4
+    assert sum(len(assignment) for assignment in (await dataset.plan(2, 0, 1, None)).assignments) > 4
     async with AsyncDataLoader(dataset, batch_size=5, collate_fn=list) as loader:
         batches = [batch async for batch in loader]
     assert [len(batch) for batch in batches] == [5, 5, 2]

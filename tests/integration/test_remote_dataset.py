@@ -18,9 +18,7 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from asyncloader.errors import NoEffectWarning
 from asyncloader.formats import Located, ShardRange
-from asyncloader.remote.assignment import AssignmentLog, ShardAssigner
 from asyncloader.remote.dataset import RemoteIterableDataset
-from asyncloader.remote.worker_stream import LocalAssignments
 from asyncloader.transports import MemoryTransport
 from tests.integration.remote_folders import (
     ALL,
@@ -70,7 +68,7 @@ def test_formats(ending: str, tmp_path: Path) -> None:
     for batches in epochs:
         whole(batches, 5, 71)
     assert epochs[0] != epochs[1]
-    plan = asyncio.run(dataset.plan(3, 0, 1, None))
+    plan = asyncio.run(dataset.plan(3, 0, 1, None)).assignments
     assert len(plan) == 2 if ending in ("jsonl.zst", "tfrecord") else len(plan) > 6
 
 
@@ -259,7 +257,7 @@ def test_length_under_a_running_loop(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize("shards", [1, 40])
+@pytest.mark.parametrize("shards", [1, 15, 40])
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "mds"])
 def test_a_plan_depends_on_nothing_that_was_done_before(
     ending: str, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -276,9 +274,7 @@ def test_a_plan_depends_on_nothing_that_was_done_before(
         dataset = dataset_of(url)
         for each in before:
             each(dataset)
-        return asyncio.run(dataset.plan(3, 0, 1, 5)), dataset.open_worker_stream(
-            LocalAssignments(ShardAssigner(AssignmentLog([]), []), 0)
-        )._shards
+        return asyncio.run(dataset.plan(3, 0, 1, 5)), asyncio.run(dataset.fingerprint(3, 1))
 
     def plan_more(dataset: Any) -> None:
         asyncio.run(dataset.plan(30, 0, 2, 5))
@@ -290,10 +286,7 @@ def test_a_plan_depends_on_nothing_that_was_done_before(
 
     fresh = plan()
     for before in ((lambda dataset: asyncio.run(look(dataset)),), (ask,), (plan_more,), (ask, plan_more, ask)):
-        assignments, read = plan(*before)
-        assert assignments == fresh[0]
-        # Worker streams decide by the sizes when to request the next assignment.
-        assert [shard.size for shard in read] == [shard.size for shard in fresh[1]]
+        assert plan(*before) == fresh
 
 
 # ------------------------------------------------------------------------------------------- leaving early

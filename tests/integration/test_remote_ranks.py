@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
+from asyncloader.remote.dataset import RemoteIterableDataset
+from asyncloader.remote.rank_shares import EpochPlan
+from asyncloader.remote.worker_stream import LocalAssignments
 from tests.integration.rank_group import RankGroup
-from tests.integration.remote_folders import dataset_of, make_shards
+from tests.integration.remote_folders import dataset_of, make_shards, number_of
 from tests.integration.running import BOTH
+from tests.unit.formats.mds_writer import shard_entry, write_index
+from tests.unit.remote.shards import COLUMNS, mds, zstd_compress
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -97,6 +105,66 @@ def test_what_is_left_out_differs_from_epoch_to_epoch(
     every = [{int(n) for rank in ranks for batch in rank[epoch][0] for n in batch} for epoch in range(12)]
     assert {len(epoch) for epoch in every} == {40}
     assert set().union(*every) == {*range(50)}
+
+
+@pytest.mark.parametrize(("ending", "dropped"), [("tar", 10), ("parquet", 1), ("mds", 1)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_left_out_is_counted(two: RankGroup, workers: int, ending: str, dropped: int, tmp_path: Path) -> None:
+    """Fewer than one sample a rank where an index or a footer counts them; one of five tar shards otherwise."""
+    url = make_shards(tmp_path, (10,) * 5 if ending == "tar" else (7, 21, 3, 0, 20), ending=ending)
+    for seed, buffer in ((3, 0), (3, 4), (None, 4)):
+        options: dict[str, Any] = {"num_workers": workers, "seed": seed, "buffer": buffer, "batch_size": 5}
+        for epochs, counted in two("shards_and_dropped", url, epochs=2, **options):
+            assert [sum(map(len, batches)) for batches, _ in epochs] == [20 if ending == "tar" else 25] * 2
+            assert counted == 2 * dropped
+
+
+def compressed_mds(folder: Path, sizes: Sequence[int]) -> str:
+    """As `make_shards`, with shards that are compressed."""
+    entries: list[dict[str, Any]] = []
+    for number, size in enumerate(sizes):
+        data = mds(range(sum(sizes[:number]), sum(sizes[: number + 1])))
+        entry = shard_entry(COLUMNS, size, len(data), f"shard.{number:05d}.mds", "zstd")
+        packed = zstd_compress(data)
+        entry["zip_data"]["bytes"] = len(packed)
+        (folder / entry["zip_data"]["basename"]).write_bytes(packed)
+        entries.append(entry)
+    (folder / "index.json").write_bytes(write_index(*entries))
+    return f"{folder}/"
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("sizes", [(7, 21, 3, 0, 20), (100,), (1,) * 30, (2,), (0, 0)])
+@pytest.mark.parametrize("ending", ["parquet", "mds", "mds.zstd"])
+async def test_counted_samples_are_shared_evenly(
+    ending: str, sizes: tuple[int, ...], shuffle: bool, tmp_path: Path
+) -> None:
+    """Whatever the shards: each sample comes on one rank, and the ranks' numbers differ by at most one."""
+    url = compressed_mds(tmp_path, sizes) if ending == "mds.zstd" else make_shards(tmp_path, sizes, ending=ending)
+    for ranks, workers, common in itertools.product((2, 3), (1, 3), (True, False)):
+        for key in (4, 5):
+            read: list[list[int]] = []
+            for rank in range(ranks):
+                dataset = dataset_of(url, shuffle_shards=shuffle)
+                own = key if common else key + 100 * rank
+                plan = await dataset.plan(workers, rank, ranks, own, common=common)
+                assert plan.shares == (ranks, sum(sizes), 0.0)
+                read.append(await everything(dataset, plan))
+            assert sorted(itertools.chain.from_iterable(read)) == [*range(sum(sizes))]
+            assert max(map(len, read)) - min(map(len, read)) <= 1
+
+
+async def everything(dataset: RemoteIterableDataset, plan: EpochPlan) -> list[int]:
+    """The numbers of all samples of one rank."""
+    assigner = ShardAssigner(AssignmentLog(plan.assignments), [StreamStart()])
+    worker = dataset.open_worker_stream(LocalAssignments(assigner, 0))
+    found: list[int] = []
+    async with dataset, aclosing(worker):
+        with suppress(StopAsyncIteration):
+            while True:
+                worker.next_batch()
+                found += map(number_of, await worker.take(7))
+    return found
 
 
 async def test_an_uneven_share_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

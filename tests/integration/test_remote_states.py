@@ -154,7 +154,7 @@ def test_a_worker_stream_is_stateful(tars: str) -> None:
     async def run() -> bool:
         plan = await dataset.plan(1, 0, 1, None)
         worker: Any = dataset.open_worker_stream(
-            LocalAssignments(ShardAssigner(AssignmentLog(plan), [StreamStart()]), 0)
+            LocalAssignments(ShardAssigner(AssignmentLog(plan.assignments), [StreamStart()]), 0)
         )
         return isinstance(worker, Stateful)
 

@@ -37,9 +37,11 @@ from asyncloader.events import (
 from asyncloader.formats import ShardError
 from asyncloader.remote.assignment import Reply
 from asyncloader.remote.assignment_state import EpochAssignment, stream_key
+from asyncloader.remote.rank_shares import EpochPlan, EpochShares
 from asyncloader.state.epoch_counter import EpochClock
-from asyncloader.state.progress import Progress, Tally
+from asyncloader.state.progress import Progress
 from asyncloader.state.schema import check_state
+from asyncloader.state.tally import Tally
 from asyncloader.workers.dialect import PICKLE
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.data_end import EndOfData
@@ -165,7 +167,12 @@ class World:
         _, starts = self.progress.starts(case.workers, 7, None)
         names = [str(number) for number in range(len(case.shards))]
         assignments = EpochAssignment(
-            names, plan_of(case), starts, self.progress.saved_assignment, key=7, ordered=case.in_order
+            names,
+            EpochPlan(plan_of(case), EpochShares(1, None, 0.0)),
+            starts,
+            self.progress.saved_assignment,
+            key=7,
+            ordered=case.in_order,
         )
         self.progress.assignment = assignments
         self.assigner = assignments.assigner

@@ -105,12 +105,12 @@ def plan_shards(shards: int, ranks: int, workers: int) -> Planning:
     """Plan an epoch of so many shards for one rank, in a store that is never asked."""
     dataset = RemoteIterableDataset(f"http://127.0.0.1:9/part-{{0000000..{shards - 1:07d}}}.tar")
     began = perf_counter()
-    plan = asyncio.run(dataset.plan(workers, ranks // 2, ranks, 7))
+    plan = asyncio.run(dataset.plan(workers, ranks // 2, ranks, 7)).assignments
     seconds = perf_counter() - began
     dataset = RemoteIterableDataset(f"http://127.0.0.1:9/part-{{0000000..{shards - 1:07d}}}.tar")
     tracemalloc.start()
     try:
-        kept = asyncio.run(dataset.plan(workers, ranks // 2, ranks, 7))
+        kept = asyncio.run(dataset.plan(workers, ranks // 2, ranks, 7)).assignments
         megabytes = tracemalloc.get_traced_memory()[0] / 1e6
     finally:
         tracemalloc.stop()

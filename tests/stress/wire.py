@@ -155,7 +155,7 @@ class OneNode:
 
 def targets(node: OneNode | None) -> dict[str, Target]:
     """All that reads what came over a network. Without a node, all but what it reads."""
-    plan = Plan("0" * 16, ["a.tar", "b.tar"], [[(0, 0, 5), (1, 0, 3)], []])
+    plan = Plan("0" * 16, ["a.tar", "b.tar"], [[(0, 0, 5), (1, 0, 3)], []], 80, 0.5)
     welcome = pack_record(Welcome(b"", Facts(False, 40, False, False)))
     error = PLAIN.dump_error(ValueError("x"), 1)
     found = {

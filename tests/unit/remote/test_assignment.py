@@ -17,6 +17,7 @@ from asyncloader.remote.assignment import (
     StreamStart,
 )
 from asyncloader.remote.assignment_state import EpochAssignment, saved_key
+from asyncloader.remote.rank_shares import EpochPlan, EpochShares
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
@@ -218,8 +219,12 @@ def test_a_new_epoch_s_state_is_its_beginning() -> None:
 # ------------------------------------------------------------------------------------------ the part of a state
 
 
+def epoch_plan(assignments: list[Assignment]) -> EpochPlan:
+    return EpochPlan(assignments, EpochShares(1, None, 0.0))
+
+
 def assignment_of(saved: Any, plan: list[Assignment] = PLAN, names: str = "abcd") -> EpochAssignment:
-    return EpochAssignment(list(names), plan, [EpochStart(), EpochStart()], saved, key=5, ordered=True)
+    return EpochAssignment(list(names), epoch_plan(plan), [EpochStart(), EpochStart()], saved, key=5, ordered=True)
 
 
 def whole() -> dict[str, Any]:
@@ -300,7 +305,9 @@ def test_workers_that_have_read_without_a_part_of_a_state() -> None:
     assignment_of(unplanned)
     for saved in (None, unplanned):
         with pytest.raises(StateError, match="nothing says which are left"):
-            EpochAssignment(list("abcd"), PLAN, [EpochStart(skip=1), EpochStart()], saved, key=5, ordered=True)
+            EpochAssignment(
+                list("abcd"), epoch_plan(PLAN), [EpochStart(skip=1), EpochStart()], saved, key=5, ordered=True
+            )
 
 
 STREAM: dict[str, Any] = {
@@ -311,7 +318,7 @@ STREAM: dict[str, Any] = {
 
 def begin_stream(state: Any) -> EpochAssignment:
     start = EpochStart(cursor=Cursor(1, 1, False, None, state))
-    return EpochAssignment(list("abcd"), PLAN, [start, EpochStart()], whole(), key=5, ordered=True)
+    return EpochAssignment(list("abcd"), epoch_plan(PLAN), [start, EpochStart()], whole(), key=5, ordered=True)
 
 
 @pytest.mark.parametrize("state", [5, "state", [], {}])
@@ -350,4 +357,6 @@ def test_broken_blocks(field: str) -> None:
 def test_states_of_another_shuffle_buffer() -> None:
     """A block can only be restored into a buffer of the same size."""
     with pytest.raises(StateError, match="shuffled differently"):
-        EpochAssignment(list("abcd"), PLAN, [EpochStart(), EpochStart()], whole(), key=5, ordered=True, shuffle=8)
+        EpochAssignment(
+            list("abcd"), epoch_plan(PLAN), [EpochStart(), EpochStart()], whole(), key=5, ordered=True, shuffle=8
+        )

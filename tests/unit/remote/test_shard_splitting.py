@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncloader.formats import JsonlReader, ShardFormat, ShardRange
 from asyncloader.remote.catalog import PARQUET, Shard, format_of, named_format
-from asyncloader.remote.shard_splitting import CatalogRange, cut, left_out
+from asyncloader.remote.shard_splitting import CatalogRange, cut
 
 TAR = ShardFormat("tar", None)
 JSONL = ShardFormat("jsonl", None)
@@ -114,21 +114,3 @@ def test_lines_are_read_once(values: list[int], parts: int) -> None:
         found += [] if reader.done else reader.end()
         read += [sample["value"] for sample, _ in found]
     assert read == values
-
-
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "part"),
-    [
-        ([100] * 5, 2, 0.2),
-        ([100] * 6, 2, 0.0),
-        ([100] * 6, 3, 0.0),
-        ([100, 200], 2, 1 / 3),
-        ([100] * 3, 4, 1.0),
-        ([None, 100, 100], 2, 1 / 3),
-        ([0, 0], 2, 0.0),
-    ],
-)
-def test_what_ranks_leave_out(sizes: list[int | None], ranks: int, part: float) -> None:
-    """If each has every so-manieth shard, and all end with the first that has no more."""
-    shards = [Shard(f"{number}.tar", ShardFormat("tar", None), size) for number, size in enumerate(sizes)]
-    assert left_out(shards, cut(shards, 1), ranks) == pytest.approx(part)

@@ -31,6 +31,8 @@ def test_a_plan_comes_in_pieces(shards: int) -> None:
         "mark",
         [f"shard {number}" for number in range(shards)],
         [[(number, 0, None, False)] for number in range(shards)],
+        1 << 40,
+        0.25,
     )
     sent = list(messages(plan))
     assert max(map(len, sent)) < 1 << 20
@@ -40,7 +42,7 @@ def test_a_plan_comes_in_pieces(shards: int) -> None:
 
 def test_a_plan_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is given up before it takes all memory."""
-    part = next(iter(messages(Plan("mark", ["shard"] * 20_000, []))))
+    part = next(iter(messages(Plan("mark", ["shard"] * 20_000, [], None, 0.0))))
     monkeypatch.setattr(served_shards, "_MOST_PLAN", 10 * len(part))
     with pytest.raises(ValueError, match="a plan of more than"):
         gathered(lambda: part)

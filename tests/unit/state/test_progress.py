@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.state.epoch_counter import EpochClock
-from asyncloader.state.progress import Progress, Tally
+from asyncloader.state.progress import Progress
+from asyncloader.state.tally import Tally
 from tests.drawn import scaled
 
 EXPECTS = {"mode": "seeded", "kind": "map", "seed": 0, "batch_size": 1, "drop_last": False, "order": "stream"}
