@@ -115,7 +115,8 @@ class LoaderOptions(Generic[T_co, B_co]):
         Args:
             dataset: A map dataset (`__getitem__`, `__len__`) or an iterable one; each may be async.
             batch_size: Samples in a batch; `None`: no batching, samples come as they are.
-            shuffle: `True`: a new order each epoch, drawn from torch's generator or from `seed`.
+            shuffle: `True`: a new order each epoch, drawn from torch's generator or from `seed`; of a
+                `RemoteIterableDataset`, of its shards, and of its `shuffle_buffer`.
             sampler: The order, as an iterable of indices, also an async one; excludes `shuffle`.
             batch_sampler: An iterable of lists of indices, also an async one; excludes `batch_size`, `shuffle`,
                 `sampler` and `drop_last`.
@@ -283,6 +284,10 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             arguments = located(arguments)
         dataset, given = arguments["dataset"], dict(arguments)
         check_num_workers(given["num_workers"])
+        if given["shuffle"] and hasattr(dataset, "shuffled") and assigns_shards(dataset):
+            dataset, given["shuffle"] = dataset.shuffled(), None
+            arguments = {**arguments, "dataset": dataset, "shuffle": None}
+            given["dataset"] = dataset
         stream = is_async_stream(dataset)
         if stream:
             given["dataset"] = _AsyncStream()  # so that torch checks the arguments as for an iterable dataset
@@ -299,7 +304,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             construct(*(given[name] for name in _POSITIONAL), **{name: given[name] for name in _TORCHS_KEYWORDS})
         except ValueError as error:
             if given["shuffle"] and assigns_shards(dataset):
-                add_note(error, "This dataset shuffles by itself: give it, and not the loader, shuffle_buffer=")
+                add_note(error, "The service's dataset shuffles by itself: give shuffle_buffer= in its definition")
             raise
         if stream:
             self.__dict__["dataset"] = dataset  # torch forbids assigning it from here on

@@ -8,6 +8,7 @@ The main process finds the shards and plans an epoch (`plan`); each worker reads
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
@@ -46,6 +47,9 @@ __all__ = ["RemoteIterableDataset"]
 RANGES_PER_WORKER = 4
 """If there are fewer shards, they are cut into so many ranges per worker: enough to balance the end of the epoch."""
 
+SHUFFLE_BUFFER = 1000
+"""Samples that are shuffled together where the loader is told to shuffle, and nothing says how many."""
+
 MAX_SIZE_REQUESTS = 1024
 """With up to so many shards the store is asked for their sizes, so that small shards can be assigned in groups."""
 
@@ -82,7 +86,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         format: of all shards, as an extension without its dot (``"tar"``, ``"jsonl.gz"``, ``"parquet"``); or a function
             of a URL and a `ShardRange` that makes a `ShardReader`. None: by the extension.
         shuffle_buffer: samples that are shuffled together in each worker (see ``asyncloader/remote/shuffle.py``); 0: no
-            shuffling of samples.
+            shuffling of samples, or 1,000 with the loader's ``shuffle=True``.
         shuffle_shards: read the shards in another order each epoch. None: if there is a `shuffle_buffer`.
         transport: reads everything; URLs are then paths below its root.
         cache_dir: directory in which shards of every format are cached for the next epoch: those that are read from
@@ -170,6 +174,14 @@ class RemoteIterableDataset(IterableDataset[Any]):
         finally:
             await worker.aclose()
             await self._stores.leave()
+
+    def shuffled(self) -> Self:
+        """Return this dataset if it shuffles samples and shards, else a copy that does. A loader's ``shuffle=True``."""
+        if self.shuffle_buffer and self.shuffle_shards:
+            return self
+        other = copy.copy(self)
+        other.shuffle_buffer, other.shuffle_shards = self.shuffle_buffer or SHUFFLE_BUFFER, True
+        return other
 
     async def __aenter__(self) -> Self:
         self._stores.enter()

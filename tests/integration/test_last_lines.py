@@ -167,10 +167,6 @@ OF_OPTIONS = {
         f"{FAILING}\nDataLoader(Stream(), shuffle=True)",
         "ValueError: DataLoader with IterableDataset: expected unspecified shuffle option, but got shuffle=True",
     ),
-    "shuffle of shards": Mistake(
-        'DataLoader(RemoteIterableDataset("x.tar"), shuffle=True)',
-        "This dataset shuffles by itself: give it, and not the loader, shuffle_buffer=",
-    ),
     "prefetch_factor without workers": Mistake(
         "DataLoader([5], prefetch_factor=2)",
         "ValueError: prefetch_factor option could only be specified in multiprocessing.let num_workers > 0 to enable "

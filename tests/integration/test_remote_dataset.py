@@ -90,6 +90,22 @@ def test_out_of_order(kind: str, tars: str) -> None:
     assert sorted(map(len, batches))[1:] == [4] * (len(batches) - 1)
 
 
+@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_loader_that_shuffles(kind: str, workers: int, seed: int | None, tars: str) -> None:
+    """As for map datasets: the same as a buffer of 1,000 samples, or of as many as the dataset says."""
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": seed}
+    for given, meant in ({}, 1000), ({"shuffle_buffer": 6}, 6), ({"shuffle_buffer": 6, "shuffle_shards": False}, 6):
+        dataset = dataset_of(tars, **given)
+        torch.manual_seed(5)
+        expected = epochs_of(kind, dataset_of(tars, shuffle_buffer=meant), epochs=2, **options)
+        torch.manual_seed(5)
+        assert epochs_of(kind, dataset, epochs=2, shuffle=True, **options) == expected
+        assert expected[0] != expected[1]
+        assert dataset.shuffle_buffer == given.get("shuffle_buffer", 0)  # the user's is left alone
+
+
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epochs_are_shuffled_anew(kind: str, workers: int, tars: str) -> None:

@@ -66,6 +66,15 @@ def test_states_move_between_places(node: NodeProcess, folder: Path) -> None:
             assert_same([*head, *loader], whole)
 
 
+def test_the_definition_says_whether_to_shuffle(node: NodeProcess, folder: Path) -> None:
+    """And not the loader, which has no dataset to tell."""
+    with pytest.raises(ValueError, match="shuffle=True") as raised:
+        DataLoader[Any](definitions.shards(str(folder)), shuffle=True, **OPTIONS, workers=node.tcp)
+    assert raised.value.__notes__ == [
+        "The service's dataset shuffles by itself: give shuffle_buffer= in its definition"
+    ]
+
+
 def test_samples_that_cannot_be_read(node: NodeProcess, folder: Path) -> None:
     """Are left out, and recorded, as by local workers; without `on_error` they raise."""
     (folder / "3.jsonl").write_text('{"n": 1}\nnothing\n{"n": 2}\n')
