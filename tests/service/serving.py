@@ -53,8 +53,12 @@ class NodeProcess:
 
     def workers(self) -> list[psutil.Process]:
         """Its processes. One has torch's name for a worker from its first lane on."""
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        return [each for each in family if each.name() in ("asyncloader_lane", "pt_data_worker")]
+        found = []
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+                if each.name() in ("asyncloader_lane", "pt_data_worker"):
+                    found.append(each)
+        return found
 
     def kill(self) -> None:
         """As a machine that loses its power, for all that its loaders see."""
