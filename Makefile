@@ -8,8 +8,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Test files that run at a time, in the order of their names: xdist's own order, by the number of tests, ends with the
-# few that take long. 0 runs them in one process, where --pdb works.
+# Processes that run tests at a time. 0 runs all tests in one process, where --pdb works.
 JOBS ?= 2
 # Cases that `make chaos` draws.
 SEEDS ?= 2000
@@ -36,7 +35,7 @@ demo-remote: $(VENV)/.stamp-demo-remote ## train from a store that is far away, 
 demo-service: $(VENV)/.stamp-demo-service ## two trainers read from two nodes, and one node is killed half-way
 	$(BIN)/python docs/examples/served_digits.py $(ARGS)
 
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m tests --jobs $(JOBS)
 
 test: $(VENV)/.stamp-test ## run the tests, each with every value of its parameters
 	$(PYTEST) $(ARGS)

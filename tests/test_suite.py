@@ -1,0 +1,86 @@
+"""The suite's runner, `python -m tests`: nothing is lost of what fails, whatever way it fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUNNER = Path(__file__).parent / "__main__.py"
+GOOD = "def test_good(): pass\ndef test_other(): pass\n"
+SKIPPED = "import pytest\n@pytest.mark.skip\ndef test_skipped(): pass\n@pytest.mark.xfail\ndef test_x(): assert False\n"
+BAD = "def test_good(): pass\ndef test_bad(): print('words'); assert 1 == 2\ndef test_behind(): pass\n"
+BROKEN = "import nothing_of_this_name\n"
+CRASH = "import os\ndef test_good(): pass\ndef test_crash(): os._exit(3)\ndef test_behind(): pass\n"
+TEARDOWN = """
+import pytest
+@pytest.fixture
+def given():
+    yield
+    raise ValueError("torn")
+def test_torn(given): pass
+"""
+FLAKY = """
+from pathlib import Path
+def test_flaky():
+    seen = Path(__file__).with_suffix(".seen")
+    there = seen.exists()
+    seen.touch()
+    assert there
+"""
+
+
+def run(folder: Path, files: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+    command = [sys.executable, str(RUNNER), *options]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+
+
+def test_what_passes(tmp_path: Path) -> None:
+    """Files of all folders, each once; skipped tests and expected failures are counted."""
+    files = {f"tests/{folder}/test_{number}.py": GOOD for folder in "ab" for number in range(6)}
+    ran = run(tmp_path, {**files, "tests/test_skipped.py": SKIPPED, "tests/helper.py": BROKEN})
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "\n24 passed, 1 skipped, 1 xfailed in " in ran.stdout, ran.stdout
+    chosen = run(tmp_path, {}, "tests/a/test_1.py", "tests/b", "-k", "good")
+    assert "\n7 passed in " in chosen.stdout, chosen.stdout
+    assert run(tmp_path, {}, "-k", "nothing_of_this_name").returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words", "passed"),
+    [
+        (BAD, "tests/test_it.py::test_bad", "assert 1 == 2", 4),
+        (BROKEN, "tests/test_it.py", "No module named 'nothing_of_this_name'", 2),
+        (CRASH, "tests/test_it.py::test_crash", "its process ended with exit code 3", 3),
+        (TEARDOWN, "tests/test_it.py::test_torn", "ValueError: torn", 3),
+    ],
+    ids=["assertion", "import", "crash", "teardown"],
+)
+def test_what_fails(text: str, name: str, words: str, passed: int, tmp_path: Path) -> None:
+    """Is named with its report, the other files are run, and the exit code says it; a repetition does not help."""
+    ran = run(tmp_path, {"tests/test_a.py": GOOD, "tests/test_it.py": text}, "--repeat", "flaky.txt")
+    assert ran.returncode == 1
+    assert f"\nFAILED {name}\n" in ran.stdout, ran.stdout
+    assert words in ran.stdout
+    assert f"1 failed, {passed} passed in " in ran.stdout, ran.stdout
+    assert not (tmp_path / "flaky.txt").exists()
+
+
+@pytest.mark.parametrize("others", [{}, {"tests/test_bad.py": BAD}], ids=["alone", "beside one that fails"])
+def test_what_passes_when_repeated(others: dict[str, str], tmp_path: Path) -> None:
+    """Is written down with its report, and lets the run succeed only if asked to, and if nothing else failed."""
+    files = {"tests/test_flaky.py": FLAKY, **others}
+    assert run(tmp_path, files).returncode == 1
+    (tmp_path / "tests/test_flaky.seen").unlink()
+    ran = run(tmp_path, {}, "--repeat", "build/flaky.txt")
+    assert ran.returncode == bool(others), ran.stdout
+    report = (tmp_path / "build/flaky.txt").read_text()
+    assert report.startswith("FLAKY\n\ntests/test_flaky.py::test_flaky\n")
+    assert "assert there" in report
+    assert "test_bad" not in report
