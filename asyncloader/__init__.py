@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     )
 
     from asyncloader.async_loader import AsyncDataLoader
-    from asyncloader.diagnosis import Diagnosis
     from asyncloader.errors import (
         DeviceUnavailable,
         LoaderClosed,
@@ -67,19 +66,20 @@ if TYPE_CHECKING:
     )
     from asyncloader.integrations.install import install
     from asyncloader.loader import DataLoader
-    from asyncloader.metrics import Metric, MetricSample
-    from asyncloader.option_objects import DeviceOptions, Recovery, Tuning
+    from asyncloader.options.objects import DeviceOptions, Recovery, Tuning
     from asyncloader.remote.dataset import RemoteIterableDataset
     from asyncloader.samplers.async_sampler import AsyncSampler
     from asyncloader.samplers.by_length import BucketBatchSampler, TokenBudgetBatchSampler
     from asyncloader.samplers.mixture import MixtureSampler
     from asyncloader.samplers.seeded import SeededSampler
     from asyncloader.samplers.stateful import StatefulDistributedSampler, StatefulRandomSampler
-    from asyncloader.service.address import Service
-    from asyncloader.service.batch_types import register_batch_type
     from asyncloader.service.definition import definition
+    from asyncloader.service.protocol.address import Service
+    from asyncloader.service.protocol.batch_types import register_batch_type
     from asyncloader.shared.share import SharedDict, SharedList, share
     from asyncloader.stateful_loader import StatefulDataLoader
+    from asyncloader.telemetry.diagnosis import Diagnosis
+    from asyncloader.telemetry.metrics import Metric, MetricSample
     from asyncloader.workers.fetch.dataset_state import Stateful
     from asyncloader.workers.fetch.sample_errors import SkippedSample
     from asyncloader.workers.fetch.seeding import sample_rng
@@ -91,24 +91,24 @@ _OWN = {
     "AsyncSampler": "asyncloader.samplers.async_sampler",
     "BucketBatchSampler": "asyncloader.samplers.by_length",
     "DataLoader": "asyncloader.loader",
-    "DeviceOptions": "asyncloader.option_objects",
+    "DeviceOptions": "asyncloader.options.objects",
     "DeviceUnavailable": "asyncloader.errors",
-    "Diagnosis": "asyncloader.diagnosis",
+    "Diagnosis": "asyncloader.telemetry.diagnosis",
     "LoaderClosed": "asyncloader.errors",
     "LoaderError": "asyncloader.errors",
     "LoaderTimeout": "asyncloader.errors",
-    "Metric": "asyncloader.metrics",
-    "MetricSample": "asyncloader.metrics",
+    "Metric": "asyncloader.telemetry.metrics",
+    "MetricSample": "asyncloader.telemetry.metrics",
     "MixtureSampler": "asyncloader.samplers.mixture",
     "NeverIteratedWarning": "asyncloader.errors",
     "NoEffectWarning": "asyncloader.errors",
     "PageLockError": "asyncloader.errors",
     "RanksDisagree": "asyncloader.errors",
-    "Recovery": "asyncloader.option_objects",
+    "Recovery": "asyncloader.options.objects",
     "RemoteIterableDataset": "asyncloader.remote.dataset",
     "RingMemoryError": "asyncloader.errors",
     "SeededSampler": "asyncloader.samplers.seeded",
-    "Service": "asyncloader.service.address",
+    "Service": "asyncloader.service.protocol.address",
     "ServiceUnavailable": "asyncloader.errors",
     "ShardError": "asyncloader.errors",
     "SharedDict": "asyncloader.shared.share",
@@ -122,12 +122,12 @@ _OWN = {
     "TaskQuarantined": "asyncloader.errors",
     "TokenBudgetBatchSampler": "asyncloader.samplers.by_length",
     "TooManySkippedSamples": "asyncloader.errors",
-    "Tuning": "asyncloader.option_objects",
+    "Tuning": "asyncloader.options.objects",
     "UnsupportedPlatform": "asyncloader.errors",
     "WorkerDied": "asyncloader.errors",
     "definition": "asyncloader.service.definition",
     "install": "asyncloader.integrations.install",
-    "register_batch_type": "asyncloader.service.batch_types",
+    "register_batch_type": "asyncloader.service.protocol.batch_types",
     "sample_rng": "asyncloader.workers.fetch.seeding",
     "share": "asyncloader.shared.share",
 }

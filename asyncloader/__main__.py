@@ -10,8 +10,8 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    from asyncloader.service.command import parser
     from asyncloader.service.extra import check_extra
+    from asyncloader.service.node.command import parser
 
     flags = vars(parser().parse_args(argv))
     flags.pop("command")
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"asyncloader: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
         return 2
-    from asyncloader.service import cli
+    from asyncloader.service.node import cli
 
     return cli.run(flags)
 

@@ -13,19 +13,15 @@ from typing import Any, NoReturn, Self
 import torch
 
 from asyncloader.bridge import in_thread
-from asyncloader.clone import made_from
-from asyncloader.counters import recording
 from asyncloader.delivery.transfer import DeviceTransfer, kept_rings_of, transfer_of
-from asyncloader.diagnosis import Diagnosis
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
 from asyncloader.epoch.plan import TorchIterator, check_workers
 from asyncloader.epoch.thread_workers import has_thread_workers, refusal
-from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
-from asyncloader.metrics import Metric, metrics
-from asyncloader.options import (
+from asyncloader.options.clone import made_from
+from asyncloader.options.declaration import (
     OPTION_NAMES,
     OUR_OPTION_NAMES,
     B_co,
@@ -36,12 +32,16 @@ from asyncloader.options import (
     fixed_option,
     own_constructor,
 )
+from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.samplers.async_sampler import feedback_target
-from asyncloader.service.served import let_go
+from asyncloader.service.client.remote_dataset import let_go
 from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.counters import recording
+from asyncloader.telemetry.diagnosis import Diagnosis
+from asyncloader.telemetry.metrics import Metric, metrics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
@@ -255,7 +255,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     @OverridableProperty
     def skipped_samples(self) -> list[SkippedSample]:
         """See `DataLoader.skipped_samples`."""
-        return list(self._statistics.log.samples)
+        return list(self._statistics.newest_skipped)
 
     @OverridableProperty
     def padding(self) -> int:

@@ -14,14 +14,14 @@ from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import cpu_limit, usable_cpus
 from asyncloader.delivery.transfer import current_transfer
-from asyncloader.diagnosis import Diagnosis, diagnose
 from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.plan import start_method
-from asyncloader.epoch_config import EpochConfig
-from asyncloader.options import LoaderSpec, given_options, is_iterable
-from asyncloader.run_figures import Run
+from asyncloader.options.declaration import LoaderSpec, given_options, is_iterable
+from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.samplers.distributed import plain_sampler
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.diagnosis import Diagnosis, diagnose
+from asyncloader.telemetry.run_figures import Run
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.transports.retrying_client import silent_servers
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_state import is_stateful

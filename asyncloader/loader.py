@@ -15,18 +15,15 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
-from asyncloader.clone import made_from
-from asyncloader.counters import recording
 from asyncloader.delivery.transfer import kept_rings_of
-from asyncloader.diagnosis import Diagnosis
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
-from asyncloader.metrics import Metric, metrics
 from asyncloader.never_iterated import warn_if_replaced
-from asyncloader.options import (
+from asyncloader.options.clone import made_from
+from asyncloader.options.declaration import (
     OUR_OPTION_NAMES,
     B_co,
     LoaderSpec,
@@ -36,9 +33,12 @@ from asyncloader.options import (
     fixed_option,
 )
 from asyncloader.samplers.async_sampler import feedback_target
-from asyncloader.service.served import let_go
+from asyncloader.service.client.remote_dataset import let_go
 from asyncloader.state.checkpoint import StateKeeper
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.counters import recording
+from asyncloader.telemetry.diagnosis import Diagnosis
+from asyncloader.telemetry.metrics import Metric, metrics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.tracebacks import hide_our_frames
 
@@ -189,7 +189,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         """The newest iterator's samples that raised and were left out or replaced (`on_error`), with their tracebacks,
         in the order of their batches. A copy. Errors that were raised to the user are not included.
         """
-        return list(self._asyncloader_state.statistics.log.samples)
+        return list(self._asyncloader_state.statistics.newest_skipped)
 
     @OverridableProperty
     def padding(self) -> int:

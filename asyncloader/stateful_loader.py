@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from asyncloader.loader import DataLoader
-from asyncloader.options import B_co, T_co, own_constructor
+from asyncloader.options.declaration import B_co, T_co, own_constructor
 from asyncloader.samplers.generators import draws_when_iterated
 from asyncloader.samplers.stateful import StatefulRandomSampler
 

@@ -23,21 +23,25 @@ PICTURE = ROOT / "docs" / "_static" / "house.svg"
 # Who may import whom: a room imports from its own line and from those above it. What a function imports late, when it
 # runs, is not counted.
 FLOORS = [
-    "errors counters cpus shielding sizes workers.ipc",
-    "events bridge formats transports workers.memory never_iterated",
+    "errors cpus shielding sizes workers.ipc",
+    "telemetry events bridge formats transports workers.memory never_iterated",
     "workers.fetch",
-    "samplers shared statistics metrics run_figures prediction diagnosis workers",
+    "samplers shared workers",
     "delivery ranks remote service",
-    "option_checks option_objects options epoch_config",
-    "state clone",
+    "service.protocol",
+    "service.client service.node",
+    "service.placement",
+    "options",
+    "state",
     "epoch",
     "explain",
     "loader async_loader",
     "stateful_loader",
     (
         "dataloader2 dataloader2.communication dataloader2.datapipes dataloader2.graph dataloader2.random "
-        "dataloader2.utils"
+        "dataloader2.services dataloader2.utils"
     ),
+    "integrations.ray",
     "integrations asyncloader __main__",
 ]
 FLOOR = {

@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from asyncloader.option_objects import OPTION_OBJECTS
-from asyncloader.options import OPTION_NAMES, OUR_OPTION_NAMES, LoaderOptions
+from asyncloader.options.declaration import OPTION_NAMES, OUR_OPTION_NAMES, LoaderOptions
+from asyncloader.options.objects import OPTION_OBJECTS
 
 __all__ = ["NEEDED", "PAGE", "filled", "meanings"]
 

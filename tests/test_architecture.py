@@ -22,12 +22,12 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PURE = {
     f"asyncloader.{name}"
     for name in [
-        "counters",
+        "telemetry.counters",
         "errors",
         "events",
         "delivery.tensors",
         "epoch.hedging",
-        "epoch.recovery",
+        "epoch.reassignment",
         "epoch.reorder",
         "epoch.resume_points",
         "epoch.scheduler",
@@ -55,9 +55,9 @@ PURE = {
         "samplers.interleave",
         "samplers.permutation",
         "samplers.surviving",
-        "service.node_choice",
-        "service.progress",
-        "service.scaling",
+        "service.client.node_choice",
+        "service.client.progress",
+        "service.placement.scaling",
         "shared.builder",
         "shared.layout",
         "state.batch_change",
@@ -193,7 +193,7 @@ def test_nothing_uses_the_default_executor() -> None:
         if isinstance(node, ast.Call) and uses_default_executor(node)
     }
     # It passes addresses, which asyncio does not look up.
-    assert found == {"asyncloader.service.metrics_endpoint: asyncio.start_server"}
+    assert found == {"asyncloader.service.node.metrics_endpoint: asyncio.start_server"}
 
 
 def test_no_deprecated_loop_calls() -> None:

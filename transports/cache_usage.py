@@ -27,7 +27,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
-from asyncloader.counters import count
+from asyncloader.telemetry.counters import count
 from asyncloader.transports.cache_layout import (
     Stored,
     charge,

@@ -28,7 +28,7 @@ from hashlib import sha256
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from asyncloader.counters import count
+from asyncloader.telemetry.counters import count
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, gather_all, overrides
 from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
 from asyncloader.transports.errors import RangeOutOfBounds, ReadFailed

@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncloader.counters import count
+from asyncloader.telemetry.counters import count
 from asyncloader.transports.base import gather_all
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.client_owner import ClientOwner, Scope

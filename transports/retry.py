@@ -40,7 +40,7 @@ from datetime import UTC
 from math import isfinite
 from typing import NamedTuple, Self
 
-from asyncloader.counters import count
+from asyncloader.telemetry.counters import count
 from asyncloader.transports.errors import TransportError
 
 __all__ = [

@@ -28,7 +28,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from asyncloader.errors import LoaderClosed, WorkerDied
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.dataset_kinds import is_concurrent
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.inbox import Inbox

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
-from asyncloader.counters import BLOCK_BYTES, Recorder
 from asyncloader.errors import WorkerDied
+from asyncloader.telemetry.counters import BLOCK_BYTES, Recorder
 from asyncloader.workers.bootstrap import Bootstrap
 from asyncloader.workers.dialect import PICKLE, Dialect
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
@@ -30,8 +30,8 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
 from asyncloader.workers.main_guard import about_main
 from asyncloader.workers.memory import segment
-from asyncloader.workers.memory_use import MemoryKills
-from asyncloader.workers.session import dump_message
+from asyncloader.workers.memory_limit import MemoryKills
+from asyncloader.workers.notebook_pickling import dump_message
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.stacks import Report, Target, ask, crash_trace, stack_pipe
 from asyncloader.workers.starting import start

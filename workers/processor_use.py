@@ -9,7 +9,7 @@ import contextlib
 import os
 from time import process_time
 
-from asyncloader.counters import Recorder
+from asyncloader.telemetry.counters import Recorder
 
 __all__ = ["ProcessorUse", "thread_delay"]
 

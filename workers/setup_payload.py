@@ -28,7 +28,7 @@ from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.main_guard import FORK, found_in_main
 from asyncloader.workers.memory import segment
-from asyncloader.workers.session import SessionPickler, in_session
+from asyncloader.workers.notebook_pickling import SessionPickler, in_session
 
 __all__ = [
     "InheritedFd",

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterDataPipe, MapDataPipe
 
-from asyncloader.counters import Recorder
 from asyncloader.errors import WorkerDied
+from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers import shutdown
 from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.assignment_client import assigns_shards

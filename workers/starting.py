@@ -13,7 +13,7 @@ from asyncloader.errors import WorkerDied
 from asyncloader.workers.bootstrap import gc_paused
 from asyncloader.workers.default_signals import signals_blocked
 from asyncloader.workers.main_guard import about_main, leave_if_importing_main
-from asyncloader.workers.session import file_of_main_hidden
+from asyncloader.workers.notebook_pickling import file_of_main_hidden
 from asyncloader.workers.setup_payload import preload_in_fork_server
 
 __all__ = ["start"]

@@ -22,9 +22,9 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.graph_settings import apply_random_seed
 
-from asyncloader.counters import Recorder
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
+from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.dialect import PICKLE, Dialect
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
@@ -41,7 +41,7 @@ from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.codec import Encoded
 from asyncloader.workers.memory.collate import Collator, use_private_memory
 from asyncloader.workers.memory.ring import WorkerRing
-from asyncloader.workers.memory_use import PrivateMemory
+from asyncloader.workers.memory_limit import PrivateMemory
 from asyncloader.workers.processor_use import ProcessorUse
 from asyncloader.workers.rng_state import restore_rng_state, save_rng_state
 from asyncloader.workers.stderr_capture import captured_stderr

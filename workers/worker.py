@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, runtime_checkable
 
-from asyncloader.counters import BLOCK_BYTES, Recorder, record_process
+from asyncloader.telemetry.counters import BLOCK_BYTES, Recorder, record_process
 from asyncloader.workers import stacks
 from asyncloader.workers.default_signals import set_worker_signals
 from asyncloader.workers.fetch.setup import Links, WorkerSetup

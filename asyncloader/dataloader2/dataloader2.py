@@ -29,7 +29,7 @@ from asyncloader.dataloader2.graph._serialization import clone, deserialize_data
 from asyncloader.dataloader2.graph.settings import fixed_shuffle_seeds
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator, checked_seed
-from asyncloader.dataloader2.services import (
+from asyncloader.dataloader2.services.interface import (
     CheckpointableReadingServiceInterface,
     ReadingServiceInterface,
     end_soon,

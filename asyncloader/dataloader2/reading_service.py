@@ -5,16 +5,16 @@ Data path: none.
 
 from __future__ import annotations
 
-from asyncloader.dataloader2.distributed import DistributedReadingService
-from asyncloader.dataloader2.multiprocess import (
-    MultiProcessingReadingService,
-    PrototypeMultiProcessingReadingService,
-)
-from asyncloader.dataloader2.services import (
+from asyncloader.dataloader2.services.distributed import DistributedReadingService
+from asyncloader.dataloader2.services.interface import (
     CheckpointableReadingServiceInterface,
     InProcessReadingService,
     ReadingServiceInterface,
     SequentialReadingService,
+)
+from asyncloader.dataloader2.services.multiprocess import (
+    MultiProcessingReadingService,
+    PrototypeMultiProcessingReadingService,
 )
 
 __all__ = [

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from asyncloader.counters import Recorder
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.delivery.cuda import LockingUnsupported
 from asyncloader.delivery.numa import prefer_node, stay_near
@@ -33,7 +32,8 @@ from asyncloader.delivery.stage import Stage
 from asyncloader.delivery.transfer import DeviceTransfer, Ready
 from asyncloader.errors import warn_aside
 from asyncloader.events import Action
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.counters import Recorder
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory.ring import Ring

@@ -14,7 +14,7 @@ from itertools import repeat
 from typing import Any, NoReturn
 
 from asyncloader.errors import warn_aside
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.error_pickle import unwrapped
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.listener import Answer

@@ -29,10 +29,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
-from asyncloader.counters import Recorder
 from asyncloader.cpus import use_one_core
 from asyncloader.delivery.opener import Opener
 from asyncloader.events import Action, Deliver, Fail
+from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 

@@ -20,18 +20,18 @@ from typing import Any, Generic, Self
 import torch
 
 from asyncloader.bridge import in_thread
-from asyncloader.counters import recording
 from asyncloader.delivery.stage import use_current_device
 from asyncloader.epoch.consumer import NO_BATCH
-from asyncloader.epoch.fetch_place import HOLD_SECONDS, FetchPlace
 from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
 from asyncloader.epoch.plan import TorchIterator, warn_over_length
+from asyncloader.epoch.thread_or_loop import HOLD_SECONDS, FetchPlace
 from asyncloader.errors import LoaderClosed, TooManySkippedSamples
-from asyncloader.options import B_co, LoaderSpec
+from asyncloader.options.declaration import B_co, LoaderSpec
 from asyncloader.ranks.agreement import Agreement, in_daemon
 from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.counters import recording
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset

@@ -31,7 +31,6 @@ from time import perf_counter
 from typing import Any, Generic, Protocol, Self
 
 from asyncloader.bridge import in_thread
-from asyncloader.counters import recording
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
@@ -47,13 +46,14 @@ from asyncloader.epoch.plan import (
 from asyncloader.epoch.ready_queue import ReadyQueue
 from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_assignment
-from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
-from asyncloader.options import B_co
+from asyncloader.options.declaration import B_co
+from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.shielding import shielded
 from asyncloader.state.progress import Progress
-from asyncloader.statistics import SkippedSampleLog, Statistics
+from asyncloader.telemetry.counters import recording
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.fetch.threads import JobThreads
@@ -136,7 +136,6 @@ class AsyncLoaderIterator(Generic[B_co]):
         self._torch_iter._base_seed = self._base_seed  # for later epochs, too, if the workers are persistent
         # Kept after the start, for replacements of workers that die.
         self._setup = worker_setup(self._config, self._torch_iter, self._base_seed, self._starts)
-        self._statistics.log = SkippedSampleLog(self._config.max_skipped_samples)
         transfer, self._kept_rings = self._pool_cache.transfer()
         self._consumer = Consumer(
             self._config,

@@ -26,14 +26,15 @@ from asyncloader.epoch.pipeline import Pipeline, WorkerBegun
 from asyncloader.epoch.plan import TorchIterator, make_scheduler
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.respawn import WorkerRespawner
-from asyncloader.epoch_config import EpochConfig
+from asyncloader.epoch.skipped_samples import SkippedSampleLog
 from asyncloader.events import ENDED, NOTHING, Action, AllDropped, Deliver, Notice, Poisoned, WorkerFailure
+from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.samplers.distributed import without_batch
 from asyncloader.samplers.index_stream import time_pull
 from asyncloader.shielding import shielded
 from asyncloader.state.progress import Progress
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.pool import WorkerPool
@@ -116,6 +117,7 @@ class Consumer:
         self._pin_device = torch_iter._pin_memory_device
         self._transfer = transfer
         self._stage: PinStage | DeviceStage | None = None
+        self._skipped = SkippedSampleLog(config.max_skipped_samples, statistics)
         self._agreement = progress.agreement
         self._agreeing: AgreementStage | None = None
         credits = most_credits(config)
@@ -348,7 +350,7 @@ class Consumer:
             return
         if first:
             if outcome.records:
-                self._statistics.add_skipped_samples(pickle.loads(outcome.records))
+                self._skipped.add(pickle.loads(outcome.records))
             if self._first:
                 self._first = False
                 self._statistics.first_batch(self._begun)
@@ -368,7 +370,7 @@ class Consumer:
             if waited is not None:
                 self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
                 if outcome.records:
-                    self._statistics.add_skipped_samples(pickle.loads(outcome.records))
+                    self._skipped.add(pickle.loads(outcome.records))
             # Moved: raised, it refers to frames that refer to the outcome.
             delivery.error, outcome.error = outcome.error, None
             return
@@ -387,7 +389,7 @@ class Consumer:
         else:
             self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, AllDropped) else b"")
         if waited is not None:
-            self._statistics.add_skipped_samples(records)
+            self._skipped.add(records)
         if failed:
             delivery.error = without_batch(self._config.even_ranks)
             return

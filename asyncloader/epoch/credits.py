@@ -10,8 +10,8 @@ way. `workers/memory/ring_manager.py` limits their memory.
 
 from __future__ import annotations
 
-from asyncloader.epoch_config import EpochConfig
-from asyncloader.service.served import ServedDataset
+from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.service.client.remote_dataset import ServedDataset
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
 from asyncloader.workers.fetch.dataset_state import is_stateful
 

@@ -21,7 +21,6 @@ from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
-from asyncloader.counters import Recorder
 from asyncloader.delivery.stage import torch_pin
 from asyncloader.delivery.transfer import Ready, transfer_of
 from asyncloader.epoch.consumer import NO_BATCH
@@ -29,14 +28,16 @@ from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.plan import TorchIterator, shared_seed, worker_setup
 from asyncloader.epoch.shard_assignment import InlineAssignments
-from asyncloader.epoch_config import EpochConfig
+from asyncloader.epoch.skipped_samples import SkippedSampleLog
 from asyncloader.errors import TooManySkippedSamples
-from asyncloader.options import LoaderSpec
+from asyncloader.options.declaration import LoaderSpec
+from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.samplers.distributed import without_batch
 from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
-from asyncloader.statistics import SkippedSampleLog, Statistics
+from asyncloader.telemetry.counters import Recorder
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.error_notes import add_note
@@ -97,7 +98,7 @@ class InlineEpoch:
         self._pin = torch_pin(torch_iter._pin_memory_device) if self.pins else None
         self._delivered = False
         self._begun = statistics.begin()
-        statistics.log = SkippedSampleLog(self._config.max_skipped_samples)
+        self._skipped = SkippedSampleLog(self._config.max_skipped_samples, statistics)
         self.over = False
         """Whether more samples raised than are allowed."""
 
@@ -333,7 +334,7 @@ class InlineEpoch:
 
     def _record(self, records: list[SkippedSample]) -> None:
         try:
-            self.statistics.add_skipped_samples(records)
+            self._skipped.add(records)
         except TooManySkippedSamples:
             self.over = True
             if self.agreement is not None:

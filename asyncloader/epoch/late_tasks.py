@@ -12,7 +12,7 @@ from time import perf_counter
 from asyncloader.epoch.hedging import Hedging
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.events import Late
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.pool import WorkerPool
 
 __all__ = ["LateTasks"]

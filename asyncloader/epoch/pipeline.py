@@ -51,7 +51,7 @@ from asyncloader.events import (
     bare_index,
 )
 from asyncloader.remote.assignment import Reply, ShardAssigner
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers import stacks
 from asyncloader.workers.fetch.context import UnexpectedCancellation
 from asyncloader.workers.fetch.setup import EpochStart

@@ -28,15 +28,15 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_in
 from asyncloader.epoch.credits import least_credits, most_credits
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.epoch_config import EpochConfig
 from asyncloader.events import PositionedIndex
-from asyncloader.options import LoaderSpec
+from asyncloader.options.declaration import LoaderSpec
+from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.generators import drawing_from, drawn_from, generator_states, iterates_plainly, own_generator
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.seeding import derive, draw_device
@@ -184,7 +184,7 @@ def _worker_source(config: EpochConfig) -> WorkerSource:
             # The user did not choose the fork server: see `worker_context`.
             passes_environ=config.assigns_shards and config.multiprocessing_context is None,
         )
-    from asyncloader.service.client import ServiceWorkers
+    from asyncloader.service.client.remote_workers import ServiceWorkers
 
     return ServiceWorkers(config.dataset, most_credits(config))
 

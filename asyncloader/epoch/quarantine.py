@@ -12,7 +12,7 @@ from typing import Any
 from asyncloader.epoch.scheduler import quarantined
 from asyncloader.errors import TaskQuarantined
 from asyncloader.events import Poisoned, PositionedIndex, bare_index
-from asyncloader.options import OnError
+from asyncloader.options.declaration import OnError
 from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
 
 __all__ = ["Quarantine"]

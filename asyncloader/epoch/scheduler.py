@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from asyncloader.epoch.recovery import Recovery
+from asyncloader.epoch.reassignment import Recovery
 from asyncloader.epoch.reorder import ReorderBuffer
 from asyncloader.epoch.worker_choice import WorkerChoice
 from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied, shortened

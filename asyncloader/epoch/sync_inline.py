@@ -24,15 +24,15 @@ from typing import Any, Protocol
 import torch
 
 from asyncloader.bridge import Bridge, join_all
-from asyncloader.counters import recording
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
 from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.plan import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed
-from asyncloader.options import LoaderSpec
+from asyncloader.options.declaration import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.counters import recording
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.reader import Reader

@@ -33,9 +33,9 @@ from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.epoch.sync_inline import CountedNext, close_at_exit
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
-from asyncloader.options import LoaderSpec
+from asyncloader.options.declaration import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
-from asyncloader.statistics import SkippedSampleLog, Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
@@ -160,7 +160,6 @@ class WorkerIterator(CountedNext):
         starts, self._acquired = self._acquired, None
         if starts is None:
             _, starts = self._begin_workers()
-        self._statistics.log = SkippedSampleLog(self._config.max_skipped_samples)
         self._consumer = Consumer(
             self._config,
             self,

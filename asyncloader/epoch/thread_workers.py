@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from asyncloader.options import LoaderSpec, async_index_source, given_options
+from asyncloader.options.declaration import LoaderSpec, async_index_source, given_options
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
 __all__ = ["ThreadIterator", "has_thread_workers", "refusal"]

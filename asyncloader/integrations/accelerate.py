@@ -16,10 +16,10 @@ from accelerate import skip_first_batches as _skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, DataLoaderAdapter, DataLoaderDispatcher, SeedableRandomSampler
 from torch.utils.data import BatchSampler
 
-from asyncloader.clone import constructor_arguments, made_from
 from asyncloader.loader import DataLoader
-from asyncloader.option_checks import warn_only_of
-from asyncloader.options import is_iterable
+from asyncloader.options.checks import warn_only_of
+from asyncloader.options.clone import constructor_arguments, made_from
+from asyncloader.options.declaration import is_iterable
 from asyncloader.stateful_loader import StatefulDataLoader
 
 __all__ = ["adopt", "prepare", "skip_first_batches"]

@@ -35,7 +35,7 @@ from torch.utils.data.dataloader import (
 from asyncloader.epoch.sync_inline import CountedNext
 from asyncloader.epoch.thread_workers import ThreadIterator
 from asyncloader.loader import DataLoader
-from asyncloader.options import LoaderSpec
+from asyncloader.options.declaration import LoaderSpec
 
 __all__ = ["install"]
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from asyncloader.counters import Recorder
 from asyncloader.errors import warn_aside
 from asyncloader.samplers.distributed import RankView, SeekableSampler
 from asyncloader.samplers.generators import (
@@ -32,6 +31,7 @@ from asyncloader.samplers.generators import (
     set_generators,
 )
 from asyncloader.samplers.surviving import Groups
+from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.dataset_state import is_stateful
 
 __all__ = ["IndexStream", "StateLog", "base_sampler", "fresh_state", "time_pull"]

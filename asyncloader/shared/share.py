@@ -23,7 +23,7 @@ from asyncloader.shared.builder import Builder, array_bytes, array_order, tensor
 from asyncloader.shared.layout import DictNode, ListNode, Node, Region, open_node, rebuild_array, rebuild_tensor
 from asyncloader.shared.segment import SegmentWriter, SharedSegment, spawning
 from asyncloader.workers.memory.leaves import DTYPE_CODE, DTYPES, has_code
-from asyncloader.workers.session import in_session
+from asyncloader.workers.notebook_pickling import in_session
 
 __all__ = [
     "SharedArray",

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import StateError
-from asyncloader.options import LoaderSpec
+from asyncloader.options.declaration import LoaderSpec
+from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement, length_is_exact
 from asyncloader.ranks.process_group import RankGroup, make_group
 from asyncloader.remote.assignment_state import new_key

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterDataPipe
 
-from asyncloader.epoch_config import EpochConfig
+from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.generators import draws_when_iterated, generator_text, own_generator
 from asyncloader.samplers.index_stream import base_sampler, fresh_state

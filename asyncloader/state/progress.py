@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from asyncloader.epoch_config import EpochConfig
 from asyncloader.errors import StateError
+from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement
 from asyncloader.remote.assignment_state import EpochAssignment
 from asyncloader.samplers.distributed import RankView

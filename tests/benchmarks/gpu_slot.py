@@ -22,7 +22,7 @@ from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.events import Action, Deliver, Fail
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory.codec import Encoder, Template

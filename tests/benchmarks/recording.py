@@ -30,7 +30,7 @@ def recording(job: Job) -> dict[str, Any]:
 def _entries(name: str) -> tuple[float, float]:
     """Entries for each batch of a run: the main process's, and its worker's."""
     import asyncloader
-    from asyncloader.counters import STAGES, stage_times
+    from asyncloader.telemetry.counters import STAGES, stage_times
 
     dataset, made = IntSamples(BATCHES * BATCH), []
 
@@ -56,7 +56,7 @@ def _statistics(loader: Any) -> Any:
 
 
 def _entry_s() -> float:
-    from asyncloader.counters import Recorder
+    from asyncloader.telemetry.counters import Recorder
 
     record, clock = Recorder().time, time.perf_counter
 

@@ -39,12 +39,12 @@ from asyncloader.dataloader2.graph._serialization import (
     extract_wrapper,
     serialize_datapipe,
 )
+from asyncloader.dataloader2.graph.cut import find_lca_round_robin_sharding_dp, find_non_dispatching_branches
 from asyncloader.dataloader2.graph.picture import to_graph
 from asyncloader.dataloader2.graph.utils import _find_replicable_branches, end_of
 from asyncloader.dataloader2.linter import _check_shuffle_before_sharding
 from asyncloader.dataloader2.random import SeedGenerator
 from asyncloader.dataloader2.random._philox import PhiloxEngine
-from asyncloader.dataloader2.utils.dispatch import find_lca_round_robin_sharding_dp, find_non_dispatching_branches
 from tests.dataloader2.parts import MP, OnlyHere, Seeded, double, numbers, odd, total
 
 

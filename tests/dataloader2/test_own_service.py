@@ -15,10 +15,10 @@ from asyncloader.dataloader2.communication.eventloop import (
 from asyncloader.dataloader2.communication.iter import (
     _IterateQueueDataPipes,
 )
+from asyncloader.dataloader2.graph.cut import _DummyIterDataPipe, find_lca_round_robin_sharding_dp
 from asyncloader.dataloader2.graph.utils import DataPipe, replace_dp, traverse_dps
 from asyncloader.dataloader2.random import SeedGenerator
 from asyncloader.dataloader2.utils import WorkerInfo, process_init_fn
-from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_lca_round_robin_sharding_dp
 from asyncloader.errors import WorkerDied
 from tests.dataloader2.parts import MP, numbers
 from tests.dataloader2.queues import INFO, METHODS, begun, end, in_process

@@ -14,7 +14,7 @@ from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, DeviceUnavai
 from asyncloader.delivery import open_accelerator
 from asyncloader.delivery.accelerator import PlainAccelerator
 from asyncloader.delivery.transfer import transfer_of
-from asyncloader.option_objects import grouped
+from asyncloader.options.objects import grouped
 from tests.delivery.fake import installed
 from tests.integration.datasets import Numbers, identity
 

@@ -14,7 +14,7 @@ from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.errors import PageLockError
 from asyncloader.events import Action, Deliver, Fail, Finish
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from tests.delivery.answers import batch_of, deliver, new_ring, overwrite_free_slots
 from tests.delivery.fake import PATIENCE_S, FakeEvent, FakeMachine
 from tests.delivery.stages import closing

@@ -20,7 +20,7 @@ from tests.integration.datasets import Images, Numbers
 from tests.integration.faulty import Faults, Faulty
 from tests.integration.running import BOTH, KINDS, collect, run_async
 from tests.integration.test_reporting import LOADERS, exhaust
-from tests.unit.figures import FIGURES
+from tests.unit.telemetry.figures import FIGURES
 
 SOME_KIND = pytest.mark.parametrize("kind", KINDS)
 

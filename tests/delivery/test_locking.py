@@ -18,7 +18,7 @@ import torch
 from asyncloader.delivery.device_stage import RingLocker
 from asyncloader.delivery.opener import Opener
 from asyncloader.errors import PageLockError, RingMemoryError
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.memory import ring as ring_module
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.layout import PAGE

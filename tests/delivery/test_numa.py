@@ -16,7 +16,7 @@ from asyncloader.delivery.device_stage import DeviceStage
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.events import Action
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.memory.layout import PAGE
 from tests.delivery.answers import deliver, new_ring
 from tests.delivery.fake import PATIENCE_S, FakeMachine

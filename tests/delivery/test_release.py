@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from asyncloader.counters import Recorder
 from asyncloader.delivery.device_stage import Releaser
+from asyncloader.telemetry.counters import Recorder
 from tests.delivery.fake import PATIENCE_S, FakeEvent, FakeMachine
 
 

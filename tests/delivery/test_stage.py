@@ -15,7 +15,7 @@ import pytest
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Stage
 from asyncloader.events import Action, Deliver, Fail, Finish
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.listener import Answer
 from tests.delivery.answers import deliver, new_ring
 from tests.delivery.fake import PATIENCE_S

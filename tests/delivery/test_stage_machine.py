@@ -20,7 +20,7 @@ from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.events import Action, Deliver
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from tests.delivery.answers import batch_of, deliver, new_ring, overwrite_free_slots
 from tests.delivery.fake import PATIENCE_S, FakeMachine
 from tests.drawn import scaled

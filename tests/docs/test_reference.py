@@ -15,10 +15,10 @@ import torch
 
 import asyncloader
 from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
-from asyncloader.counters import STAGES
-from asyncloader.metrics import FIGURES, NODE_FIGURES, STAGE_HELP
-from asyncloader.option_objects import OPTION_OBJECTS
-from asyncloader.options import OUR_OPTION_NAMES
+from asyncloader.options.declaration import OUR_OPTION_NAMES
+from asyncloader.options.objects import OPTION_OBJECTS
+from asyncloader.telemetry.counters import STAGES
+from asyncloader.telemetry.metrics import FIGURES, NODE_FIGURES, STAGE_HELP
 from docs.options import NEEDED, PAGE, filled, meanings
 from tests.integration.datasets import Numbers
 

@@ -13,7 +13,7 @@ import torch
 from asyncloader.delivery.cuda import Driver, open_driver
 from asyncloader.delivery.opener import Opener
 from asyncloader.errors import PageLockError
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.layout import PAGE
 from tests.delivery.answers import batch_of, deliver, new_ring

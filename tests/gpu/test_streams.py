@@ -13,7 +13,7 @@ from asyncloader import DataLoader
 from asyncloader.delivery.cuda import CudaAccelerator
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.transfer import DeviceTransfer
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.memory.ring import Ring
 from tests.delivery.answers import deliver
 from tests.gpu.card import NEEDS_CARD, settled

@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
 from asyncloader import AsyncDataLoader, DataLoader
-from asyncloader.counters import Recorder
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
 from asyncloader.events import Action, Deliver, Finish
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.counters import Recorder
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory.codec import Encoder, Template

@@ -14,8 +14,8 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from asyncloader import AsyncDataLoader, RemoteIterableDataset
 from asyncloader.dataloader2 import DataLoader2
-from asyncloader.service.metrics_endpoint import MetricsEndpoint
-from asyncloader.service.sockets import bound
+from asyncloader.service.node.metrics_endpoint import MetricsEndpoint
+from asyncloader.service.protocol.sockets import bound
 from asyncloader.transports import open_transport
 from tests.integration.datasets import Numbers, Sized
 from tests.integration.http_store import Stored, serving

@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader
-from asyncloader.epoch import fetch_place
-from asyncloader.epoch.fetch_place import HOLD_SECONDS
+from asyncloader.epoch import thread_or_loop
+from asyncloader.epoch.thread_or_loop import HOLD_SECONDS
 from tests.integration.comparing import assert_same
 from tests.integration.running import collect, outcomes, run_async
 
@@ -120,7 +120,7 @@ def test_batches_that_wait_are_made_in_the_thread(kind: str) -> None:
 
 def test_where_waits_are_not_counted_the_thread_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: a dataset that waits could not be told from one that does not."""
-    monkeypatch.setattr(fetch_place, "_OF_THREAD", None)
+    monkeypatch.setattr(thread_or_loop, "_OF_THREAD", None)
     dataset = Calls()
     assert len(read(dataset, batch_size=4)) == 50
     assert MAIN not in dataset.threads
@@ -255,8 +255,8 @@ def test_errors_of_handles_that_belong_to_a_thread_say_what_to_do() -> None:
 def test_the_loop_gets_its_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others run while ``async for`` goes over batches that are made on the loop."""
     # As if every batch were cheap and waited for nothing: the other task makes the thread wait for the GIL.
-    monkeypatch.setattr(fetch_place, "thread_time", lambda: 0.0)
-    monkeypatch.setattr(fetch_place, "_waits", lambda: 0)
+    monkeypatch.setattr(thread_or_loop, "thread_time", lambda: 0.0)
+    monkeypatch.setattr(thread_or_loop, "_waits", lambda: 0)
 
     async def run() -> tuple[int, int]:
         turns = 0

@@ -16,7 +16,7 @@ from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.integration.datasets import AsyncNumbers, Custom, Images, Numbers, UnevenStream
 from tests.integration.running import BOTH, collect, run_async
 from tests.torch_versions import needs_torch
-from tests.unit.figures import FIGURES
+from tests.unit.telemetry.figures import FIGURES
 
 KEYS = [*FIGURES, "data/dropped_samples", "data/repeated_samples"]
 LOADERS: dict[str, Any] = {"sync": DataLoader, "asyncio": AsyncDataLoader}

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
-from asyncloader.counters import STAGES
+from asyncloader.telemetry.counters import STAGES
 from tests.integration.datasets import AsyncNumbers, Numbers
 from tests.integration.http_store import serving, status
 from tests.integration.running import KINDS, run_async

@@ -11,7 +11,7 @@ import pytest
 import torch.utils.data
 
 from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Recovery, StatefulDataLoader, install
-from asyncloader.options import OUR_OPTION_NAMES
+from asyncloader.options.declaration import OUR_OPTION_NAMES
 from tests.integration.comparing import assert_same
 from tests.integration.datasets import Numbers
 from tests.integration.running import collect, run_async

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.events import Action, Assign, Completed, Deliver, Delivered, Offered, Pull, Started
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory import segment

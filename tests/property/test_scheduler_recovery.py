@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.epoch import recovery
-from asyncloader.epoch.recovery import Recovery
+from asyncloader.epoch import reassignment
+from asyncloader.epoch.reassignment import Recovery
 from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import Action, Assign, Completed, Deliver, Died, Drop, Fail, Finish, Poisoned
@@ -255,7 +255,7 @@ def test_the_world_notices_another_number_of_trials(
     concurrent: bool, kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task that is tried once too little, or once too often, is found."""
-    monkeypatch.setattr(recovery, "KILLS", kills)
+    monkeypatch.setattr(reassignment, "KILLS", kills)
     world = map_world(Random(1), concurrent=concurrent, poison=frozenset({3}))
     with pytest.raises(AssertionError):  # noqa: PT012
         world.run()

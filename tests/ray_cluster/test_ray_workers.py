@@ -18,7 +18,7 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.integrations.ray import RayWorkers
-from asyncloader.service.address import Service
+from asyncloader.service.protocol.address import Service
 from tests.integration.comparing import assert_same
 from tests.integration.running import KINDS, PATIENCE_S, run_async
 from tests.ray_cluster.datasets import Counting, Noise

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec.msgpack import Ext
 
-from asyncloader.service import frames
+from asyncloader.service.protocol import frames
 from asyncloader.workers.ipc import wire
 from tests.service.proxy import Proxy
 

@@ -8,7 +8,7 @@ import struct
 import threading
 from collections.abc import Generator
 
-from asyncloader.service.frames import pack_header
+from asyncloader.service.protocol.frames import pack_header
 from asyncloader.workers.ipc.wire import RESULT
 
 __all__ = ["FruitlessProxy", "Proxy", "fruitless", "proxied"]

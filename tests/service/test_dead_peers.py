@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from asyncloader.service import dead_peers
-from asyncloader.service.dead_peers import end_when_dead, is_dead
+from asyncloader.service.protocol import dead_peers
+from asyncloader.service.protocol.dead_peers import end_when_dead, is_dead
 from tests.integration.running import run_async
 from tests.service.namespace import namespace, namespaces_work
 

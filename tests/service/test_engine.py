@@ -19,10 +19,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from asyncloader import DataLoader
-from asyncloader.service.agent import AgentNode, AgentSetup
-from asyncloader.service.engine import Credentials, EngineNode
 from asyncloader.service.pickled import PickledDefinition
-from asyncloader.service.scaling import Load
+from asyncloader.service.placement.agent import AgentNode, AgentSetup
+from asyncloader.service.placement.engine import Credentials, EngineNode
+from asyncloader.service.placement.scaling import Load
 from tests.integration.comparing import assert_same
 from tests.service import definitions
 

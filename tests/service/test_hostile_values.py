@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Service, ServiceUnavailable
-from asyncloader.service import frames
-from asyncloader.service.dialect import PLAIN
-from asyncloader.service.handshake import Challenge, Hello, Proof, pack_opening, proof
-from asyncloader.service.records import pack_record, read_record
-from asyncloader.service.values import pack
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.handshake import Challenge, Hello, Proof, pack_opening, proof
+from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_values import pack
+from asyncloader.service.protocol.records import pack_record, read_record
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 from tests.integration.comparing import assert_same

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, LoaderTimeout, Recovery, Service, ServiceUnavailable
-from asyncloader.service import frames
-from asyncloader.service.handshake import PROTOCOL, Hello, Proof
-from asyncloader.service.records import pack_record
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Proof
+from asyncloader.service.protocol.records import pack_record
 from tests.integration.comparing import assert_same
 from tests.integration.running import LOOPS, run_async
 from tests.service import definitions

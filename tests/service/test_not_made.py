@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Service, ServiceUnavailable
-from asyncloader.service import host_process
-from asyncloader.service.handshake import read_opening
-from asyncloader.service.host_process import HostProcesses, NotMade
-from asyncloader.service.lane_host import HostSetup
+from asyncloader.service.node import worker_processes
+from asyncloader.service.node.worker_host import HostSetup
+from asyncloader.service.node.worker_processes import HostProcesses, NotMade
+from asyncloader.service.protocol.handshake import read_opening
 from tests.integration.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.serving import serving
@@ -96,7 +96,7 @@ def test_arguments_of_a_loader_s(tmp_path: Path) -> None:
 
 async def test_what_nobody_wants_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments of a loader's that cannot be made cost no process once nobody asks for them."""
-    monkeypatch.setattr(host_process, "_UNWANTED_S", 0.0)
+    monkeypatch.setattr(worker_processes, "_UNWANTED_S", 0.0)
     setup = HostSetup("tests.service.definitions:on_disk", {"root": str(tmp_path / "disk")})
     unused: Any = None
     host = HostProcesses(setup, 2, lasting=False)
@@ -130,8 +130,8 @@ async def test_a_lane_begins_with_what_its_loader_was_told(tmp_path: Path, monke
 
 async def test_a_process_that_never_has_its_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps no loader from those that have it, but for the first, and for that one not for ever."""
-    monkeypatch.setattr(host_process, "_ALL_BEGUN_S", 0.1)
-    monkeypatch.setattr(host_process, "_NONE_READY_S", 0.1)
+    monkeypatch.setattr(worker_processes, "_ALL_BEGUN_S", 0.1)
+    monkeypatch.setattr(worker_processes, "_NONE_READY_S", 0.1)
     setup = HostSetup("tests.service.definitions:slow_for_one", {"mark": str(tmp_path / "mark")})
     for number in (2, 1):
         host = HostProcesses(setup, number)
@@ -140,7 +140,7 @@ async def test_a_process_that_never_has_its_dataset(tmp_path: Path, monkeypatch:
             if number == 2:
                 assert (await host.facts()).length == 40
                 await host.begun()
-                monkeypatch.setattr(host_process, "_ALL_BEGUN_S", PATIENCE_S)
+                monkeypatch.setattr(worker_processes, "_ALL_BEGUN_S", PATIENCE_S)
                 await host.begun()
                 (tmp_path / "mark").unlink()
             else:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from asyncloader.integrations import ray_actors
-from asyncloader.integrations.ray_actors import Fleet, FleetOptions
-from asyncloader.service import agent as agents
-from asyncloader.service.agent import AgentNode, AgentSetup
-from asyncloader.service.engine import Credentials
+from asyncloader.integrations.ray import actors
+from asyncloader.integrations.ray.actors import Fleet, FleetOptions
+from asyncloader.service.placement import agent as agents
+from asyncloader.service.placement.agent import AgentNode, AgentSetup
+from asyncloader.service.placement.engine import Credentials
 from tests.integration.running import run_async
 
 
@@ -56,11 +56,11 @@ class Cluster:
         self.machines = dict.fromkeys(machines, 2)
         self.agents: dict[str, Played] = {each: Played(each) for each in machines}
         self.failing: list[Exception] = []
-        monkeypatch.setattr(ray_actors, "_ray", lambda: self)
-        monkeypatch.setattr(ray_actors, "_machines", self.alive)
-        monkeypatch.setattr(ray_actors, "placed_at", lambda machine: machine)
+        monkeypatch.setattr(actors, "_ray", lambda: self)
+        monkeypatch.setattr(actors, "_machines", self.alive)
+        monkeypatch.setattr(actors, "placed_at", lambda machine: machine)
         for name, seconds in {"_LOOK_S": 0.01, "_ANSWER_S": 0.05, "_START_S": 0.2}.items():
-            monkeypatch.setattr(ray_actors, name, seconds)
+            monkeypatch.setattr(actors, name, seconds)
         self.exceptions = SimpleNamespace(RayError=RayError)
 
     def alive(self, _: Any) -> dict[str, int]:

@@ -26,8 +26,8 @@ OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 5, "num_workers": 2, "shuffl
 SMALL_CACHE = """
 import sys
 if "serve" in sys.orig_argv:
-    import asyncloader.service.node as node
-    from asyncloader.service.epoch_cache import EpochCache
+    import asyncloader.service.node.server as node
+    from asyncloader.service.node.epoch_cache import EpochCache
     node.EpochCache = lambda _: EpochCache(8192)
 """
 

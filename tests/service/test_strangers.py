@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Service, ServiceUnavailable
-from asyncloader.service import frames
-from asyncloader.service.dialect import PLAIN
-from asyncloader.service.handshake import PROTOCOL, Hello, Proof, Refusal
-from asyncloader.service.node import Node
-from asyncloader.service.records import pack_record
-from asyncloader.service.shared import shared_service
-from asyncloader.service.sockets import OtherUser, check_peer
+from asyncloader.service.client.machine_service import shared_service
+from asyncloader.service.node.server import Node
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Proof, Refusal
+from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.records import pack_record
+from asyncloader.service.protocol.sockets import OtherUser, check_peer
 from tests.integration.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.serving import serving

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from asyncloader.service import frames
+from asyncloader.service.protocol import frames
 from asyncloader.workers.ipc import wire
 
 __all__ = [

@@ -25,8 +25,8 @@ from typing import Any, Final
 import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, Service
-from asyncloader.option_objects import grouped
-from asyncloader.service import dialing, remote_channel
+from asyncloader.options.objects import grouped
+from asyncloader.service.client import connect, remote_channel
 from tests.integration.comparing import assert_same
 from tests.service import definitions
 
@@ -147,7 +147,7 @@ async def _read_once(defined: Any, options: dict[str, Any], got: list[Any]) -> N
 
 def _cases() -> None:
     Service.greeting_s = 1.0
-    dialing.answer_of.__defaults__ = (_ANSWER_S,)
+    connect.answer_of.__defaults__ = (_ANSWER_S,)
     assert hasattr(remote_channel, "_CHECK_S"), "it has another name now"
     remote_channel._CHECK_S = _CHECK_S
     expected: dict[tuple[str, int], list[Any]] = {}

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncloader.service import frames
-from asyncloader.service.frames import HEADER_BYTES, pack_header
-from asyncloader.service.handshake import Proof, proof
-from asyncloader.service.records import pack_record
-from asyncloader.service.values import pack
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.frames import HEADER_BYTES, pack_header
+from asyncloader.service.protocol.handshake import Proof, proof
+from asyncloader.service.protocol.msgpack_values import pack
+from asyncloader.service.protocol.records import pack_record
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 from tests.stress.hostility import FROM_LOADER, Case, any_body, any_head, encoded, rng_of, spoiled, value

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncloader.service import frames
-from asyncloader.service.batches import BatchEncoder
-from asyncloader.service.dataset_facts import Facts
-from asyncloader.service.dialect import PLAIN
-from asyncloader.service.frames import HEADER_BYTES, Header, pack_header, unpack_header
-from asyncloader.service.values import pack
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.dataset_info import Facts
+from asyncloader.service.protocol.frames import HEADER_BYTES, Header, pack_header, unpack_header
+from asyncloader.service.protocol.msgpack_batches import BatchEncoder
+from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.workers.ipc import wire
 from tests.stress.hostility import ESCAPE, FROM_NODE, Case, any_body, any_head, encoded, rng_of, spoiled, value
 from tests.stress.peer_loader import random_of

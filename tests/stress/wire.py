@@ -27,18 +27,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncloader.errors import RingMemoryError
-from asyncloader.service.batches import BatchTemplate
-from asyncloader.service.dataset_facts import Facts
-from asyncloader.service.dialect import PLAIN
-from asyncloader.service.handshake import Hello, Welcome, read_opening
-from asyncloader.service.link import Link
-from asyncloader.service.node import Node
-from asyncloader.service.records import pack_record, read_record
-from asyncloader.service.remote_channel import RemoteChannel
-from asyncloader.service.served_definitions import Served
-from asyncloader.service.served_shards import Plan, gathered, messages, read_request
-from asyncloader.service.unpacking import unpack
-from asyncloader.service.values import pack
+from asyncloader.service.client.remote_channel import RemoteChannel
+from asyncloader.service.node.admission import Served
+from asyncloader.service.node.server import Node
+from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.dataset_info import Facts
+from asyncloader.service.protocol.handshake import Hello, Welcome, read_opening
+from asyncloader.service.protocol.msgpack_batches import BatchTemplate
+from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_values import pack
+from asyncloader.service.protocol.records import pack_record, read_record
+from asyncloader.service.protocol.shard_plan import Plan, gathered, messages, read_request
+from asyncloader.service.protocol.unpacking import unpack
 from asyncloader.workers.ipc import wire
 from tests.service import definitions
 from tests.stress.wire_inputs import (

@@ -12,15 +12,15 @@ import torch
 from msgspec.msgpack import Ext
 
 from asyncloader.events import PositionedIndex
-from asyncloader.service import frames
-from asyncloader.service.batches import BatchEncoder
-from asyncloader.service.dialect import PLAIN
-from asyncloader.service.frames import pack_header
-from asyncloader.service.handshake import PROTOCOL, Hello, Look, Proof, pack_opening
-from asyncloader.service.host_process import Death
-from asyncloader.service.records import pack_record
-from asyncloader.service.served_shards import Catalog, PlanRequest
-from asyncloader.service.values import pack
+from asyncloader.service.node.worker_processes import Death
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.frames import pack_header
+from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Look, Proof, pack_opening
+from asyncloader.service.protocol.msgpack_batches import BatchEncoder
+from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_values import pack
+from asyncloader.service.protocol.records import pack_record
+from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup

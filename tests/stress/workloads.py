@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from asyncloader import AsyncDataLoader, DataLoader, sample_rng
-from asyncloader.option_objects import grouped
+from asyncloader.options.objects import grouped
 from tests.stress.faults import FaultPlan
 from tests.stress.schedule import START, STRIDE, Case
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.cpus import usable_cpus
-from asyncloader.diagnosis import Diagnosis
-from asyncloader.option_objects import grouped
+from asyncloader.options.objects import grouped
+from asyncloader.telemetry.diagnosis import Diagnosis
 from tests.verdicts.planted import CannotPlant
 from tests.verdicts.rows import ROWS, Row
 

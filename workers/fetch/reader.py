@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Generator
 from time import perf_counter
 from typing import Any
 
-from asyncloader.counters import Recorder, Stage
 from asyncloader.errors import StateError, is_about_sample
+from asyncloader.telemetry.counters import Recorder, Stage
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
 from asyncloader.workers.fetch.async_stack import awaited_view
 from asyncloader.workers.fetch.context import DatasetContext

@@ -26,7 +26,7 @@ from asyncloader.dataloader2.communication.queue import WatchedQueue
 from asyncloader.dataloader2.communication.together import Together
 from asyncloader.dataloader2.graph._serialization import extract_wrapper
 from asyncloader.dataloader2.graph.utils import DataPipe
-from asyncloader.dataloader2.services import ResetFn
+from asyncloader.dataloader2.services.interface import ResetFn
 from asyncloader.dataloader2.utils.worker import WorkerInfo
 from asyncloader.errors import WorkerDied
 from asyncloader.workers.default_signals import set_worker_signals

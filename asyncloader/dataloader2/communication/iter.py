@@ -27,7 +27,7 @@ from asyncloader.dataloader2.communication.protocol import (
 from asyncloader.dataloader2.communication.together import Together
 from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
-from asyncloader.dataloader2.services import ResetFn, shutdown_graph
+from asyncloader.dataloader2.services.interface import ResetFn, shutdown_graph
 from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn
 from asyncloader.workers.error_pickle import caught
 

@@ -18,7 +18,7 @@ from asyncloader.dataloader2.communication.protocol import (
     MapDataPipeQueueProtocolServer,
     ProtocolError,
 )
-from asyncloader.dataloader2.services import ResetFn
+from asyncloader.dataloader2.services.interface import ResetFn
 from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn
 from asyncloader.workers.error_pickle import caught
 

@@ -17,10 +17,10 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding
 
+from asyncloader.dataloader2.graph.cut import _DummyIterDataPipe, find_non_dispatching_branches
 from asyncloader.dataloader2.graph.settings import set_datapipes_seed, set_graph_random_seed
 from asyncloader.dataloader2.graph.utils import DataPipe, end_of, find_dps, list_dps, replace_dp
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
-from asyncloader.dataloader2.utils.dispatch import _DummyIterDataPipe, find_non_dispatching_branches
 
 __all__ = ["WorkerInfo", "process_init_fn", "process_reset_fn", "seed_process", "worker_graph"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader.counters import Recorder
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Pinned, PinStage
 from asyncloader.events import Action, Deliver, Fail, Finish
-from asyncloader.statistics import Statistics
+from asyncloader.telemetry.counters import Recorder
+from asyncloader.telemetry.statistics import Statistics
 from tests.delivery.answers import deliver, new_ring
 from tests.delivery.stages import closing
 

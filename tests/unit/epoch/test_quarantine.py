@@ -8,7 +8,7 @@ import pytest
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import Poisoned, PositionedIndex, Task
-from asyncloader.options import OnError
+from asyncloader.options.declaration import OnError
 from asyncloader.workers.fetch.sample_errors import SkippedSample, dropped_count
 
 

@@ -1,0 +1,1 @@
+"""The reading services of DataLoader2."""

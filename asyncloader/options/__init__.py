@@ -1,0 +1,1 @@
+"""The loaders' options: declared, checked, and resolved for an epoch."""

@@ -1,0 +1,433 @@
+"""Declares the options of all loaders, once, and holds them as torch's loader does.
+
+Data path: none; read when iteration begins (`epoch_config.py`).
+
+The constructor of `LoaderOptions` is the declaration: names, types and defaults are its signature, and the meaning of
+each option is in its docstring, where editors find it. `option_checks.CHECKS` has the check of each of ours. Everything
+else that lists options is derived from these two.
+
+`LoaderSpec` is a `torch.utils.data.DataLoader` with our options. Both loaders are based on it: the sync one *is* one,
+the async one *has* one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import types
+import warnings
+from collections.abc import AsyncIterable, Callable, Collection, Iterable, Iterator
+from multiprocessing.context import BaseContext
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias
+
+import torch
+import torch.utils.data
+from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import _DatasetKind as DatasetKind
+from typing_extensions import TypeVar
+
+from asyncloader.cpus import affinity, cpu_quota
+from asyncloader.delivery.transfer import DeviceLike
+from asyncloader.options.checks import CHECKS, check_num_workers, check_options, is_seed, warn_without_effect
+from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened
+from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
+from asyncloader.samplers.distributed import OnUneven, RankGroupLike, rank_view, topology
+from asyncloader.samplers.generators import drawing_generator
+from asyncloader.samplers.seeded import SeededSampler
+from asyncloader.samplers.seeded_draws import with_seeded_draws
+from asyncloader.service.client.remote_dataset import ServedDataset, located
+from asyncloader.service.definition import Defined
+from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.dataset_kinds import is_async_stream
+from asyncloader.workers.fetch.error_notes import add_note
+
+__all__ = [
+    "DEFAULTS",
+    "FIELD_NAMES",
+    "OPTION_NAMES",
+    "OUR_OPTION_NAMES",
+    "LoaderOptions",
+    "LoaderSpec",
+    "OnError",
+    "OurOptions",
+    "OverridableProperty",
+    "async_index_source",
+    "default_sampler",
+    "fixed_option",
+    "given_options",
+    "is_iterable",
+    "own_constructor",
+]
+
+OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Exception], Any]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+B_co = TypeVar("B_co", covariant=True, default=Any)
+
+
+class LoaderOptions(Generic[T_co, B_co]):
+    """The loaders' options: the base of every loader, which inherits the constructor and says what becomes of them.
+
+    Generic in the samples that `collate_fn` gets and in the batches that it returns; without one batches are `Any`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T_co] | AsyncIterable[T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | AsyncIterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | AsyncIterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[T_co]], B_co] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        multiprocessing_context: BaseContext | str | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        snapshot_every_n_steps: int | None = 1,
+        seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        group: RankGroupLike = None,
+        on_uneven: OnUneven = "drop",
+        concurrency: int | None = None,
+        decode: Callable[[Any], Any] | None = None,
+        on_error: OnError = "raise",
+        max_worker_restarts: int | None = None,
+        workers: Any = None,
+        device: DeviceLike = None,
+        recovery: Recovery = Recovery(),
+        tuning: Tuning = Tuning(),
+        device_options: DeviceOptions = DeviceOptions(),
+    ) -> None:
+        """Takes torch's arguments, with torch's meanings, checks and errors; then, by keyword, those of asyncloader.
+
+        Args:
+            dataset: A map dataset (`__getitem__`, `__len__`) or an iterable one; each may be async.
+            batch_size: Samples in a batch; `None`: no batching, samples come as they are.
+            shuffle: `True`: a new order each epoch, drawn from torch's generator or from `seed`; of a
+                `RemoteIterableDataset`, of its shards, and of its `shuffle_buffer`.
+            sampler: The order, as an iterable of indices, also an async one; excludes `shuffle`.
+            batch_sampler: An iterable of lists of indices, also an async one; excludes `batch_size`, `shuffle`,
+                `sampler` and `drop_last`.
+            num_workers: Worker processes; `0`: fetch in the main process.
+            collate_fn: A function from a list of samples to a batch; `None`: stack them straight into the ring.
+            pin_memory: Copy tensors to page-locked memory; without CUDA a warning and plain memory. Not needed with
+                `device="cuda"`.
+            drop_last: Leave out the last batch when it is not full.
+            timeout: Seconds to wait for a batch from a worker, then `LoaderTimeout` with a report; `0`: for ever.
+            worker_init_fn: Called in each worker with its number, before the first sample. With an async dataset it
+                may be a coroutine function.
+            multiprocessing_context: `"fork"`, `"spawn"`, `"forkserver"` or a context; `None`: the platform's default.
+                A context that makes threads leaves the work to torch.
+            generator: The torch generator that order and worker seeds are drawn from; excludes `seed`.
+            prefetch_factor: Batches that each worker may have ready or in work; `None`: 2 with workers. More where
+                `concurrency` needs them.
+            persistent_workers: Keep the workers, and their rings, from epoch to epoch.
+            pin_memory_device: torch's deprecated argument, taken for compatibility.
+            in_order: `False`: give batches as they become ready.
+            snapshot_every_n_steps: Batches from one saved state of a stateful sampler or stream to the next; `0` or
+                `None`: none is saved. A resumed loader reads and drops the batches since the last one. It is the
+                argument of torchdata's `StatefulDataLoader`.
+            seed: Seeded mode, in which order and random numbers depend on the seed, the epoch and the sample's
+                position alone: `0` to `2**64 - 1`; `None`: torch mode.
+            rank: This process's place among those that train together, with `seed`; `None`: torch.distributed's if it
+                is initialized, else a single process.
+            world_size: How many processes train together, with `seed`; `None`: as for `rank`.
+            group: Instead of `rank` and `world_size`: the torch.distributed process group, or the `DeviceMesh` of one
+                dimension, whose ranks get different samples, with `seed`; for example `mesh["dp"]`.
+            on_uneven: What to do with samples that the ranks cannot share evenly at the epoch's end: `"drop"` leaves
+                out fewer than `world_size` (of a stream whose shards have no known number of samples: what the
+                smallest share has not), `"repeat"` repeats fewer than `world_size`, `"pad"` fills every rank's last
+                batch to `batch_size`, on one rank too, `"error"` raises.
+            concurrency: Samples of a map dataset that each worker (without workers: this process) fetches at a time,
+                over all its outstanding batches; `None`: 256 where they are awaited, else one after the other. A
+                blocking dataset has a thread for each, and must be safe to call from several; with `1` it is read
+                ahead of the consumer, and always in one thread.
+            decode: A function that turns a sample of the dataset into the one that is collated. It runs with the
+                sample's random numbers.
+            on_error: What to do with samples that raise: `"raise"`; `"skip"` leaves them out; `"refill"` puts others
+                in their place, drawn from the seed, the epoch and the position, which needs `seed` and a map dataset
+                with a length; a function of an index and the exception returns a substitute or raises. It is called
+                where the sample would have been made.
+            max_worker_restarts: How often a worker that dies is replaced in an epoch, and its tasks repeated; `None`:
+                3 with `seed`, where the batches stay the same, else 0.
+            workers: Where the workers are: `None`: processes of this machine; the address of a service, as
+                `"tcp://host:7070"`, several with commas between them, or a `Service`; `"shared"`: one set of processes
+                for all ranks that torchrun has started on this machine. The dataset is then a definition. Or an engine,
+                as `RayWorkers`, which takes any dataset. `seed` is needed; `num_workers` counts logical workers, which
+                share the processes there.
+            device: The device where batches are delivered, as torch takes it: `"cuda"`, `"cuda:1"`, a `torch.device`;
+                `None`: in the CPU's memory. For CUDA they are copied straight from page-locked rings, ahead of the
+                consumer.
+            recovery: Limits for workers that hang or grow and for samples that raise, and inexact resumption: see
+                `Recovery`.
+            tuning: Sizes of what is kept in hand: see `Tuning`.
+            device_options: How batches are delivered on the `device`: see `DeviceOptions`.
+
+        Raises:
+            ValueError, TypeError: torch's, in torch's order and words, then ours.
+        """
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        if TYPE_CHECKING:  # each of ours is also an attribute, of the same type
+            self.snapshot_every_n_steps, self.concurrency, self.decode = snapshot_every_n_steps, concurrency, decode
+            self.seed, self.rank, self.world_size = seed, rank, world_size
+            self.group: RankGroupLike = group
+            self.on_uneven: OnUneven = on_uneven  # named, because pyright would infer `str` for the literals
+            self.on_error: OnError = on_error
+            self.max_worker_restarts, self.workers, self.device = max_worker_restarts, workers, device
+            self.recovery, self.tuning, self.device_options = recovery, tuning, device_options
+        self._asyncloader_construct(arguments)
+
+    def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
+        """Make the loader of all arguments, by name. Every loader has its own."""
+        raise NotImplementedError
+
+
+_PARAMETERS = inspect.signature(LoaderOptions).parameters
+
+OPTION_NAMES = tuple(_PARAMETERS)
+"""Every argument of the loaders; each but `shuffle`, which becomes a sampler, is an attribute under the same name."""
+
+OUR_OPTION_NAMES = tuple(name for name in OPTION_NAMES if name in CHECKS or name in OPTION_OBJECTS)
+"""The options that torch's loader does not have."""
+
+DEFAULTS = {name: _PARAMETERS[name].default for name in OUR_OPTION_NAMES}
+"""Their defaults."""
+
+FIELD_NAMES = tuple(name for name in flattened(DEFAULTS) if name not in DEFAULTS)
+"""The fields of the options that are objects, which `clone` takes by their own names."""
+
+_POSITIONAL = tuple(name for name, each in _PARAMETERS.items() if each.kind is each.POSITIONAL_OR_KEYWORD)
+_TORCHS_KEYWORDS = tuple(name for name in OPTION_NAMES if name not in (*_POSITIONAL, *OUR_OPTION_NAMES))
+
+
+def own_constructor(loader: type, name: str, without: Collection[str] = ()) -> None:
+    """Give a class a copy of the declared constructor, which Python's own errors about arguments call by its name.
+
+    Args:
+        loader: the class; it has an `_asyncloader_construct`.
+        name: the class's name in errors.
+        without: options that the class does not have.
+    """
+    declared: Any = LoaderOptions.__init__
+    own: Any = types.FunctionType(declared.__code__, declared.__globals__, "__init__", declared.__defaults__)
+    functools.update_wrapper(own, declared)
+    del own.__wrapped__
+    own.__kwdefaults__, own.__qualname__ = declared.__kwdefaults__, f"{name}.__init__"
+    loader.__init__ = _narrowed(own, without) if without else own  # type: ignore[misc]
+
+
+def _narrowed(constructor: Any, without: Collection[str]) -> Any:
+    @functools.wraps(constructor)
+    def narrowed(self: Any, /, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name in without:
+                raise TypeError(f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}")
+        constructor(self, *args, **options)
+
+    signature = inspect.signature(constructor)
+    narrowed.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[parameter for name, parameter in signature.parameters.items() if name not in without]
+    )
+    narrowed.__annotations__ = {name: kind for name, kind in constructor.__annotations__.items() if name not in without}
+    entry = rf"^( *)(?:{'|'.join(without)}):.*\n(?:\1 {{4}}.*\n)*"  # Python 3.13 takes the common indent away
+    narrowed.__doc__ = re.sub(entry, "", constructor.__doc__, flags=re.MULTILINE)
+    return narrowed
+
+
+class OurOptions(LoaderOptions[Any], Recovery, Tuning, DeviceOptions):
+    """The options that torch's loader does not have, as given to a loader's constructor, and the fields of those that
+    are objects. Fixed.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+
+class _Defaults:
+    """Our options' defaults, as class attributes of the loaders; torch's own classes go before it."""
+
+
+for _name, _default in DEFAULTS.items():
+    setattr(_Defaults, _name, _default)
+
+
+class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _Defaults):
+    """torch's loader with torch's options and ours. All can be read, unmodified, under their own names. The instance's
+    `vars` hold those of our options that differ from the defaults, for code that makes a loader from them.
+
+    A subclass may have attributes of any name, also of the name of one of our options; such an attribute is the
+    subclass's own. Our options count as they were given to the constructor, and are read from `_asyncloader_options`.
+    """
+
+    _asyncloader_replays = False
+    """Whether streams are replayed whatever `resume` says."""
+
+    _asyncloader_awaits_workers = False
+    """Whether `iter()` waits until the workers have begun, and raises an error of one that could not."""
+
+    _asyncloader_options: OurOptions
+
+    def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
+        if arguments["workers"] is not None or isinstance(arguments["dataset"], Defined | ServedDataset):
+            arguments = located(arguments)
+        dataset, given = arguments["dataset"], dict(arguments)
+        check_num_workers(given["num_workers"])
+        if given["shuffle"] and hasattr(dataset, "shuffled") and assigns_shards(dataset):
+            dataset, given["shuffle"] = dataset.shuffled(), None
+            arguments = {**arguments, "dataset": dataset, "shuffle": None}
+            given["dataset"] = dataset
+        stream = is_async_stream(dataset)
+        if stream:
+            given["dataset"] = _AsyncStream()  # so that torch checks the arguments as for an iterable dataset
+        else:
+            names = ("seed", "shuffle", "sampler", "batch_sampler")
+            sampler = default_sampler(dataset, *(arguments[name] for name in names))
+            if sampler is not None:
+                given["sampler"], given["shuffle"] = sampler, None
+            elif is_seed(arguments["seed"]) or arguments["seed"] is None:
+                for name in ("sampler", "batch_sampler"):
+                    given[name] = with_seeded_draws(given[name], arguments["seed"])
+        construct: Any = super(LoaderOptions, self).__init__  # torch's, or that of another base of the user's class
+        try:
+            construct(*(given[name] for name in _POSITIONAL), **{name: given[name] for name in _TORCHS_KEYWORDS})
+        except ValueError as error:
+            if given["shuffle"] and assigns_shards(dataset):
+                add_note(error, "The service's dataset shuffles by itself: give shuffle_buffer= in its definition")
+            raise
+        if stream:
+            self.__dict__["dataset"] = dataset  # torch forbids assigning it from here on
+        flat, defaults = flattened(arguments), flattened(DEFAULTS)
+        check_options(flat, iterable=is_iterable(self))
+        self._asyncloader_options = ours = OurOptions({name: flat[name] for name in defaults})
+        changed = [name for name in defaults if flat[name] != defaults[name]]
+        changed += ["collate_fn"] * (flat["collate_fn"] is not None)
+        warn_without_effect(flat, changed, iterable=is_iterable(self))
+        for name in OUR_OPTION_NAMES:
+            value, owner = getattr(ours, name), next(base for base in type(self).__mro__ if name in vars(base))
+            if owner is _Defaults and name not in vars(self) and value != DEFAULTS[name]:
+                setattr(self, name, value)  # else the name is the subclass's, or the class attribute has the default
+        self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; copies do not have this
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """torch's argument; in seeded mode, while an iterator is made, a generator of the seed."""
+        return drawing_generator(self) or vars(self).get("generator")
+
+    @generator.setter
+    def generator(self, generator: torch.Generator | None) -> None:
+        vars(self)["generator"] = generator
+
+    @property
+    def _index_sampler(self) -> Any:
+        # torch's iterator calls `iter()` on it; for an async sampler that is empty, and a task of the loop reads it.
+        plain = super()._index_sampler
+        source = as_async_source(plain)
+        if self._asyncloader_options.seed is None or is_iterable(self):
+            return plain if source is None else source
+        if source is None:
+            return rank_view(self, plain)
+        source.share, source.seeded = rank_view(self, plain).share, True
+        return source
+
+    def __len__(self) -> int:
+        """Number of batches in an epoch. Approximate on several ranks that share a stream's shards, as these differ in
+        size.
+
+        Raises:
+            TypeError: the number is unknown.
+        """
+        ranks = topology(self).world_size
+        if ranks == 1 or not (is_iterable(self) and assigns_shards(self.dataset)):
+            return super().__len__()
+        share = len(self.dataset) // ranks  # type: ignore[arg-type]
+        size = self.batch_size or 1
+        return share // size if self.drop_last else -(-share // size)
+
+    def _asyncloader_workers_begin(self) -> None:
+        """Hook: called before workers start for an iterator of this loader."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Give torch's warning about too many workers, but also consider a container's CPU quota."""
+        if isinstance(self.dataset, ServedDataset):
+            return  # its workers are logical ones, elsewhere
+        quota = cpu_quota()
+        if not self.num_workers or quota is None or quota >= affinity():
+            super().check_worker_number_rationality()
+            return
+        if self.num_workers > quota:
+            warnings.warn(
+                f"This DataLoader will create {self.num_workers} worker processes in total. Our suggested max number "
+                f"of worker in current system is {quota} (the control group's CPU quota), which is smaller than what "
+                "this DataLoader is going to create. Please be aware that excessive worker creation might get "
+                "DataLoader running slow or even freeze, lower the worker number to avoid potential slowness/freeze "
+                "if necessary.",
+                stacklevel=2,
+            )
+
+
+def default_sampler(dataset: Any, seed: int | None, shuffle: Any, sampler: Any, batch_sampler: Any) -> Any:
+    """The default sampler of seeded mode; None if the user gave one, or there is nothing to sample."""
+    if not is_seed(seed) or sampler is not None or batch_sampler is not None or isinstance(dataset, IterableDataset):
+        return None
+    assert seed is not None
+    return SeededSampler(dataset, seed, shuffle=bool(shuffle))
+
+
+class _AsyncStream(IterableDataset[Any]):
+    """Stands for an asynchronous stream of another class while torch's constructor checks the dataset."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("an asynchronous stream cannot be iterated with a plain for")
+
+
+own_constructor(LoaderSpec, "DataLoader")
+
+
+class OverridableProperty(Generic[T]):
+    """A read-only property that an instance may override by assigning to its name. Subclasses of torch's loader use any
+    names for their attributes, so ours must not be in their way; our own code never reads a loader through these.
+    """
+
+    def __init__(self, read: Callable[[Any], T]) -> None:
+        self._read = read
+        self.__doc__ = read.__doc__
+
+    def __get__(self, instance: object, owner: type | None = None) -> T:
+        return self if instance is None else self._read(instance)  # type: ignore[return-value]
+
+
+# A user's subclass of the loader may have attributes of any name. So what follows are functions, not attributes.
+
+
+def is_iterable(spec: LoaderSpec[Any]) -> bool:
+    """Whether the dataset is iterated rather than indexed."""
+    return bool(spec._dataset_kind == DatasetKind.Iterable)
+
+
+def given_options(spec: LoaderSpec[Any]) -> list[str]:
+    """Those of our options that differ from the defaults, as ``name=value``."""
+    given = {name: getattr(spec._asyncloader_options, name) for name in OUR_OPTION_NAMES}
+    return [f"{name}={value!r}" for name, value in given.items() if value != DEFAULTS[name]]
+
+
+def fixed_option(name: str) -> str:
+    """The error's text where one of our options is set after construction."""
+    return f"{name} is fixed when a loader is made; clone({name}=...) makes another one"
+
+
+def async_index_source(spec: LoaderSpec[Any]) -> AsyncIndexSource | None:
+    """The index sampler if it is an async one, else None."""
+    sampler = spec._index_sampler
+    return sampler if isinstance(sampler, AsyncIndexSource) else None

@@ -1,0 +1,170 @@
+"""Resolves a loader's options when an iterator begins: `EpochConfig` has all that the epoch asks of them.
+
+Data path: options -> [epoch_config] -> state, epoch.
+
+torch lets a user change most of its options until iteration begins. They are therefore read here, once, in one place;
+afterwards nothing asks the loader. Ours are fixed and read as they were given to the constructor: a user's subclass may
+have attributes of their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+
+from asyncloader.delivery.transfer import DeviceLike
+from asyncloader.options.checks import max_restarts
+from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
+from asyncloader.samplers.async_sampler import AsyncIndexSource
+from asyncloader.samplers.distributed import OnUneven, Topology, plain_sampler, process_group, topology
+from asyncloader.sizes import optional_size
+from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
+
+__all__ = ["EpochConfig"]
+
+_CONCURRENCY = 256
+_LOSS = (
+    "Its random numbers begin anew: the states of its generators were lost with it, so random augmentations differ "
+    "from those of an undisturbed run. With seed= they do not."
+)
+_OURS = frozenset((*DEFAULTS, *FIELD_NAMES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpochConfig:
+    """The options of one epoch, resolved. Made by `of`; holds no reference to the loader.
+
+    A field of an option's name that `of` does not resolve is the option as given.
+    """
+
+    dataset: Any
+    iterable: bool
+    """Whether the dataset is iterated rather than indexed."""
+    assigns_shards: bool
+    """Whether the main process assigns the dataset's shards to the workers."""
+    concurrent: bool
+    """Whether a copy of the dataset has several samples in flight, by awaiting them or in threads."""
+
+    auto_collation: bool
+    """Whether samples are put together to batches."""
+    batch_size: int | None
+    drop_last: bool
+    collate_fn: Callable[[Any], Any]
+    batch_sampler: Any
+    sampler: Any
+    """The sampler of indices that determines the order; None if there is none."""
+    index_sampler: Any
+    """What gives the indices of one batch after the other; in seeded mode this rank's."""
+    source: AsyncIndexSource | None
+    """The index sampler if it is an async one."""
+    generator: torch.Generator | None
+
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    in_order: bool
+    timeout: float
+    worker_init_fn: Callable[[int], Any] | None
+    multiprocessing_context: Any
+    awaits_workers: bool
+    """Whether `iter()` waits until the workers have begun, and raises an error of one that could not."""
+
+    seed: int | None
+    topology: Topology
+    group: Any
+    """The process group of the ranks, if one was given."""
+    on_uneven: OnUneven
+    reorder_window: int
+    """Batches that may be ready before an earlier one; 0 where order or mode does not allow it."""
+    exact: bool
+    """Whether a state that cannot be resumed exactly is refused."""
+    replays: bool
+    """Whether a stream without a state may be read again from its beginning to resume it."""
+    snapshot_every: int
+    """Batches from one saved state of the sampler to the next; 0: none is saved."""
+    dataset_snapshot_every: int
+    """The same for a dataset that has a state."""
+
+    concurrency: int
+    """Samples that a copy of the dataset awaits at a time, if they are awaited."""
+    fetch_threads: int
+    """Threads in which a copy of a blocking map dataset fetches samples; 0: one after the other."""
+    decode: Callable[[Any], Any] | None
+    decode_threads: int
+    ring_bytes: int | None
+    worker_timeout: float | None
+    worker_memory_limit: int | None
+    workers: Any
+    """A service that has the workers; None: they are processes of this machine."""
+    max_restarts: int
+    """How often each worker may be replaced."""
+    loss: str
+    """What is lost with a worker that is replaced, for the warning; empty: nothing."""
+    on_error: OnError
+    max_skipped_samples: int | None
+    device: DeviceLike
+    device_prefetch: int
+    device_transform: Callable[[Any], Any] | None
+    static_buffers: bool
+
+    @classmethod
+    def of(cls, loader: LoaderSpec[Any]) -> Self:
+        """The options as they are now."""
+        ours, dataset, index_sampler = loader._asyncloader_options, loader.dataset, loader._index_sampler
+        iterable, assigned, seeded = is_iterable(loader), assigns_shards(dataset), ours.seed is not None
+        exact = not (ours.allow_replay or loader._asyncloader_replays)
+        threads = 0 if iterable or is_async_dataset(dataset) else ours.concurrency or 0
+        every = ours.snapshot_every_n_steps or 0
+        resolved: dict[str, Any] = {
+            "dataset": dataset,
+            "iterable": iterable,
+            "assigns_shards": assigned,
+            "concurrent": is_concurrent(dataset, threads),
+            "concurrency": ours.concurrency or _CONCURRENCY,
+            "fetch_threads": threads,
+            "auto_collation": bool(loader._auto_collation),
+            "sampler": plain_sampler(loader),
+            "index_sampler": index_sampler,
+            "source": index_sampler if isinstance(index_sampler, AsyncIndexSource) else None,
+            "awaits_workers": loader._asyncloader_awaits_workers,
+            "topology": topology(loader),
+            "group": process_group(ours.group),
+            "reorder_window": ours.reorder_window if seeded and loader.in_order and not iterable else 0,
+            "exact": exact,
+            # A worker stream is assigned the same shards again, so replaying it gives the same samples.
+            "replays": not exact or assigned,
+            "snapshot_every": every,
+            # After a resume unordered shards are assigned in another order: a replayed stream has other batches.
+            "dataset_snapshot_every": 1 if assigned and not loader.in_order else every,
+            "ring_bytes": optional_size("ring_bytes", ours.ring_bytes),
+            "worker_memory_limit": optional_size("worker_memory_limit", ours.worker_memory_limit),
+            "max_restarts": max_restarts(ours.max_worker_restarts, seeded=seeded),
+            "loss": "" if seeded else getattr(dataset, "__dict__", {}).get("_asyncloader_loss", _LOSS),
+        }
+        as_given = {
+            field.name: getattr(ours if field.name in _OURS else loader, field.name)
+            for field in fields(cls)
+            if field.name not in resolved
+        }
+        return cls(**as_given, **resolved)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether order and random numbers follow from a seed, rather than as in torch."""
+        return self.seed is not None
+
+    @property
+    def even_ranks(self) -> int:
+        """Number of ranks that share a map dataset's samples evenly and wait for one another; 1 in torch mode, and for
+        streams, whose ranks agree on the end of the epoch instead.
+        """
+        return self.topology.world_size if self.seeded and not self.iterable else 1
+
+    @property
+    def free(self) -> bool:
+        """Whether any worker may make any batch."""
+        return self.source is not None or (self.seeded and not self.iterable)

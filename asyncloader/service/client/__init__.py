@@ -1,0 +1,1 @@
+"""The loader's side of a service."""

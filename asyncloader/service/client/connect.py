@@ -1,0 +1,380 @@
+"""Finds a node of a service, connects to it, and shakes hands, from the loader's side.
+
+Data path: none; before a worker of a service is there.
+
+All of this blocks, in threads that may wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from asyncloader.errors import ServiceUnavailable
+from asyncloader.service.client.machine_service import SharedService
+from asyncloader.service.definition import Defined
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.address import Service
+from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.dataset_info import Facts
+from asyncloader.service.protocol.handshake import (
+    Challenge,
+    Hello,
+    Look,
+    Looked,
+    Proof,
+    Refusal,
+    Welcome,
+    proof,
+    proves,
+)
+from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.records import pack_record, read_record
+from asyncloader.service.protocol.shard_plan import Plan, PlanRequest, gathered
+from asyncloader.service.protocol.sockets import check_peer
+from asyncloader.workers.ipc.peer_text import block_of, line_of
+from asyncloader.workers.stacks import Report
+
+__all__ = ["NodeConnection", "Unreachable", "answer_of", "ask_facts", "ask_plan", "ask_stacks", "on_any_node"]
+
+_log = logging.getLogger("asyncloader")
+
+_CONNECT_S = 3.0
+_ANSWER_S = 30.0  # without a sign of life
+_LONGEST_ANSWER_S = 600.0
+"""Seconds with signs of life, at most, unless `Service.wait` is more: a node may be making the dataset."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_SAY_AFTER_S = 3.0
+_USER_TIMEOUT_MS = 3000  # until a lane is open; see `RemoteChannel`
+
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")  # as OpenSSL's versions have it
+_MOST_TEXT = 2200
+"""Characters of a node's reason that an error has, at most."""
+_MOST_STACKS = 1 << 16
+
+_T = TypeVar("_T")
+
+
+class Unreachable(Exception):
+    """An address did not give a lane; the text says why. `final`: to ask again is of no use."""
+
+    def __init__(self, text: str, *, final: bool = False) -> None:
+        super().__init__(text)
+        self.final = final
+
+
+class NodeConnection:
+    """A connection whose handshake is over.
+
+    Args:
+        address: of the node.
+        link: the connection.
+        facts: of the dataset there.
+        wait: seconds for which the node may say that it is at work.
+        closed: set once nobody waits for it.
+    """
+
+    def __init__(self, address: str, link: Link, facts: Facts, wait: float, closed: threading.Event | None) -> None:
+        self.address = address
+        self.link = link
+        self.facts = facts
+        self._wait = wait
+        self._closed = closed
+
+    def answer(self, kind: int) -> bytes:
+        """Wait for an answer that may take the node a while. As `answer_of`."""
+        return answer_of(self.link, kind, busy=self._wait, closed=self._closed)
+
+
+def _places(address: str) -> list[tuple[str, Any]]:
+    """Resolve an address: names with what a socket connects to."""
+    if address.startswith("unix:"):
+        return [(address, address.removeprefix("unix:").replace("@", "\0", 1))]
+    parts = urlsplit(address)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unreachable(f"{address}: {error.strerror or error}") from None
+    if parts.scheme == "tcp":
+        return [(address, found)]
+    named = []
+    for place in found:
+        where: Any = place[4]
+        named.append((f"tcp://{where[0]}:{where[1]}", [place]))
+    return named
+
+
+def _connect(service: Service, address: str, place: Any) -> socket.socket:
+    if isinstance(place, str):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(_CONNECT_S)
+            sock.connect(place)
+            check_peer(sock)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    failure: OSError | None = None
+    for family, kind, protocol, _, where in place:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(_CONNECT_S)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+            sock.connect(where)
+            return sock if service.tls_ca is None else _secured(service, sock, str(urlsplit(address).hostname))
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise failure or OSError("no address")
+
+
+def _secured(service: Service, sock: socket.socket, host: str) -> ssl.SSLSocket:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(service.tls_ca)
+    if service.tls_cert is not None:
+        context.load_cert_chain(service.tls_cert, service.tls_key)
+    return context.wrap_socket(sock, server_hostname=host)
+
+
+def _greet(
+    service: Service, defined: Defined, address: str, place: Any, closed: threading.Event | None = None
+) -> NodeConnection:
+    """Connect to a node, up to its WELCOME.
+
+    Raises:
+        Unreachable: it is not there, or refuses.
+    """
+    link: Link | None = None
+    token, hello = service.secret(), Hello.of(defined)
+    try:
+        link = Link(_connect(service, address, place), frames.MOST_GREETING)
+        link.send(frames.HELLO, pack_record(hello))
+        needed, theirs = read_record(Challenge, answer_of(link, frames.CHALLENGE, service.greeting_s))
+        if needed and token is None:
+            raise Unreachable("it asks for a token: set Service(token=), or ASYNCLOADER_TOKEN", final=True)
+        if token is not None and not needed:
+            text = "a token was given, and it has none, so it cannot prove that it is the right service"
+            raise Unreachable(text, final=True)
+        link.send(frames.PROOF, pack_record(Proof(proof(token, "loader", hello.nonce, theirs))))
+        welcome = read_record(Welcome, answer_of(link, frames.WELCOME, busy=service.wait, closed=closed))
+        if not proves(welcome.proof, token, "node", hello.nonce, theirs):
+            raise Unreachable("it could not prove that it has the token", final=True)
+        link.most_body = frames.MOST_BODY
+        return NodeConnection(address, link, welcome.checked_facts(), service.wait, closed)
+    except (OSError, ValueError, TypeError, Unreachable) as error:
+        if link is not None:
+            link.close()
+        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        final = getattr(error, "final", False) or isinstance(error, ssl.SSLCertVerificationError)
+        if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+            text, final = "it does not speak TLS: start the node with --tls-cert, or leave tls_ca= out", True
+        raise Unreachable(f"{address}: {line_of(str(text), _MOST_TEXT)}", final=final) from None
+
+
+def answer_of(
+    link: Link,
+    kind: int,
+    seconds: float = _ANSWER_S,
+    *,
+    busy: float | None = None,
+    closed: threading.Event | None = None,
+) -> bytes:
+    """Wait for the node's answer; raises what the callers here handle.
+
+    Args:
+        link: the connection.
+        kind: of the answer.
+        seconds: without any message, after which the node is given up.
+        busy: seconds for which it may send PONGs before the answer, or `_LONGEST_ANSWER_S` if that is more: such a peer
+            has perhaps not even proved that it is a node. None: it may send none.
+        closed: set once nobody waits for the answer: the next PONG ends the wait.
+    """
+    began, said = monotonic(), False
+    last = began + max(busy or 0.0, _LONGEST_ANSWER_S)
+    deadline = began + seconds
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLIN)
+    while True:
+        poll.modify(link.fileno(), select.POLLIN if link.flush() else select.POLLIN | select.POLLOUT)
+        for message in link.receive():
+            if message.header.kind == frames.REFUSED:
+                text, for_now = read_record(Refusal, message.body)
+                raise Unreachable(f"it refused: {line_of(text, _MOST_TEXT)}", final=not for_now)
+            if message.header.kind == frames.PONG and busy is not None:
+                if closed is not None and closed.is_set():
+                    raise Unreachable("the loader was closed meanwhile")
+                deadline = min(monotonic() + seconds, last)
+                if not said:
+                    said = True
+                    _log.warning("a node makes the dataset, or looks for its shards; the loader waits for that")
+                continue
+            if message.header.kind != kind:
+                raise ValueError(f"it sent a message of kind {message.header.kind}, where {kind} was due")
+            return message.body
+        if link.ended:
+            raise ConnectionError("it closed the connection")
+        left = deadline - monotonic()
+        if left <= 0 or not poll.poll(1000 * left):
+            if deadline < last:
+                raise TimeoutError(f"it did not answer for {seconds:.0f} seconds")
+            raise TimeoutError(
+                f"it said for {last - began:.0f} seconds that it makes the dataset, or looks for its shards: look at "
+                "its log; if that takes longer, give Service(wait=) more"
+            )
+
+
+def on_any_node(
+    service: Service,
+    defined: Defined,
+    use: Callable[[NodeConnection], _T],
+    order: Callable[[Sequence[str]], Iterable[tuple[int, float]]],
+    closed: threading.Event | None = None,
+    refused: Callable[[str, str], None] | None = None,
+    delivered_at: Callable[[], float] | None = None,
+) -> _T:
+    """Connect to nodes, one after the other, until one is there and `use` of it succeeds.
+
+    Args:
+        service: where they are.
+        defined: what is read.
+        use: called with the connection, which it then owns; may raise ValueError, OSError or Unreachable.
+        order: says by their numbers in which order nodes at such addresses are tried, and for how many seconds each is
+            left alone yet; what it raises ends this.
+        closed: set once nobody waits for it.
+        refused: called with the address of a node that could not be used, and why.
+        delivered_at: says when anything came from other connections to the service: those who have them go on
+            meanwhile, and this looks on.
+
+    Raises:
+        ServiceUnavailable: none was there for `service.wait` seconds, and nothing came from any.
+    """
+    began, pause, said = monotonic(), _FIRST_PAUSE_S, False
+    while True:
+        if isinstance(service, SharedService):
+            service.start_if_missing()
+        answers: dict[str, str] = {}
+        unlike: list[str] = []  # nodes that will not change their mind, and why
+        final = True  # whether all have refused for good
+        places: list[tuple[str, Any]] = []
+        for address in service.addresses:
+            try:
+                places += _places(address)
+            except Unreachable as error:
+                answers[address], final = str(error), False
+        soonest = pause
+        for number, rest in order([address for address, _ in places]):
+            address, place = places[number]
+            if rest > 0:
+                answers[address], final, soonest = f"{address}: it delivered nothing", False, min(soonest, rest)
+                continue
+            try:
+                node = _greet(service, defined, address, place, closed)
+                try:
+                    used = use(node)
+                except BaseException:
+                    node.link.close()
+                    raise
+            except Unreachable as error:
+                answers[address], final = str(error), final and error.final
+                if error.final:
+                    unlike.append(str(error))
+            except (OSError, ValueError) as error:
+                answers[address], final = f"{address}: {line_of(str(error), _MOST_TEXT)}", False
+            else:
+                for text in unlike:  # that other nodes do its part must not hide that it is not alike
+                    _warn_once(text)
+                return used
+            if closed is not None and closed.is_set():
+                break
+            if refused is not None:
+                refused(address, answers[address].removeprefix(f"{address}: "))
+        now = monotonic()
+        waited = now - max(began, delivered_at() if delivered_at is not None else began)
+        text = "; ".join(answers.values()) or "none is ready"
+        if final and answers:
+            raise ServiceUnavailable(f"no node of {service.url} serves this loader: {text}")
+        if waited >= service.wait or (closed is not None and closed.is_set()):
+            raise ServiceUnavailable(f"no node of {service.url} was there for {waited:.0f} seconds: {text}")
+        if now - began >= _SAY_AFTER_S and not said:
+            said = True
+            _log.warning("no node of %s has been there for %.0f seconds: %s", service.url, now - began, text)
+        (closed or threading.Event()).wait(min(soonest, max(0.0, service.wait - waited)))
+        pause = min(_LONGEST_PAUSE_S, 2 * pause)
+
+
+@functools.lru_cache(256)  # each worker that connects learns of it
+def _warn_once(text: str) -> None:
+    _log.warning("a node is not used, for it refuses, or differs from the others: %s", text)
+
+
+def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: threading.Event) -> Plan:
+    """Have a node plan what a loader reads in an epoch, where the loader assigns the dataset's shards.
+
+    Raises:
+        ServiceUnavailable: no node was there in time.
+        Exception: what the dataset raised.
+    """
+
+    def use(node: NodeConnection) -> Plan | bytes:
+        node.link.send(frames.PLAN, pack_record(request))
+        answer = gathered(lambda: node.answer(frames.PLANNED))
+        node.link.close()
+        return answer
+
+    answer = on_any_node(service, defined, use, _as_given, closed)
+    if isinstance(answer, Plan):
+        return answer
+    error = PLAIN.load_error(answer)
+    if isinstance(error, Exception):
+        raise error
+    error.reraise()
+    raise AssertionError("it has raised")
+
+
+def ask_stacks(
+    service: Service, defined: Defined, address: str, pids: Sequence[int], closed: threading.Event
+) -> dict[int, Report]:
+    """Ask the node at this address what its processes do. Gives those that it has.
+
+    Raises:
+        Unreachable, OSError, ValueError: it did not say.
+    """
+    ((name, place),) = _places(address)[:1]
+    node = _greet(service, defined, name, place, closed)
+    try:
+        node.link.send(frames.LOOK, pack_record(Look(list(pids))))
+        answer = read_record(Looked, answer_of(node.link, frames.LOOKED))
+        return {pid: Report(line_of(state), block_of(text, _MOST_STACKS)) for pid, state, text in answer.reports}
+    finally:
+        node.link.close()
+
+
+def ask_facts(service: Service, defined: Defined, closed: threading.Event | None = None) -> Facts:
+    """What the dataset at the service is.
+
+    Raises:
+        ServiceUnavailable: no node was there in time.
+    """
+
+    def use(node: NodeConnection) -> Facts:
+        if isinstance(service, SharedService):
+            service.stay(node.link)
+        node.link.close()
+        return node.facts
+
+    return on_any_node(service, defined, use, _as_given, closed)
+
+
+def _as_given(addresses: Sequence[str]) -> list[tuple[int, float]]:
+    return [(number, 0.0) for number in range(len(addresses))]

@@ -1,0 +1,179 @@
+"""`workers="shared"`: one node for all processes of a `torchrun` on this machine. The first that asks for it starts it.
+
+Data path: none; before a node of a service is there.
+
+The node listens at an abstract Unix socket, whose name says which run, which user and which definition it is for. To
+bind that name is to ask whether the node is there: the kernel lets one caller through. That one starts the node, which
+inherits the socket; all others connect, and wait in the socket's queue. Each process that has had a loader stays
+connected until it ends, so the node's workers are warm for its next loader. When the last one has gone, however it
+ended, the node ends, and the name is free.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import os
+import select
+import socket
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from asyncloader.service.definition import Defined, Definition
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.address import Service
+from asyncloader.service.protocol.connection import Link
+from asyncloader.workers.main_guard import unguarded_main
+
+__all__ = ["SharedService", "shared_service"]
+
+_RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT")
+_ONE_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ASYNCLOADER_")
+_LISTENER = 3  # the descriptor in the node
+
+
+def shared_service(defined: Defined) -> SharedService:
+    """The service that this run's processes on this machine share for this definition.
+
+    Raises:
+        ValueError: this process was not started by torchrun, or the node could not import the definition.
+    """
+    run = [os.environ.get(name, "") for name in _RUN]
+    if not run[0]:
+        raise ValueError(
+            "workers='shared' is for processes that torchrun started, and TORCHELASTIC_RUN_ID is not set: start the "
+            "program with torchrun, or start `asyncloader serve ... --listen unix:/path` and give workers='unix:/path'"
+        )
+    if sys.platform != "linux":
+        raise ValueError(
+            "workers='shared' needs abstract Unix sockets, which only Linux has: start `asyncloader serve ... --listen "
+            "unix:/path` and give workers='unix:/path'"
+        )
+    target = _target(defined.definition)
+    name = hashlib.sha256("\0".join((*run, str(os.getuid()), target)).encode()).hexdigest()[:32]
+    return SharedService(f"unix:@asyncloader-{name}", wait=60.0, target=target)
+
+
+def _target(made_by: Definition) -> str:
+    module = made_by.function.__module__
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        if spec is None and path is None:
+            raise ValueError(f"{made_by.name} is defined in a session, where no node finds it: put it into a module")
+        advice = unguarded_main()
+        if advice:
+            raise ValueError(f"workers='shared' imports the module that has {made_by.name}. {advice}")
+        module = Path(path or "").stem if spec is None else spec.name
+    return f"{module}:{made_by.name}"
+
+
+@dataclass(frozen=True)
+class SharedService(Service):
+    """A service whose node is started when it is missing.
+
+    Attributes:
+        target: what the node serves, as ``module:name``.
+    """
+
+    target: str = ""
+    greeting_s: ClassVar[float] = 30.0  # it may be starting
+
+    def secret(self) -> None:
+        """None: the kernel says who is there."""
+
+    def start_if_missing(self) -> None:
+        """Start the node, unless there is one, which may be starting, too.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        with _here.lock, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            _reap()
+            try:
+                listener.bind(self.url.removeprefix("unix:").replace("@", "\0", 1))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return
+                raise
+            listener.listen(1024)
+            _spawn(listener.fileno(), self.target)
+
+    @property
+    def stays(self) -> bool:
+        """Whether this process is connected to the node that is there now."""
+        descriptor = _here.staying.get(self.url)
+        if descriptor is None:
+            return False
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)  # the node says nothing: what can be read is the end
+        return not poll.poll(0)
+
+    def stay(self, link: Link) -> None:
+        """Keep this connection until this process ends."""
+        _install_fork_hook()
+        link.send(frames.STAY)
+        before = _here.staying.pop(self.url, None)
+        _here.staying[self.url] = link.sock.detach()
+        if before is not None:
+            os.close(before)
+
+
+class _Here:
+    """What this process has to do with nodes."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """As a new process."""
+        self.staying: dict[str, int] = {}
+        """Descriptors of connections, by URL. They are closed by nobody: the kernel does it."""
+        self.started: list[int] = []
+        self.lock = threading.Lock()  # several workers look for a node at a time
+
+
+_here = _Here()
+
+
+@functools.cache
+def _install_fork_hook() -> None:
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+def _forget_all() -> None:
+    """In a forked child, which is another process."""
+    for descriptor in _here.staying.values():
+        os.close(descriptor)
+    _here.begin()
+
+
+def _spawn(listener: int, target: str) -> None:
+    """Start a node, out of reach of the terminal's Ctrl-C: it ends after those who use it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_ONE_RANKS)}
+    environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    spare = os.dup(listener) if listener == _LISTENER else -1  # dup2 to itself would leave it to be closed
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, 2, 1),
+        (os.POSIX_SPAWN_DUP2, spare if spare >= 0 else listener, _LISTENER),
+    ]
+    command = [sys.executable, "-m", "asyncloader.service.node.machine_node", target, str(_LISTENER)]
+    try:
+        _here.started.append(os.posix_spawn(sys.executable, command, environment, file_actions=actions, setsid=True))
+    finally:
+        if spare >= 0:
+            os.close(spare)
+
+
+def _reap() -> None:
+    for pid in list(_here.started):
+        with suppress(ChildProcessError):
+            if not os.waitpid(pid, os.WNOHANG)[0]:
+                continue
+        _here.started.remove(pid)

@@ -1,0 +1,206 @@
+"""Turns a loader's definition and `workers=` into the dataset that it plans with.
+
+Data path: options -> [served] -> plan.
+
+Without `workers=` that is the dataset which the definition makes here. With it, it is a stand-in that has the served
+dataset's kind and length, which the service says, and no samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch.utils.data import Dataset, IterableDataset
+
+from asyncloader.bridge import in_thread
+from asyncloader.service.definition import FUNCTIONS, Defined
+from asyncloader.service.extra import check_extra
+
+if TYPE_CHECKING:
+    from asyncloader.remote.rank_shares import EpochPlan
+    from asyncloader.service.protocol.dataset_info import Facts
+    from asyncloader.service.protocol.shard_plan import Catalog
+
+__all__ = ["ServedDataset", "let_go", "located"]
+
+
+class ServedDataset:
+    """Stands for a dataset that a service reads.
+
+    Args:
+        defined: its definition.
+        service: where it is.
+        facts: what it is; every node at which it is read must say the same.
+    """
+
+    def __init__(self, defined: Defined, service: Any, facts: Facts) -> None:
+        self.defined = defined
+        self.service = service
+        self.facts = facts
+        self.catalog: Catalog | None = None
+        """If the loader assigns its shards: those of the newest plan."""
+        if facts.stateful and facts.shuffle is None:  # of shards the loader keeps the position
+            self.state_dict = self.load_state_dict = self._is_elsewhere
+
+    def _is_elsewhere(self, *_: Any) -> NoReturn:
+        raise TypeError(f"{self!r} is read by the service's workers, and has no samples here: iterate the loader")
+
+    def __repr__(self) -> str:
+        return f"{self.defined!r} at {self.service.url}"
+
+
+class _Sized(ServedDataset):
+    def __len__(self) -> int:
+        if self.facts.length is None:
+            raise TypeError(f"{self!r} has no length")
+        return self.facts.length
+
+
+class _Map(_Sized, Dataset[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        self._is_elsewhere()
+
+
+class _AsyncMap(_Sized, Dataset[Any]):
+    async def __getitem__(self, index: Any) -> Any:
+        self._is_elsewhere()
+
+
+class _Stream(ServedDataset, IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        self._is_elsewhere()
+
+
+class _SizedStream(_Sized, _Stream):
+    pass
+
+
+class _AsyncStream(ServedDataset):
+    def __aiter__(self) -> Any:
+        self._is_elsewhere()
+
+
+class _SizedAsyncStream(_Sized, _AsyncStream):
+    pass
+
+
+class _Shards(ServedDataset, IterableDataset[Any]):
+    """A dataset whose shards the loader assigns; a node plans each epoch. Interface as `RemoteIterableDataset`."""
+
+    def __init__(self, defined: Defined, service: Any, facts: Facts) -> None:
+        super().__init__(defined, service, facts)
+        self.shuffle_buffer = facts.shuffle or 0
+        self.shard_urls: Sequence[str] = ()
+        """Their names, from the first plan on."""
+
+    def __iter__(self) -> Any:
+        self._is_elsewhere()
+
+    __aiter__ = __iter__
+    open_worker_stream = ServedDataset._is_elsewhere
+
+    async def plan(self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> EpochPlan:
+        """As `RemoteIterableDataset.plan`.
+
+        Raises:
+            ServiceUnavailable: no node was there in time.
+            ValueError: a node sent something else than a plan.
+        """
+        from asyncloader.remote.assignment_state import is_catalog_range
+        from asyncloader.remote.rank_shares import EpochPlan, EpochShares
+        from asyncloader.remote.shard_splitting import CatalogRange
+        from asyncloader.service.client.connect import ask_plan
+        from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest
+
+        known = "" if self.catalog is None else self.catalog.fingerprint
+        request = PlanRequest(workers, rank, ranks, key, common, known)
+        given_up = threading.Event()
+        try:
+            plan = await in_thread(partial(ask_plan, self.service, self.defined, request, given_up))
+        finally:
+            given_up.set()
+        names = self.shard_urls if plan.fingerprint == known else plan.names
+        if not all(is_catalog_range(each, len(names)) for assignment in plan.assignments for each in assignment):
+            raise ValueError("broken stream: a plan with ranges that cannot be")
+        self.shard_urls, self.catalog = names, Catalog(workers, ranks, plan.fingerprint)
+        assignments = [tuple(CatalogRange(*each) for each in assignment) for assignment in plan.assignments]
+        return EpochPlan(assignments, EpochShares(ranks, plan.samples, plan.left_out))
+
+
+_KINDS: dict[tuple[bool, bool, bool], type[ServedDataset]] = {  # iterable, asynchronous, sized
+    (False, False, True): _Map,
+    (False, True, True): _AsyncMap,
+    (True, False, False): _Stream,
+    (True, False, True): _SizedStream,
+    (True, True, False): _AsyncStream,
+    (True, True, True): _SizedAsyncStream,
+}
+
+
+def located(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a loader's arguments with the dataset that it plans with.
+
+    Raises:
+        TypeError, ValueError: the arguments do not go with a definition, or with `workers=`.
+        ServiceUnavailable: no node of the service was there in time.
+    """
+    dataset, workers = arguments["dataset"], arguments["workers"]
+    defined = dataset.defined if isinstance(dataset, ServedDataset) else dataset
+    if workers is None:
+        return _here(defined, arguments)
+    engine: Any = workers if not isinstance(workers, str) and hasattr(workers, "serve") else None
+    if engine is None and not isinstance(defined, Defined):
+        raise TypeError(
+            f"workers={workers!r} reads what a definition makes, but got a {type(dataset).__name__}: put what makes it "
+            "into a function with @asyncloader.definition, and give the loader what that returns"
+        )
+    if arguments["seed"] is None:
+        raise ValueError(f"workers={workers!r} needs seed=: without it random numbers belong to a worker's process")
+    functions = {name: arguments[name] for name in FUNCTIONS if arguments[name] is not None}
+    for name in functions:
+        if isinstance(dataset, Defined):
+            raise ValueError(  # noqa: TRY004
+                f"{name} runs in the service's workers: return it from {defined.definition.name}, beside the dataset"
+            )
+    if callable(arguments["on_error"]):
+        raise ValueError("on_error runs in the service's workers: use 'skip' or 'refill' with workers=")  # noqa: TRY004
+    if not arguments["num_workers"]:
+        raise ValueError(f"workers={workers!r} needs num_workers, the number of logical workers: at least 1")
+    check_extra()
+    from asyncloader.service.client.connect import ask_facts
+    from asyncloader.service.client.machine_service import shared_service
+    from asyncloader.service.pickled import pickled
+    from asyncloader.service.placement.engine import engine_service
+    from asyncloader.service.protocol.address import Service
+
+    if workers == "shared":
+        workers = shared_service(defined)
+    if engine is not None:
+        defined = pickled(defined, functions)
+        workers = engine_service(engine, defined)
+        arguments = arguments | dict.fromkeys(functions)
+    service = workers if isinstance(workers, Service) else Service(workers)
+    facts = ask_facts(service, defined)
+    if service.share and (facts.iterable or facts.stateful):
+        raise ValueError(f"share='epoch' is for datasets with an index and without a state, and {defined!r} is not one")
+    if facts.shuffle is not None:
+        return arguments | {"dataset": _Shards(defined, service, facts)}
+    kind = _KINDS[facts.iterable, facts.asynchronous, facts.length is not None]
+    return arguments | {"dataset": kind(defined, service, facts)}
+
+
+def let_go(dataset: Any) -> None:
+    """The loader of this dataset is closed."""
+    if isinstance(dataset, ServedDataset):
+        dataset.service.close()
+
+
+def _here(defined: Defined, arguments: dict[str, Any]) -> dict[str, Any]:
+    dataset, functions = defined.make()
+    for name in functions:
+        if arguments[name] is not None:
+            raise ValueError(f"{name} comes from {defined.definition.name} already, beside its dataset: leave it out")
+    return arguments | {"dataset": dataset, **functions}

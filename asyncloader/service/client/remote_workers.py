@@ -1,0 +1,447 @@
+"""A pool's workers at a service: where a local pool starts a process, this connects to a node.
+
+Data path: loader -> pool -> [client] -> connection -> node.
+
+Connecting blocks, in threads that may wait (`dialing.py`); once a lane is open, the pool's loop has its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import secrets
+import select
+import socket
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import Any
+
+from asyncloader.bridge import in_thread
+from asyncloader.errors import ServiceUnavailable, WorkerDied
+from asyncloader.service.client.connect import (
+    NodeConnection,
+    Unreachable,
+    ask_facts,
+    ask_stacks,
+    on_any_node,
+)
+from asyncloader.service.client.machine_service import SharedService
+from asyncloader.service.client.node_choice import node_order, to_move
+from asyncloader.service.client.progress import Progress
+from asyncloader.service.client.remote_channel import RemoteChannel
+from asyncloader.service.client.remote_dataset import ServedDataset
+from asyncloader.service.node.worker_processes import Death
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.address import Service
+from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.handshake import Opened, pack_opening
+from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.records import read_record
+from asyncloader.telemetry.counters import Recorder
+from asyncloader.workers.dialect import Dialect
+from asyncloader.workers.fetch.setup import WorkerSetup
+from asyncloader.workers.ipc.channel import Channel
+from asyncloader.workers.ipc.peer_text import block_of, line_of
+from asyncloader.workers.memory.live_objects import LiveObjects
+from asyncloader.workers.source import WorkerHandle
+from asyncloader.workers.stacks import Report
+
+__all__ = ["ServedWorker", "ServiceWorkers"]
+
+_MOST_THREADS = 16
+_STANDS_S = 4.0
+"""Seconds after which a connection that has tasks stands: its node has answered pings, or would be given up."""
+_MOST_REASON, _MOST_TRACE = 2000, 1 << 15  # characters of what a node says of a death
+_SILENT_S = 3.0  # longer than the node waits for a process that may be dying
+_ROUND_TRIPS_S = 2.0
+"""Seconds that a node may take to answer, besides those in which its processes do."""
+
+
+class ServiceWorkers:
+    """The workers of one loader at a service. See `WorkerSource`.
+
+    Args:
+        dataset: what is read, and where.
+        credits: tasks that a worker may have outstanding, at most.
+    """
+
+    start_method = "service"
+
+    def __init__(self, dataset: ServedDataset, credits: int) -> None:
+        self._dataset = dataset
+        self._service: Service = dataset.service
+        self._defined = dataset.defined
+        self._credits = credits
+        self._session = secrets.token_hex(8)
+        self._closed = threading.Event()
+        self._made: weakref.WeakSet[ServedWorker] = weakref.WeakSet()
+        self._next = 0
+        self._progress = Progress(max(_STANDS_S, dataset.service.wait))  # before that no lane can be said to stand
+        self._answers = 0  # of workers that have ended
+        self._seen = 0  # answers, when they were last looked at
+        self._delivered = 0.0  # when there were more than before
+        self._lock = threading.Lock()
+
+    def obstacle(self) -> str:
+        """As `WorkerSource`: the definition that the nodes have does not change."""
+        return ""
+
+    def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
+        """Connect, for all of these workers at a time.
+
+        Raises:
+            ServiceUnavailable: no node gave a lane in time, or lanes end again and again before any batch.
+        """
+        wanted = list(workers)
+        if len(wanted) == 1:
+            yield self._connected(wanted[0], setup)
+            return
+        with ThreadPoolExecutor(min(_MOST_THREADS, len(wanted)), "asyncloader-connect") as threads:
+            futures = [threads.submit(self._connected, worker, setup) for worker in wanted]
+        made = [future.result() for future in futures if future.exception() is None]
+        try:
+            failed = next((future.exception() for future in futures if future.exception() is not None), None)
+            if failed is not None:
+                raise failed
+            while made:
+                yield made.pop(0)
+        finally:
+            for worker in made:
+                worker.release()
+
+    def _connected(self, worker: int, setup: WorkerSetup) -> ServedWorker:
+        def use(node: NodeConnection) -> ServedWorker:
+            return self._opened(node, worker, setup)
+
+        if isinstance(self._service, SharedService) and not self._service.stays:
+            # The node was started anew: it must not end with this epoch.
+            ask_facts(self._service, self._defined, self._closed)
+        return on_any_node(
+            self._service, self._defined, use, self._order, self._closed, self._refused, self._delivered_at
+        )
+
+    def _order(self, addresses: Sequence[str]) -> Sequence[tuple[int, float]]:
+        """Try the nodes first that deliver, and of these those that would then have the fewest of this loader's workers
+        for each of their processes.
+
+        Raises:
+            ServiceUnavailable: connections are made, and nothing comes of them, for as long as `Service.wait` says.
+        """
+        now = monotonic()
+        with self._lock:
+            turn = self._next
+            self._next += 1
+            there = Counter(worker.node for worker in self._made if not worker.released)
+            stands = any(worker.works and now - worker.opened >= _STANDS_S for worker in self._made)
+            problem = self._progress.problem(self._every_answer(), stands, now)
+            failures = [self._progress.failures(each, now) for each in addresses]
+            rests = [self._progress.rest(each, now) for each in addresses]
+        if problem is not None:
+            raise ServiceUnavailable(f"{self._service.url}: {problem}")
+        loads = [(there[each] + 1) / self._service.workers_at(each) for each in addresses]
+        return [(number, rests[number]) for number in node_order(loads, turn, failures)]
+
+    def _every_answer(self) -> int:
+        return self._answers + sum(worker.answers for worker in self._made if not worker.counted)
+
+    def _delivered_at(self) -> float:
+        """When this loader's other workers delivered last, as far as was looked at."""
+        with self._lock:
+            every = self._every_answer()
+            if every != self._seen:
+                self._seen, self._delivered = every, monotonic()
+            return self._delivered
+
+    def _refused(self, address: str, why: str) -> None:
+        with self._lock:
+            self._progress.refused(address, why, monotonic())
+
+    def _ended(self, worker: ServedWorker, why: str) -> None:
+        """A worker has ended; why, if through no fault of its tasks or of ours. In the loop's thread."""
+        with self._lock:
+            every = self._every_answer()
+            if not worker.counted:
+                worker.counted = True
+                self._answers += worker.answers
+            if why:
+                figures = worker.opened, worker.tasks, worker.answers, every, monotonic()
+                self._progress.lost(worker.node, why, *figures, unreadable=worker.unreadable)
+
+    def _opened(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> ServedWorker:
+        link = node.link
+        with self._lock:
+            unreadable = self._progress.unreadable(node.address)
+        if unreadable is not None:
+            raise Unreachable(f"{node.address}: {unreadable}", final=True)
+        difference = node.facts.difference(self._dataset.facts)
+        if difference:  # a node that was started again, or one with another copy of the data
+            raise Unreachable(f"{node.address}: {difference}: all nodes of a service need the same data", final=True)
+        catalog, share = self._dataset.catalog, self._service.share == "epoch"
+        opening = pack_opening(self._session, worker, self._credits, setup, share=share, catalog=catalog)
+        link.send(frames.OPENING, opening)
+        pid = read_record(Opened, node.answer(frames.OPENED)).pid
+        made = ServedWorker(worker, pid, node.address, link, self._ended)
+        with self._lock:
+            self._progress.connected(node.address)
+            self._made.add(made)
+        return made
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
+        """As `WorkerSource`."""
+        return self._service.watch(changed)
+
+    def rebalance(self, workers: Sequence[ServedWorker]) -> None:
+        """As `WorkerSource`: nodes may have come."""
+        nodes = {address: self._service.workers_at(address) for address in self._service.addresses}
+        now = monotonic()
+        with self._lock:
+            avoided = [address for address in nodes if self._progress.avoided(address, now)]
+        for number in to_move([worker.node for worker in workers], nodes, avoided):
+            workers[number].move()
+
+    async def look(self, workers: Sequence[ServedWorker], seconds: float) -> dict[int, Report]:
+        """As `WorkerSource`: each node is asked, over a connection of its own."""
+        nodes = sorted({worker.node for worker in workers})
+        found = dict(
+            zip(nodes, await asyncio.gather(*(self._look(node, workers, seconds) for node in nodes)), strict=True)
+        )
+        gone = Report("not known to its node", "no stack: the node has no such process any more")
+        return {worker.worker_id: found[worker.node].get(worker.pid, gone) for worker in workers}
+
+    async def _look(self, node: str, workers: Sequence[ServedWorker], seconds: float) -> dict[int, Report]:
+        pids = {worker.pid for worker in workers if worker.node == node}
+        try:
+            async with asyncio.timeout(seconds + _ROUND_TRIPS_S):
+                return await in_thread(
+                    functools.partial(ask_stacks, self._service, self._defined, node, sorted(pids), self._closed)
+                )
+        except (Unreachable, OSError, ValueError) as error:
+            why = str(error) or "the node did not answer in time"
+            return dict.fromkeys(pids, Report("at a node that does not answer", f"no stack: {why}"))
+
+    def end(self, workers: Sequence[ServedWorker]) -> None:
+        """As `WorkerSource`: hang up; the node ends their tasks."""
+        for worker in workers:
+            worker.release()
+
+    def hang_up(self, workers: Sequence[ServedWorker]) -> None:
+        """As `WorkerSource`."""
+        for worker in workers:
+            with contextlib.suppress(OSError):
+                worker.channel.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """As `WorkerSource`: nobody looks for a node any more."""
+        self._closed.set()
+
+
+_served: LiveObjects[ServedWorker] = LiveObjects()
+
+
+@functools.cache
+def _install_fork_hook() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget_all)
+
+
+def _forget_all() -> None:
+    """In a forked child: close its copies of all connections, or they would outlive the loader in it."""
+    for worker in _served:
+        worker.release()
+
+
+class _PassedChannel(Channel):
+    """The loader's end of a lane in a process of this machine.
+
+    Its end is that of the worker, and how that ended is said by the node. If the node says nothing for `_SILENT_S`, the
+    process lives on without the lane, and would be waited for: then this hangs up.
+    """
+
+    def __init__(self, sock: socket.socket, link: Link) -> None:
+        super().__init__(sock)
+        self._link = link
+        self._silent: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
+
+    def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
+        """As `Channel.receive`, in a loop."""
+        received = super().receive(wait=wait)
+        if self.ended and self.fileno() >= 0:
+            loop = asyncio.get_running_loop()
+            if self._silent is None or self._loop is not loop:  # a timer of an earlier loop never comes
+                self._loop, self._silent = loop, loop.call_later(_SILENT_S, _hang_up, self._link)
+        return received
+
+    def close(self) -> None:
+        """As `Channel.close`."""
+        if self._silent is not None:
+            self._silent.cancel()
+        super().close()
+
+
+def _hang_up(link: Link) -> None:
+    with contextlib.suppress(OSError):
+        link.sock.shutdown(socket.SHUT_RDWR)
+
+
+class ServedWorker:
+    """A logical worker at a node. See `WorkerHandle`."""
+
+    def __init__(
+        self, worker_id: int, pid: int, node: str, link: Link, on_end: Callable[[ServedWorker, str], None]
+    ) -> None:
+        self.worker_id = worker_id
+        self.pid = pid
+        self.node = node
+        self.place = f"pid {pid} at {node}"
+        self.dialect: Dialect = PLAIN
+        self.recorder = Recorder()
+        self.ready = self.started = self.outside = self.lost = self.released = False
+        self.retired: bytes | None = None
+        self.tasks = self.answers = self.outstanding = 0
+        self.opened = monotonic()
+        self.counted = False
+        """Its answers are among those of workers that have ended."""
+        self.unreadable = False
+        """It sent an answer that cannot be read."""
+        self._on_end = on_end
+        self.kill_reason = ""
+        self.suspect: int | None = None
+        self._moved = ""
+        self.process: Any = self
+        self._link = link
+        self.channel: Any = self._passed() if link.fds else RemoteChannel(link)
+        _install_fork_hook()
+        _served.add(self)  # last: another thread may fork at any moment, and the child releases what it finds here
+
+    def _passed(self) -> Channel:
+        sock = socket.socket(fileno=self._link.fds.popleft())
+        sock.setblocking(False)
+        return _PassedChannel(sock, self._link)
+
+    @property
+    def works(self) -> bool:
+        """Whether it stands, and has tasks."""
+        return not (self.released or self.channel.ended) and self.outstanding > 0
+
+    @property
+    def _direct(self) -> bool:
+        return isinstance(self.channel, Channel)
+
+    @property
+    def death_fd(self) -> int:
+        """As `WorkerHandle`."""
+        return self._link.fileno() if self._direct else int(self.channel.gone_fd)
+
+    @property
+    def alive(self) -> bool:
+        """As `WorkerHandle`. Whether the connection still stands, as far as is known here."""
+        if self.released or self.channel.ended:
+            return False
+        poll = select.poll()
+        poll.register(self.death_fd, select.POLLIN)
+        poll.register(self.channel.fileno(), getattr(select, "POLLRDHUP", 0))
+        return not poll.poll(0)
+
+    @property
+    def left(self) -> bool:
+        """True: nobody but this process writes to its ring."""
+        return not self._direct
+
+    def dumps(self, value: Any) -> bytes:
+        """As `WorkerHandle`."""
+        return PLAIN.dumps(value)
+
+    def death(self) -> WorkerDied:
+        """As `WorkerHandle`. What the node said; if it said nothing, the worker itself may be well."""
+        death, why = self._death()
+        moved = self._moved and not self.unreadable
+        self._on_end(self, "" if moved or not self.lost else why)
+        return death
+
+    def _death(self) -> tuple[WorkerDied, str]:
+        said, why = (None, "") if self._direct else (self.channel.death, self.channel.why)
+        self.unreadable = self.unreadable or (not self._direct and self.channel.broken)
+        if self._direct:
+            with contextlib.suppress(ValueError):
+                said = next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
+            why = self._moved or "the node closed the connection"
+        if said is not None:
+            try:
+                death = read_record(Death, said)
+            except ValueError as error:
+                why, self.unreadable = str(error), True
+            else:
+                self.lost = not (death.blamed or death.shared)
+                self.outside = death.shared
+                given = line_of(death.reason, _MOST_REASON)
+                why = given if self.lost else self.kill_reason or given
+                reason = " ".join(filter(None, (f"It was at {self.node}.", why)))
+                trace = block_of(death.trace, _MOST_TRACE)
+                return WorkerDied(self.worker_id, self.pid, death.exitcode, reason, "", trace), why
+        self.lost = not self.kill_reason
+        reason = self.kill_reason or f"It was at {self.node}, and {line_of(why)}."
+        return WorkerDied(self.worker_id, self.pid, None, reason), why
+
+    def distrust(self, error: ValueError) -> bool:
+        """As `WorkerHandle`. It is made at another node, or at this one, if it is the only one: a few times."""
+        why = line_of(str(error))
+        if self._direct:
+            self.unreadable = True
+            self.channel.ended = True
+            self._moved = why
+            with contextlib.suppress(OSError):
+                self._link.sock.shutdown(socket.SHUT_RDWR)  # makes `death_fd` readable
+        else:
+            self.channel.distrust(why)
+        return True
+
+    def suspected(self) -> int | None:
+        """None: standard error is the node's."""
+        return None
+
+    def cleared(self) -> None:
+        """Do nothing."""
+
+    def kill_for(self, reason: str) -> None:
+        """As `WorkerHandle`: the node kills the process, if it is at this worker's task."""
+        self.kill_reason = reason
+        with contextlib.suppress(ConnectionError):
+            if self._direct:
+                self._link.send(frames.KILL)
+            else:
+                self.channel.kill()
+
+    def move(self) -> None:
+        """End once what it was sent is answered; a worker at this machine ends at once."""
+        why = self._moved = "another node has come, which takes its part"
+        if self._direct:
+            with contextlib.suppress(OSError):
+                self._link.sock.shutdown(socket.SHUT_RDWR)
+        else:
+            self.channel.leave(why)
+
+    def kill(self) -> None:
+        """Hang up, which is then noticed as an end of the node's doing; `release` follows."""
+        _hang_up(self._link)
+
+    def request_stop(self) -> None:
+        """Hang up; the node ends what is in work."""
+        with contextlib.suppress(OSError):
+            self.channel.sock.shutdown(socket.SHUT_WR)
+
+    def release(self) -> None:
+        """As `WorkerHandle`."""
+        if not self.released:
+            self.released = True
+            self.channel.close()
+            self._link.close()
+
+    def __repr__(self) -> str:
+        return f"<ServedWorker {self.worker_id} at {self.node}>"

@@ -1,0 +1,88 @@
+"""What a node serves, and whether it is what a loader asks for. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncloader.service.definition import Definition, converted
+from asyncloader.service.protocol.handshake import PROTOCOL, Hello
+from asyncloader.workers.ipc.peer_text import line_of
+
+__all__ = ["Refused", "Served", "as_text", "asked"]
+
+
+class Refused(Exception):
+    """A loader is not served; the text says why, to it.
+
+    Args:
+        text: why.
+        for_now: whether it may be served later.
+    """
+
+    def __init__(self, text: str, *, for_now: bool = False) -> None:
+        super().__init__(text)
+        self.for_now = for_now
+
+
+@dataclass
+class Served:
+    """A definition that is served.
+
+    Attributes:
+        target: where it is, as ``module:name``.
+        definition: it.
+        arguments: with which it is called, unless a loader may choose.
+        open: whether loaders give its arguments.
+    """
+
+    target: str
+    definition: Definition
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    open: bool = False
+
+
+def asked(everything: Mapping[str, Served], hello: Hello) -> tuple[Served, Mapping[str, Any]]:
+    """Find what a loader asks for, and with which arguments.
+
+    Raises:
+        Refused: it is not served, or not so.
+    """
+    if hello.protocol != PROTOCOL:
+        raise Refused(f"the loader speaks protocol {hello.protocol}, and this node {PROTOCOL}")
+    mine = Hello.versions()
+    if (hello.version, hello.torch) != mine:  # random numbers may differ between two versions
+        theirs = f"asyncloader {line_of(hello.version)} and torch {line_of(hello.torch)}"
+        raise Refused(f"the loader has {theirs}, and this node asyncloader {mine[0]} and torch {mine[1]}")
+    served = everything.get(hello.name)
+    if served is None:
+        raise Refused(f"{hello.name!r:.60} is not served here; {', '.join(sorted(everything))} is")
+    fingerprint = served.definition.fingerprint()
+    if hello.fingerprint != fingerprint:
+        raise Refused(
+            f"the definition {hello.name} differs: its source has the fingerprint {line_of(hello.fingerprint):.16} at "
+            f"the loader, and {fingerprint} at this node. Install the same module, and the same modules of its package,"
+            " on both sides, and start again what was started before"
+        )
+    try:
+        given = json.loads(hello.arguments)
+    except (ValueError, RecursionError):
+        given = None
+    if type(given) is not dict:
+        raise Refused(f"the arguments of {hello.name} are no JSON object")
+    if served.open:
+        return served, converted(served.definition, {**served.arguments, **given})
+    wanted = converted(served.definition, given)
+    if any(name not in served.arguments or served.arguments[name] != value for name, value in wanted.items()):
+        raise Refused(
+            f"{hello.name} is served with {as_text(served.arguments)}, and the loader asks for "
+            f"{as_text(wanted)}. A node that is started with --open {hello.name} lets loaders choose"
+        )
+    return served, served.arguments
+
+
+def as_text(arguments: Mapping[str, Any]) -> str:
+    """A definition's arguments, for people."""
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"

@@ -1,0 +1,129 @@
+"""Awaits a loader's connection before it has a lane: TLS, a message, room to send, and a process meanwhile.
+
+Data path: connection -> [awaiting] -> node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.connection import Link, Message
+from asyncloader.service.protocol.dead_peers import end_when_dead
+
+__all__ = ["message_of", "secured", "send_whole", "speaks_tls", "waited"]
+
+_SIGN_OF_LIFE_S = 5.0
+_TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS client
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+_T = TypeVar("_T")
+
+
+async def speaks_tls(sock: socket.socket) -> bool:
+    """Whether a connection begins with TLS. Waits for its first byte, which stays to be read; not at a Unix socket.
+
+    Raises:
+        OSError: it ended before, as those of a load balancer that looks whether a node is there.
+    """
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        return False
+    await _ready(sock, read=True)
+    first = sock.recv(1, socket.MSG_PEEK)
+    if not first:
+        raise ConnectionError("it ended before its first byte")
+    return first == _TLS_HANDSHAKE
+
+
+async def secured(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:
+    """Shake hands with TLS, if there is any. Returns what to read from.
+
+    Raises:
+        OSError: it is somebody else.
+    """
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        return sock
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a loader that lost its power says nothing
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if tls is None:
+        end_when_dead(sock)
+        return sock
+    secured = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    try:
+        while (wants := _shaken(secured)) is not None:
+            await _ready(secured, read=wants)
+    except BaseException:
+        secured.close()
+        raise
+    end_when_dead(secured)
+    return secured
+
+
+def _shaken(secured: ssl.SSLSocket) -> bool | None:
+    """Go on with the TLS handshake. Returns whether it waits to read (or else to write); None: it is over."""
+    try:
+        secured.do_handshake()
+    except ssl.SSLWantReadError:
+        return True
+    except ssl.SSLWantWriteError:
+        return False
+    return None
+
+
+async def waited(answer: Coroutine[Any, Any, _T], link: Link) -> _T:
+    """Wait for a process's answer, and give the loader a sign of life now and then."""
+    task = asyncio.get_running_loop().create_task(answer)
+    try:
+        while not (await asyncio.wait([task], timeout=_SIGN_OF_LIFE_S))[0]:
+            link.send(frames.PONG)
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def message_of(link: Link, *kinds: int) -> Message:
+    """Wait for a message of one of these kinds.
+
+    Raises:
+        ValueError: another one came.
+        ConnectionError: none came.
+    """
+    while True:
+        for message in link.receive():
+            if message.header.kind not in kinds:
+                raise ValueError(f"broken stream: a message of kind {message.header.kind}, where {kinds[0]} was due")
+            return message
+        if link.ended:
+            raise ConnectionError("the loader closed the connection")
+        await _ready(link.sock, read=True)
+
+
+async def send_whole(link: Link, kind: int, body: bytes) -> None:
+    """Send a message, however large."""
+    done = link.send(kind, body)
+    while not done:
+        await _ready(link.sock, read=False)
+        done = link.flush()
+
+
+async def _ready(sock: socket.socket, *, read: bool) -> None:
+    loop = asyncio.get_running_loop()
+    is_ready: asyncio.Future[None] = loop.create_future()
+
+    def done() -> None:
+        if not is_ready.done():
+            is_ready.set_result(None)
+
+    (loop.add_reader if read else loop.add_writer)(sock.fileno(), done)
+    try:
+        await is_ready
+    finally:
+        (loop.remove_reader if read else loop.remove_writer)(sock.fileno())

@@ -1,0 +1,187 @@
+"""Runs the command `asyncloader`: a node. What it is asked by is in `command.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import signal
+import ssl
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncloader.cpus import usable_cpus
+from asyncloader.service.definition import converted, load_definition
+from asyncloader.service.node.admission import Served
+from asyncloader.service.node.metrics_endpoint import MetricsEndpoint
+from asyncloader.service.node.node_log import set_up_log
+from asyncloader.service.node.server import DRAIN_S, Node
+from asyncloader.service.protocol.sockets import read_address, server_tls
+from asyncloader.workers.worker import serve_async
+
+__all__ = ["run"]
+
+_log = logging.getLogger("asyncloader")
+
+_LISTS = ("listen", "arg", "open")
+
+
+class _Mistake(Exception):
+    """What was asked for cannot be done; the text says what to do."""
+
+
+def run(given: dict[str, Any]) -> int:
+    """Serve what these flags say until the process is asked to end. Returns its exit code."""
+    set_up_log(logging.INFO)
+    try:
+        node_options = _options(given)
+        serve_async(lambda: _serve(node_options))
+    except (_Mistake, ValueError, OSError) as error:
+        print(f"asyncloader serve: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
+        return 2
+    return 0
+
+
+def _options(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags, environment and file together."""
+    chosen: dict[str, Any] = {}
+    path = flags.pop("config") or os.environ.get("ASYNCLOADER_CONFIG")
+    if path:
+        try:
+            chosen |= tomllib.loads(Path(path).read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise _Mistake(f"{path}: {error}") from None
+    chosen = {name.replace("-", "_"): value for name, value in chosen.items()}
+    unknown = sorted(set(chosen) - set(flags))
+    if unknown:
+        raise _Mistake(f"{path}: there is no option {unknown[0]!r}")
+    for name in flags:
+        value = os.environ.get(f"ASYNCLOADER_{name.upper()}")
+        if value:
+            chosen[name] = value.split(",") if name in (*_LISTS, "target") else value
+    chosen |= {name: value for name, value in flags.items() if value not in (None, [])}
+    return {name: chosen.get(name) for name in flags} | {"token": os.environ.get("ASYNCLOADER_TOKEN")}
+
+
+async def _serve(options: dict[str, Any]) -> None:
+    node = Node(_served(options), _workers(options), _token(options), _tls(options))
+    listen = options["listen"] or ["127.0.0.1:7070"]
+    _check_open_addresses(listen, options)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    metrics = MetricsEndpoint(node)
+    try:
+        if options["metrics"]:
+            await metrics.listen(options["metrics"])
+        starting = loop.create_task(node.start())
+        stopping = loop.create_task(ended.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            addresses = [await node.listen(address) for address in listen]
+            metrics.ready = True
+            said: dict[str, Any] = {"listening": addresses[0], "addresses": addresses, "pid": os.getpid()}
+            if metrics.address:
+                said["metrics"] = metrics.address
+            print(json.dumps(said), flush=True)  # noqa: T201 - the line that says that it is ready
+            await stopping
+            metrics.ready = False
+            _log.info("draining: no more loaders, and no more tasks")
+            await node.drain(DRAIN_S)
+        for task in (starting, stopping):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+    finally:
+        await metrics.close()
+        await node.close()
+
+
+def _served(options: dict[str, Any]) -> list[Served]:
+    targets = options["target"]
+    if not targets:
+        raise _Mistake("nothing to serve: give module:definition, as in data:train")
+    definitions = {target: load_definition(target) for target in targets}
+    arguments = dict(_pair(text) for text in options["arg"] or [])
+    opened = set(options["open"] or [])
+    names = {each.name for each in definitions.values()}
+    for name in opened - names:
+        raise _Mistake(f"--open {name}: {', '.join(sorted(names))} is served")
+    used: set[str] = set()
+    served = []
+    for target, definition in definitions.items():
+        own = {name: value for name, value in arguments.items() if name in definition.parameters}
+        used |= set(own)
+        is_open = definition.name in opened
+        served.append(Served(target, definition, own if is_open else converted(definition, own), is_open))
+    for name in set(arguments) - used:
+        raise _Mistake(f"--arg {name}: no definition that is served has a parameter of this name")
+    return served
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise _Mistake(f"--arg {text}: give name=value")
+    return name, value
+
+
+def _workers(options: dict[str, Any]) -> int:
+    given = options["workers"]
+    try:
+        number = usable_cpus() if given is None else int(given)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise _Mistake(f"--workers {given}: give a number of processes, at least 1")
+    return number
+
+
+def _token(options: dict[str, Any]) -> str | None:
+    if options["token_file"]:
+        token = Path(options["token_file"]).read_text().strip()
+        if not token:
+            raise _Mistake(f"--token-file {options['token_file']}: the file is empty")
+        return token
+    return options["token"] or None
+
+
+def _tls(options: dict[str, Any]) -> ssl.SSLContext | None:
+    if not options["tls_cert"]:
+        if options["tls_key"] or options["tls_ca"]:
+            raise _Mistake("--tls-key and --tls-ca need --tls-cert")
+        return None
+    return server_tls(options["tls_cert"], options["tls_key"] or None, options["tls_ca"] or None)
+
+
+def _check_open_addresses(listen: Sequence[str], options: dict[str, Any]) -> None:
+    """Beyond this machine only for those who can prove who they are."""
+    outside = [address for address in listen if not _is_local(address)]
+    if not outside:
+        return
+    token = _token(options)
+    if token is None and not (options["tls_cert"] and options["tls_ca"]):
+        raise _Mistake(
+            f"--listen {outside[0]} can be reached from other machines: give --token-file, or --tls-cert and --tls-ca, "
+            "or listen at 127.0.0.1"
+        )
+    if not options["tls_cert"]:
+        _log.warning("a token without TLS protects no bytes: whoever sees the network sees the batches")
+
+
+def _is_local(address: str) -> bool:
+    place = read_address(address)
+    if isinstance(place, str):
+        return True
+    host = place[0]
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

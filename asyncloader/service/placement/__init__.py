@@ -1,0 +1,1 @@
+"""Where the workers of a service run: fleets of agents and nodes."""

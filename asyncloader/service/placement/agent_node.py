@@ -1,0 +1,98 @@
+"""The node that an engine's agent starts: `python -m asyncloader.service.placement.agent_node DESCRIPTOR`.
+
+Data path: as of `node.py`.
+
+The descriptor is a socket to the agent. The agent is trusted: what comes over this socket is unpickled. The node ends
+with the socket, so with the agent, however that ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from asyncloader.service.node.admission import Served
+from asyncloader.service.node.node_log import set_up_log
+from asyncloader.service.node.server import DRAIN_S, Node
+from asyncloader.service.pickled import PickledDefinition
+from asyncloader.service.placement.agent import DRAIN, DRAINED, LOAD, LOOK, READY, SERVE, SERVING, AgentSetup
+from asyncloader.service.placement.scaling import Load
+from asyncloader.service.protocol.sockets import server_tls
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import Channel
+from asyncloader.workers.worker import serve_async
+
+__all__: list[str] = []
+
+
+def _main(argv: Sequence[str]) -> None:
+    set_up_log(logging.WARNING)
+    channel = Channel(socket.socket(fileno=int(argv[0])))
+    setup: AgentSetup | None = None
+    while setup is None and not channel.ended:
+        for _, body in channel.receive(wait=True):
+            setup = pickle.loads(body)
+    if setup is not None:
+        serve_async(partial(_serve, setup, channel))
+
+
+async def _serve(setup: AgentSetup, channel: Channel) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    draining: list[asyncio.Task[None]] = []
+    token, ca, cert, key = setup.credentials
+    node = Node([], setup.workers, token, None if cert is None else server_tls(cert, key, ca))
+
+    async def drain() -> None:
+        await node.drain(DRAIN_S)
+        with contextlib.suppress(ConnectionError):
+            channel.send_all(wire.pack(DRAINED))
+
+    def readable() -> None:
+        for kind, _ in channel.receive():
+            if kind == SERVE:
+                with os.fdopen(channel.take_fd(), "rb") as file:
+                    file.seek(0)
+                    definition = PickledDefinition(file.read())
+                node.serve(Served(definition.name, definition, open=True))
+                channel.send_all(wire.pack(SERVING))
+            elif kind == LOOK:
+                figures = node.figures()
+                load = Load(figures["busy_seconds"], figures["tasks"], setup.workers)
+                channel.send_all(wire.pack(LOAD, pickle.dumps(load)))
+            elif kind == DRAIN:
+                draining.append(loop.create_task(drain()))
+        if channel.ended:
+            loop.remove_reader(channel.fileno())
+            ended.set()
+
+    try:
+        host = f"[{setup.host}]" if ":" in setup.host else setup.host
+        addresses = [await node.listen(f"tcp://{host}:0")]
+        if sys.platform == "linux":
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            name = f"asyncloader-{secrets.token_hex(8)}"
+            sock.bind(f"\0{name}")
+            sock.listen(1024)
+            node.listen_at(sock)
+            addresses.append(f"unix:@{name}")
+        loop.add_reader(channel.fileno(), readable)
+        with contextlib.suppress(ConnectionError):
+            channel.send_all(wire.pack(READY, pickle.dumps(tuple(addresses))))
+            await ended.wait()
+    finally:
+        for task in draining:
+            task.cancel()
+        await asyncio.gather(*draining, return_exceptions=True)
+        await node.close()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

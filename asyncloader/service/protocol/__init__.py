@@ -1,0 +1,1 @@
+"""What a loader and a node of a service send each other."""

@@ -1,0 +1,274 @@
+"""The messages with which a session begins, for both sides: who is there, what is read, and how. Pure: no sockets.
+
+    loader -> node: HELLO      versions, the definition's name, arguments and fingerprint, a random number
+    node -> loader: CHALLENGE  whether a token is needed, a random number
+    loader -> node: PROOF      HMAC of both numbers with the token
+    node -> loader: WELCOME    the node's HMAC, what the dataset is
+    loader -> node: OPENING    a logical worker's options; or STAY, nothing: only to be there; or PLAN, which asks what
+                               an epoch reads, where the loader assigns a dataset's shards
+    node -> loader: OPENED     the process that has it; or PLANNED, a part of the plan
+    node -> loader: REFUSED    instead of any answer: why
+    loader -> node: LOOK       instead of OPENING: processes, which LOOKED says what they do
+
+Either side proves that it has the token without sending it. The numbers are new for every connection, so a proof that
+somebody recorded is of no use.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from msgspec import Meta
+from torch.utils.data import default_collate, default_convert
+
+import asyncloader
+from asyncloader.service.definition import Defined
+from asyncloader.service.protocol.dataset_info import Facts
+from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.records import Count, Name, pack_record, read_record
+from asyncloader.service.protocol.shard_plan import Catalog, check_catalog
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy
+from asyncloader.workers.fetch.setup import SeededSetup, WorkerSetup
+
+__all__ = [
+    "MOST_ARGUMENTS",
+    "MOST_WORKERS",
+    "Challenge",
+    "Hello",
+    "Look",
+    "Looked",
+    "Opened",
+    "Opening",
+    "Proof",
+    "Refusal",
+    "Welcome",
+    "nonce",
+    "pack_opening",
+    "proof",
+    "proves",
+    "read_opening",
+]
+
+PROTOCOL = 2
+MOST_WORKERS = 1 << 16
+MOST_ARGUMENTS = 1 << 16
+"""Characters of a definition's arguments as JSON, at most."""
+_MOST_CREDITS = 1 << 12
+_NONCE = 32
+
+_Nonce = Annotated[bytes, Meta(min_length=_NONCE, max_length=_NONCE)]
+_ProofBytes = Annotated[bytes, Meta(max_length=64)]
+_Version = Annotated[str, Meta(max_length=64)]
+
+
+class Hello(NamedTuple):
+    """A loader's first message."""
+
+    protocol: int
+    name: Name
+    arguments: Annotated[str, Meta(max_length=MOST_ARGUMENTS)]
+    """JSON; it is not parsed before the proof."""
+    fingerprint: _Version
+    version: _Version
+    torch: _Version
+    nonce: _Nonce
+
+    @classmethod
+    def of(cls, defined: Defined) -> Hello:
+        """A new one, for this definition.
+
+        Raises:
+            TypeError: the definition's arguments cannot be sent.
+        """
+        made_by, arguments = defined.definition, defined.packed_arguments()
+        if len(arguments) > MOST_ARGUMENTS:
+            raise TypeError(
+                f"{made_by.name}: its arguments are {len(arguments):,} characters of JSON, and a service takes "
+                f"{MOST_ARGUMENTS:,}: give the name of a file that has them"
+            )
+        return cls(PROTOCOL, made_by.name, arguments, made_by.fingerprint(), *cls.versions(), nonce())
+
+    @staticmethod
+    def versions() -> tuple[str, str]:
+        """Those that both sides must have: asyncloader's, and torch's whatever it was built for."""
+        return asyncloader.__version__, str(torch.__version__).partition("+")[0]
+
+
+class Challenge(NamedTuple):
+    """A node's answer to HELLO."""
+
+    needed: bool
+    """Whether the loader must have a token."""
+    nonce: _Nonce
+
+
+class Proof(NamedTuple):
+    """The loader's, that it has the token."""
+
+    proof: _ProofBytes
+
+
+class Welcome(NamedTuple):
+    """A node's answer to a proof."""
+
+    proof: _ProofBytes
+    facts: Facts
+
+    def checked_facts(self) -> Facts:
+        """What the dataset is. Raises ValueError."""
+        if any(number is not None and not 0 <= number < 1 << 63 for number in (self.facts.length, self.facts.shuffle)):
+            raise ValueError("broken stream: a WELCOME that cannot be read")
+        return self.facts
+
+
+class Refusal(NamedTuple):
+    """A node's, instead of any other answer.
+
+    Attributes:
+        text: why.
+        for_now: whether it may be different later.
+    """
+
+    text: str
+    for_now: bool
+
+
+class Opened(NamedTuple):
+    """The process that has the worker."""
+
+    pid: Count
+
+
+class Look(NamedTuple):
+    """The ids of processes."""
+
+    pids: Annotated[list[int], Meta(max_length=MOST_WORKERS)]
+
+
+class Looked(NamedTuple):
+    """What they do: id, state, and the stacks of the threads."""
+
+    reports: list[tuple[int, str, str]]
+
+
+class Opening(NamedTuple):
+    """A request for a logical worker, as the node reads it."""
+
+    session: str
+    worker: int
+    credits: int
+    share: bool
+    """Whether its batches are made once for all loaders that read the same."""
+    setup: WorkerSetup
+    """Without `starts`."""
+    start: bytes
+    """The `EpochStart`, packed. Only the worker's process reads it: it may contain a dataset's state, of any size."""
+    catalog: Catalog | None
+    """The shards that the loader assigns; None: of no such dataset."""
+
+
+def nonce() -> bytes:
+    """A new random number."""
+    return secrets.token_bytes(_NONCE)
+
+
+def proof(token: str | None, side: str, loaders: bytes, nodes: bytes) -> bytes:
+    """What shows that this side has the token; nothing without one."""
+    return b"" if token is None else hmac.digest(token.encode(), b"|".join((side.encode(), loaders, nodes)), "sha256")
+
+
+def proves(given: Any, token: str | None, side: str, loaders: bytes, nodes: bytes) -> bool:
+    """Whether the other side has shown that it has the token. Takes the same time for any wrong proof."""
+    return isinstance(given, bytes) and hmac.compare_digest(given, proof(token, side, loaders, nodes))
+
+
+class _Options(NamedTuple):
+    """Fields of a `WorkerSetup`, and what they may be."""
+
+    iterable: bool
+    auto_collation: bool
+    batch_size: Annotated[int, Meta(ge=0, le=1 << 40)] | None
+    drop_last: bool
+    base_seed: Count
+    num_workers: Annotated[int, Meta(ge=0, le=MOST_WORKERS)]
+    concurrency: Annotated[int, Meta(ge=0, le=1 << 16)]
+    snapshot_every: Annotated[int, Meta(ge=0, le=1 << 62)]
+    attachment: Annotated[int, Meta(ge=0, le=1 << 31)]
+    replays: bool
+    fetch_threads: Annotated[int, Meta(ge=0, le=1 << 10)]
+    decode_threads: Annotated[int, Meta(ge=0, le=1 << 10)]
+
+
+class _Seeds(NamedTuple):
+    """Fields of a `SeededSetup`; the node's definition decides on the last one."""
+
+    seed: Count
+    replicas: Count
+    first_stream: Count
+    seed_collate: bool
+
+
+class _Policy(NamedTuple):
+    """Fields of an `ErrorPolicy` that skips samples."""
+
+    refill: bool
+    length: Count | None
+    seed: Count | None
+
+
+class _OpeningMessage(NamedTuple):
+    session: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[ -~]*$")]
+    worker: Annotated[int, Meta(ge=0, le=MOST_WORKERS - 1)]
+    credits: Annotated[int, Meta(ge=1, le=_MOST_CREDITS)]
+    share: bool
+    options: _Options
+    start: bytes
+    seeds: _Seeds
+    policy: _Policy | None
+    shards: Catalog | None
+
+
+def pack_opening(
+    session: str, worker: int, credits: int, setup: WorkerSetup, *, share: bool, catalog: Catalog | None = None
+) -> bytes:
+    """The body of OPENING, from a set-up whose functions are the definition's."""
+    policy, seeded, start = setup.policy, setup.seeded, setup.starts[worker]
+    assert seeded is not None  # a service serves seeded loaders only
+    return pack_record(
+        _OpeningMessage(
+            session=session,
+            worker=worker,
+            credits=credits,
+            share=share,
+            options=_Options(*(getattr(setup, name) for name in _Options._fields)),
+            start=PLAIN.dumps(tuple(start)),
+            seeds=_Seeds(*seeded),
+            policy=None if policy is None else _Policy(policy.refill, policy.length, policy.seed),
+            shards=catalog,
+        )
+    )
+
+
+def read_opening(body: bytes) -> Opening:
+    """The other way. What is read is checked: it decides what the node's processes do.
+
+    Raises:
+        ValueError: it cannot be read, or is out of range.
+    """
+    asked = read_record(_OpeningMessage, body)
+    options, policy = asked.options, asked.policy
+    if asked.shards is not None:
+        check_catalog(asked.shards)
+    setup = WorkerSetup(
+        dataset=None,
+        collate_fn=default_collate if options.auto_collation else default_convert,
+        worker_init_fn=None,
+        starts=(),
+        seeded=SeededSetup(*asked.seeds),
+        policy=None if policy is None else ErrorPolicy("skip", *policy),
+        **options._asdict(),
+    )
+    return Opening(*(asked.session, asked.worker, asked.credits, asked.share, setup, asked.start, asked.shards))

@@ -1,0 +1,141 @@
+"""Encodes batches for a service: the same leaves as in shared memory, in a typed structure instead of a pickle.
+
+Data path: worker: collate -> [batches: encode] -> slot -> connection -> slot -> [batches: build] -> consumer.
+
+A template is the length of a table (4 bytes, little-endian), the table, and the structure; all of it packed by
+`values.py`. The table says where each leaf is and what it is, with dtypes by name, so that both sides may have torch
+versions with different dtypes. A structure of more than 32 KB is at an offset among the leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta
+
+from asyncloader.service.protocol.msgpack_values import LEAF, Unsendable, pack
+from asyncloader.service.protocol.unpacking import Leaf, build, check, decode
+from asyncloader.workers.memory.codec import Encoder, Memory, Template
+from asyncloader.workers.memory.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Strided
+
+__all__ = ["BatchEncoder", "BatchTemplate"]
+
+_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+_CODES = {name: code for code, name in enumerate(_NAMES)}
+_MOST_LEAVES = 100_000
+_Sizes = Annotated[list[int], Meta(max_length=64)]
+_Row = tuple[Literal[0, 1, 2], Annotated[list[int | str | _Sizes], Meta(max_length=6)]]
+_Table = tuple[Annotated[list[_Row], Meta(max_length=_MOST_LEAVES)], int, int]
+_tables = msgspec.msgpack.Decoder(_Table)
+_LEAF_DTYPES = frozenset("biufc")
+
+
+class BatchEncoder(Encoder):
+    """An `Encoder` whose templates contain no pickle."""
+
+    def _structure(self, value: Any) -> bytes:
+        try:
+            return pack(value, self._special)
+        except Unsendable as error:
+            raise TypeError(f"a batch that cannot be sent: {error}") from None
+
+    def _special(self, value: Any) -> list[Any] | None:
+        if isinstance(value, pickle.PickleBuffer):  # a leaf announced by default collation
+            return self._leaf(value)
+        if type(value) is torch.Tensor:
+            return self._tensor(value)
+        if type(value) is np.ndarray and value.dtype.kind in _LEAF_DTYPES and value.dtype.isnative and value.nbytes:
+            return self._array(value)
+        if isinstance(value, torch.Tensor):
+            raise Unsendable(f"is a {type(value).__name__}, a subclass of torch.Tensor, which a service does not send")
+        return None
+
+    def _leaf(self, buffer: pickle.PickleBuffer) -> list[Any]:
+        number = len(self._leaves)
+        self._on_buffer(buffer)
+        return [LEAF, number]
+
+    def _tensor(self, tensor: torch.Tensor) -> list[Any]:
+        reduced = self._reduce_tensor(tensor)
+        if len(reduced) != 2 or len(reduced[1]) != 1 or not isinstance(reduced[1][0], pickle.PickleBuffer):
+            raise Unsendable(
+                f"is a tensor of {tensor.dtype}, layout {tensor.layout}, requires_grad={tensor.requires_grad}: a "
+                "service sends dense ones in the CPU's memory that need no gradient"
+            )
+        return self._leaf(reduced[1][0])
+
+    def _array(self, array: np.ndarray[Any, Any]) -> list[Any]:
+        order = "C" if array.flags.c_contiguous or not array.flags.f_contiguous else "F"
+        contiguous: Any = array if order == "F" else np.ascontiguousarray(array)
+        buffer = pickle.PickleBuffer(contiguous)
+        return [*self._leaf(buffer), "array", array.dtype.str, list(array.shape), order]
+
+    def _table(self, specs: list[LeafSpec], inside: int, length: int) -> bytes:
+        if len(specs) > _MOST_LEAVES:
+            raise TypeError(f"a batch that cannot be sent: it has {len(specs):,} tensors and arrays")
+        rows = []
+        for spec in specs:
+            values: list[Any] = list(spec)
+            if isinstance(spec, Dense | Strided):
+                values[2] = _NAMES[spec.dtype]
+            rows.append((LEAF_SPECS.index(type(spec)), values))
+        return msgspec.msgpack.encode((rows, inside, length))
+
+
+class BatchTemplate(Template):
+    """The decoding side. Neither its pickle-free structure nor its numbers are trusted: it is checked before the task
+    counts as answered, so that a batch which cannot be made is another worker's task, and no error in its place.
+    """
+
+    __slots__ = ("_tree",)
+
+    def __init__(self, template: bytes) -> None:
+        super().__init__(template)
+        self._tree: Any = None
+        if self._inside < 0:
+            self._read_tree(self._structure)
+
+    def _read_tree(self, structure: bytes) -> None:
+        self._tree = decode(structure)
+        check(self._tree, [Leaf(spec.nbytes if isinstance(spec, Raw) else None) for spec in self._specs])
+
+    def with_structure(self, memory: Callable[[], Memory]) -> Self:
+        """As `Template`: read it, if it is among the leaves, and check it."""
+        if self._inside < 0:
+            return self
+        made = copy.copy(self)
+        made._read_tree(self._structure_in(memory()))
+        return made
+
+    def _read_table(self, table: bytes) -> tuple[Iterable[LeafSpec], int, int]:
+        rows, inside, length = _tables.decode(table)
+        return [_spec(kind, values) for kind, values in rows], inside, length
+
+    def _with_leaves(self, anchor: Memory | None, leaves: list[Any]) -> Any:
+        del anchor
+        return build(self._tree, leaves)
+
+
+def _spec(kind: int, values: list[Any]) -> LeafSpec:
+    fields: list[Any] = [tuple(each) if type(each) is list else each for each in values]
+    if LEAF_SPECS[kind] is not Raw:
+        name = fields[2]
+        if type(name) is not str or name not in _CODES:
+            raise ValueError(f"a tensor of dtype {name!r:.40}, which this version of torch does not have")
+        fields[2] = _CODES[name]
+    make: Any = LEAF_SPECS[kind]
+    spec: LeafSpec = make(*fields)
+    for name, value in spec._asdict().items():
+        if type(value) is not (tuple if name in ("shape", "stride") else int):
+            raise ValueError(f"no part of a batch can be {spec!r:.200}")
+    return spec
+
+
+assert sys.byteorder == "little", "a service sends numbers as little-endian machines have them in memory"

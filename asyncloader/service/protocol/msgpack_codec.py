@@ -1,0 +1,218 @@
+"""How values travel between a loader and a service: typed and unexecutable, where a loader's own workers use pickle.
+
+Data path: loader -> [dialect] -> lane -> [dialect] -> worker, and back.
+
+An error is sent as its type's name, its text and its traceback. The loader raises Python's own types and asyncloader's
+as what they are, and any other as a RuntimeError whose text names it: no constructor of the user's is called.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pickle
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+from torch._utils import ExceptionWrapper
+
+from asyncloader import errors
+from asyncloader.errors import LoaderError
+from asyncloader.service.protocol.msgpack_batches import BatchEncoder, BatchTemplate
+from asyncloader.service.protocol.msgpack_values import Unsendable, pack
+from asyncloader.service.protocol.records import Count, Name, pack_record, read_record
+from asyncloader.service.protocol.unpacking import unpack
+from asyncloader.transports import errors as transport_errors
+from asyncloader.workers.error_pickle import UnknownType, describe
+from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.fetch.error_notes import take_notes
+from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
+from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.ipc.peer_text import block_of, line_of
+
+__all__ = ["PLAIN", "PlainDialect", "epoch_of"]
+
+_TEXT = 1 << 16
+"""Characters of a traceback that are sent, and taken, at most: its end."""
+_NOTE, _MOST_NOTES = 4000, 32
+_NAME = 300
+
+
+class _Raised(NamedTuple):
+    """What a task raised.
+
+    Attributes:
+        ours: whether its type is one of asyncloader's.
+        name: of its type.
+        said: its text, where its type is ours.
+        text: its traceback.
+        worker: the number of the worker.
+        notes: what asyncloader notes of it, for the user.
+    """
+
+    ours: bool
+    name: Name
+    said: str
+    text: str
+    worker: int
+    notes: Annotated[list[str], Meta(max_length=1000)]
+
+
+class PlainDialect:
+    """The `Dialect` of a service."""
+
+    trusted = False
+
+    def dumps(self, value: Any) -> bytes:
+        """As `Dialect`. Raises `Unsendable`."""
+        return pack(value)
+
+    def loads(self, data: bytes) -> Any:
+        """As `Dialect`."""
+        return unpack(data)
+
+    def dump_error(self, error: Exception, worker_id: int) -> bytes:
+        """As `Dialect`."""
+        ours = isinstance(error, LoaderError)
+        notes = [] if ours else take_notes(error)
+        notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
+        text = describe(error)[-_TEXT:]
+        kind = type(error)
+        name = kind.__qualname__ if kind.__module__ == "builtins" or ours else f"{kind.__module__}.{kind.__qualname__}"
+        said = str(error)[-_TEXT:] if ours else ""
+        return pack_record(_Raised(ours, name[:_NAME], said, text, worker_id, notes))
+
+    def load_error(self, data: bytes) -> Any:
+        """As `Dialect`."""
+        ours, name, said, text, worker_id, notes = read_record(_Raised, data)
+        where = f"in DataLoader worker process {worker_id}"
+        kind = (_known(errors, name) or _known(transport_errors, name)) if ours else _known(builtins, name)
+        name, said, text = line_of(name), block_of(said, _TEXT), block_of(text, _TEXT)
+        notes = [line_of(note, _NOTE) for note in notes[:_MOST_NOTES]]
+        if ours:
+            raised = (RuntimeError if kind is None else kind)(said)
+            raised.add_note(f"Raised {where}.\nOriginal {text}")
+            return raised
+        wrapper: Any = ExceptionWrapper.__new__(ExceptionWrapper)
+        wrapper.exc_type = UnknownType(name) if kind is None else kind
+        wrapper.exc_msg, wrapper.where, wrapper.notes = text, where, notes
+        return wrapper
+
+    def load_start(self, data: bytes) -> EpochStart:
+        """As `Dialect`."""
+        values = unpack(data)
+        if type(values) is not tuple or len(values) != len(EpochStart._fields):
+            raise ValueError("broken stream: the start of an epoch that cannot be read")
+        start = EpochStart(*values)
+        right = (
+            _is_count(start.shared_seed, None)
+            and _is_count(start.epoch)
+            and type(start.epoch_set) is bool
+            and _is_count(start.skip)
+            and _is_count(start.errors)
+            and _is_count(start.stream_key)
+            and start.message == b""  # what a loader's own workers would unpickle never comes over a network
+        )
+        if start.cursor is not None:
+            if type(start.cursor) is not Cursor:
+                raise ValueError("broken stream: a cursor that cannot be read")
+            _check_cursor(start.cursor)
+        if not right:
+            raise ValueError("broken stream: the start of an epoch that cannot be read")
+        return start
+
+    def template(self, data: bytes) -> BatchTemplate:
+        """As `Dialect`."""
+        return BatchTemplate(data)
+
+    def encoder(self) -> BatchEncoder:
+        """As `Dialect`."""
+        return BatchEncoder()
+
+    def from_pickle(self, data: bytes) -> bytes:
+        """As `Dialect`. A cursor whose state cannot be sent says so, as one whose state cannot be pickled does."""
+        value = pickle.loads(data)
+        try:
+            return pack(value)
+        except Unsendable as error:
+            if isinstance(value, tuple):
+                cursor = Cursor(*value)
+                return pack(tuple(cursor._replace(dataset=None, iterator=None, problem=f"its state {error}")))
+            return pack(
+                [record._replace(index=repr(record.index), substitute=repr(record.substitute)) for record in value]
+            )
+
+    def to_pickle(self, data: bytes, *, records: bool = False) -> bytes:
+        """As `Dialect`."""
+        value = unpack(data)
+        if not records:
+            _check_cursor(value)
+        elif type(value) is not list or not value or not all(map(_is_record, value)):
+            raise ValueError("broken stream: records of samples that cannot be read")
+        else:
+            value = list(map(_readable, value))
+        return pickle.dumps(value, 5)
+
+
+def _readable(record: SkippedSample) -> SkippedSample:
+    """The record with texts that may be logged."""
+    return record._replace(
+        error=line_of(record.error, ERROR_CHARACTERS), traceback=block_of(record.traceback, TRACEBACK_CHARACTERS)
+    )
+
+
+def _check_cursor(value: Any) -> None:
+    if type(value) not in (tuple, Cursor) or len(value) != len(Cursor._fields):
+        raise ValueError("broken stream: a cursor that cannot be read")
+    batches, samples, ended, _, _, problem, itself = value
+    texts = type(problem) is str and type(itself) is str and itself in ("", "within", "before")
+    if not (_is_count(batches) and _is_count(samples) and type(ended) is bool and texts):
+        raise ValueError("broken stream: a cursor that cannot be read")
+
+
+def _is_record(value: Any) -> bool:
+    return (
+        type(value) is SkippedSample
+        and _is_count(value.position, None)
+        and _is_count(value.worker)
+        and _is_count(value.pid)
+        and all(type(text) is str for text in (value.error, value.traceback, value.action))
+        and value.action in ("skipped", "refilled", "replaced")
+        and len(value.error) <= ERROR_CHARACTERS
+        and len(value.traceback) <= TRACEBACK_CHARACTERS
+    )
+
+
+def _is_count(value: Any, *others: Any) -> bool:
+    return (type(value) is int and 0 <= value < 1 << 64) or (value is None and None in others)
+
+
+def _known(module: Any, name: Any) -> Any:
+    kind = getattr(module, name, None) if isinstance(name, str) else None
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
+
+
+class _StartHead(msgspec.Struct, array_like=True):
+    kind: int
+    shared_seed: int | None
+    epoch: Count
+
+
+_heads = msgspec.msgpack.Decoder(_StartHead)
+
+
+def epoch_of(start: bytes) -> int:
+    """Return the epoch of a packed `EpochStart`, without making anything of the rest, which may be large.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return _heads.decode(start).epoch
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ValueError("broken stream: an epoch's start that cannot be read") from None
+
+
+PLAIN = PlainDialect()
+"""The dialect; it has no state."""

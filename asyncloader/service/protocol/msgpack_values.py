@@ -1,0 +1,331 @@
+"""Packs plain values as MessagePack with their types, without anything that must be executed to read them.
+
+Data path: loader -> [values] -> connection -> unpacking -> worker, and back.
+
+MessagePack's own types stand for themselves: None, booleans, integers of 64 bits, floats and strings; bytes are its
+extension 0. Every other value is an array whose first element says what the rest is: ``[0, 1, 2]`` is the list
+``[1, 2]``, ``[1, 1, 2]`` the tuple ``(1, 2)``. What is in no table here cannot be packed, and the error says where.
+
+Bytes are an extension because msgspec does not tell them and strings apart in a union (`unpacking.py`).
+
+Named tuples and dataclasses are packed by name. Those of the loader itself are known; a user's must be registered where
+they are unpacked, by `batch_types.register_batch_type`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.msgpack import Ext
+
+from asyncloader.events import PositionedIndex
+from asyncloader.service.protocol.batch_types import is_named_tuple, name_of
+from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS, sparse_parts
+
+__all__ = [
+    "ALL_DTYPES",
+    "ARRAY_KINDS",
+    "BYTES",
+    "DEPTH",
+    "DTYPE_NAMES",
+    "LEAF",
+    "MOST_ARRAYS",
+    "MOST_KEYS",
+    "OURS",
+    "SECRETLY_HASHED",
+    "SPARSE_BY_NAME",
+    "Kind",
+    "Unsendable",
+    "decoder",
+    "init_fields",
+    "pack",
+    "too_many_arrays",
+]
+
+
+class Kind:
+    """What an array stands for, by its first element."""
+
+    LIST, TUPLE, DICT, SET, FROZENSET, ORDERED, BIG, COMPLEX, BYTEARRAY = range(9)
+    NAMED, SCALAR, ARRAY, TENSOR, SIZE, DTYPE, LEAF, SPARSE = range(9, 17)
+
+
+LEAF: Final = Kind.LEAF
+"""An array ``[LEAF, number, ...]``: a part of a batch whose bytes are elsewhere (`batches.py`)."""
+
+MOST_ARRAYS: Final = 100_000
+"""Containers of a value, at most, and one more for each 8 bytes that it is sent in: an empty one is sent as one byte,
+and takes about 80. Numbers and texts need no such limit."""
+_ARRAY_BYTES = 8
+_MOST_ARRAYS_EVER = 1 << 20  # counting them takes half a second
+MOST_KEYS: Final = 1 << 20
+"""Keys of a value's sets and dictionaries that are not texts, at most. The hashes of texts are secret; those of numbers
+are not, and may be chosen so that a key takes 20 times as long. The worst that was tried takes 0.8 seconds."""
+DEPTH: Final = 64
+"""Containers in containers, at most."""
+BYTES = 0  # MessagePack extension
+_PLAIN = frozenset([type(None), bool, float, str])
+SECRETLY_HASHED = frozenset([type(None), bool, str, bytes])
+ARRAY_KINDS = frozenset("biufcMmSU")
+
+OURS: dict[str, type] = {kind.__name__: kind for kind in (PositionedIndex, Cursor, SkippedSample)}
+_OUR_NAMES = {kind: name for name, kind in OURS.items()}
+ALL_DTYPES: dict[str, torch.dtype] = {
+    name: dtype for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype) and dtype.itemsize
+}
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ALL_DTYPES.values()}
+
+
+class Unsendable(TypeError):
+    """A value that cannot be packed.
+
+    Attributes:
+        path: how to get to it from the value that was given, as in ``["meta"][0]``.
+        what: the value's type, and what may be done.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.path = ""
+
+    def __str__(self) -> str:
+        return f"{self.path or 'it'} {self.what}"
+
+
+def pack(value: Any, special: Callable[[Any], Any] | None = None) -> bytes:
+    """Pack a value.
+
+    Args:
+        value: the value.
+        special: called with what has no place in the tables above; returns what stands for it, or None.
+
+    Raises:
+        Unsendable: a part of it cannot be packed.
+    """
+    try:
+        made = msgspec.msgpack.encode(_flat(value, _Packing(special)))
+    except RecursionError:
+        raise Unsendable("refers to itself, or is nested too deeply to be sent") from None
+    except UnicodeEncodeError as error:
+        raise Unsendable(
+            f"contains a text that is not valid Unicode, {error.object!r:.60}, and cannot be sent"
+        ) from None
+    if _may_be_deep(made) and not _is_shallow(made):
+        raise Unsendable(f"is nested more than {DEPTH} levels deep, and cannot be sent")
+    if len(made) > MOST_ARRAYS and (most := too_many_arrays(made)):
+        raise Unsendable(f"has more than {most:,} containers in {len(made):,} bytes: send tensors or arrays")
+    return made
+
+
+def _tree_type() -> Any:
+    scalars: Any = None | bool | int | float | str | Ext
+    made = scalars
+    for _ in range(DEPTH):
+        made = scalars | types.GenericAlias(list, (made,))
+    return made
+
+
+decoder = msgspec.msgpack.Decoder[Any](_tree_type())
+"""Reads what was packed, as a tree: lists of lists, numbers, texts and extensions."""
+
+_ARRAY_HEADS = bytes([*range(0x90, 0xA0), 0xDC, 0xDD])
+_SCALARS_SENT = re.compile(
+    rb"(?:[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]|[\xcc\xd0].|[\xcd\xd1]..|[\xce\xd2\xca].{4}|[\xcf\xd3\xcb].{8}|"
+    + b"|".join(b"\\x%02x.{%d}" % (0xA0 + size, size) for size in range(32))
+    + b"|"
+    + b"|".join(b"\\x%02x.{%d}" % (0xD4 + power, 1 + (1 << power)) for power in range(5))
+    + b"|"
+    + b"|".join(b"\\xc7\\x%02x.{%d}" % (size, 1 + size) for size in range(32))
+    + rb"){0,1000}",
+    re.DOTALL,
+)
+"""Numbers, and texts and bytes of less than 32 bytes; a thousand at a time."""
+_SIZED = {
+    0xD9: (1, 0),
+    0xDA: (2, 0),
+    0xDB: (4, 0),
+    0xC7: (1, 1),
+    0xC8: (2, 1),
+    0xC9: (4, 1),
+    0xDC: (2, 0),
+    0xDD: (4, 0),
+}
+"""By the first byte: of how many bytes the size is that follows, and how many come after it besides."""
+
+
+def _may_be_deep(data: bytes) -> bool:
+    return len(data) > DEPTH and len(data) - len(data.translate(None, _ARRAY_HEADS)) > DEPTH
+
+
+def _is_shallow(data: bytes) -> bool:
+    try:
+        decoder.decode(data)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def too_many_arrays(data: bytes) -> int:
+    """Return how many containers there may be, if there are more of them; else 0. Takes about a nanosecond per byte."""
+    most = min(MOST_ARRAYS + len(data) // _ARRAY_BYTES, _MOST_ARRAYS_EVER)
+    if len(data) - len(data.translate(None, _ARRAY_HEADS)) <= most:
+        return 0
+    at = found = 0  # such bytes may be part of a number or a text: the data must be read to tell
+    while at < len(data) and found <= most:
+        scalars = _SCALARS_SENT.match(data, at)
+        if scalars is not None and scalars.end() > at:
+            at = scalars.end()
+            continue
+        head, found = data[at], found + 1  # long texts and bytes are counted, too: then this loop is bounded as well
+        if 0x90 <= head < 0xA0:
+            at += 1
+        elif head in _SIZED:
+            size, more = _SIZED[head]
+            at += 1 + size + more + (0 if head in (0xDC, 0xDD) else int.from_bytes(data[at + 1 : at + 1 + size], "big"))
+        else:  # a map, or cut off: the decoder says so
+            return 0
+    return most if found > most else 0
+
+
+# ---------------------------------------------------------------------------------------------------- packing
+
+
+class _Packing:
+    """The packing of one value: what it has no table for, and how many keys it has had."""
+
+    __slots__ = ("_keys", "special")
+
+    def __init__(self, special: Callable[[Any], Any] | None) -> None:
+        self.special = special
+        self._keys = 0
+
+    def check_keys(self, values: Any) -> None:
+        """Count the keys of a set or dictionary. Raises Unsendable."""
+        if not SECRETLY_HASHED.issuperset(map(type, values)):
+            self._keys += len(values)
+            if self._keys > MOST_KEYS:
+                raise Unsendable(f"has, with the values before it, more than {MOST_KEYS:,} keys that are not texts")
+
+
+def _flat(value: Any, packing: _Packing) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 64 else [Kind.BIG, hex(value)]
+    if kind is list or kind is tuple:
+        return [Kind.LIST if kind is list else Kind.TUPLE, *_items(value, packing)]
+    if kind is dict or kind is OrderedDict:
+        packing.check_keys(value)
+        return [Kind.DICT if kind is dict else Kind.ORDERED, *_pairs(value, packing)]
+    if isinstance(value, torch.Tensor) and value.layout in SPARSE_LAYOUTS and kind is torch.Tensor:
+        return _sparse_parts(value, packing)
+    if packing.special is not None and (made := packing.special(value)) is not None:
+        return made
+    if kind in _FLAT:
+        return _FLAT[kind](value)
+    if kind is set or kind is frozenset:
+        packing.check_keys(value)
+        return [Kind.SET if kind is set else Kind.FROZENSET, *_items(value, packing)]
+    if isinstance(value, np.generic):
+        return [Kind.SCALAR, *_array_parts(np.asarray(value))]
+    if is_named_tuple(kind):
+        return [Kind.NAMED, _name(kind), *_fields(value, kind._fields, packing)]
+    if dataclasses.is_dataclass(value):
+        return [Kind.NAMED, _name(kind), *_fields(value, init_fields(kind), packing)]
+    raise Unsendable(
+        f"is a {kind.__module__}.{kind.__qualname__}, which a service does not send: it sends plain values, "
+        "containers, tensors, arrays, named tuples and dataclasses"
+    )
+
+
+def _at(error: Unsendable, step: str) -> Unsendable:
+    error.path = step + error.path
+    return error
+
+
+def _items(values: Any, packing: _Packing) -> list[Any]:
+    flat = []
+    for number, value in enumerate(values):
+        try:
+            flat.append(_flat(value, packing))
+        except Unsendable as error:
+            raise _at(error, f"[{number}]") from None
+    return flat
+
+
+def _pairs(values: dict[Any, Any], packing: _Packing) -> list[Any]:
+    flat: list[Any] = []
+    for key, value in values.items():
+        try:
+            flat += (_flat(key, packing), _flat(value, packing))
+        except Unsendable as error:
+            raise _at(error, f"[{key!r:.40}]") from None
+    return flat
+
+
+def _fields(value: Any, names: Sequence[str], packing: _Packing) -> list[Any]:
+    flat = []
+    for name in names:
+        try:
+            flat.append(_flat(getattr(value, name), packing))
+        except Unsendable as error:
+            raise _at(error, f".{name}") from None
+    return flat
+
+
+def init_fields(kind: Any) -> list[str]:
+    """The fields that a dataclass is made of."""
+    return [field.name for field in dataclasses.fields(kind) if field.init]
+
+
+def _name(kind: type) -> str:
+    return _OUR_NAMES.get(kind) or name_of(kind)
+
+
+def _array_parts(array: np.ndarray[Any, Any]) -> list[Any]:
+    if array.dtype.kind not in ARRAY_KINDS:
+        raise Unsendable(f"is an array of dtype {array.dtype}, which a service does not send")
+    return [array.dtype.str, [Kind.TUPLE, *array.shape], Ext(BYTES, array.tobytes())]
+
+
+def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.requires_grad:
+        raise Unsendable("is a tensor that is not a plain dense one in the CPU's memory, which a service does not send")
+    if tensor.is_conj() or tensor.is_neg() or tensor.dtype not in DTYPES:
+        raise Unsendable(f"is a tensor of {tensor.dtype} that a service does not send")
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return [DTYPE_NAMES[tensor.dtype], [Kind.TUPLE, *tensor.shape], Ext(BYTES, data)]
+
+
+SPARSE_BY_NAME = {str(layout): layout for layout in SPARSE_LAYOUTS}
+
+
+def _sparse_parts(tensor: torch.Tensor, packing: _Packing) -> list[Any]:
+    if tensor.requires_grad or tensor.device.type != "cpu":
+        raise Unsendable("is a sparse tensor with a gradient, or on a device, which a service does not send")
+    coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+    parts = [_flat(part, packing) for part in sparse_parts(tensor)]
+    return [Kind.SPARSE, str(tensor.layout), [Kind.TUPLE, *tensor.shape], coalesced, *parts]
+
+
+_FLAT: dict[type, Callable[[Any], Any]] = {
+    bytes: lambda value: Ext(BYTES, value),
+    complex: lambda value: [Kind.COMPLEX, value.real, value.imag],
+    bytearray: lambda value: [Kind.BYTEARRAY, Ext(BYTES, bytes(value))],
+    torch.Size: lambda value: [Kind.SIZE, *value],
+    torch.dtype: lambda value: [Kind.DTYPE, DTYPE_NAMES[value]],
+    torch.Tensor: lambda value: [Kind.TENSOR, *_tensor_parts(value)],
+    np.ndarray: lambda value: [Kind.ARRAY, *_array_parts(value)],
+}

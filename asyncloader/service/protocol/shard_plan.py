@@ -1,0 +1,200 @@
+"""Shards of a dataset that a service reads: the loader asks a node for an epoch's plan, and assigns it itself. Pure.
+
+Data path: loader -> PLAN -> node -> process: dataset.plan -> [served_shards] -> PLANNED -> loader's assignment.
+
+The loader never learns where the shards are stored or how they are read: a plan consists of numbers and of names. Each
+lane finds the shards for itself; the *fingerprint* of what it found must be that of the plan, or its ranges would be
+those of other shards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
+
+from asyncloader.errors import StateError
+from asyncloader.service.protocol.records import Count, Name, pack_record, read_record
+
+__all__ = [
+    "Catalog",
+    "Plan",
+    "PlanRequest",
+    "check_catalog",
+    "finding",
+    "gathered",
+    "messages",
+    "planned",
+    "read_request",
+]
+
+_MOST_WORKERS = 1 << 24
+_MOST_PLAN = 1 << 30  # bytes of a plan's messages
+_PIECE = 8192
+"""Entries of a message, at most."""
+
+
+class _Planned(NamedTuple):
+    """One of the messages of a plan.
+
+    Attributes:
+        names: more shards' names.
+        assignments: more assignments.
+        samples: in the epoch, in the last message, if known; see `EpochShares`.
+        left_out: see there.
+        fingerprint: the plan's, in its last message; else empty.
+        error: what was raised instead of a plan, in the service's dialect; empty: nothing.
+    """
+
+    names: Annotated[list[str], Meta(max_length=_PIECE)]
+    assignments: Annotated[list[list[tuple[Count, Count, Count | None, bool]]], Meta(max_length=_PIECE)]
+    samples: Count | None
+    left_out: Annotated[float, Meta(ge=0, le=1)]
+    fingerprint: Name
+    error: bytes
+
+
+class Catalog(NamedTuple):
+    """Which shards a plan is about.
+
+    Attributes:
+        workers: of each rank.
+        ranks: number of ranks.
+        fingerprint: of the shards, their sizes and cuts.
+    """
+
+    workers: Count
+    ranks: Count
+    fingerprint: Name
+
+
+class PlanRequest(NamedTuple):
+    """What a loader asks for. The first five are those of `RemoteIterableDataset.plan`.
+
+    Attributes:
+        workers: of each rank.
+        rank: of the loader.
+        ranks: number of ranks.
+        key: seed of the order; None: none.
+        common: whether all ranks have the same key.
+        known: the fingerprint of the shards whose names the loader has; empty: of none.
+    """
+
+    workers: Count
+    rank: Count
+    ranks: Count
+    key: Count | None
+    common: bool
+    known: Name
+
+
+class Plan(NamedTuple):
+    """What this rank reads in an epoch.
+
+    Attributes:
+        fingerprint: see `Catalog`.
+        names: of the shards; empty if the loader has them.
+        assignments: in their order; each consists of ranges, in the fields of a `CatalogRange`.
+        samples: in the epoch, if known; see `EpochShares`.
+        left_out: see there.
+    """
+
+    fingerprint: str
+    names: Sequence[str]
+    assignments: Sequence[Sequence[Sequence[Any]]]
+    samples: int | None
+    left_out: float
+
+
+async def planned(dataset: Any, request: PlanRequest) -> Plan:
+    """Make a plan. Raises what the dataset raises."""
+    workers, rank, ranks, key, common, known = request
+    found = await dataset.plan(workers, rank, ranks, key, common=common)
+    fingerprint = await dataset.fingerprint(workers, ranks)
+    assignments = [[tuple(each) for each in assignment] for assignment in found.assignments]
+    names = [] if fingerprint == known else dataset.shard_urls
+    return Plan(fingerprint, names, assignments, found.shares.samples, found.shares.left_out)
+
+
+def read_request(body: bytes) -> PlanRequest:
+    """Read a PLAN's body.
+
+    Raises:
+        ValueError: it is none.
+    """
+    request = read_record(PlanRequest, body)
+    workers, rank, ranks = request[:3]
+    if not (workers >= 1 and rank < ranks and workers * ranks <= _MOST_WORKERS):
+        raise ValueError(f"a plan for rank {rank} of {ranks} with {workers} workers")
+    return request
+
+
+def check_catalog(catalog: Catalog) -> None:
+    """Check the part of an OPENING. Errors as `read_request`."""
+    if not (catalog.workers >= 1 and catalog.ranks >= 1 and catalog.workers * catalog.ranks <= _MOST_WORKERS):
+        raise ValueError(f"a plan for {catalog.ranks} ranks with {catalog.workers} workers")
+
+
+def messages(answer: Plan | bytes) -> Iterator[bytes]:
+    """The bodies of the messages that a plan is sent in: pieces, however many shards there are, and the end. Or what
+    was raised instead, in the service's dialect.
+    """
+    if isinstance(answer, bytes):
+        yield pack_record(_Planned([], [], None, 0.0, "", answer))
+        return
+    names, assignments = list(answer.names), [list(each) for each in answer.assignments]
+    for first in range(0, len(names), _PIECE):
+        yield pack_record(_Planned(names[first : first + _PIECE], [], None, 0.0, "", b""))
+    for first in range(0, len(assignments), _PIECE):
+        yield pack_record(([], assignments[first : first + _PIECE], None, 0.0, "", b""))
+    yield pack_record(_Planned([], [], answer.samples, answer.left_out, answer.fingerprint, b""))
+
+
+def gathered(receive: Callable[[], bytes]) -> Plan | bytes:
+    """Put together what was sent in messages; each call of `receive` gives one.
+
+    Raises:
+        ValueError: they are neither a plan nor an error.
+    """
+    names: list[str] = []
+    assignments: list[Sequence[Sequence[Any]]] = []
+    nbytes = 0
+    while True:
+        body = receive()
+        nbytes += len(body)
+        if nbytes > _MOST_PLAN:
+            raise ValueError(f"broken stream: a plan of more than {_MOST_PLAN:,} bytes")
+        more = read_record(_Planned, body)
+        names += more.names
+        assignments += more.assignments
+        if more.error:
+            return more.error
+        if more.fingerprint:
+            return Plan(more.fingerprint, names, assignments, more.samples, more.left_out)
+        if not more.names and not more.assignments:
+            raise ValueError("broken stream: a plan that cannot be read")
+
+
+def finding(dataset: Any, catalog: Catalog, init: Callable[[int], Any] | None) -> Callable[[int], Any]:
+    """Make a `worker_init_fn` that calls `init`, and finds the shards before anything is read.
+
+    What it returns raises StateError if these are other shards, or what the store raises.
+    """
+
+    def begin(worker: int) -> Any:
+        before = None if init is None else init(worker)
+
+        async def find() -> None:
+            if inspect.isawaitable(before):
+                await before
+            if await dataset.fingerprint(catalog.workers, catalog.ranks) != catalog.fingerprint:
+                raise StateError(
+                    "this node finds other shards than those that the epoch was planned with: what is stored has "
+                    "changed, or the nodes see different things. Make a new loader, and see that all nodes are alike"
+                )
+
+        return find()
+
+    return begin

@@ -1,0 +1,334 @@
+"""Reads values that `values.py` has packed, sent by a peer that has shown that it has the token, and is not trusted.
+
+Data path: connection -> [unpacking] -> worker; connection -> [unpacking] -> consumer.
+
+MessagePack's maps, whose keys Python would hash, are refused by the decoder itself. The type of a decoded value is
+checked before it is hashed, compared or printed. How much memory and time a value takes is bounded by the bytes that
+were sent for it: see `MOST_ARRAYS` and `MOST_KEYS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.msgpack import Ext
+
+from asyncloader.service.protocol.batch_types import REGISTERED
+from asyncloader.service.protocol.msgpack_values import (
+    ALL_DTYPES,
+    ARRAY_KINDS,
+    BYTES,
+    DEPTH,
+    DTYPE_NAMES,
+    LEAF,
+    MOST_ARRAYS,
+    MOST_KEYS,
+    OURS,
+    SECRETLY_HASHED,
+    SPARSE_BY_NAME,
+    Kind,
+    decoder,
+    init_fields,
+    too_many_arrays,
+)
+from asyncloader.workers.ipc.peer_text import line_of
+from asyncloader.workers.memory.leaves import DTYPES, sparse_part_names
+
+__all__ = ["Leaf", "build", "check", "decode", "unpack"]
+
+_LIST, _TUPLE = Kind.LIST, Kind.TUPLE
+_SAME_HASH = 16
+_MOST_DIGITS = 1 << 20  # of an integer, hexadecimal
+_MOST_NAME = 300
+_ARRAY_DTYPE = re.compile(r"[<>|=]?(?:[biufcSU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[a-zA-Zμ]{1,2}(?:/[0-9]{1,9})?\])?)")
+_SCALARS = frozenset([type(None), bool, int, float, str])
+# Those of batches, and no others: made of bytes, a tensor of a quantized dtype has no quantizer, and to print or
+# compare it is a segmentation fault.
+_TENSOR_DTYPES = {DTYPE_NAMES[dtype]: dtype for dtype in DTYPES}
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """Return the value that was packed. The bytes are not trusted.
+
+    Raises:
+        ValueError: they are no packed value, or of a type that is not registered here.
+    """
+    return build(decode(data), ())
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """Return the tree that `build` makes the value of: lists of lists, numbers, texts and extensions.
+
+    Raises:
+        ValueError: the bytes are not MessagePack, or of too many containers.
+    """
+    if len(data) > MOST_ARRAYS and (most := too_many_arrays(bytes(data))):
+        raise ValueError(f"broken stream: a value of more than {most:,} containers in {len(data):,} bytes")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"broken stream: not a packed value ({error!s:.200})") from None
+
+
+class Leaf(NamedTuple):
+    """Stands for a leaf that a batch's value is checked with.
+
+    Attributes:
+        nbytes: of a buffer; None: it is a tensor.
+    """
+
+    nbytes: int | None
+
+
+def build(tree: Any, leaves: Sequence[Any]) -> Any:
+    """Return the value of a decoded tree, whose leaves are these. Errors as `unpack`."""
+    return _Builder(leaves, dry=False).value(tree, DEPTH)
+
+
+def check(tree: Any, leaves: Sequence[Leaf]) -> None:
+    """Check that `build` will make a value of this tree, but for what constructors of registered types raise, and for
+    sparse tensors, whose indices are among the leaves' bytes. Calls nothing of the user's.
+
+    Raises:
+        ValueError: it will not.
+    """
+    _Builder(leaves, dry=True).value(tree, DEPTH)
+
+
+class _Broken(ValueError):
+    def __init__(self, what: str) -> None:
+        super().__init__(f"broken stream: {what}")
+
+
+class _Builder:
+    """Makes one value.
+
+    Args:
+        leaves: of the batch; for a dry run `Leaf`s.
+        dry: whether only to check: what needs the leaves' bytes or the user's types is a `Leaf` then.
+    """
+
+    __slots__ = ("_dry", "_keys", "_leaves")
+
+    def __init__(self, leaves: Sequence[Any], *, dry: bool) -> None:
+        self._leaves = leaves
+        self._dry = dry
+        self._keys = 0
+
+    def value(self, tree: Any, depth: int) -> Any:
+        """The value of this part of the tree."""
+        if type(tree) is not list:
+            if type(tree) is not Ext:
+                return tree  # None, a number or a text: the decoder makes no others
+            if tree.code != BYTES:
+                raise _Broken(f"an extension of type {tree.code}")
+            return bytes(tree.data)
+        if not tree or not depth:
+            raise _Broken("nested too deeply" if tree else "an empty packed value")
+        tag = tree[0]
+        if type(tag) is not int or not 0 <= tag <= Kind.SPARSE:
+            raise _Broken("a packed value of no known kind")
+        try:
+            if tag == LEAF:
+                return self._leaf(tree)
+            values = tree[1:]
+            if len(values) < 8 or not _SCALARS.issuperset(map(type, values)):
+                depth -= 1
+                values = [self.value(each, depth) for each in values]
+            if tag == _LIST:
+                return values
+            return tuple(values) if tag == _TUPLE else _BUILD[tag](self, values)
+        except (_Broken, _Unregistered):
+            raise
+        except Exception as error:  # too few values, a constructor that raises
+            text = f"{type(error).__name__}: {error}"
+            raise _Broken(f"a packed value that cannot be read ({text:.200})") from None
+
+    # ------------------------------------------------------------------------------------------ leaves
+
+    def _leaf(self, tree: list[Any]) -> Any:
+        number = tree[1] if len(tree) > 1 else None
+        if type(number) is not int or not 0 <= number < len(self._leaves):
+            raise _Broken(f"a leaf that is none of {len(self._leaves)}")
+        leaf: Any = self._leaves[number]
+        if len(tree) == 2:
+            return leaf
+        _, _, what, name, shape, order = tree
+        if what != "array" or type(shape) is not list or order not in ("C", "F"):
+            raise _Broken("a leaf of no known kind")
+        dtype = _array_dtype(name)
+        nbytes = leaf.nbytes if self._dry else memoryview(leaf).nbytes
+        if nbytes is None:
+            raise _Broken("a tensor in an array's place")
+        checked = _shape(shape, dtype.itemsize, nbytes)
+        return Leaf(nbytes) if self._dry else np.ndarray(checked, dtype, leaf, order=order)
+
+    # ------------------------------------------------------------------------------------------ containers
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        """Raise ValueError unless these may be hashed and compared, in bounded time."""
+        if SECRETLY_HASHED.issuperset(map(type, keys)):
+            return
+        if not all(map(_is_key, keys)):
+            raise _Broken("a key that is no plain value")
+        self._keys += len(keys)
+        if self._keys > MOST_KEYS:
+            raise _Broken("too many keys that are not texts")
+        if self._dry and not _SCALARS.issuperset(map(type, keys)):
+            return  # some are placeholders, which are all alike
+        hashes = sorted(map(hash, keys))
+        if any(map(operator.eq, hashes, hashes[_SAME_HASH:])):
+            raise _Broken("keys that share a hash")
+
+    def dictionary(self, values: list[Any]) -> dict[Any, Any]:
+        keys = values[::2]
+        self._check_keys(keys)
+        return dict(zip(keys, values[1::2], strict=True))
+
+    def elements(self, values: list[Any]) -> list[Any]:
+        self._check_keys(values)
+        return values
+
+    def named(self, values: list[Any]) -> Any:
+        name, *fields = values
+        if type(name) is not str or len(name) > _MOST_NAME:
+            raise _Broken("a type without a name")
+        kind: Any = OURS.get(name) or REGISTERED.get(name)
+        if self._dry and name not in OURS:
+            return Leaf(None)
+        if kind is None:
+            raise _Unregistered(
+                f"a batch contains a {line_of(name)}, and only types that were registered are made from a service's "
+                f"answers: call asyncloader.register_batch_type({line_of(name.rpartition('.')[2])})"
+            )
+        if hasattr(kind, "__dataclass_fields__"):
+            return kind(**dict(zip(init_fields(kind), fields, strict=True)))
+        return kind(*fields)
+
+    # ------------------------------------------------------------------------------------------ tensors
+
+    def sparse(self, values: list[Any]) -> Any:
+        name, shape, coalesced, *parts = values
+        layout = SPARSE_BY_NAME[name] if type(name) is str else None
+        dense = all(
+            type(each) is Leaf or (type(each) is torch.Tensor and each.layout is torch.strided) for each in parts
+        )
+        if layout is None or len(parts) != len(sparse_part_names(layout)) or type(coalesced) is not bool or not dense:
+            raise _Broken("a sparse tensor that cannot be read")
+        checked = _dimensions(shape)
+        if self._dry:
+            return Leaf(None)
+        special: dict[str, Any] = {"is_coalesced": coalesced} if layout is torch.sparse_coo else {"layout": layout}
+        make: Any = torch.sparse_coo_tensor if layout is torch.sparse_coo else torch.sparse_compressed_tensor
+        return make(*parts, checked, **special, check_invariants=True)
+
+
+class _Unregistered(ValueError):
+    pass
+
+
+def _is_key(value: Any) -> bool:
+    kind = type(value)
+    if kind in _KEYS or isinstance(value, np.generic):
+        return True
+    if kind is frozenset or isinstance(value, tuple):
+        return all(map(_is_key, value))
+    return dataclasses.is_dataclass(value) and all(_is_key(getattr(value, name)) for name in init_fields(kind))
+
+
+_KEYS = frozenset([*_SCALARS, bytes, complex, torch.dtype])
+
+
+def _array_dtype(name: Any) -> np.dtype[Any]:
+    # numpy would also read "i4,i4" and much more, at length.
+    dtype = np.dtype(name) if type(name) is str and len(name) < 40 and _ARRAY_DTYPE.fullmatch(name) else None
+    if dtype is None or dtype.kind not in ARRAY_KINDS:
+        raise _Broken("an array of a dtype that is none")
+    return dtype
+
+
+def _dimensions(shape: Any) -> tuple[int, ...]:
+    if (
+        type(shape) not in (tuple, list)
+        or len(shape) > 64
+        or any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape)
+    ):
+        raise _Broken("a shape that is none")
+    if math.prod(n for n in shape if n) >= 1 << 62:
+        raise _Broken("a shape that is too large")
+    return tuple(shape)
+
+
+def _shape(shape: Any, itemsize: int, nbytes: int) -> tuple[int, ...]:
+    checked = _dimensions(shape)
+    # An element of an empty text has no bytes; of those there may be one, or the number is unbounded.
+    if math.prod(checked) * itemsize != nbytes or (not itemsize and math.prod(checked) > 1):
+        raise _Broken(f"an array of shape {checked[:8]} in {nbytes} bytes")
+    return checked
+
+
+def _array(name: Any, shape: Any, data: Any) -> np.ndarray[Any, Any]:
+    dtype = _array_dtype(name)
+    checked = _shape(shape, dtype.itemsize, len(_checked_bytes(data)))
+    return np.ndarray(checked, dtype, bytearray(data))
+
+
+def _tensor(name: Any, shape: Any, data: Any) -> torch.Tensor:
+    dtype = _TENSOR_DTYPES.get(name) if type(name) is str else None
+    if dtype is None:
+        raise _Broken("a tensor of a dtype that batches do not have")
+    checked = _shape(shape, dtype.itemsize, len(_checked_bytes(data)))
+    if not data:
+        return torch.empty(checked, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(checked)
+
+
+def _checked_bytes(data: Any) -> bytes:
+    if type(data) is not bytes:
+        raise _Broken("no bytes where bytes are due")
+    return data
+
+
+def _big(text: Any) -> int:
+    if type(text) is not str or len(text) > _MOST_DIGITS or not re.fullmatch("-?0x[0-9a-f]+", text):
+        raise _Broken("an integer that cannot be read")
+    return int(text, 16)
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise _Broken("a complex number that cannot be read")
+    return complex(real, imaginary)
+
+
+def _size(sizes: list[Any]) -> torch.Size:
+    if any(type(n) is not int or not -(1 << 63) <= n < 1 << 63 for n in sizes):
+        raise _Broken("a size that cannot be read")
+    return torch.Size(sizes)
+
+
+_BUILD: dict[int, Callable[[_Builder, list[Any]], Any]] = {
+    Kind.DICT: _Builder.dictionary,
+    Kind.ORDERED: lambda builder, values: OrderedDict(builder.dictionary(values)),
+    Kind.SET: lambda builder, values: set(builder.elements(values)),
+    Kind.FROZENSET: lambda builder, values: frozenset(builder.elements(values)),
+    Kind.BIG: lambda _, values: _big(*values),
+    Kind.COMPLEX: lambda _, values: _complex(*values),
+    Kind.BYTEARRAY: lambda _, values: bytearray(_checked_bytes(*values)),
+    Kind.NAMED: _Builder.named,
+    Kind.SCALAR: lambda _, values: _array(*values)[()],
+    Kind.ARRAY: lambda _, values: _array(*values),
+    Kind.TENSOR: lambda _, values: _tensor(*values),
+    Kind.SIZE: lambda _, values: _size(values),
+    Kind.DTYPE: lambda _, values: ALL_DTYPES[values[0] if type(values[0]) is str else ""],
+    Kind.SPARSE: _Builder.sparse,
+}

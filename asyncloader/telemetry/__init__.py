@@ -1,0 +1,1 @@
+"""What a loader measures of itself, and what follows from it."""

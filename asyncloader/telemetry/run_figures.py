@@ -1,0 +1,147 @@
+"""Holds what is known of a run for the verdict on what bounds it: counts, times of stages, options.
+
+Data path: statistics -> [run_figures] -> prediction, diagnosis. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from asyncloader.telemetry.counters import Stage, StageTimes, stage_times, total
+
+__all__ = ["Run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is known of a run: its statistics and the options that matter.
+
+    Attributes:
+        batches: delivered.
+        epochs: begun.
+        elapsed_s: seconds of iterating.
+        wait_s: of those, waited by the consumer.
+        startup_s: of those, before the first batch of epochs that started workers.
+        main_cpu_s: CPU seconds of the consumer's process meanwhile.
+        ring_copies: batches copied out of a ring.
+        oversize: batches that did not fit into one.
+        ring_needed: `ring_bytes` with which they would; 0: they do.
+        retirements: workers that exceeded the memory limit.
+        blocks: what each process timed, by the worker's number; -1: the main process.
+        cpus: that may be used.
+        cpu_limit: CPU seconds per second that are allowed, if it is less than `cpus`.
+        others_cpu: CPUs that other programs used on average.
+        workers: `num_workers`.
+        persistent: `persistent_workers`.
+        forks: whether workers are forked.
+        prefetch_factor: None without workers.
+        batch_size: samples in a batch, as far as known.
+        iterable: whether the dataset is a stream: then the number of workers is part of its order.
+        asynchronous: whether samples are awaited, `concurrency` of them at a time.
+        threads: that fetch samples of a blocking dataset, in each worker; 0: it has none.
+        concurrency: see there.
+        in_order: whether batches are delivered in order.
+        memory_limit: `worker_memory_limit`.
+        snapshot_every: `snapshot_every_n_steps`.
+        keeps_states: whether the dataset has a state that must be saved after each batch, if at all.
+    """
+
+    batches: int
+    epochs: int
+    elapsed_s: float
+    wait_s: float
+    startup_s: float
+    main_cpu_s: float
+    ring_copies: int = 0
+    oversize: int = 0
+    ring_needed: int = 0
+    retirements: int = 0
+    blocks: Mapping[int, Sequence[float]]
+    cpus: int
+    cpu_limit: float | None = None
+    others_cpu: float = 0.0
+    workers: int
+    persistent: bool = False
+    forks: bool = True
+    prefetch_factor: int | None = None
+    batch_size: int = 1
+    iterable: bool = False
+    asynchronous: bool = False
+    threads: int = 0
+    concurrency: int = 1
+    in_order: bool = True
+    memory_limit: int | None = None
+    snapshot_every: int = 1
+    keeps_states: bool = False
+    merged: Sequence[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "merged", [sum(each) for each in zip(*self.blocks.values(), strict=True)])
+
+    def stage(self, stage: Stage) -> StageTimes:
+        """The times of a stage in all processes."""
+        return stage_times(self.merged, stage)
+
+    def mean(self, *stages: Stage) -> float:
+        """Seconds of these stages for a mean batch."""
+        return sum(times.total / times.number for times in map(self.stage, stages) if times.number)
+
+    def sum(self, key: str) -> float:
+        """A sum of all processes."""
+        return total(self.merged, key)
+
+    @property
+    def steady_s(self) -> float:
+        """Seconds of iterating without starts."""
+        return max(1e-9, self.elapsed_s - self.startup_s)
+
+    @property
+    def held_up(self) -> bool:
+        """Whether this process's own code is in the way of the answers of workers."""
+        transfer = self.mean("transfer")
+        return transfer > 1e-3 and transfer > 0.3 * self.steady_s / max(1, self.batches)
+
+    @property
+    def computing_share(self) -> float:
+        """The part of the time of making batches that is computing."""
+        delayed = self.sum("delayed_s")
+        if not self.workers:
+            sampled = self.sum("sampled_s")
+            return min(1.0, self.sum("sampled_cpu_s") / (sampled - min(delayed, 0.9 * sampled))) if sampled else 1.0
+        work = sum(self.stage(stage).total for stage in self._work_stages)
+        if self.asynchronous or self.threads:  # many at a time: compared with the time that the workers have
+            work = self.workers * self.steady_s
+        return min(1.0, self.sum("cpu_s") / max(1e-9, work - min(delayed, 0.9 * work)))
+
+    @property
+    def allowed_cpus(self) -> float:
+        """CPU seconds per second that may be used."""
+        return self.cpus if self.cpu_limit is None else min(self.cpus, self.cpu_limit)
+
+    @property
+    def other_threads(self) -> float:
+        """How many threads of other programs want a CPU at a time.
+
+        Where R threads share C CPUs evenly, each computes C / R of the time that it wants to. So what our processes got
+        tells how many there are, and they know how many of those are their own. A process that sleeps and wakes often
+        waits for a CPU without others, too: so there are no more of them than what others have used accounts for.
+        """
+        delayed = self.sum("delayed_s")
+        if not delayed:
+            return 0.0
+        computed, seconds = self.sum("cpu_s"), self.steady_s
+        if not self.workers:
+            computed, seconds = self.sum("sampled_cpu_s"), self.sum("sampled_s")
+        got = computed / max(1e-9, computed + delayed)
+        if got > 0.9:
+            return 0.0
+        own = (computed + delayed) / seconds + (self.main_cpu_s / self.elapsed_s if self.workers else 0.0)
+        return max(0.0, min(self.allowed_cpus / got - own, self.others_cpu / got))
+
+    @property
+    def _work_stages(self) -> tuple[Stage, ...]:
+        """The stages in which a worker makes a batch, one after the other."""
+        overlapping = self.asynchronous or self.threads
+        stages: tuple[Stage, ...] = ("fetch", "collate", "write")
+        return stages if overlapping else (*stages, "decode", "first_read")

@@ -1,0 +1,377 @@
+"""Counts what a loader did so far.
+
+Data path: beside the consumer. Always on; a few additions per batch.
+
+Time is counted while an iterator is in use: from its start to its last batch or its end, without pauses between epochs.
+Totals are updated by the consumer's thread alone, the times of stages each by the one thread that the stage runs in;
+all of it is read from any thread, also while nothing is delivered.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from time import perf_counter, process_time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asyncloader.cpus import busy_seconds
+from asyncloader.telemetry.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, stage_times, total
+
+_log = logging.getLogger("asyncloader")
+
+__all__ = ["Statistics"]
+
+_LOOK_S = 0.05  # between two looks at the CPU time
+_SLOW_START_S = 10.0  # from which the log tells what the start of workers took
+
+
+class Statistics:
+    """Counters of one loader over all of its iterators."""
+
+    __slots__ = (
+        "_before",
+        "_cpu_mark",
+        "_first_begun",
+        "_lock",
+        "_look_at",
+        "_mark",
+        "_nodes",
+        "_starting",
+        "_told_slow_start",
+        "_workers",
+        "batches",
+        "busy_s",
+        "bytes",
+        "elapsed_s",
+        "epochs",
+        "first_batch_s",
+        "hedged",
+        "main_cpu_s",
+        "newest_skipped",
+        "oversize",
+        "page_lock_s",
+        "page_locked_bytes",
+        "pickled",
+        "prefetch_depth",
+        "recorder",
+        "refilled",
+        "restarts",
+        "retirements",
+        "ring_copies",
+        "ring_needed",
+        "samples",
+        "silent",
+        "skipped_samples",
+        "staged",
+        "startup_s",
+        "task_seconds",
+        "wait_s",
+        "waiting_since",
+        "worker_s",
+    )
+
+    def __init__(self) -> None:
+        self.epochs = 0  # iterators that began
+        self.batches = 0
+        self.samples = 0
+        self.bytes = 0
+        self.pickled = 0
+        self.wait_s = 0.0
+        self.elapsed_s = 0.0
+        self.main_cpu_s = 0.0  # CPU seconds of this process meanwhile, the trainer's included
+        self.startup_s = 0.0  # seconds to the first batch, of iterators that started workers
+        self.busy_s = 0.0  # seconds that workers spent on tasks
+        self.worker_s = 0.0  # seconds that workers existed while an iterator was in use
+        self.oversize = 0  # batches in a segment of their own, because they were larger than a slot
+        self.ring_needed = 0  # ring_bytes with which they would have fitted
+        self.ring_copies = 0  # batches copied out of their ring, because the consumer held many others
+        self.prefetch_depth = 0  # outstanding batches per worker, in the newest iterator
+        self.page_locked_bytes = 0  # of rings that were page-locked
+        self.page_lock_s = 0.0
+        self.staged = 0  # batches for a device that were copied to page-locked memory first
+        self.hedged = 0  # tasks that were given to a second node
+        self.task_seconds: dict[str, deque[float]] = {}  # that the newest tasks took, by node, for `Hedging`
+        self.restarts = 0  # workers that died and were replaced
+        self.retirements = 0  # workers that were replaced because their memory had grown
+        self.skipped_samples = 0
+        self.refilled = 0
+        self.newest_skipped: list[Any] = []  # records of the newest iterator's bad samples
+        self.silent: set[str] = set()  # stores that workers say do not answer
+        self.first_batch_s = 0.0
+        self.waiting_since: float | None = None  # the consumer waits for a batch since then
+        self.recorder = Recorder()
+        """What the main process does for this loader."""
+        self._workers: dict[int, _Worker] = {}
+        self._nodes: dict[str, _Node] = {}  # of a service, by address
+        self._lock = threading.Lock()  # for both: replacements are made in a thread of their own
+        self._told_slow_start = False
+        self._starting = False  # workers were started for the newest iterator, which has no batch yet
+        self._before = _Totals({}, np.zeros(BLOCK_BYTES // 8))
+        self._mark = self._look_at = self._cpu_mark = 0.0
+        # When the first iterator began: the time, the CPU seconds of all programs, and those of this process.
+        self._first_begun: tuple[float, float | None, float] = 0.0, None, 0.0
+
+    # ---------------------------------------------------------------------------------------------- counting
+
+    def add_worker(self, worker: int, recorder: Recorder, node: str = "") -> None:
+        """Read what a new process counts; what those before it with this number have counted is kept. Any thread.
+
+        Args:
+            worker: its number.
+            recorder: what it counts.
+            node: the address where it is; empty: on this machine.
+        """
+        with self._lock:
+            known = self._workers.get(worker)
+            earlier = np.zeros(BLOCK_BYTES // 8) if known is None else known.total()
+            self._workers[worker] = _Worker(recorder, earlier, node)
+            if node:
+                self._nodes.setdefault(node, _Node())
+
+    def begin(self) -> float:
+        """Begin to measure an iterator. Returns the time, for `begins` and `first_batch`."""
+        self.epochs += 1
+        self._starting = False
+        self._cpu_mark = process_time()
+        self._mark = perf_counter()
+        self._look_at = self._mark + _LOOK_S
+        if self.epochs == 1:
+            self._first_begun = self._mark, busy_seconds(), self._cpu_mark
+        return self._mark
+
+    def begins(self, begun: float) -> None:
+        """The consumer waited for `iter()`, which started workers, since `begun`."""
+        self.wait_s += perf_counter() - begun
+
+    def workers_start(self) -> None:
+        """Workers are started for the iterator that began last."""
+        self._starting = True
+
+    def first_batch(self, begun: float) -> None:
+        """Record the time to an iterator's first batch; the newest iterator's value is kept."""
+        self.first_batch_s = perf_counter() - begun
+        if self._starting:
+            self._starting = False
+            self.startup_s += self.first_batch_s
+            if self.first_batch_s > _SLOW_START_S and not self._told_slow_start:
+                self._told_slow_start = True
+                self._tell_slow_start()
+
+    def _tell_slow_start(self) -> None:
+        """Log what the time to the first batch went to. Each figure is a mean worker's."""
+        blocks = [block for worker, block in self.blocks().items() if worker >= 0]
+        merged = [sum(each) for each in zip(*blocks, strict=True)]
+        process, imports, dataset, first_read = (
+            times.total / max(1, times.number)
+            for times in (stage_times(merged, stage) for stage in STAGES if stage.startswith(("start_", "first_")))
+        )
+        _log.warning(
+            "the first batch came after %.1f s: %.1f s to create a worker's process, %.1f s in imports, %.1f s for the "
+            "dataset, %.1f s for its first samples; persistent_workers=True spends that once, not in each epoch",
+            *(self.first_batch_s, process, imports, dataset, first_read),
+        )
+
+    def relay(self, level: int, text: str, store: str | None, *, silent: bool) -> None:
+        """Log a worker's line. That a store is silent, or answers again, is logged once, whoever else says it."""
+        if store is not None:
+            if silent == (store in self.silent):
+                return
+            (self.silent.add if silent else self.silent.discard)(store)
+        _log.log(level, "%s", text)
+
+    def batch(self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int) -> None:
+        """Count a delivered batch.
+
+        Args:
+            samples: in the batch.
+            nbytes: of its tensors.
+            pickled: bytes that were unpickled for it.
+            waited: seconds that the consumer spent in `next` or `anext`: waiting for workers, in the loader's own code,
+                and in the sampler's.
+            busy: seconds that a worker spent on it.
+            workers: how many there are.
+        """
+        now = perf_counter()
+        passed = now - self._mark
+        self._mark = now
+        self.batches += 1
+        self.samples += samples
+        self.bytes += nbytes
+        self.pickled += pickled
+        self.wait_s += waited
+        self.elapsed_s += passed
+        if now >= self._look_at:
+            self._look(now)
+        self.busy_s += busy
+        self.worker_s += passed * workers
+        time = self.recorder.time
+        time("wait", waited)
+        time("consumer", passed - waited)
+
+    def came_from_node(self, worker: int, nbytes: int, busy: float) -> None:
+        """Count a batch that a service has made for this worker. Arguments as `batch`."""
+        node = self._nodes[self._workers[worker].node]
+        node.batches += 1
+        node.bytes += nbytes
+        node.busy_s += busy
+
+    def others_cpu(self) -> float:
+        """CPUs that other programs used on average since the first iterator began; 0 where that is unknown."""
+        began, busy_then, own_then = self._first_begun
+        busy = busy_seconds()
+        if busy is None or busy_then is None:
+            return 0.0
+        own = process_time() - own_then
+        own += sum(total(block, "cpu_s") for worker, block in self.blocks().items() if worker >= 0)
+        return max(0.0, busy - busy_then - own) / max(1e-9, perf_counter() - began)
+
+    def _look(self, now: float) -> None:
+        """Count this process's CPU time since the last look, or since `begin`."""
+        self._look_at = now + _LOOK_S
+        used, self._cpu_mark = self._cpu_mark, process_time()
+        self.main_cpu_s += self._cpu_mark - used
+
+    # ----------------------------------------------------------------------------------------------- reading
+
+    def blocks(self) -> dict[int, Sequence[float]]:
+        """What each worker has counted, by its number; -1: the main process."""
+        with self._lock:
+            workers = {worker: each.total().tolist() for worker, each in sorted(self._workers.items())}
+        return {-1: self.recorder.block.tolist(), **workers}
+
+    def _totals(self, left_out: Mapping[str, float]) -> _Totals:
+        with self._lock:
+            block = np.array(self.recorder.block)
+            for each in self._workers.values():
+                block += each.total()
+            nodes = {
+                f"{_NODE}{address}/{name}": getattr(node, name)
+                for address, node in self._nodes.items()
+                for name in _Node.__slots__
+            }
+        now, since = perf_counter(), self.waiting_since
+        waiting = 0.0 if since is None else max(0.0, now - since)
+        elapsed = 0.0 if since is None else max(0.0, now - self._mark)
+        sums = {
+            "batches": self.batches,
+            "samples": self.samples,
+            "bytes": self.bytes,
+            "wait_s": self.wait_s + waiting,
+            "elapsed_s": self.elapsed_s + elapsed,
+            "startup_s": self.startup_s,
+            "busy_s": self.busy_s,
+            "worker_s": self.worker_s,
+            "oversize": self.oversize,
+            "ring_copies": self.ring_copies,
+            "hedged": self.hedged,
+            "restarts": self.restarts,
+            "retirements": self.retirements,
+            "skipped_samples": self.skipped_samples,
+            "refilled": self.refilled,
+            "page_lock_s": self.page_lock_s,
+            "staged": self.staged,
+            **left_out,
+            **nodes,
+        }
+        return _Totals(sums, block)
+
+    def snapshot(
+        self, queue_depth: int, left_out: Mapping[str, float] | None = None, *, prefix: str = "", interval: bool = False
+    ) -> dict[str, float]:
+        """A new flat dictionary of floats: `metrics.FIGURES` says what they are.
+
+        Args:
+            queue_depth: batches that are ready now.
+            left_out: what the ranks' shares dropped and repeated so far.
+            prefix: of every key.
+            interval: count from the last call with `interval`, not from the beginning.
+        """
+        totals = self._totals(left_out or {})
+        if interval:
+            before, self._before = self._before, totals
+            totals = totals.since(before)
+        sums, block = totals.sums, totals.block.tolist()
+        elapsed = sums["elapsed_s"] or float("inf")
+        values: dict[str, float] = {
+            "data/batches": sums["batches"],
+            "data/samples": sums["samples"],
+            "data/bytes": sums["bytes"],
+            "data/wait_s": sums["wait_s"],
+            "data/wait_frac": min(1.0, sums["wait_s"] / elapsed),
+            "data/batches_per_sec": sums["batches"] / elapsed,
+            "data/samples_per_sec": sums["samples"] / elapsed,
+            "data/bytes_per_sec": sums["bytes"] / elapsed,
+            "data/queue_depth": queue_depth,
+            "data/prefetch_depth": self.prefetch_depth,
+            "data/time_to_first_batch_s": self.first_batch_s,
+            "data/startup_s": sums["startup_s"],
+            "data/worker_busy_frac": min(1.0, sums["busy_s"] / sums["worker_s"]) if sums["worker_s"] else 0.0,
+            "data/oversize_batches": sums["oversize"],
+            "data/ring_copies": sums["ring_copies"],
+            "data/hedged_batches": sums["hedged"],
+            "data/worker_restarts": sums["restarts"],
+            "data/worker_retirements": sums["retirements"],
+            "data/skipped_samples": sums["skipped_samples"],
+            "data/refilled_samples": sums["refilled"],
+            "device/page_locked_bytes": self.page_locked_bytes,
+            "device/page_lock_s": sums["page_lock_s"],
+            "device/staged_batches": sums["staged"],
+            **{f"data/{name}": sums[name] for name in left_out or ()},
+            **dict(zip((f"store/{key}" for key in KEYS), block, strict=False)),
+        }
+        for stage in STAGES:
+            times = stage_times(block, stage)
+            if times.number:
+                values |= zip((f"stage/{stage}/{name}" for name in _STAGE_FIGURES), times, strict=True)
+        values |= self._there()
+        values |= {name: number for name, number in sums.items() if name.startswith(_NODE)}
+        return {prefix + key: float(value) for key, value in values.items()}
+
+    def _there(self) -> dict[str, float]:
+        """How many workers are at each node, or were last."""
+        with self._lock:
+            found = [each.node for each in self._workers.values()]
+            return {f"{_NODE}{address}/workers": found.count(address) for address in self._nodes}
+
+
+_NODE = "node/"
+_STAGE_FIGURES = ("count", "sum_s", "p50_s", "p95_s", "p99_s")
+
+
+class _Totals(NamedTuple):
+    """All that only grows: sums by name, and the sum of all blocks."""
+
+    sums: Mapping[str, float]
+    block: np.ndarray[Any, np.dtype[np.float64]]
+
+    def since(self, before: _Totals) -> _Totals:
+        sums = {name: number - before.sums.get(name, 0.0) for name, number in self.sums.items()}
+        return _Totals(sums, self.block - before.block)
+
+
+class _Worker(NamedTuple):
+    """What a worker's process counts, and what the processes before it had counted."""
+
+    recorder: Recorder
+    earlier: np.ndarray[Any, np.dtype[np.float64]]
+    node: str
+
+    def total(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        total: np.ndarray[Any, np.dtype[np.float64]] = np.array(self.recorder.block)
+        total += self.earlier
+        return total
+
+
+class _Node:
+    """What came from a node of a service. See `metrics.NODE_FIGURES`."""
+
+    __slots__ = ("batches", "busy_s", "bytes")
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.bytes = 0
+        self.busy_s = 0.0

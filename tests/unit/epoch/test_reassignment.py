@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from asyncloader.epoch.reassignment import KILLS, Recovery
+from asyncloader.errors import WorkerDied
+from asyncloader.events import Died
+
+
+class Deaths:
+    """Makes deaths, each of another process."""
+
+    def __init__(self) -> None:
+        self.pid = 100
+
+    def __call__(self, worker: int = 0, *, at_work: bool = True, retired: bool = False, outside: bool = False) -> Died:
+        self.pid += 1
+        return Died(worker, WorkerDied(worker, self.pid, -9), at_work, retired, outside=outside)
+
+
+@pytest.fixture
+def death() -> Deaths:
+    return Deaths()
+
+
+def blocking(workers: int = 2, max_restarts: int = 3) -> Recovery:
+    return Recovery(workers, max_restarts, concurrent=False)
+
+
+def concurrent(workers: int = 2, max_restarts: int = 3) -> Recovery:
+    return Recovery(workers, max_restarts, concurrent=True)
+
+
+def replaced(recovery: Recovery, worker: int, lost: list[int]) -> list[int]:
+    """The worker is replaced, and `lost` waits for it. Returns what it is sent at once."""
+    recovery.down(worker)
+    for seq in lost:
+        recovery.wait(worker, seq)
+    recovery.up(worker)
+    return sent(recovery, worker, in_hand=0)
+
+
+def sent(recovery: Recovery, worker: int, in_hand: int) -> list[int]:
+    found: list[int] = []
+    while (seq := recovery.next_for(worker, in_hand + len(found))) is not None:
+        found.append(seq)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ suspects
+
+
+def test_a_blocking_worker_died_of_its_first_task(death: Deaths) -> None:
+    """One that works on its tasks in turn can have died of the first only."""
+    recovery = blocking()
+    assert recovery.died(death(), [4, 6, 8]) == []
+    assert [seq for seq in (4, 6, 8) if recovery.suspected(seq)] == [4]
+    assert [error.pid for error in recovery.deaths(4)] == [101]
+    assert recovery.deaths(6) == ()
+
+
+def test_a_concurrent_worker_died_of_any_of_its_tasks(death: Deaths) -> None:
+    """One that has several tasks in hand may have died of each."""
+    recovery = concurrent()
+    assert recovery.died(death(), [4, 6, 8]) == []
+    assert all(recovery.suspected(seq) for seq in (4, 6, 8))
+
+
+@pytest.mark.parametrize("kind", [blocking, concurrent])
+def test_what_had_not_been_sent_is_no_suspect(kind: Callable[[], Recovery], death: Deaths) -> None:
+    """Tasks that still waited for the worker cannot have killed it."""
+    recovery = kind()
+    recovery.down(0)
+    for seq in (4, 6):
+        recovery.wait(0, seq)
+    assert recovery.in_hand(0, 2) == 0
+    assert recovery.died(death(), [4, 6]) == []
+    assert not recovery.suspected(4)
+    assert not recovery.suspected(6)
+
+
+@pytest.mark.parametrize("kind", [blocking, concurrent])
+def test_a_death_at_start_up_blames_no_task(kind: Callable[[], Recovery], death: Deaths) -> None:
+    """The user's start-up code ran, and no task: any number of such deaths poisons nothing."""
+    recovery = kind()
+    for _ in range(KILLS + 1):
+        assert recovery.died(death(at_work=False), [0, 1]) == []
+        assert replaced(recovery, 0, [0, 1]) == [0, 1]
+    assert not recovery.suspected(0)
+
+
+@pytest.mark.parametrize("kind", [blocking, concurrent])
+def test_retirement_blames_nobody(kind: Callable[[], Recovery], death: Deaths) -> None:
+    """A worker that left by itself was killed by nothing; a task that was suspected before stays so."""
+    recovery = kind()
+    recovery.died(death(), [0])
+    replaced(recovery, 0, [0])
+    assert recovery.died(death(retired=True), [0, 1]) == []
+    assert len(recovery.deaths(0)) == 1
+    assert not recovery.suspected(1)
+
+
+@pytest.mark.parametrize("kind", [blocking, concurrent])
+def test_a_death_without_tasks_blames_nobody(kind: Callable[[], Recovery], death: Deaths) -> None:
+    """An idle worker was killed by nothing of ours."""
+    assert kind().died(death(), []) == []
+
+
+# --------------------------------------------------------------------------------------------------- poison
+
+
+@pytest.mark.parametrize("kind", [blocking, concurrent])
+def test_three_deaths_poison_a_task(kind: Callable[[], Recovery], death: Deaths) -> None:
+    """The third death over a task, on whichever worker, is the last; all are told, in their order."""
+    recovery = kind()
+    assert recovery.died(death(0), [5]) == []
+    assert recovery.died(death(1), [5]) == []
+    assert recovery.died(death(0), [5]) == [5]
+    assert [(error.worker_id, error.pid) for error in recovery.deaths(5)] == [(0, 101), (1, 102), (0, 103)]
+
+
+@pytest.mark.parametrize("kind", [blocking, concurrent])
+def test_deaths_from_outside_poison_nothing(kind: Callable[[], Recovery], death: Deaths) -> None:
+    """However many, before and between its own; the task is a suspect all the same, and the restarts are used up."""
+    recovery = kind()
+    for _ in range(KILLS + 1):
+        assert recovery.died(death(outside=True), [5]) == []
+    assert recovery.suspected(5)
+    assert recovery.deaths(5) == ()
+    assert not recovery.may_replace(0)
+    for _ in range(KILLS - 1):
+        assert recovery.died(death(1), [5]) == []
+        assert recovery.died(death(1, outside=True), [5]) == []
+    assert recovery.died(death(1), [5]) == [5]
+    assert len(recovery.deaths(5)) == KILLS
+
+
+def test_it_is_known_what_a_worker_was_at(death: Deaths) -> None:
+    """The head of a blocking worker's tasks, all that a concurrent one had in hand, and nothing for one at no task."""
+    for recovery, struck in ((blocking(), [4]), (concurrent(), [4, 6])):
+        recovery.died(death(outside=True), [4, 6])
+        assert list(recovery.struck) == struck
+        recovery.died(death(at_work=False), [4, 6])
+        assert not recovery.struck
+
+
+def test_a_blocking_worker_may_die_of_one_task_after_another(death: Deaths) -> None:
+    """Each task has its own deaths: two each poison none of them."""
+    recovery = blocking()
+    for _ in range(KILLS - 1):
+        assert recovery.died(death(), [0, 1]) == []
+        assert replaced(recovery, 0, [0, 1]) == [0, 1]
+    recovery.answered(0, 0)
+    for _ in range(KILLS - 1):
+        assert recovery.died(death(), [1]) == []
+    assert recovery.died(death(), [1]) == [1]
+
+
+def test_an_answer_clears_a_suspect(death: Deaths) -> None:
+    """A task that was answered is no suspect any more, and nothing is kept of its death."""
+    recovery = blocking()
+    recovery.died(death(), [0, 1])
+    recovery.answered(0, 0)
+    assert not recovery.suspected(0)
+    assert recovery.deaths(0) == ()
+
+
+# -------------------------------------------------------------------------------------------------- isolation
+
+
+def test_suspects_of_a_concurrent_worker_are_tried_alone(death: Deaths) -> None:
+    """One at a time, in their order; the tasks behind them come together, when the last suspect has been answered."""
+    recovery = concurrent()
+    recovery.died(death(), [0, 1])
+    recovery.down(0)
+    for seq in (0, 1, 2, 3):  # 2 and 3 came while it was down
+        recovery.wait(0, seq)
+    recovery.up(0)
+    assert sent(recovery, 0, in_hand=0) == [0]
+    assert not recovery.free(0)
+    recovery.answered(0, 0)
+    assert sent(recovery, 0, in_hand=0) == [1]
+    recovery.answered(0, 1)
+    assert sent(recovery, 0, in_hand=0) == [2, 3]
+    assert recovery.free(0)
+    assert not recovery.active
+
+
+def test_a_suspect_waits_for_the_tasks_in_hand() -> None:
+    """Alone means that nothing else is in hand: not before those are answered."""
+    recovery = concurrent()
+    recovery.died(Deaths()(), [7])
+    recovery.wait(0, 7)
+    assert recovery.next_for(0, 2) is None
+    assert recovery.next_for(0, 1) is None
+    assert recovery.next_for(0, 0) == 7
+
+
+def test_a_suspect_of_a_blocking_worker_is_sent_with_the_others(death: Deaths) -> None:
+    """A blocking worker leaves no doubt about what it died of: nothing has to be alone."""
+    recovery = blocking()
+    recovery.died(death(), [0, 1, 2])
+    assert replaced(recovery, 0, [0, 1, 2]) == [0, 1, 2]
+    assert recovery.free(0)
+
+
+def test_a_death_over_a_suspect_that_is_tried_blames_it_alone(death: Deaths) -> None:
+    """The others that waited meanwhile are not struck a second time, and it is tried alone once more."""
+    recovery = concurrent()
+    recovery.died(death(), [0, 1, 2])
+    assert replaced(recovery, 0, [0, 1, 2]) == [0]
+    assert recovery.died(death(), [0, 1, 2]) == []
+    assert replaced(recovery, 0, [0, 1, 2]) == [0]
+    assert recovery.died(death(), [0, 1, 2]) == [0]
+    assert [len(recovery.deaths(seq)) for seq in (1, 2)] == [1, 1]
+    assert replaced(recovery, 0, [1, 2]) == [1]
+
+
+def test_other_workers_are_free_meanwhile(death: Deaths) -> None:
+    """A worker that is down, or tries a suspect, holds no other back."""
+    recovery = concurrent()
+    recovery.died(death(0), [0])
+    recovery.down(0)
+    assert (recovery.free(0), recovery.free(1)) == (False, True)
+    recovery.wait(0, 0)
+    recovery.up(0)
+    assert recovery.next_for(0, 0) == 0
+    assert (recovery.free(0), recovery.free(1)) == (False, True)
+    assert recovery.next_for(1, 1) is None
+
+
+# -------------------------------------------------------------------------------------------- who waits
+
+
+def test_all_is_normal_until_a_death_and_again_after_the_recovery(death: Deaths) -> None:
+    """The scheduler need not ask while nothing is out of the way."""
+    recovery = blocking()
+    assert not recovery.active
+    recovery.died(death(), [0])
+    recovery.down(0)
+    assert recovery.active
+    recovery.wait(0, 0)
+    assert recovery.next_for(0, 0) is None  # still down
+    assert recovery.in_hand(0, 1) == 0
+    recovery.up(0)
+    assert sent(recovery, 0, in_hand=0) == [0]
+    recovery.answered(0, 0)
+    assert sent(recovery, 0, in_hand=0) == []
+    assert not recovery.active
+
+
+def test_a_suspect_keeps_the_books_open(death: Deaths) -> None:
+    """As long as a task is suspected its answer must be told: the books are not closed before."""
+    recovery = blocking()
+    recovery.died(death(), [0])
+    assert replaced(recovery, 0, [0]) == [0]
+    assert recovery.active
+
+
+def test_a_worker_that_ended_gets_nothing(death: Deaths) -> None:
+    """What waited for it is void, a suspect on trial, too."""
+    recovery = concurrent()
+    recovery.died(death(), [0, 1])
+    assert replaced(recovery, 0, [0, 1]) == [0]
+    recovery.void(0)
+    assert recovery.next_for(0, 0) is None
+    assert recovery.free(0)
+
+
+# -------------------------------------------------------------------------------------------------- budgets
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_each_worker_has_its_own_restarts(most: int, death: Deaths) -> None:
+    """A worker is replaced `max_restarts` times, whatever becomes of the others."""
+    recovery = blocking(max_restarts=most)
+    for _ in range(most):
+        recovery.died(death(0), [])
+        assert recovery.may_replace(0)
+    recovery.died(death(0), [])
+    assert not recovery.may_replace(0)
+    assert recovery.may_replace(1)
+
+
+def test_retirement_costs_no_restart(death: Deaths) -> None:
+    """A worker that leaves by itself is replaced however often it does, without any restarts, too."""
+    recovery = blocking(max_restarts=0)
+    for _ in range(5):
+        recovery.died(death(retired=True), [3])
+        assert recovery.may_replace(0)
+    recovery.died(death(at_work=False), [3])
+    assert not recovery.may_replace(0)
+
+
+def test_advice_says_which_option_heals() -> None:
+    """Without restarts it names the option and what makes it exact; with restarts how many there were."""
+    advice = blocking(max_restarts=0).advice(0)
+    assert "max_worker_restarts" in advice
+    assert "seed=" in advice
+    advice = blocking(max_restarts=3).advice(0)
+    assert "3 times" in advice
+    assert "max_worker_restarts" in advice

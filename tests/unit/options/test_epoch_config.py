@@ -1,0 +1,131 @@
+"""The options of an epoch: resolved when iteration begins, and then fixed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import weakref
+from collections.abc import Generator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Recovery, StatefulDataLoader, Tuning
+from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.samplers.distributed import Topology
+from tests.integration.datasets import CountedStream, Numbers
+from tests.integration.running import run_async
+
+
+def config(dataset: Any = None, kind: Any = DataLoader, **options: Any) -> EpochConfig:
+    return EpochConfig.of(kind(Numbers(6) if dataset is None else dataset, **options))
+
+
+def test_it_is_fixed() -> None:
+    """What torch lets a user change on the loader is read once."""
+    loader = DataLoader[Any](Numbers(6), num_workers=1)
+    found = EpochConfig.of(loader)
+    loader.num_workers, loader.collate_fn = 3, len
+    assert found.num_workers == 1
+    assert found.collate_fn is torch.utils.data.default_collate
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.num_workers = 3  # type: ignore[misc]
+
+
+def test_it_does_not_hold_the_loader() -> None:
+    """An iterator that is kept does not keep its loader."""
+    loader = DataLoader[Any](Numbers(6), seed=1, num_workers=1)
+    found, reference = EpochConfig.of(loader), weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert reference() is None
+    assert found.seeded
+
+
+def test_ranks_wait_for_each_other_over_map_datasets_with_a_seed() -> None:
+    """In torch mode sharding is the sampler's business, and the ranks of a stream agree on its end."""
+    ranks = {"rank": 1, "world_size": 3}
+    assert (config().topology, config().even_ranks) == (Topology(0, 1), 1)
+    assert (config(seed=1, **ranks).topology, config(seed=1, **ranks).even_ranks) == (Topology(1, 3), 3)
+    assert config(CountedStream(6, said=6), seed=1, **ranks).even_ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ({}, 0),
+        ({"seed": 1}, 16),
+        ({"seed": 1, "in_order": False}, 0),
+        ({"seed": 1, "tuning": Tuning(reorder_window=3)}, 3),
+    ],
+    ids=str,
+)
+def test_batches_run_ahead_in_seeded_order_only(options: dict[str, Any], ahead: int) -> None:
+    """Elsewhere torch says which worker makes which batch, or there is no order to keep."""
+    assert config(num_workers=2, **options).reorder_window == ahead
+    assert config(CountedStream(6, said=6), num_workers=2, **options).reorder_window == 0
+
+
+def test_what_is_resumed_exactly() -> None:
+    """`resume` decides; torchdata's loader replays whatever it says."""
+    exact, replay = config(), config(recovery=Recovery(allow_replay=True))
+    assert [(each.exact, each.replays) for each in (exact, replay)] == [(True, False), (False, True)]
+    assert not config(kind=StatefulDataLoader).exact
+    assert [config(snapshot_every_n_steps=every).snapshot_every for every in (None, 0, 5)] == [0, 0, 5]
+
+
+class Watched(DataLoader[Any]):
+    """Notes what is read from it while somebody listens."""
+
+    asked: ClassVar[list[str] | None] = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if Watched.asked is not None:
+            Watched.asked.append(name)
+        return super().__getattribute__(name)
+
+
+@contextlib.contextmanager
+def listening() -> Generator[list[str]]:
+    found: list[str] = []
+    Watched.asked = found
+    try:
+        yield found
+    finally:
+        Watched.asked = None
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"seed": 1},
+    {"on_error": "skip", "device": "cpu", "device_options": DeviceOptions(static_buffers=True)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_loader_is_asked_nothing_after_iter(workers: int, options: dict[str, Any]) -> None:
+    """To the end of the epoch, with workers and without."""
+    with Watched(Numbers(6), num_workers=workers, **options) as loader:
+        iterator = iter(loader)
+        with listening() as asked:
+            assert len(list(iterator)) == 6
+    assert asked == []
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_asynchronous_loader_is_asked_nothing_either(workers: int, options: dict[str, Any]) -> None:
+    """The same of the loader of torch's kind that it has."""
+
+    async def run() -> list[str]:
+        async with AsyncDataLoader[Any](Numbers(6), num_workers=workers, **options) as loader:
+            loader._spec.__class__ = Watched
+            iterator = aiter(loader)
+            with listening() as asked:
+                assert len([batch async for batch in iterator]) == 6
+            return asked
+
+    assert run_async(run()) == []

@@ -1,0 +1,75 @@
+"""The options that are objects: checked when they are made, changed by their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Recovery, Tuning
+from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, OPTION_NAMES, OUR_OPTION_NAMES
+from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.options.objects import OPTION_OBJECTS, grouped
+from tests.integration.datasets import Numbers
+
+
+def test_few_options_are_flat() -> None:
+    """Of ours at most 12 beside the objects, one of them torchdata's; a field's name is no other option's."""
+    flat = set(OUR_OPTION_NAMES) - set(OPTION_OBJECTS) - {"snapshot_every_n_steps"}
+    assert len(flat) <= 12
+    assert not set(FIELD_NAMES) & set(OPTION_NAMES)
+    assert len(FIELD_NAMES) == sum(len(dataclasses.fields(kind)) for kind in OPTION_OBJECTS.values())
+
+
+def test_they_are_fixed_and_can_be_copied() -> None:
+    """Frozen, equal by their fields, and picklable; the text shows what differs from the defaults."""
+    given = Recovery(worker_timeout=5, worker_memory_limit="8GiB")
+    assert repr(given) == "Recovery(worker_timeout=5, worker_memory_limit='8GiB')"
+    assert repr(Tuning()) == "Tuning()"
+    assert pickle.loads(pickle.dumps(given)) == given
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        given.worker_timeout = 6  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Recovery(worker_timeout=-1), "worker_timeout=-1"),
+        (lambda: Tuning(ring_bytes="much"), "ring_bytes='much'"),
+        (lambda: Tuning(reorder_window=-1), "reorder_window=-1"),
+        (lambda: DeviceOptions(device_prefetch=0), "device_prefetch=0"),
+    ],
+)
+def test_they_are_checked_where_they_are_made(make: Any, words: str) -> None:
+    """So the error's line is the one with the mistake."""
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
+def test_clone_changes_single_fields(kind: Any) -> None:
+    """The object's other fields stay; an object and a field of it may be given together."""
+    given = Recovery(worker_timeout=5, max_skipped_samples=None)
+    loader = kind(Numbers(3), num_workers=1, recovery=given, on_error="skip")
+    clone = loader.clone(worker_timeout=7, ring_bytes="1MiB")
+    assert clone.recovery == Recovery(worker_timeout=7, max_skipped_samples=None)
+    assert clone.tuning == Tuning(ring_bytes="1MiB")
+    assert loader.recovery.worker_timeout == 5
+    both = loader.clone(recovery=Recovery(allow_replay=True), worker_timeout=9).recovery
+    assert both == Recovery(allow_replay=True, worker_timeout=9)
+    assert kind.from_torch(DataLoader(Numbers(3)), reorder_window=2).tuning == Tuning(reorder_window=2)
+
+
+def test_grouped_changes_nothing_else() -> None:
+    """What is no field stays; without fields no object is made."""
+    assert grouped({"seed": 1, "recovery": None}) == {"seed": 1, "recovery": None}
+    assert grouped(DEFAULTS) == DEFAULTS
+
+
+def test_sizes_are_resolved_when_iteration_begins() -> None:
+    """The object keeps the text, the epoch has the bytes."""
+    given: dict[str, Any] = {"tuning": Tuning(ring_bytes="2MiB"), "recovery": Recovery(worker_memory_limit="1GB")}
+    config = EpochConfig.of(DataLoader(Numbers(3), num_workers=1, **given))
+    assert (config.ring_bytes, config.worker_memory_limit) == (2 << 20, 10**9)

@@ -1,0 +1,340 @@
+"""The effect of `seed=` on a loader's options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from asyncloader import AsyncDataLoader, DataLoader, SeededSampler
+from asyncloader.options.checks import check_options
+from asyncloader.options.declaration import DEFAULTS, default_sampler
+from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.options.objects import flattened
+from asyncloader.samplers.distributed import (
+    Share,
+    Topology,
+    rank_view,
+    topology,
+)
+from asyncloader.state.checkpoint import expectations
+
+DATA = TensorDataset(torch.arange(20))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+class Batches:
+    """A user's batch sampler."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2], [3, 4, 5]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+class ShardOfBatches(Batches):
+    """One that gives one process's batches, and says so as Accelerate's do."""
+
+    process_index = 1
+    num_processes = 3
+
+
+class Wrapped(BatchSampler):
+    """A batch sampler of a framework around the user's sampler."""
+
+
+def check(*, iterable: bool = False, **changes: Any) -> None:
+    given = {"dataset": DATA, "generator": None, **flattened(DEFAULTS), "seed": 1, **changes}
+    check_options(given, iterable=iterable)
+
+
+ALLOWED: list[dict[str, Any]] = [
+    {},
+    {"seed": None},
+    {"seed": 0},
+    {"seed": (1 << 64) - 1},
+    {"seed": None, "generator": torch.Generator()},
+    {"rank": 0, "world_size": 1},
+    {"rank": 7, "world_size": 8},
+    *({"on_uneven": rule} for rule in ("pad", "repeat", "error")),
+    {"iterable": True, "on_uneven": "error"},
+    {"allow_replay": True},
+    {"snapshot_every_n_steps": None},
+    {"snapshot_every_n_steps": 0},
+    {"reorder_window": 0},
+]
+
+
+@pytest.mark.parametrize("changes", ALLOWED, ids=lambda given: re.sub(r"<.*?>", "generator", str(given)))
+def test_options_that_are_allowed(changes: dict[str, Any]) -> None:
+    """At the ends of each range, too."""
+    check(**changes)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"seed": -1}, r"seed should be .* but got seed=-1"),
+    ({"seed": 1 << 64}, "seed=18446744073709551616"),
+    ({"seed": 1.0}, "seed=1.0"),
+    ({"seed": "1"}, "seed='1'"),
+    ({"seed": True}, "seed=True"),
+    ({"generator": torch.Generator()}, "seed=1 and generator exclude one another"),
+    ({"seed": None, "rank": 0, "world_size": 2}, "rank=0 and world_size=2 need seed="),
+    ({"rank": 0}, "go together, but got rank=0 and world_size=None"),
+    ({"world_size": 2}, "go together, but got rank=None and world_size=2"),
+    ({"rank": 0, "world_size": 0}, "positive integer, but got world_size=0"),
+    ({"rank": 0, "world_size": 2.0}, "world_size=2.0"),
+    ({"rank": 2, "world_size": 2}, "between 0 and world_size - 1 = 1, but got rank=2"),
+    ({"rank": -1, "world_size": 2}, "rank=-1"),
+    ({"rank": "0", "world_size": 2}, "rank='0'"),
+    ({"on_uneven": "wrap"}, "one of drop, pad, repeat, error, but got on_uneven='wrap'"),
+    ({"on_uneven": None}, "on_uneven=None"),
+    ({"iterable": True, "on_uneven": "pad"}, "on_uneven='pad' needs a map dataset"),
+    ({"iterable": True, "on_uneven": "repeat"}, "on_uneven='repeat' needs a map dataset"),
+    ({"allow_replay": "maybe"}, "True or False, but got allow_replay='maybe'"),
+    ({"snapshot_every_n_steps": -1}, "snapshot_every_n_steps=-1"),
+    ({"snapshot_every_n_steps": 0.5}, "snapshot_every_n_steps=0.5"),
+    ({"reorder_window": -1}, "reorder_window=-1"),
+    ({"reorder_window": None}, "reorder_window=None"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda given: re.sub(r"<.*?>", "generator", str(given)))
+def test_options_that_are_refused(changes: dict[str, Any], words: str) -> None:
+    """The error names the option and its value, and both options where two exclude one another."""
+    with pytest.raises(ValueError, match=words):
+        check(**changes)
+
+
+@pytest.mark.parametrize("loader", [DataLoader, AsyncDataLoader])
+def test_both_loaders_check(loader: Any) -> None:
+    """In their constructors."""
+    with pytest.raises(ValueError, match="seed=-1"):
+        loader(DATA, seed=-1)
+    with pytest.raises(ValueError, match="need seed="):
+        loader(DATA, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="needs a map dataset"):
+        loader(Stream(), seed=1, on_uneven="pad")
+
+
+@pytest.mark.parametrize("shuffle", [None, False, True])
+def test_the_default_sampler_is_ours(shuffle: Any) -> None:
+    """With a seed, and where the user gave none; shuffled when asked to."""
+    sampler = default_sampler(DATA, 5, shuffle, None, None)
+    assert isinstance(sampler, SeededSampler)
+    assert (sampler.seed, sampler.shuffle, len(sampler)) == (5, bool(shuffle), 20)
+
+
+def test_a_users_sampler_keeps_its_place() -> None:
+    """There is no default sampler beside another, for a stream, or without a seed."""
+    for arguments in (
+        (DATA, None, True, None, None),
+        (DATA, 5, True, SequentialSampler(DATA), None),
+        (DATA, 5, True, None, Batches()),
+        (Stream(), 5, True, None, None),
+    ):
+        assert default_sampler(*arguments) is None
+
+
+# -------------------------------------------------------------------------------------------- topology
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """As in process 2 of 5 that train together."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=2, world_size=5)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_process_alone_is_rank_0_of_1() -> None:
+    """Without torch.distributed and without options."""
+    assert topology(DataLoader(DATA, seed=1)) == Topology(0, 1)
+
+
+def test_torch_distributed_says_who_we_are(process_group: None) -> None:
+    """Where it is initialized, at the time of asking; the options go before."""
+    assert topology(DataLoader(DATA, seed=1)) == Topology(2, 5)
+    assert topology(DataLoader(DATA, seed=1, rank=0, world_size=3)) == Topology(0, 3)
+    assert len(DataLoader(DATA, seed=1, batch_size=2)) == 2
+
+
+def test_a_group_says_who_we_are(process_group: None) -> None:
+    """Of its ranks alone, as a process group or as a mesh's dimension; it goes before torch.distributed's own."""
+    some: Any = torch.distributed.new_group([0, 2])
+    assert topology(DataLoader(DATA, seed=1, group=some)) == Topology(1, 2)
+    mesh = init_device_mesh("cpu", (5,), mesh_dim_names=("dp",))
+    loader = DataLoader(DATA, seed=1, group=mesh)
+    assert topology(loader) == Topology(2, 5)
+    assert loader.group is mesh
+    assert topology(loader.clone(batch_size=2)) == Topology(2, 5)
+
+
+def test_groups_that_are_refused(process_group: None) -> None:
+    """The error says which ranks the group has, or which dimension to take."""
+    others: Any = torch.distributed.new_group([0, 1])
+    with pytest.raises(ValueError, match="made it of other ranks than this one, 2"):
+        DataLoader(DATA, seed=1, group=others)
+    mesh = init_device_mesh("cpu", (1, 5), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"of one dimension, but got one of 2\. .*mesh\['dp'\]"):
+        DataLoader(DATA, seed=1, group=mesh)
+    mine: Any = torch.distributed.new_group([2, 3])
+    with pytest.raises(ValueError, match=r"group and rank=0, world_size=2 exclude one another"):
+        DataLoader(DATA, seed=1, group=mine, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="needs seed="):
+        DataLoader(DATA, group=mine)
+
+
+def share_of(loader: DataLoader[Any]) -> Share:
+    base = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    return rank_view(loader, base).share
+
+
+def test_the_default_order_is_shared_out() -> None:
+    """Batches of the loader's size, cut from the sampler's single indices."""
+    loader = DataLoader(DATA, seed=1, batch_size=4, drop_last=True, rank=1, world_size=2, on_uneven="pad")
+    assert share_of(loader) == Share(4, True, Topology(1, 2), "pad")
+    assert rank_view(loader, loader.batch_sampler).sampler is loader.sampler
+
+
+def test_without_batches_indices_are_shared_out() -> None:
+    """`batch_size=None`: an index is a step."""
+    loader = DataLoader(DATA, seed=1, batch_size=None, rank=1, world_size=2)
+    assert share_of(loader) == Share(None, False, Topology(1, 2), "drop")
+
+
+def test_a_users_batches_are_dealt_out_whole() -> None:
+    """A batch sampler of their own gives items; torch's plain BatchSampler is seen through."""
+    loader = DataLoader(DATA, seed=1, batch_sampler=Batches(), rank=1, world_size=2)
+    assert share_of(loader) == Share(None, False, Topology(1, 2), "drop", of_batches=True)
+    plain = BatchSampler(RandomSampler(DATA), 3, drop_last=False)
+    loader = DataLoader(DATA, seed=1, batch_sampler=plain, rank=1, world_size=2)
+    assert share_of(loader) == Share(3, False, Topology(1, 2), "drop")
+    assert rank_view(loader, plain).sampler is plain.sampler
+
+
+def distributed(rank: int = 1) -> DistributedSampler[Any]:
+    return DistributedSampler(DATA, num_replicas=4, rank=rank, shuffle=False)
+
+
+SHARDED: dict[str, tuple[dict[str, Any], int, int]] = {
+    "DistributedSampler": ({"sampler": distributed()}, 1, 4),
+    "in a plain batch sampler": ({"batch_sampler": BatchSampler(distributed(), 2, drop_last=False)}, 1, 4),
+    "in a framework's": ({"batch_sampler": Wrapped(distributed(), 2, drop_last=False)}, 1, 4),
+    "a shard of batches": ({"batch_sampler": ShardOfBatches()}, 1, 3),
+}
+
+
+@pytest.mark.parametrize("given_topology", [{}, {"rank": 1, "world_size": 4}], ids=["alone", "ranks"])
+@pytest.mark.parametrize("kind", SHARDED)
+def test_what_is_sharded_already_is_not_sharded_again(kind: str, given_topology: dict[str, Any]) -> None:
+    """A sampler that gives one rank's items gives all of them to this loader; their positions stay the global ones."""
+    arguments, replica, replicas = SHARDED[kind]
+    loader = DataLoader(DATA, seed=1, **arguments, **given_topology)
+    share = share_of(loader)
+    assert share.topology == Topology(0, 1)
+    assert (share.replica, share.replicas) == (replica, replicas)
+    indices = [i for (batch,) in loader for i in batch.tolist()]
+    if "batches" in kind:
+        assert indices == [0, 1, 2, 3, 4, 5]
+    else:
+        assert indices == list(distributed())
+
+
+# ---------------------------------------------------------------------------- what a state must agree with
+
+
+def expected(dataset: Any = DATA, **arguments: Any) -> dict[str, Any]:
+    return expectations(EpochConfig.of(DataLoader(dataset, **arguments)))
+
+
+def test_what_a_state_names() -> None:
+    """Mode, kind, seed, length, the global batch, drop_last, and where the order comes from."""
+    assert expected(seed=3, batch_size=4, shuffle=True, drop_last=True) == {
+        "mode": "seeded",
+        "kind": "map",
+        "seed": 3,
+        "length": 20,
+        "batch_size": 4,
+        "drop_last": True,
+        "order": "shuffled",
+    }
+    assert expected(Stream(), batch_size=4) == {
+        "mode": "torch",
+        "kind": "iterable",
+        "seed": None,
+        "length": None,
+        "batch_size": 4,
+        "drop_last": False,
+        "order": "stream",
+    }
+
+
+def test_all_ranks_of_all_layouts_expect_the_same() -> None:
+    """The global batch counts: as many ranks as divide it, each with its part of it, by ours or by torch's sampler."""
+    whole = expected(seed=3, batch_size=12, shuffle=True)
+    for ranks in (1, 2, 3, 4):
+        for rank in range(ranks):
+            assert expected(seed=3, batch_size=12 // ranks, shuffle=True, rank=rank, world_size=ranks) == whole
+    assert expected(sampler=distributed(0), batch_size=3) == expected(sampler=distributed(3), batch_size=3)
+    assert expected(sampler=distributed(0), batch_size=3)["batch_size"] == 12
+
+
+ORDERS: dict[str, list[dict[str, Any]]] = {
+    "sequential": [{}, {"seed": 1}, {"sampler": SequentialSampler(DATA)}],
+    "shuffled": [{"shuffle": True}, {"seed": 1, "shuffle": True}, {"sampler": RandomSampler(DATA)}],
+    "sampler": [{"sampler": list(range(20))}, {"seed": 1, "sampler": list(range(20))}, {"sampler": distributed()}],
+    "batch_sampler": [{"batch_sampler": Batches()}, {"seed": 1, "batch_sampler": Batches()}],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_where_the_order_comes_from(order: str) -> None:
+    """The kind of sampler, by its nature and not by who made it."""
+    for arguments in ORDERS[order]:
+        assert expected(**arguments)["order"] == order
+
+
+def test_a_plain_batch_sampler_is_its_parts() -> None:
+    """A user's torch BatchSampler expects what the loader would that has its sampler, size and drop_last."""
+    sampler = RandomSampler(DATA)
+    one = expected(seed=1, batch_sampler=BatchSampler(sampler, 4, drop_last=True))
+    assert one == expected(seed=1, sampler=sampler, batch_size=4, drop_last=True)
+
+
+def test_a_users_seed_is_part_of_the_order() -> None:
+    """A SeededSampler of the user's, with a seed of its own: another seed is another order."""
+    for seed in (None, 1):
+        one, other = (expected(seed=seed, sampler=SeededSampler(DATA, own)) for own in (5, 6))
+        assert one != other
+        assert one == expected(seed=seed, sampler=SeededSampler(DATA, 5))
+    assert expected(seed=1, sampler=SeededSampler(DATA, 1)) == expected(seed=1, shuffle=True)
+
+
+def test_an_unsized_dataset_has_no_length() -> None:
+    """Without `__len__` the length is unknown, and says nothing."""
+
+    class Endless:
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    assert expected(Endless(), sampler=range(5))["length"] is None

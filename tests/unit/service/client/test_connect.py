@@ -1,0 +1,120 @@
+"""How long a loader looks for a node, and waits for one that says that it is at work."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+
+import pytest
+
+from asyncloader import Service, ServiceUnavailable
+from asyncloader.service.client import connect
+from asyncloader.service.client.connect import answer_of, ask_facts, on_any_node
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.handshake import Challenge
+from asyncloader.service.protocol.records import pack_record
+from tests.integration.running import PATIENCE_S
+from tests.service import definitions
+
+
+@contextmanager
+def busy_node(challenges: bool) -> Generator[str]:
+    """A peer that sends PONGs for ever, at once or instead of its WELCOME."""
+    ended = threading.Event()
+
+    def play(sock: socket.socket) -> None:
+        with sock:
+            body = pack_record(Challenge(False, bytes(32)))
+            try:
+                sock.sendall(frames.pack_header(frames.CHALLENGE, len(body)) + body if challenges else b"")
+                while not ended.wait(0.02):
+                    sock.sendall(frames.pack_header(frames.PONG))
+            except OSError:
+                pass  # the loader has hung up
+
+    def accept() -> None:
+        while not ended.is_set():
+            play(listener.accept()[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        port = listener.getsockname()[1]
+        try:
+            yield f"tcp://127.0.0.1:{port}"
+        finally:
+            ended.set()
+            socket.create_connection(("127.0.0.1", port), PATIENCE_S).close()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("challenges", "text"),
+    [
+        (True, "it said for [01] seconds that it makes the dataset.* give Service.wait=. more"),
+        (False, "it sent a message of kind .*, where .* was due"),
+    ],
+)
+def test_a_peer_that_is_busy_for_ever(challenges: bool, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds no loader for ever: it need not even have the token for that."""
+    monkeypatch.setattr(connect, "_LONGEST_ANSWER_S", 0.1)
+    with busy_node(challenges) as address, pytest.raises(ServiceUnavailable, match=text):
+        ask_facts(Service(address, wait=0.2), definitions.numbers())
+
+
+def test_nobody_waits_any_more() -> None:
+    """A loader that is closed leaves a node that goes on to say that it is at work, and no thread behind."""
+    closed = threading.Event()
+    closed.set()
+    with busy_node(True) as address, pytest.raises(ServiceUnavailable, match="the loader was closed meanwhile"):
+        on_any_node(Service(address), definitions.numbers(), lambda _: None, lambda _: [(0, 0.0)], closed)
+
+
+def test_what_is_sent_may_be_long() -> None:
+    """Longer than the socket takes at once: an opening has the dataset's state."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link = Link(ours)
+        body = bytes(4 << 20)
+
+        def play() -> None:
+            left = frames.HEADER_BYTES + len(body)
+            while left and (data := theirs.recv(1 << 16)):
+                left -= len(data)
+            theirs.sendall(frames.pack_header(frames.OPENED))
+
+        assert not link.send(frames.OPENING, body)
+        thread = threading.Thread(target=play)
+        thread.start()
+        assert answer_of(link, frames.OPENED) == b""
+        thread.join()
+        link.close()
+
+
+def test_a_worker_looks_on_while_others_deliver() -> None:
+    """Their loader goes on without it; once nothing comes any more, `wait` seconds are left."""
+    tries = 0
+
+    def order(addresses: Sequence[str]) -> Iterator[tuple[int, float]]:
+        nonlocal tries
+        tries += 1
+        yield from ((number, 0.0) for number in range(len(addresses)))
+
+    last = 0.0
+
+    def delivered_at() -> float:
+        nonlocal last
+        if tries < 4:
+            last = monotonic()
+        return last
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    service = Service(f"tcp://127.0.0.1:{port}", wait=0.001)
+    with pytest.raises(ServiceUnavailable, match="was there for"):
+        on_any_node(service, definitions.numbers(), lambda _: None, order, delivered_at=delivered_at)
+    assert tries >= 4

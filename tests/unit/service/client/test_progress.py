@@ -1,0 +1,89 @@
+"""Which node is left alone for a while, and when an epoch ends since none delivers."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncloader.service.client.progress import Progress
+
+
+def fail(progress: Progress, now: float, *, every: int = 0, tasks: int = 1, address: str = "a") -> None:
+    """A lane that was just opened ends."""
+    progress.connected(address)
+    progress.lost(address, "the end", now, tasks, 0, every, now)
+
+
+def test_a_node_that_delivers_nothing_is_left_alone_for_longer_each_time() -> None:
+    """Up to three seconds; lanes that break at a time count once, and the first batch ends that."""
+    progress = Progress(60)
+    rests, now = [], 0.0
+    for _ in range(9):
+        now += 5
+        for _ in range(4):
+            progress.lost("a", "the end", now - 1, 1, 0, 0, now)
+        rests.append(progress.rest("a", now))
+    assert rests == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0, 3.0])
+    assert progress.rest("b", now) == 0
+    assert progress.failures("a", now + 61) == 0
+    progress.lost("a", "the end", now, 9, 5, 5, now)
+    assert progress.rest("a", now) == progress.failures("a", now) == 0
+
+
+def test_no_progress() -> None:
+    """Is told once three lanes with tasks have ended in `wait` seconds or more, and nothing came from any node."""
+    progress = Progress(60)
+    for now in range(0, 70, 10):
+        assert now == 60 or progress.problem(7, False, now) is None
+        fail(progress, now, every=7)
+    progress.refused("b", "Connection refused\n\x1b[2J", 60)
+    text = progress.problem(7, False, 61)
+    assert text is not None
+    assert "for 61 seconds, and 7 connections" in text
+    assert "a: connected 7 times, 0 batches, 7 times nothing before the end (last: the end)" in text
+    assert "b: not connected (Connection refused\\n\\x1b[2J)" in text
+    assert progress.problem(7, True, 61) is None  # a node is at work, perhaps for hours
+    assert progress.problem(8, False, 61) is None  # a batch came
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [(0, 0, 1), (60, 0, 1)],  # twice only
+        [(0, 0, 1), (61, 0, 1), (122, 0, 1)],  # a connection that stood for longer than that is no failure
+        [(0, 0, 1), (30, 1, 1), (60, 1, 1)],  # a batch came in between
+        [(0, 0, 0), (30, 0, 0), (60, 0, 0)],  # nothing was to be done
+    ],
+)
+def test_what_is_no_lack_of_progress(ends: list[tuple[int, int, int]]) -> None:
+    """However long ago the last batch was."""
+    progress = Progress(60)
+    for now, every, tasks in ends:
+        fail(progress, now, every=every, tasks=tasks)
+    now, every, _ = ends[-1]
+    assert progress.problem(every, False, now) is None
+
+
+def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connections() -> None:
+    """Answers that could be read, in between, give it a new start; the text that it sent is shown without escapes."""
+    progress = Progress(60.0)
+    for number, answers in enumerate((0, 0, 5, 0)):
+        progress.lost("a", "\x1b[2Jbroken", float(number), 8, answers, answers, number + 0.5, unreadable=True)
+        assert progress.unreadable("a") is None
+    progress.lost("a", "\x1b[2Jbroken", 5.0, 8, 0, 5, 5.5, unreadable=True)
+    assert progress.unreadable("a") == "3 times in a row its answers could not be read; the last time: \\x1b[2Jbroken"
+    assert progress.unreadable("b") is None
+
+
+def test_a_node_that_was_not_there_is_avoided_for_a_minute() -> None:
+    """As one that delivers nothing is; until a connection to it succeeds."""
+    progress = Progress(60)
+    assert not progress.avoided("a", 0.0)
+    progress.refused("a", "Connection refused", 10.0)
+    assert progress.failures("a", 11.0) == 0  # a worker that has no node tries it like the others
+    assert progress.avoided("a", 69.0)
+    assert not progress.avoided("a", 71.0)
+    progress.refused("a", "Connection refused", 100.0)
+    progress.connected("a")
+    assert not progress.avoided("a", 101.0)
+    fail(progress, 102.0, address="a")
+    assert progress.avoided("a", 103.0)

@@ -1,0 +1,94 @@
+"""The loader's end of a lane: when a node counts as gone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from asyncloader.service.client import remote_channel
+from asyncloader.service.client.remote_channel import RemoteChannel
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.connection import Link
+from asyncloader.workers.ipc import wire
+from tests.integration.running import run_async
+
+CHECKS = remote_channel._MOST_PINGS + 4
+
+
+def checked(meanwhile: Callable[[socket.socket, Link], object]) -> bool:
+    """Whether a node with a task is still connected after the checks, between which this happens and no reader runs."""
+
+    async def run() -> bool:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ours = socket.create_connection(server.getsockname())
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # as while connecting
+                ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3000)
+            link = Link(ours)
+            theirs, _ = server.accept()
+            with theirs:
+                channel = RemoteChannel(link)
+                channel.send(wire.pack_task(0, 0, -1, 0, 0.0, b""))
+                for _ in range(CHECKS):
+                    channel._check()
+                    meanwhile(theirs, link)
+                alive = not channel.ended
+                channel.close()
+                return alive
+
+    return run_async(run())
+
+
+def test_a_silent_node() -> None:
+    """Is gone."""
+    assert not checked(lambda node, link: None)
+
+
+def test_a_silent_node_in_a_later_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is gone, too: each epoch may have a loop of its own, and the timers of one that is closed never come."""
+    monkeypatch.setattr(remote_channel, "_CHECK_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = Link(socket.create_connection(server.getsockname()))
+        theirs, _ = server.accept()
+        channel = RemoteChannel(link)
+
+        async def begin(task: int) -> None:
+            channel.send(wire.pack_task(0, task, -1, 0, 0.0, b""))
+
+        async def wait() -> None:
+            await begin(1)
+            with open(channel.gone_fd, "rb", closefd=False) as gone:  # noqa: ASYNC230 - in a thread
+                assert await asyncio.to_thread(gone.read) == b""
+
+        run_async(begin(0))
+        run_async(wait())
+        assert channel.ended
+        channel.close()
+        theirs.close()
+
+
+def test_answers_that_the_loop_has_not_read() -> None:
+    """Count: it was blocked."""
+    assert checked(lambda node, link: node.send(frames.pack_header(frames.PONG)))
+
+
+def test_a_slow_payload() -> None:
+    """Counts, although too little of it is there to wake the reader."""
+
+    def trickle(node: socket.socket, link: Link) -> None:
+        if not link.received:
+            node.send(frames.pack_header(wire.RESULT, 0, 0, 0, 1 << 20))
+            list(link.receive())
+        node.send(bytes(100))
+
+    assert checked(trickle)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="no such option")
+def test_a_lane_has_no_time_out_of_the_kernels() -> None:
+    """That would count a closed window."""
+    seen = []
+    checked(lambda node, link: seen.append(link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)))
+    assert set(seen) == {0}

@@ -1,0 +1,230 @@
+"""The node's end of a lane, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from typing import Self
+
+import pytest
+
+from asyncloader.service.node.memory_quota import Session
+from asyncloader.service.node.worker_connections import _MOST_QUEUED, ForwardedLane
+from asyncloader.service.node.worker_processes import Death
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.connection import Link, Message
+from asyncloader.service.protocol.records import read_record
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import Channel, channel_pair
+from asyncloader.workers.memory import segment
+from asyncloader.workers.memory.layout import slot_count
+from asyncloader.workers.memory.ring import WorkerRing
+
+MOST = 8 << 20
+
+
+async def test_a_loader_gets_no_more_memory_than_its_share() -> None:
+    """Its other lanes count; it is told why, as of a death of its own, so it does not try for ever."""
+    session = Session("one", most_bytes=1 << 21)
+    theirs, ours = socket.socketpair()
+    loader, (node_end, process_end) = Link(theirs), channel_pair()
+    ended = asyncio.Event()
+    lane = ForwardedLane(Link(ours), node_end, 4, session, ended.set, lambda: None)
+    session.hold(1 << 21)
+    try:
+        loader.send(wire.TASK, b"index", epoch=0, task=0)
+        loader.send(wire.TASK, b"index", epoch=0, task=1)  # what comes after it is of no use
+        said: list[Message] = []
+        while not said:
+            await asyncio.sleep(0)
+            said += loader.receive()
+        death: Death = read_record(Death, said[0].body)
+        assert said[0].header.kind == frames.DIED
+        assert death.blamed
+        assert "the most for one loader" in death.reason
+        loader.close()
+        await ended.wait()
+        session.hold(-(1 << 21))
+        session.hold(1 << 21)  # the lane itself holds nothing any more
+    finally:
+        lane.close()
+        loader.close()
+        process_end.close()
+
+
+class Played:
+    """A lane whose loader and process are played by the test. For use in `async with`."""
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self.session = Session("one", most_bytes)
+
+    async def __aenter__(self) -> Self:
+        theirs, ours = socket.socketpair()
+        self.loader, (node_end, process_end) = Link(theirs), channel_pair()
+        self.process = Channel(process_end)
+        self.lane = ForwardedLane(Link(ours), node_end, 4, self.session, lambda: None, lambda: None)
+        self.memory = bytearray(MOST)
+        self.loader.place = lambda header: memoryview(self.memory)[: header.payload]
+        self.loader.most_payload = len(self.memory)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.lane.close()
+        self.loader.close()
+        self.process.close()
+
+    async def frames_at_process(self, number: int) -> list[tuple[int, bytes]]:
+        """So many of the next frames that the process gets."""
+        got: list[tuple[int, bytes]] = []
+        while len(got) < number:
+            await asyncio.sleep(0)
+            got += self.process.receive()
+        return got
+
+    async def messages_at_loader(self, number: int) -> list[Message]:
+        """So many of the next messages that the loader gets."""
+        got: list[Message] = []
+        while len(got) < number:
+            await asyncio.sleep(0)
+            got += self.loader.receive()
+        return got
+
+
+async def test_the_end_of_a_stream_that_comes_late() -> None:
+    """Voids the tasks of its epoch, and not those of the next one, which the loader has begun meanwhile."""
+    async with Played() as played:
+        played.loader.send(wire.TASK, b"index", epoch=0, task=5)
+        (_, ring_body), _ = await played.frames_at_process(2)
+        ring = WorkerRing(played.process.take_fd(), *wire.unpack_ring(ring_body)[1:])
+        played.loader.send(wire.RESET, wire.pack_reset(wire.RESET, 1)[wire.PREFIX_BYTES :])
+        played.loader.send(wire.TASK, b"index", epoch=1, task=0)
+        _, (_, task) = await played.frames_at_process(2)
+        played.process.send(wire.pack_answer(wire.EXHAUSTED, 0, 5, 0.0))
+        await played.messages_at_loader(1)
+        played.loader.send(wire.TASK, b"index", epoch=1, task=1)
+        ((_, following),) = await played.frames_at_process(1)
+        slots = [wire.unpack_task(body)[2] for body in (task, following)]
+        assert len(set(slots)) == 2  # the slot of the first one was not given to the second
+        start = ring.offset(slots[0], 3)
+        ring.memory[start : start + 3] = b"abc"
+        played.process.send(wire.pack_result(wire.Result(1, 0, slots[0], 3, 0, 1, 0.0, same=False), b"template"))
+        ((header, _),) = await played.messages_at_loader(1)
+        assert (header.epoch, header.task, bytes(played.memory[: header.payload])) == (1, 0, b"abc")
+
+
+async def test_tasks_behind_the_end_of_a_stream() -> None:
+    """Are answered by nobody, so a node that is asked to end does not wait for them."""
+    async with Played() as played:
+        played.loader.send(wire.TASK, b"index", epoch=0, task=0)
+        await played.frames_at_process(2)
+        played.process.send(wire.pack_answer(wire.EXHAUSTED, 0, 0, 0.0))
+        await played.messages_at_loader(1)
+        played.loader.send(wire.TASK, b"index", epoch=0, task=1)  # it did not know
+        played.loader.send(frames.PING)
+        ((header, _),) = await played.messages_at_loader(1)
+        assert header.kind == frames.PONG  # so the task was read, too
+        async with asyncio.timeout(10):
+            await played.lane.drain()
+
+
+# ------------------------------------------------------------------------------------------------ what is held
+
+
+def oneoff(played: Played, body: bytes, nbytes: int) -> None:
+    """The process answers a task with a segment of its own."""
+    epoch, task = wire.unpack_task(body)[:2]
+    fd = segment.create(nbytes)
+    try:
+        result = wire.Result(epoch, task, wire.ONEOFF, nbytes, 0, 1, 0.0, same=False)
+        played.process.send(wire.pack_result(result, b"template"), [fd])
+    finally:
+        os.close(fd)
+
+
+async def test_batches_that_are_not_read() -> None:
+    """Beyond its share a loader gets nothing made until it reads; then it gets everything."""
+    async with Played(most_bytes=MOST) as played:
+        number, size, given, came, turn = 60, MOST // 16, 0, 0, 0
+        for task in range(number):
+            played.loader.send(wire.TASK, b"index", epoch=0, task=task)
+        while came < number:
+            await asyncio.sleep(0)
+            turn += 1
+            played.loader.flush()
+            for kind, body in played.process.receive():
+                if kind == wire.TASK:
+                    given += 1
+                    oneoff(played, body, size)
+            played.process.flush()
+            if turn == 500:
+                assert given <= MOST // size + 2 * slot_count(4)
+                assert played.session._unsent <= MOST + slot_count(4) * size + (1 << 20)
+            if turn > 500:
+                came += len(list(played.loader.receive()))
+        assert given == number
+        assert not played.session._unsent
+
+
+async def test_one_batch_that_is_larger_than_a_loaders_share() -> None:
+    """Is refused, as a death of the loader's own doing."""
+    async with Played(most_bytes=MOST) as played:
+        played.loader.send(wire.TASK, b"index", epoch=0, task=0)
+        _, (_, body) = await played.frames_at_process(2)
+        oneoff(played, body, MOST + 1)
+        ((header, said),) = await played.messages_at_loader(1)
+        assert header.kind == frames.DIED
+        assert "the most for one loader" in read_record(Death, said).reason
+
+
+@pytest.mark.parametrize("kind", [frames.PING, wire.RESET, wire.TASK])
+async def test_floods(kind: int) -> None:
+    """Of pings that are not read, of beginnings and tasks that the process does not take: the link is not read on."""
+    async with Played() as played:
+        body = b"" if kind == frames.PING else bytes(1 << 20)
+        body = wire.pack_reset(kind, 1, body)[wire.PREFIX_BYTES :] if kind == wire.RESET else body
+        task = 0
+        while played.lane._reads_link:
+            for _ in range(100 if kind == frames.PING else 1):
+                played.loader.send(kind, body, epoch=1, task=task)
+                task += 1
+            while not played.loader.flush() and played.lane._reads_link:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        held = played.lane._link.queued + played.lane._channel.unsent_memory + played.lane._waiting_bytes
+        assert held <= 3 * _MOST_QUEUED
+        while not played.lane._reads_link:  # once it is read, so is the link
+            await asyncio.sleep(0)
+            list(played.loader.receive())
+            for each, frame in played.process.receive():
+                if each == wire.TASK:
+                    epoch, number = wire.unpack_task(frame)[:2]
+                    played.process.send(wire.pack_answer(wire.ERROR, epoch, number, 0.0))
+            played.process.flush()
+
+
+async def test_a_process_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed: that the loader hung up would not be noticed."""
+    monkeypatch.setattr("asyncloader.service.node.worker_connections._DEAF_S", 0.0)
+    async with Played() as played:
+        body = wire.pack_reset(wire.RESET, 1, bytes(1 << 20))[wire.PREFIX_BYTES :]
+        while not played.loader.ended:
+            with contextlib.suppress(ConnectionError):
+                played.loader.send(wire.RESET, body)
+            await asyncio.sleep(0)
+            list(played.loader.receive())
+
+
+@pytest.mark.parametrize("reason", ["", "no descriptors"])
+async def test_a_lane_that_ends_while_its_process_lives(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader learns it, whether the process says why or not."""
+    monkeypatch.setattr("asyncloader.service.node.worker_connections._SILENT_S", 0.0 if not reason else 100.0)
+    async with Played() as played:
+        played.process.close()
+        if reason:
+            played.lane.died(Death(1, None, reason, "", blamed=False, shared=False))
+        ((header, said),) = await played.messages_at_loader(1)
+        death: Death = read_record(Death, said)
+        assert (header.kind, death.blamed) == (frames.DIED, False)
+        assert (reason or "its process lives on") in death.reason

@@ -1,0 +1,95 @@
+"""How the lanes of one process take turns, and what a node says of a dataset."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from asyncloader import RemoteIterableDataset
+from asyncloader.service.definition import Made
+from asyncloader.service.node.worker_host import _Host, _Lane, _LaneSetup
+from asyncloader.service.protocol.dataset_info import Facts, facts_of
+from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
+from tests.service import definitions
+
+
+def lane(number: int, session: str) -> Any:
+    made = object.__new__(_Lane)
+    made.session, made.frames = session, deque([(1, b"")] * 100)
+    made.channel = SimpleNamespace(fileno=lambda: number, full=False)  # type: ignore[assignment]
+    return made
+
+
+def test_sessions_have_equal_time() -> None:
+    """However many lanes each has; one that comes late gets its share from then on, and not what it missed."""
+    host: Any = _Host(None, None, None, None, Facts())  # type: ignore[arg-type]
+    for number in range(8):
+        host._add(lane(number, "large"))
+    turns: Counter[str] = Counter()
+
+    def take(times: int) -> None:
+        for _ in range(times):
+            chosen = host._next()
+            chosen.frames.popleft()
+            host._used[chosen.session] += 2.0 if chosen.session == "slow" else 1.0
+            turns[chosen.session] += 1
+
+    take(40)
+    host._add(lane(8, "small"))
+    host._add(lane(9, "slow"))
+    take(50)
+    assert turns["large"] == 40 + 20
+    assert turns["small"] == 20
+    assert turns["slow"] == 10
+    for each in host._lanes.values():
+        each.frames.clear()
+    assert host._next() is None
+
+
+SETUP = WorkerSetup(
+    *(None, True, True, 4, list, False, 0, None, 2, 1, (), 0),
+    seeded=SeededSetup(0, 1, 0, seed_collate=False),
+)
+
+
+class Divided(IterableDataset[int]):
+    """Its length is that of a worker's part."""
+
+    def __len__(self) -> int:
+        info = get_worker_info()
+        return 100 if info is None else 100 // info.num_workers
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+def test_a_lane_beside_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dataset is compared with the node's outside of any worker, as the node's was described."""
+    monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(num_workers=2))
+    start = PLAIN.dumps(tuple(EpochStart()))
+    opening: Any = SimpleNamespace(
+        facts=Facts(iterable=True, length=100), setup=SETUP, start=start, worker=0, catalog=None
+    )
+    setup = _LaneSetup(opening, definitions.numbers(), Made(Divided(), {})).load()
+    assert len(setup.dataset) == 100
+
+
+def test_what_a_loader_must_know() -> None:
+    """Kind, length and state; or why the dataset cannot be served."""
+    for defined, expected in [
+        (definitions.numbers(), Facts(False, 40, False, False)),
+        (definitions.awaited(), Facts(False, 40, True, False)),
+        (definitions.stream(), Facts(True, None, False, True)),
+        (definitions.async_stream(), Facts(True, None, True, False)),
+    ]:
+        assert facts_of(defined.make().dataset) == expected
+    assert "has no length" in facts_of(definitions.endless().make().dataset).problem
+    # Nothing is looked for in the store yet.
+    assert facts_of(RemoteIterableDataset("none.tar", shuffle_buffer=7)) == Facts(True, None, True, False, 7)

@@ -1,0 +1,209 @@
+"""Messages over a socket: whole, in order, however they were cut, and never larger than allowed."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.service.protocol import connection as link_module
+from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.frames import Header, pack_header, unpack_header
+
+MESSAGES = st.lists(st.tuples(st.integers(0, 63), st.binary(max_size=60), st.binary(max_size=100)), max_size=8)
+
+
+@contextmanager
+def connected(**options: Any) -> Generator[tuple[socket.socket, Link]]:
+    ours, theirs = socket.socketpair()
+    link = Link(theirs, **options)
+    try:
+        yield ours, link
+    finally:
+        ours.close()
+        link.close()
+
+
+@given(MESSAGES, st.data())
+def test_messages_arrive_as_they_were_sent(messages: list[tuple[int, bytes, bytes]], data: st.DataObject) -> None:
+    """Their payloads where the receiver wants them."""
+    stream = b"".join(
+        pack_header(kind, len(body), 1, number, len(payload)) + body + payload
+        for number, (kind, body, payload) in enumerate(messages)
+    )
+    payloads: dict[int, bytearray] = {}
+
+    def place(header: Header) -> memoryview:
+        payloads[header.task] = bytearray(header.payload)
+        return memoryview(payloads[header.task])
+
+    got = []
+    with connected() as (ours, link):
+        link.place, link.most_payload = place, 100
+        while stream:
+            cut = data.draw(st.integers(1, len(stream)))
+            ours.sendall(stream[:cut])
+            stream = stream[cut:]
+            got += list(link.receive())
+        ours.close()
+        got += list(link.receive())
+        assert link.ended
+    assert [(header.kind, body, bytes(payloads.get(header.task, b""))) for header, body in got] == messages
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes(data: bytes) -> None:
+    """Give messages or a ValueError, and nothing is allocated for them."""
+    with connected(most_body=50) as (ours, link):
+        ours.sendall(data)
+        ours.close()
+        try:
+            for header, body in link.receive():
+                assert len(body) <= 50
+                assert not header.payload
+        except ValueError:
+            pass
+
+
+@pytest.mark.parametrize(("body", "payload"), [(51, 0), (0, 1), ((1 << 32) - 1, 0), (0, (1 << 64) - 1)])
+def test_sizes_over_the_limit(body: int, payload: int) -> None:
+    """Are refused by the header alone. Without a place there may be no payload at all."""
+    with connected(most_body=50) as (ours, link):
+        ours.sendall(pack_header(1, body, payload=payload))
+        with pytest.raises(ValueError, match="over the limit"):
+            list(link.receive())
+
+
+def test_a_reader_that_waits() -> None:
+    """What the socket does not take is kept, in order, and its owner is told once it was sent."""
+    sent: list[int] = []
+    payload = os.urandom(1 << 20)
+    with connected() as (ours, link):
+        done = [
+            link.send(1, b"head", task=task, payload=memoryview(payload), sent=partial(sent.append, task))
+            for task in range(3)
+        ]
+        assert done == [False] * 3
+        assert not sent
+        receiver = Link(ours)
+        found: list[tuple[int, bytearray]] = []
+
+        def place(header: Header) -> memoryview:
+            found.append((header.task, bytearray(header.payload)))
+            return memoryview(found[-1][1])
+
+        receiver.place, receiver.most_payload = place, 1 << 20
+        got = 0
+        while got < 3:
+            link.flush()
+            got += len(list(receiver.receive()))
+        assert sent == [0, 1, 2]
+        assert [(task, bytes(data)) for task, data in found] == [(task, payload) for task in range(3)]
+
+
+def test_a_closed_link_lets_go() -> None:
+    """The owners of what was not sent are told, and descriptors that were to be passed are closed."""
+    sent: list[int] = []
+    reader, writer = os.pipe()
+    with connected() as (_, link):
+        while link.send(1, bytes(1 << 16)):
+            pass
+        link.send(2, payload=memoryview(b"x"), sent=lambda: sent.append(1), fd=reader)
+        link.close()
+        assert sent == [1]
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_header_of_another_protocol() -> None:
+    """Is named."""
+    with pytest.raises(ValueError, match="b'HTTP'"):
+        unpack_header(b"HTTP/1.1 200 OK" + bytes(32), 1, 1)
+
+
+class CountingSocket(socket.socket):
+    """Counts the calls that change its options."""
+
+    changes = 0
+
+    def setsockopt(self, *arguments: Any) -> None:
+        self.changes += 1
+        super().setsockopt(*arguments)
+
+
+@contextmanager
+def connected_by_tcp() -> Generator[tuple[socket.socket, CountingSocket]]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+        CountingSocket(fileno=server.accept()[0].detach()) as theirs,
+    ):
+        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield ours, theirs
+
+
+TURN, WAKE = 1 << 15, 1 << 12
+
+
+@pytest.mark.parametrize("left", [1, WAKE - 1, WAKE, WAKE + 1, TURN])
+def test_a_turn_that_ends_within_a_payload(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest wakes the reader, however little it is: the socket must not wait for more bytes than will come."""
+    monkeypatch.setattr(link_module, "_TURN", TURN)
+    monkeypatch.setattr(link_module, "_WAKE", WAKE)
+    payload = os.urandom(100 + TURN + left)
+    with connected_by_tcp() as (ours, theirs):
+        link = Link(theirs)
+        poll, got = watched(link, len(payload))
+        ours.sendall(pack_header(1, payload=len(payload)) + payload[:100])
+        read_when_ready(link, poll)
+        ours.sendall(payload[100 : 100 + TURN])
+        read_when_ready(link, poll)
+        ours.sendall(payload[100 + TURN :])
+        while len(got) < 1:
+            got += read_when_ready(link, poll)
+        assert len(got) == 1
+
+
+@given(st.lists(st.integers(0, 3 * TURN), min_size=1, max_size=4), st.data())
+def test_no_payload_stalls(sizes: list[int], data: st.DataObject) -> None:
+    """Whatever sizes payloads have and in whatever pieces they come, a reader that waits for its socket gets all of
+    them. The socket's options are changed once for a payload and once after it, at most, and once where a turn ends.
+    """
+    stream = b"".join(pack_header(1, 2, payload=size) + b"ab" + bytes(size) for size in sizes)
+    with pytest.MonkeyPatch.context() as patch, connected_by_tcp() as (ours, theirs):
+        patch.setattr(link_module, "_TURN", TURN)
+        patch.setattr(link_module, "_WAKE", WAKE)
+        link = Link(theirs)
+        poll, got = watched(link, max(sizes))
+        changes, pieces = theirs.changes, 0
+        while stream:
+            cut = data.draw(st.one_of(st.integers(1, TURN), st.integers(1, 2 * WAKE)))  # never more than is read
+            ours.sendall(stream[:cut])
+            stream, pieces = stream[cut:], pieces + 1
+            if poll.poll(0):
+                got += link.receive()
+        while len(got) < len(sizes):
+            got += read_when_ready(link, poll)
+        turns = sum(sizes) // TURN
+        assert theirs.changes - changes <= pieces + turns + 2 * len(sizes)
+
+
+def watched(link: Link, most: int) -> tuple[Any, list[Any]]:
+    target = bytearray(most)
+    link.place, link.most_payload = lambda header: memoryview(target)[: header.payload], most
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLIN)
+    return poll, []
+
+
+def read_when_ready(link: Link, poll: Any) -> list[Any]:
+    assert poll.poll(2000), "the rest of a payload stalls"
+    return list(link.receive())

@@ -1,0 +1,315 @@
+"""Values that travel to a service and back: the same afterwards, and nothing that is received is executed."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as stn
+from msgspec.msgpack import Ext
+
+from asyncloader import register_batch_type
+from asyncloader.events import PositionedIndex
+from asyncloader.service.protocol.msgpack_values import MOST_ARRAYS, Unsendable, pack
+from asyncloader.service.protocol.unpacking import build, check, decode, unpack
+from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS
+from tests.integration.comparing import assert_same
+
+
+@register_batch_type
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@register_batch_type
+@dataclass
+class Boxed:
+    x: Any
+    hidden: int = field(default=3, init=False)
+
+
+class Unregistered(NamedTuple):
+    x: Any
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.complex_numbers()
+    | stn.arrays(stn.scalar_dtypes(), stn.array_shapes(min_dims=0, min_side=0, max_side=3)),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
+        | st.builds(Point, inner, inner)
+        | st.builds(Boxed, inner)
+        | st.builds(PositionedIndex, st.integers(), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(PLAIN)
+def test_plain_values_come_back(value: Any) -> None:
+    """With their types, at any depth, the sign of zero and the bits of NaN included."""
+    back = unpack(pack(value))
+    assert pickle.dumps(_exact(back)) == pickle.dumps(_exact(value))
+
+
+def _exact(value: Any) -> Any:
+    """Something whose pickle tells apart what `==` does not, and is the same for equal values."""
+    if isinstance(value, np.ndarray):
+        return ["array", value.dtype.str, value.shape, value.tobytes()]
+    if isinstance(value, dict):
+        return ["dict", [(_exact(key), _exact(item)) for key, item in value.items()]]
+    if isinstance(value, tuple | list):
+        return [type(value).__name__, [_exact(item) for item in value]]
+    if isinstance(value, Boxed):
+        return ["Boxed", _exact(value.x), value.hidden]
+    if isinstance(value, float) and math.isnan(value):
+        return ["nan"]
+    return [type(value).__name__, repr(value)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2},
+        frozenset("ab"),
+        OrderedDict(b=1, a=2),
+        bytearray(b"x"),
+        torch.Size([2, 3]),
+        torch.bfloat16,
+        np.float32(1.5),
+        np.int64(-3),
+        np.array(["a", "bc"]),
+        np.datetime64("2026-01-01"),
+        torch.tensor(3.5),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.zeros(0, 3),
+        torch.ones(3, dtype=torch.bfloat16),
+        Cursor(1, 2, False, {"at": torch.tensor([1, 2])}, None),
+        1 << 200,
+        -(1 << 63) - 1,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_values_come_back(value: Any) -> None:
+    """With their types and dtypes."""
+    back = unpack(pack(value))
+    assert type(back) is type(value)
+    assert_same(back, value)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.parametrize("layout", sorted(SPARSE_LAYOUTS, key=str), ids=str)
+def test_sparse_tensors_come_back(layout: torch.layout) -> None:
+    """In their layout; coordinates also with whether they are coalesced."""
+    block = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    tensor = torch.tensor([[0.0, 1, 0, 2], [3, 0, 0, 4]], dtype=torch.float64).to_sparse(layout=layout, blocksize=block)
+    for value in [tensor] if block or layout is not torch.sparse_coo else [tensor, tensor + tensor, doubled(tensor)]:
+        back = unpack(pack(value))
+        assert (back.layout, back.dtype, back.shape) == (value.layout, value.dtype, value.shape)
+        assert torch.equal(back.to_dense(), value.to_dense())
+        if layout is torch.sparse_coo:
+            assert back.is_coalesced() == value.is_coalesced()
+
+
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    """The same with each coordinate twice."""
+    return torch.sparse_coo_tensor(
+        torch.cat([tensor._indices()] * 2, 1),
+        torch.cat([tensor._values() / 2] * 2),
+        tensor.shape,
+        check_invariants=True,
+    )
+
+
+UNSENDABLE = {
+    "an object": ({"a": [1, object()]}, r"\['a'\]\[1\] is a builtins.object, which a service does not send"),
+    "a function": (Point(1, len), r"\.y is a builtins.builtin_function_or_method"),
+    "an array of objects": ([np.array([None])], r"\[0\] is an array of dtype object"),
+    "a subclass": ((Sub([1.0]),), r"\[0\] is a .*Sub"),
+    "a sparse tensor with a gradient": (torch.zeros(2).to_sparse().requires_grad_(), "it is a sparse tensor with a"),
+    "a tensor with a gradient": (torch.ones(2, requires_grad=True), "it is a tensor that is not a plain dense one"),
+    "half a character": ({"name": "a\udc80"}, "not valid Unicode"),
+}
+
+
+@pytest.mark.parametrize(("value", "text"), UNSENDABLE.values(), ids=UNSENDABLE)
+def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
+    """By the way to it and by its type."""
+    with pytest.raises(Unsendable, match=text):
+        pack(value)
+
+
+def test_a_value_that_contains_itself() -> None:
+    """Is an error, and no endless loop."""
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(Unsendable, match="refers to itself"):
+        pack(value)
+
+
+def test_only_registered_types_are_made() -> None:
+    """A type that this process did not register is named, with what to do."""
+    with pytest.raises(ValueError, match=r"register_batch_type\(Unregistered\)"):
+        unpack(pack(Unregistered(1)))
+    with pytest.raises(TypeError, match="named tuple or a dataclass"):
+        register_batch_type(dict)
+
+
+def nested(depth: int) -> Any:
+    return [0, nested(depth - 1)] if depth else [0]
+
+
+BROKEN = {
+    "nothing": b"",
+    "no MessagePack": b"\xc1",
+    "a map": msgspec.msgpack.encode({"a": 1}),
+    "an empty array": msgspec.msgpack.encode([]),
+    "no tag": msgspec.msgpack.encode(["a"]),
+    "an unknown tag": msgspec.msgpack.encode([99]),
+    "a list as tag": msgspec.msgpack.encode([[0]]),
+    "an odd dictionary": msgspec.msgpack.encode([2, 1]),
+    "a key that cannot be hashed": msgspec.msgpack.encode([2, [0], 1]),
+    "a leaf": msgspec.msgpack.encode([15, 0]),
+    "too deep": msgspec.msgpack.encode(nested(100)),
+    "a size of bytes": msgspec.msgpack.encode([8, 1 << 40]),
+    "an array of objects": msgspec.msgpack.encode([11, "O", [1, 1], Ext(0, b"12345678")]),
+    "an array that is too long": msgspec.msgpack.encode([11, "<i4", [1, 1 << 40], Ext(0, b"1234")]),
+    "an array of negative length": msgspec.msgpack.encode([11, "<i4", [1, -1, -1], Ext(0, b"1234")]),
+    "a tensor of no dtype": msgspec.msgpack.encode([12, "nn", [1, 1], Ext(0, b"1234")]),
+    "bytes as MessagePack has them": msgspec.msgpack.encode([0, b"1234"]),
+    "an extension": msgspec.msgpack.encode([0, Ext(1, b"1234")]),
+    "a moment": b"\xd6\xff\x00\x00\x00\x00",
+    "a quantized tensor": msgspec.msgpack.encode([12, "qint8", [1, 4], Ext(0, b"1234")]),
+    "a tensor of pieces of bytes": msgspec.msgpack.encode([12, "bits8", [1, 4], Ext(0, b"1234")]),
+    "a complex number of a tensor": msgspec.msgpack.encode([7, [12, "uint8", [1, 1], Ext(0, b"1")], 0.0]),
+    "a tensor as key": msgspec.msgpack.encode([2, [12, "uint8", [1, 1], Ext(0, b"1")], 0]),
+    "an integer with underscores": msgspec.msgpack.encode([6, "0x1_0"]),
+    "an integer of a text": msgspec.msgpack.encode([6, "10"]),
+    "a size that is too large": msgspec.msgpack.encode([13, (1 << 63)]),
+    "an array of texts without bytes": msgspec.msgpack.encode([11, "<U0", [1, 1 << 40], Ext(0, b"")]),
+    "an array of many dtypes": msgspec.msgpack.encode([11, "i4,i4", [1, 1], Ext(0, b"12345678")]),
+    "a sparse tensor of numbers": msgspec.msgpack.encode([16, "torch.sparse_coo", [1, 4], True, 1, 2]),
+    "integers of one hash": pack({7 + k * ((1 << 61) - 1) for k in range(40)}),
+    "tuples of one hash": pack({(7 + k * ((1 << 61) - 1),) for k in range(40)}),
+    "a sparse tensor with indices outside": pack(torch.ones(4).to_sparse()).replace(b"\x04\xc3", b"\x02\xc3"),
+    "a sparse tensor of no layout": pack(torch.ones(4).to_sparse()).replace(b"sparse_coo", b"sparse_foo"),
+    "a pickle": pickle.dumps(print),
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
+def test_broken_values(data: bytes) -> None:
+    """Are a ValueError, whatever is wrong with them."""
+    with pytest.raises(ValueError):
+        unpack(data)
+
+
+def test_how_many_containers() -> None:
+    """What is sent in few bytes takes little memory; texts and numbers may be as many as there are bytes."""
+    many = MOST_ARRAYS + 50_000
+    texts: list[Any] = [[f"x{number}", number] for number in range(many)]
+    assert unpack(pack(texts)) == texts
+    with pytest.raises(Unsendable, match="containers in"):
+        pack([()] * many)
+    bomb = msgspec.msgpack.encode([0, *([[0]] * many)])
+    for data in (bomb, msgspec.msgpack.encode([0, *([[]] * many)])):
+        with pytest.raises(ValueError, match=r"more than 1\d\d,\d\d\d containers"):
+            unpack(data)
+    alike = [b"\x90" * many, "é" * many, [0x9090] * 10, {"a" * 40: [b"\x91" * 40] * 4}]  # bytes as of containers
+    assert unpack(pack(alike)) == alike
+
+
+def test_how_many_keys() -> None:
+    """Texts are hashed with a secret; the keys that are not are bounded, on both sides."""
+    texts = {f"key {number}": number for number in range(50_000)}
+    assert unpack(pack(texts)) == texts
+    graphs = [{number: [number] for number in range(300)} for _ in range(300)]
+    assert unpack(pack(graphs)) == graphs
+    half = (1 << 19) + 1
+    assert len(unpack(pack(set(range(half))))) == half
+    with pytest.raises(Unsendable, match="1,048,576 keys that are not texts"):
+        pack([set(range(half)), dict.fromkeys(range(half))])
+    twice = msgspec.msgpack.encode([0, [3, *range(half)], [3, *range(half)]])
+    with pytest.raises(ValueError, match="too many keys"):
+        unpack(twice)
+
+
+def test_how_deep() -> None:
+    """As deep as it may be sent, it can be read."""
+    for levels in (62, 63, 64, 65, 66):
+        value: Any = 1
+        for _ in range(levels):
+            value = [value]
+        if levels > 64:
+            with pytest.raises(Unsendable, match="nested more than 64 levels"):
+                pack(value)
+        else:
+            assert unpack(pack(value)) == value
+
+
+def test_keys_of_registered_types_are_checked_without_making_them() -> None:
+    """However many there are: what stands for them is alike, and they are not."""
+    value = {Point(number, "x"): number for number in range(40)}
+    tree = decode(pack(value))
+    check(tree, ())
+    assert build(tree, ()) == value
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_made_can_be_used(dtype: torch.dtype) -> None:
+    """Whatever bytes a tensor is made of, to print it or to compare it ends no process."""
+    name = str(dtype).removeprefix("torch.")
+    tensor = unpack(msgspec.msgpack.encode([12, name, [1, 1], Ext(0, b"\xff" * dtype.itemsize)]))
+    for use in (repr, bool, hash, complex, lambda value: value == value):
+        with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
+            use(tensor)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes(data: bytes) -> None:
+    """Give a value or a ValueError."""
+    with suppress(ValueError):
+        unpack(data)
+
+
+TREES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 63) - 1)
+    | st.floats()
+    | st.text()
+    | st.builds(Ext, st.integers(-1, 1), st.binary()),
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(st.integers(-1, 18), inner, inner).map(list),
+    max_leaves=10,
+)
+
+
+@given(TREES)
+def test_any_tree(tree: Any) -> None:
+    """So does any tree of values, with any tags."""
+    with suppress(ValueError):
+        unpack(msgspec.msgpack.encode(tree))

@@ -1,0 +1,115 @@
+"""Counts and times of one process: sums, histograms, and whom they count for."""
+
+from __future__ import annotations
+
+import math
+import threading
+from contextvars import copy_context
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.telemetry.counters import BLOCK_BYTES, STAGES, Recorder, count, recording, stage_times
+from asyncloader.transports import RetryCounts
+
+SECONDS = st.floats(0, 1800, allow_subnormal=False)
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=200))
+def test_quantiles_are_exact_to_a_quarter_of_an_octave(seconds: list[float]) -> None:
+    """Each is within its bucket, whose edges are a quarter of an octave apart; below a microsecond there is one."""
+    recorder = Recorder()
+    for each in seconds:
+        recorder.time("fetch", each)
+    times = stage_times(recorder.block.tolist(), "fetch")
+    assert times.number == len(seconds)
+    assert times.total == pytest.approx(sum(seconds))
+    ordered = sorted(seconds)
+    for share, value in ((0.5, times.p50), (0.95, times.p95), (0.99, times.p99)):
+        exact = ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+        assert exact / 1.25 - 1.25e-6 <= value <= max(1.25 * exact, 1.25e-6) + 1e-12
+    assert times.p50 <= times.p95 <= times.p99
+
+
+def test_what_is_too_long_for_the_buckets_counts_in_the_last() -> None:
+    """So does infinity, which no clock gives."""
+    recorder = Recorder()
+    recorder.time("wait", 1e9)
+    times = stage_times(recorder.block.tolist(), "wait")
+    assert (times.number, times.total) == (1, 1e9)
+    assert 1000 < times.p50 < 3000
+
+
+def test_blocks_add_up() -> None:
+    """Several processes are merged by adding their blocks, and stages do not touch each other."""
+    one, other = Recorder(), Recorder()
+    for number, stage in enumerate(STAGES):
+        one.time(stage, number)
+        other.time(stage, 10 * number)
+        other.time(stage, 10 * number)
+    merged = [sum(pair) for pair in zip(one.block.tolist(), other.block.tolist(), strict=True)]
+    for number, stage in enumerate(STAGES):
+        assert stage_times(merged, stage)[:2] == (3, 21 * number)
+
+
+def test_another_process_reads_what_is_written() -> None:
+    """A block in shared memory shows each change at once; kept, it is private and has its values still."""
+    memory = bytearray(BLOCK_BYTES)
+    writer, reader = Recorder(memory), Recorder(memory)
+    writer.add("requests")
+    assert reader.block[0] == 1
+    reader.keep()
+    writer.add("requests")
+    assert (reader.block[0], writer.block[0]) == (1, 2)
+
+
+def test_an_unknown_name_is_a_mistake() -> None:
+    """A misspelt name is not counted somewhere else."""
+    with pytest.raises(KeyError):
+        Recorder().add("retry")
+
+
+def test_two_loaders_in_one_process_do_not_count_for_each_other() -> None:
+    """Nor do contexts, tasks and threads that began for one of them count for the other."""
+    one, other = Recorder(), Recorder()
+    with recording(one):
+        count("requests")
+        begun = copy_context()
+        with recording(other):
+            count("requests", 10)
+        count("requests")
+    thread = threading.Thread(target=begun.run, args=(count, "requests", 100))
+    thread.start()
+    thread.join()
+    count("requests", 1000)
+    assert (one.block[0], other.block[0]) == (102, 10)
+
+
+def test_a_transports_counts_are_added_up() -> None:
+    """The counts of each transport count for the loader as well."""
+    recorder, counts = Recorder(), RetryCounts()
+    with recording(recorder):
+        counts.retry("status 503", 0.25)
+        counts.retry("stalled", 0.5)
+        counts.resume()
+        counts.give_up()
+    assert counts.snapshot() == {
+        "retries": 2,
+        "kinds": {"status 503": 1, "stalled": 1},
+        "resumed": 1,
+        "given_up": 1,
+        "waited_s": 0.75,
+    }
+    assert recorder.block.tolist()[:6] == [0, 0, 2, 1, 1, 0.75]
+
+
+def test_a_histogram_is_monotonous() -> None:
+    """A longer time is never told as a shorter one."""
+    medians = []
+    for tenth in range(-70, 80):
+        recorder = Recorder()
+        recorder.time("fetch", 10 ** (tenth / 10))
+        medians.append(stage_times(recorder.block.tolist(), "fetch").p50)
+    assert all(one <= other for one, other in pairwise(medians))

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pickle
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from asyncloader.workers.notebook_pickling import dump_message, file_of_main_hidden, in_session
+
+MAINS: dict[str, tuple[dict[str, Any], bool]] = {
+    "script": ({"__file__": __file__}, False),
+    "python -m": ({"__spec__": ModuleSpec("package.__main__", None)}, False),
+    "zip file": ({"__file__": "no.zip/__main__.py", "__spec__": ModuleSpec("__main__", None)}, False),
+    "kernel": ({}, True),
+    "standard input": ({"__file__": "<stdin>"}, True),
+}
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """An empty `__main__`, as a kernel has it."""
+    module = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    return module
+
+
+def define(main: ModuleType, name: str = "Row") -> Any:
+    """Run a cell that defines a class."""
+    exec(f"class {name}:\n    def __init__(self, number): self.number = number", vars(main))
+    return vars(main)[name]
+
+
+@pytest.mark.parametrize("kind", MAINS)
+def test_a_session_is_a_main_module_without_a_file(kind: str, main: ModuleType) -> None:
+    """Where a child can import it, as it was started or by its name, nothing is pickled in another way."""
+    attributes, session = MAINS[kind]
+    vars(main).update(attributes)
+    assert in_session() == session
+
+
+def test_this_is_no_session() -> None:
+    """Nor is any process that pytest runs in."""
+    assert not in_session()
+
+
+def test_the_name_of_standard_input_is_hidden(main: ModuleType) -> None:
+    """While a process is started: multiprocessing would have the child import "<stdin>"."""
+    vars(main)["__file__"] = "<stdin>"
+    with file_of_main_hidden(), file_of_main_hidden():
+        assert not hasattr(main, "__file__")
+    assert vars(main)["__file__"] == "<stdin>"
+
+
+def test_what_a_worker_has_is_referred_to_by_name(main: ModuleType) -> None:
+    """The first message brings the class; once the cell has run again, the next one brings the new class."""
+    pytest.importorskip("cloudpickle")
+    row, known = define(main), dict[str, Any]()
+    first = dump_message(known, row(1))
+    assert known == {"Row": row}
+    assert dump_message(known, row(1)) == pickle.dumps(row(1), 5) != first
+    again = define(main)
+    assert b"cloudpickle" in dump_message(known, again(1))
+    assert known == {"Row": again}
+
+
+def test_a_message_that_does_not_name_main_is_plain_pickle(main: ModuleType) -> None:
+    """A list of indices costs what it costs in a script; text that looks like the name does no harm."""
+    for value in ([1, 2, 3], {"rows": (4, 5)}, ["__main__"]):
+        known = dict[str, Any]()
+        assert pickle.loads(dump_message(known, value)) == value
+        assert not known
+    assert dump_message({}, [1, 2, 3]) == pickle.dumps([1, 2, 3], 5)
+
+
+def test_without_cloudpickle_a_message_says_what_to_do(main: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index's class is named, and its worker is sent nothing that it would fail at."""
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ImportError, match=r"Row is defined in __main__ .*asyncloader\[notebook\]"):
+        dump_message({}, define(main)(1))
