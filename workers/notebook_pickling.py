@@ -1,6 +1,6 @@
 """Sends what a session defines in `__main__` to its workers by value, as they cannot import it.
 
-Data path: main process: dataset, task index, state -> [session] -> spawned worker.
+Data path: main process: dataset, task index, state -> [notebook_pickling] -> spawned worker.
 
 A session is a program whose `__main__` lies in no file: a notebook's kernel, an interactive interpreter, ``python -c``,
 a program read from standard input. Its functions and classes are pickled by cloudpickle, code and all.

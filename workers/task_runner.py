@@ -274,7 +274,13 @@ class TaskRunner:
         elif kind == wire.ASSIGNMENT:
             self._assignments.answered(body)
         elif kind == wire.SUSPECT:
-            self._suspect = self.channel.take_fd()
+            suspect = self.channel.take_fd()
+            if self._draw_check is None:
+                self._suspect = suspect
+            else:
+                # A service's process runs other loaders' tasks beside this one: standard error is not one task's. And a
+                # loader could send any descriptor, such as one from which zeros can be read without an end.
+                os.close(suspect)
         elif kind == wire.STOP:
             self.stopped = True
 

@@ -3,7 +3,7 @@
 Data path: sampler -> [async_inline: fetch -> collate] -> the user.
 
 A blocking dataset is called in a thread, or on the running loop while its batches take little time
-(`fetch_place.py`); never twice at a time. An async dataset is read on the running loop. For async map datasets, and
+(`thread_or_loop.py`); never twice at a time. An async dataset is read on the running loop. For async map datasets, and
 with `concurrency`, samples are prefetched (`inline_prefetch.py`). The sampler and a blocking dataset are advanced
 only by `__anext__`, so that random numbers are drawn in torch's order.
 """

@@ -5,7 +5,7 @@ Data path: sampler -> [inline: fetch -> collate] -> sync_inline or async_inline 
 Both inline iterators have an `InlineEpoch`. It advances the sampler, holds the dataset's reader, and records what was
 delivered. Where the dataset's code runs, and what is awaited or waited for, is decided by the iterators. An epoch in
 which nothing has to wait is read by `step` alone: in a `for` loop, and in an ``async for`` loop over a dataset that is
-fast enough to be read on the event loop (`fetch_place.py`).
+fast enough to be read on the event loop (`thread_or_loop.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Calls a blocking dataset on behalf of an event loop: in a thread, or on the loop itself where that is cheaper.
 
-Data path: sampler -> async_inline: [fetch_place: fetch -> collate] -> the user.
+Data path: sampler -> async_inline: [thread_or_loop: fetch -> collate] -> the user.
 
 A thread keeps the loop free, but a batch's way there and back costs as much as making a batch of tiny samples. So the
 first batches are made in the thread and measured. After a few that took little time, and did not wait for anything, the

@@ -3,7 +3,7 @@
 Data path: none; read when iteration begins (`epoch_config.py`).
 
 The constructor of `LoaderOptions` is the declaration: names, types and defaults are its signature, and the meaning of
-each option is in its docstring, where editors find it. `option_checks.CHECKS` has the check of each of ours. Everything
+each option is in its docstring, where editors find it. `checks.CHECKS` has the check of each of ours. Everything
 else that lists options is derived from these two.
 
 `LoaderSpec` is a `torch.utils.data.DataLoader` with our options. Both loaders are based on it: the sync one *is* one,

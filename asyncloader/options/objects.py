@@ -1,7 +1,7 @@
 """Declares the options that few runs set, in three objects: `Recovery`, `Tuning` and `DeviceOptions`.
 
-Data path: none; the loaders' constructor takes one of each (`options.py`). A field's name is unique among all options,
-so ``loader.clone(worker_timeout=30)`` changes a single one.
+Data path: none; the loaders' constructor takes one of each (`declaration.py`). A field's name is unique among all
+options, so ``loader.clone(worker_timeout=30)`` changes a single one.
 """
 
 from __future__ import annotations

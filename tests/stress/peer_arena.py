@@ -35,7 +35,9 @@ GROWTH = 256 << 20
 LOG_BYTES = 256 << 10
 """Bytes of a node's log that one hostile loader may cause."""
 DEADLINE_S = 15.0
-"""Seconds that a loader may take for its epoch, whatever the node does: some times what `Service(wait=)` says."""
+"""Seconds that a loader may take for its epoch after the last connection in which the node did something hostile: some
+times what `Service(wait=)` says.
+"""
 _STANDING = 48
 """Connections that are left standing at a time."""
 _NAMES = ["numbers", "awaited", "stream", "large"]
@@ -217,7 +219,7 @@ class _Node:
         if _RAW in text:
             found.append("log: control characters of a loader's are in the node's log")
         if len(text) > LOG_BYTES:
-            found.append(f"log: {len(text):,} bytes at once")
+            found.append(f"log: {len(text):,} bytes at once, from {said[:500]!r} to {said[-200:]!r}")
         deaths = [line for line in said.splitlines() if "died" in line and not any(each in line for each in _KILLED)]
         found += [f"process: {line[:500]}" for line in deaths]
         if self.memory is not None and code is None and (grown := self.memory.grown()):
@@ -453,7 +455,10 @@ class NodeArena:
             # Of two nodes one worker would read from one, which may be the honest one.
             workers = 2 if case.script == "beside" else rng.choice([1, 2])
             child.tell(**request, workers=workers, asynchronous=rng.random() < 0.5)
-            line = child.line_with(DEADLINE_S, number=number)
+            line, acted = None, -1
+            while line is None and hostile.acted > acted:  # each connection that breaks off may have brought batches
+                acted = hostile.acted
+                line = child.line_with(DEADLINE_S, number=number)
             with self._lock:
                 finding.disturbed = not (alone and len(self._running) == 1)
             if line is not None:

@@ -1,6 +1,6 @@
 """The dispatching process: runs a part of the graph that cannot be split, and deals its items to the workers in turn.
 
-Data path: graph (dispatching process) -> [dispatching: one pipe per worker] -> graph (workers).
+Data path: graph (dispatching process) -> [dispatching_process: one pipe per worker] -> graph (workers).
 
 A worker asks for one item at a time, and says for which epoch. The process reads on until it has one for that worker;
 what it read for the others waits for them, however much that is: a worker that needs many items for one of its own must

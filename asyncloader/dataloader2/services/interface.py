@@ -1,6 +1,6 @@
 """What reads a graph for DataLoader2: the interface, reading in this process, and several services in a row.
 
-Data path: graph -> [services] -> DataLoader2.
+Data path: graph -> [interface] -> DataLoader2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The workers' part of a graph: what each worker does with its copy, and how the copies' items become one stream again.
 
-Data path: graph (a copy per worker) -> [branch: thread, chunks] -> rings -> [branch: items in turn] -> rest of graph.
+Data path: graph (a copy per worker) -> [worker_streams: thread, chunks] -> rings -> [items in turn] -> rest of graph.
 
 A thread of the worker reads the graph ahead. What it has read when the worker is asked is sent in one chunk: so small
 items do not cost a message each, and an item that is there never waits for another one. Each worker has a loader of its

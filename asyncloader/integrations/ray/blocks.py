@@ -1,6 +1,6 @@
 """Ray Data's blocks as a dataset, and an order of its rows that reads few blocks at a time.
 
-Data path: Ray's object store -> [ray_blocks] -> collate.
+Data path: Ray's object store -> [blocks] -> collate.
 """
 
 from __future__ import annotations

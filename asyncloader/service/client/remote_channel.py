@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from time import perf_counter
 
+from asyncloader.errors import RingMemoryError
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.frames import Header
@@ -158,6 +159,8 @@ class RemoteChannel:
                     yield header.kind, body
         except ValueError as error:  # no node of ours: its tasks go elsewhere
             self.distrust(str(error))
+        except RingMemoryError as error:  # it may have announced any size: another node's batch may be smaller
+            self.distrust(f"a batch for which this machine has no memory: {error}")
         if self._leaving and not self._tasks:
             self._end(self._leaving)
         if self._link.ended:

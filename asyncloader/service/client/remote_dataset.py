@@ -1,6 +1,6 @@
 """Turns a loader's definition and `workers=` into the dataset that it plans with.
 
-Data path: options -> [served] -> plan.
+Data path: options -> [remote_dataset] -> plan.
 
 Without `workers=` that is the dataset which the definition makes here. With it, it is a stand-in that has the served
 dataset's kind and length, which the service says, and no samples.

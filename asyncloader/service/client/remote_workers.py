@@ -1,6 +1,6 @@
 """A pool's workers at a service: where a local pool starts a process, this connects to a node.
 
-Data path: loader -> pool -> [client] -> connection -> node.
+Data path: loader -> pool -> [remote_workers] -> connection -> node.
 
 Connecting blocks, in threads that may wait (`dialing.py`); once a lane is open, the pool's loop has its socket.
 """
@@ -321,7 +321,19 @@ class ServedWorker:
         _served.add(self)  # last: another thread may fork at any moment, and the child releases what it finds here
 
     def _passed(self) -> Channel:
-        sock = socket.socket(fileno=self._link.fds.popleft())
+        fd = self._link.fds.popleft()
+        try:
+            sock = socket.socket(fileno=fd)
+        except OSError:  # it is no socket
+            os.close(fd)
+            raise
+        try:
+            if (sock.family, sock.type) != (socket.AF_UNIX, socket.SOCK_STREAM):
+                raise ConnectionError(f"the node passed a socket of another kind: {sock.family.name}, {sock.type.name}")
+            sock.getpeername()  # OSError: it is connected to nothing
+        except OSError:
+            sock.close()
+            raise
         sock.setblocking(False)
         return _PassedChannel(sock, self._link)
 
@@ -382,7 +394,7 @@ class ServedWorker:
                 self.outside = death.shared
                 given = line_of(death.reason, _MOST_REASON)
                 why = given if self.lost else self.kill_reason or given
-                reason = " ".join(filter(None, (f"It was at {self.node}.", why)))
+                reason = why if why and why == self.kill_reason else f"It was at {self.node}. {why}".strip()
                 trace = block_of(death.trace, _MOST_TRACE)
                 return WorkerDied(self.worker_id, self.pid, death.exitcode, reason, "", trace), why
         self.lost = not self.kill_reason
@@ -411,7 +423,7 @@ class ServedWorker:
 
     def kill_for(self, reason: str) -> None:
         """As `WorkerHandle`: the node kills the process, if it is at this worker's task."""
-        self.kill_reason = reason
+        self.kill_reason = f"It was at {self.node}. {reason}"
         with contextlib.suppress(ConnectionError):
             if self._direct:
                 self._link.send(frames.KILL)

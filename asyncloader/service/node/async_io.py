@@ -1,6 +1,6 @@
 """Awaits a loader's connection before it has a lane: TLS, a message, room to send, and a process meanwhile.
 
-Data path: connection -> [awaiting] -> node.
+Data path: connection -> [async_io] -> node.
 """
 
 from __future__ import annotations

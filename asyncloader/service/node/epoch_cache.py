@@ -1,6 +1,6 @@
 """Batches that several loaders want: each is made once, and kept for a while for those who come later. Pure.
 
-Data path: lane_host -> [epoch_cache] -> lanes of the loaders that share.
+Data path: worker_host -> [epoch_cache] -> lanes of the loaders that share.
 
 A loader whose task nobody has is told to make the batch; others that want it meanwhile wait for it. If it is not made
 (an error, a death, a loader that leaves), the next one in the line makes it. The oldest batches go when there are too

@@ -1,7 +1,7 @@
 """The node that `workers="shared"` starts:
 `python -m asyncloader.service.node.machine_node MODULE:DEFINITION DESCRIPTOR`.
 
-Data path: as of `node.py`.
+Data path: as of `server.py`.
 """
 
 from __future__ import annotations

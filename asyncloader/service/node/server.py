@@ -1,6 +1,6 @@
 """A service's node: listens for loaders, checks who they are, and gives each a lane in one of its processes.
 
-Data path: loader -> connection -> [node] -> lane.
+Data path: loader -> connection -> [server] -> lane.
 
 Each connection is one logical worker of one loader. Its handshake is a coroutine with a deadline; after that the lane's
 callbacks have it. Nothing that came over a connection is unpickled, and nothing but the served definitions is called.

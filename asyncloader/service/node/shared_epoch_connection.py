@@ -1,6 +1,6 @@
 """The node's end of a logical worker whose loader shares its epochs with others: each batch is made once for all.
 
-Data path: lane_host -> [sharing_lane] -> epoch_cache -> [sharing_lane] -> connection -> loader.
+Data path: worker_host -> [shared_epoch_connection] -> epoch_cache -> [shared_epoch_connection] -> connection -> loader.
 """
 
 from __future__ import annotations

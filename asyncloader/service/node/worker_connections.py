@@ -1,6 +1,6 @@
 """The node's end of one logical worker: passes a loader's tasks to a process, and batches back.
 
-Data path: loader -> connection -> [node_lanes] -> lane_host -> [node_lanes] -> connection -> loader.
+Data path: loader -> connection -> [worker_connections] -> worker_host -> [worker_connections] -> connection -> loader.
 
 A loader on another machine has a `ForwardedLane`: the process writes a batch into a ring of the node's, and the node
 sends it from there. A loader on this machine gets the lane's socket itself (`PassedLane`): it shares its own ring with

@@ -1,6 +1,6 @@
 """The main function of a service's worker process: carries out the tasks of several logical workers.
 
-Data path: node -> lane -> [lane_host: fetch -> collate -> slot] -> lane -> node or loader.
+Data path: node -> lane -> [worker_host: fetch -> collate -> slot] -> lane -> node or loader.
 
 A *lane* is one logical worker of one loader: a socket, with a `TaskRunner` behind it. A process has any number of
 them. Those of a blocking dataset take turns, task by task: next is a lane of the session that has had the least time.

@@ -1,6 +1,6 @@
 """The node's side of its worker processes: starts them, opens lanes in them, and replaces those that die.
 
-Data path: node -> [host_process] -> lane_host.
+Data path: node -> [worker_processes] -> worker_host.
 """
 
 from __future__ import annotations

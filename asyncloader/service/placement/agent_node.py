@@ -1,6 +1,6 @@
 """The node that an engine's agent starts: `python -m asyncloader.service.placement.agent_node DESCRIPTOR`.
 
-Data path: as of `node.py`.
+Data path: as of `node/server.py`.
 
 The descriptor is a socket to the agent. The agent is trusted: what comes over this socket is unpickled. The node ends
 with the socket, so with the agent, however that ended.

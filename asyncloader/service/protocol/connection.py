@@ -1,6 +1,6 @@
 """One connection between a loader and a service's node: sends and receives messages on a non-blocking socket.
 
-Data path: worker -> node -> [link] -> connection -> [link] -> ring -> consumer.
+Data path: worker -> node -> [connection] -> connection -> [connection] -> ring -> consumer.
 
 A batch's bytes are sent from the slot where the worker wrote them, and received into the slot where the consumer reads
 them; neither side copies them otherwise. It is the same for plain sockets and for TLS.

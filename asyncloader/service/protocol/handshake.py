@@ -119,9 +119,11 @@ class Welcome(NamedTuple):
 
     def checked_facts(self) -> Facts:
         """What the dataset is. Raises ValueError."""
-        if any(number is not None and not 0 <= number < 1 << 63 for number in (self.facts.length, self.facts.shuffle)):
+        facts = self.facts
+        numbers = all(number is None or 0 <= number < 1 << 63 for number in (facts.length, facts.shuffle))
+        if not numbers or (not facts.iterable and facts.length is None and not facts.problem):
             raise ValueError("broken stream: a WELCOME that cannot be read")
-        return self.facts
+        return facts
 
 
 class Refusal(NamedTuple):

@@ -1,6 +1,6 @@
 """Encodes batches for a service: the same leaves as in shared memory, in a typed structure instead of a pickle.
 
-Data path: worker: collate -> [batches: encode] -> slot -> connection -> slot -> [batches: build] -> consumer.
+Data path: collate -> [msgpack_batches: encode] -> slot -> connection -> slot -> [msgpack_batches: build] -> consumer.
 
 A template is the length of a table (4 bytes, little-endian), the table, and the structure; all of it packed by
 `values.py`. The table says where each leaf is and what it is, with dtypes by name, so that both sides may have torch

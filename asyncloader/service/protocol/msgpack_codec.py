@@ -1,6 +1,6 @@
 """How values travel between a loader and a service: typed and unexecutable, where a loader's own workers use pickle.
 
-Data path: loader -> [dialect] -> lane -> [dialect] -> worker, and back.
+Data path: loader -> [msgpack_codec] -> lane -> [msgpack_codec] -> worker, and back.
 
 An error is sent as its type's name, its text and its traceback. The loader raises Python's own types and asyncloader's
 as what they are, and any other as a RuntimeError whose text names it: no constructor of the user's is called.

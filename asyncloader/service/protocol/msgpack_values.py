@@ -1,6 +1,6 @@
 """Packs plain values as MessagePack with their types, without anything that must be executed to read them.
 
-Data path: loader -> [values] -> connection -> unpacking -> worker, and back.
+Data path: loader -> [msgpack_values] -> connection -> unpacking -> worker, and back.
 
 MessagePack's own types stand for themselves: None, booleans, integers of 64 bits, floats and strings; bytes are its
 extension 0. Every other value is an array whose first element says what the rest is: ``[0, 1, 2]`` is the list

@@ -1,6 +1,6 @@
 """Shards of a dataset that a service reads: the loader asks a node for an epoch's plan, and assigns it itself. Pure.
 
-Data path: loader -> PLAN -> node -> process: dataset.plan -> [served_shards] -> PLANNED -> loader's assignment.
+Data path: loader -> PLAN -> node -> process: dataset.plan -> [shard_plan] -> PLANNED -> loader's assignment.
 
 The loader never learns where the shards are stored or how they are read: a plan consists of numbers and of names. Each
 lane finds the shards for itself; the *fingerprint* of what it found must be that of the plan, or its ranges would be

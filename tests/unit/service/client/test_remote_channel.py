@@ -92,3 +92,27 @@ def test_a_lane_has_no_time_out_of_the_kernels() -> None:
     seen = []
     checked(lambda node, link: seen.append(link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)))
     assert set(seen) == {0}
+
+
+def test_a_batch_that_no_memory_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not an error of the loader's: the node may announce any size, so its tasks go elsewhere."""
+
+    async def run() -> tuple[bool, str]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            link = Link(socket.create_connection(server.getsockname()))
+            node, _ = server.accept()
+            with node:
+                channel = RemoteChannel(link)
+                channel.send(wire.pack_task(0, 3, -1, 0, 0.0, b""))
+                node.sendall(frames.pack_header(wire.RESULT, 0, 0, 3, 1 << 40))
+                link.sock.setblocking(True)
+                link.sock.recv(1, socket.MSG_PEEK)  # it has come
+                link.sock.setblocking(False)
+                assert list(channel.receive()) == []
+                ended = channel.broken, channel.why
+                channel.close()
+                return ended
+
+    broken, why = run_async(run())
+    assert broken
+    assert why.startswith("a batch for which this machine has no memory: asyncloader wants 1,099,511,627,776 bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from asyncloader.service.node.worker_host import _Host, _Lane, _LaneSetup
 from asyncloader.service.protocol.dataset_info import Facts, facts_of
 from asyncloader.service.protocol.msgpack_codec import PLAIN
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.task_runner import TaskRunner
 from tests.service import definitions
 
 
@@ -51,6 +54,18 @@ def test_sessions_have_equal_time() -> None:
     for each in host._lanes.values():
         each.frames.clear()
     assert host._next() is None
+
+
+def test_a_loader_that_suspects_a_task() -> None:
+    """Gets no hold of the standard error that the process's tasks have in common; what it passed is closed."""
+    fd = os.open("/dev/zero", os.O_RDONLY)
+    runner: Any = object.__new__(TaskRunner)
+    runner._draw_check, runner._suspect = object(), None  # a service's
+    runner.channel = SimpleNamespace(take_fd=lambda: fd)
+    runner.control(wire.SUSPECT, b"")
+    assert runner._suspect is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 SETUP = WorkerSetup(

@@ -1,0 +1,53 @@
+"""What a loader does with what a node passes to it, and what it says of a worker that it had to kill."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asyncloader.service.client.remote_workers import ServedWorker
+from asyncloader.service.protocol.connection import Link
+
+
+def a_pipe() -> int:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    return theirs
+
+
+PASSED: dict[str, Callable[[], int]] = {
+    "a pipe": a_pipe,
+    "zeros": lambda: os.open("/dev/zero", os.O_RDWR),
+    "a socket that is connected to nothing": lambda: socket.socket(socket.AF_UNIX).detach(),
+    "a socket of datagrams": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).detach(),
+    "a socket of another family": lambda: socket.socket(socket.AF_INET).detach(),
+}
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("passed", PASSED.values(), ids=PASSED)
+def test_a_descriptor_that_is_no_connection(passed: Callable[[], int]) -> None:
+    """Is closed, and is an error while the worker is opened, not when the first task is sent."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link = Link(ours)
+        link.fds.append(passed())
+        with pytest.raises(OSError):
+            ServedWorker(0, 99, "unix:/node", link, lambda worker, why: None)
+        link.close()
+
+
+@pytest.mark.network
+def test_a_worker_that_the_loader_kills() -> None:
+    """Its death names its node, also where the node never says that it has died."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link = Link(ours)
+        worker: Any = ServedWorker(0, 99, "tcp://node:1", link, lambda worker, why: None)
+        worker.kill_for("It hung.")
+        assert worker.kill_reason == "It was at tcp://node:1. It hung."
+        worker.release()
