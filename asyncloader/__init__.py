@@ -12,6 +12,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asyncloader.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from torch.utils.data import (
         BatchSampler,
@@ -83,8 +85,6 @@ if TYPE_CHECKING:
     from asyncloader.workers.fetch.dataset_state import Stateful
     from asyncloader.workers.fetch.sample_errors import SkippedSample
     from asyncloader.workers.fetch.seeding import sample_rng
-
-__version__ = "0.1.0"
 
 _OWN = {
     "AsyncDataLoader": "asyncloader.async_loader",

@@ -13,11 +13,13 @@ from typing import Any, NoReturn, Self
 import torch
 
 from asyncloader.bridge import in_thread
-from asyncloader.delivery.transfer import DeviceTransfer, kept_rings_of, transfer_of
+from asyncloader.delivery.loader_device import kept_rings_of, transfer_of
+from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
-from asyncloader.epoch.plan import TorchIterator, check_workers
+from asyncloader.epoch.plan import check_workers
 from asyncloader.epoch.thread_workers import has_thread_workers, refusal
+from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.options.clone import made_from

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import cpu_limit, usable_cpus
-from asyncloader.delivery.transfer import current_transfer
+from asyncloader.delivery.loader_device import current_transfer
 from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.plan import start_method
 from asyncloader.options.declaration import LoaderSpec, given_options, is_iterable

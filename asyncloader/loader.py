@@ -15,7 +15,7 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
-from asyncloader.delivery.transfer import kept_rings_of
+from asyncloader.delivery.loader_device import kept_rings_of
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal

@@ -23,11 +23,11 @@ PICTURE = ROOT / "docs" / "_static" / "house.svg"
 # Who may import whom: a room imports from its own line and from those above it. What a function imports late, when it
 # runs, is not counted.
 FLOORS = [
-    "errors cpus shielding sizes workers.ipc",
+    "errors cpus shielding sizes version workers.ipc",
     "telemetry events bridge formats transports workers.memory never_iterated",
-    "workers.fetch",
+    "workers.fetch ranks",
     "samplers shared workers",
-    "delivery ranks remote service",
+    "delivery remote service",
     "service.protocol",
     "service.client service.node",
     "service.placement",

@@ -23,8 +23,8 @@ from asyncloader.bridge import in_thread
 from asyncloader.delivery.stage import use_current_device
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
-from asyncloader.epoch.plan import TorchIterator, warn_over_length
 from asyncloader.epoch.thread_or_loop import HOLD_SECONDS, FetchPlace
+from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManySkippedSamples
 from asyncloader.options.declaration import B_co, LoaderSpec
 from asyncloader.ranks.agreement import Agreement, in_daemon

@@ -34,18 +34,11 @@ from asyncloader.bridge import in_thread
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
-from asyncloader.epoch.plan import (
-    TorchIterator,
-    make_pool,
-    quarantine,
-    shared_seed,
-    start_method,
-    warn_over_length,
-    worker_setup,
-)
+from asyncloader.epoch.plan import make_pool, quarantine, start_method, worker_setup
 from asyncloader.epoch.ready_queue import ReadyQueue
 from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_assignment
+from asyncloader.epoch.torch_iterator import TorchIterator, shared_seed, warn_over_length
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options.declaration import B_co

@@ -23,14 +23,15 @@ from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.epoch.credits import least_credits, most_credits
 from asyncloader.epoch.pipeline import Pipeline, WorkerBegun
-from asyncloader.epoch.plan import TorchIterator, make_scheduler
+from asyncloader.epoch.plan import make_scheduler
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.respawn import WorkerRespawner
 from asyncloader.epoch.skipped_samples import SkippedSampleLog
+from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.events import ENDED, NOTHING, Action, AllDropped, Deliver, Notice, Poisoned, WorkerFailure
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import AgreementStage
-from asyncloader.samplers.distributed import without_batch
+from asyncloader.ranks.topology import without_batch
 from asyncloader.samplers.index_stream import time_pull
 from asyncloader.shielding import shielded
 from asyncloader.state.progress import Progress

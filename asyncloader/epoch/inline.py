@@ -21,18 +21,20 @@ from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
+from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.delivery.stage import torch_pin
-from asyncloader.delivery.transfer import Ready, transfer_of
+from asyncloader.delivery.transfer import Ready
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.inline_prefetch import BatchPrefetcher
-from asyncloader.epoch.plan import TorchIterator, shared_seed, worker_setup
+from asyncloader.epoch.plan import worker_setup
 from asyncloader.epoch.shard_assignment import InlineAssignments
 from asyncloader.epoch.skipped_samples import SkippedSampleLog
+from asyncloader.epoch.torch_iterator import TorchIterator, shared_seed
 from asyncloader.errors import TooManySkippedSamples
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.samplers.distributed import without_batch
+from asyncloader.ranks.topology import without_batch
 from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress

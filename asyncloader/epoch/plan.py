@@ -3,57 +3,35 @@
 Data path: options -> [plan] -> pool, scheduler, iterators.
 
 `make_scheduler` builds what plans the epoch; `worker_setup` and `make_pool` build what the workers get.
-
-`TorchIterator` is torch's iterator base under our iterators. `_BaseDataLoaderIter` draws the base seed and asks the
-sampler for an iterator, in torch's order and from torch's generators; that is what makes torch mode equal to torch. In
-seeded mode the same base draws from a generator that is derived from the seed.
-
-Libraries patch that base and use its attributes. It is therefore given the loader itself, and indices are read through
-the attributes that it has: `_next_index` and `_sampler_iter`, which starts as the epoch's `IndexStream`.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterDataPipe, MapDataPipe, default_collate, default_convert
-from torch.utils.data import _DatasetKind as DatasetKind
+from torch.utils.data import IterDataPipe, MapDataPipe, default_collate, default_convert
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from asyncloader.epoch.credits import least_credits, most_credits
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.events import PositionedIndex
-from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.samplers.async_sampler import AsyncIndexSource
-from asyncloader.samplers.distributed import RankView
-from asyncloader.samplers.generators import drawing_from, drawn_from, generator_states, iterates_plainly, own_generator
-from asyncloader.samplers.index_stream import IndexStream
-from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
-from asyncloader.workers.fetch.seeding import derive, draw_device
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import LocalWorkers, WorkerSource
 
 __all__ = [
-    "TorchIterator",
     "check_workers",
     "make_pool",
     "make_scheduler",
     "quarantine",
-    "shared_seed",
     "start_method",
-    "warn_over_length",
     "worker_context",
     "worker_setup",
 ]
@@ -204,138 +182,3 @@ def make_scheduler(config: EpochConfig, first_worker: int) -> Scheduler:
         max_restarts=config.max_restarts,
         concurrent=config.concurrent,
     )
-
-
-class TorchIterator(_BaseDataLoaderIter):
-    """torch's iterator base under our iterators.
-
-    Args:
-        loader: the loader that is iterated.
-        progress: the iterator's position.
-    """
-
-    order: IndexStream | None = None
-    """The epoch's indices from the iterator's position on; None without a plain sampler."""
-    _awaited: Progress | None = None  # set while torch's base makes the sampler's iterator
-    _states: dict[str, torch.Tensor] | None = None  # the generators' states before that
-
-    def __init__(self, loader: LoaderSpec[Any], progress: Progress) -> None:
-        with self._drawing(loader, progress):
-            super().__init__(loader)
-
-    def _begin_order(self, loader: LoaderSpec[Any], progress: Progress, *, first_iter: bool = False) -> None:
-        """Call torch's `_reset` for an epoch that begins at this position."""
-        with self._drawing(loader, progress):
-            if progress.config.seeded and not first_iter:
-                self._index_sampler = (
-                    loader._index_sampler
-                )  # rank and world size, and with them the share, may have changed
-            _BaseDataLoaderIter._reset(self, loader, first_iter)
-
-    @plain_context
-    def _drawing(self, loader: LoaderSpec[Any], progress: Progress) -> Generator[None]:
-        """In this context the first iterator that is assigned to `_sampler_iter` becomes the epoch's order. In seeded
-        mode random numbers are drawn from a generator of the seed and the epoch, and the global generators do not
-        advance.
-        """
-        seed = progress.config.seed
-        self._awaited = progress
-        self._note_states()
-        try:
-            if seed is None:
-                with _on_device_of(loader.generator):
-                    yield
-            else:
-                generator = torch.Generator()
-                generator.manual_seed(derive(seed, "iterator", progress.epoch))
-                with drawing_from(generator, loader), _on_device_of(generator):
-                    yield
-        finally:
-            self._awaited = self._states = None
-
-    def _note_states(self) -> None:
-        """Save the generators' states: a user's sampler may draw in `__iter__`, which is called next."""
-        sampler = self._index_sampler
-        known = isinstance(sampler, (AsyncIndexSource, RankView)) or type(sampler) is BatchSampler
-        if self._awaited is not None and sampler is not None and not known and not iterates_plainly(sampler):
-            self._states = generator_states(own_generator(sampler))
-
-    @property
-    def _index_sampler(self) -> Any:
-        return self.__dict__.get("_index_sampler")
-
-    @_index_sampler.setter
-    def _index_sampler(self, sampler: Any) -> None:
-        self.__dict__["_index_sampler"] = sampler
-        self._note_states()
-
-    @property
-    def _sampler_iter(self) -> Any:
-        return self.__dict__.get("_sampler_iter")
-
-    @_sampler_iter.setter
-    def _sampler_iter(self, iterator: Any) -> None:
-        progress, self._awaited = self._awaited, None
-        if progress is not None:  # else a library replaced the iterator
-            sampler = self._index_sampler
-            self.order = None
-            if self._dataset_kind != DatasetKind.Iterable and not isinstance(sampler, AsyncIndexSource):
-                before = self._states
-                drawn = None if before is None else drawn_from(before, generator_states(own_generator(sampler)))
-                iterator = self.order = progress.stream(sampler, iterator, drawn)
-        self.__dict__["_sampler_iter"] = iterator
-
-    def pull(self, task: int | None = None) -> tuple[int | None, Any]:
-        """The next step's number and index. The number is None if a library replaced `_sampler_iter`, so that the index
-        is not from the epoch's order. A second call for the same task returns the same again.
-
-        Raises:
-            StopIteration: at the end.
-            TypeError: in seeded mode, if the replaced `_sampler_iter` gives indices without positions.
-        """
-        if self.order is not None and self._sampler_iter is self.order:
-            return self.order.pull(task)
-        index: Any = self._next_index()  # type: ignore[no-untyped-call]
-        if isinstance(self._index_sampler, RankView) and not isinstance(index, PositionedIndex):
-            raise TypeError(
-                f"in seeded mode random numbers follow from positions, which {type(self._sampler_iter).__name__}, put "
-                "in the place of the iterator's _sampler_iter, does not give: advance that one, or leave out seed="
-            )
-        return None, index
-
-    def duplicate(self) -> Self:
-        """A copy, with the same random numbers, for another iterator."""
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
-
-
-def _on_device_of(generator: torch.Generator | None) -> AbstractContextManager[Any]:
-    """Context in which torch's base can draw from this generator whatever `torch.set_default_device` says: it names no
-    device.
-    """
-    device = draw_device(generator)
-    return nullcontext() if device.type == torch.get_default_device().type else device
-
-
-def shared_seed(torch_iter: _BaseDataLoaderIter) -> int | None:
-    """The seed that all workers and ranks share, for torch's datapipes; None for other datasets."""
-    return None if torch_iter._shared_seed is None else int(torch_iter._shared_seed)
-
-
-def warn_over_length(torch_iter: _BaseDataLoaderIter) -> None:
-    """Give torch's warning if an iterable dataset yields more than its length. Call after counting a batch."""
-    reported = torch_iter._IterableDataset_len_called
-    if torch_iter._dataset_kind != DatasetKind.Iterable or reported is None or torch_iter._num_yielded <= reported:
-        return
-    message = (
-        f"Length of IterableDataset {torch_iter._dataset} was reported to be {reported}"
-        f"(when accessing len(dataloader)), but {torch_iter._num_yielded} samples have been fetched. "
-    )
-    if torch_iter._num_workers > 0:
-        message += (
-            "For multiprocessing data-loading, this could be caused by not properly configuring the "
-            "IterableDataset replica at each worker. Please see "
-            "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
-        )
-    warnings.warn(message, stacklevel=3)

@@ -27,7 +27,7 @@ from asyncloader.bridge import Bridge, join_all
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
 from asyncloader.epoch.inline_prefetch import BatchPrefetcher
-from asyncloader.epoch.plan import TorchIterator, warn_over_length
+from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper

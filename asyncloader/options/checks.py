@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 import torch
 
 from asyncloader.errors import NoEffectWarning
-from asyncloader.samplers.distributed import ON_UNEVEN, check_group
+from asyncloader.ranks.topology import check_group
+from asyncloader.samplers.distributed import ON_UNEVEN
 from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset

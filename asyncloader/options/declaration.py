@@ -32,8 +32,9 @@ from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.transfer import DeviceLike
 from asyncloader.options.checks import CHECKS, check_num_workers, check_options, is_seed, warn_without_effect
 from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened
+from asyncloader.ranks.topology import RankGroupLike, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
-from asyncloader.samplers.distributed import OnUneven, RankGroupLike, rank_view, topology
+from asyncloader.samplers.distributed import OnUneven, rank_view
 from asyncloader.samplers.generators import drawing_generator
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.samplers.seeded_draws import with_seeded_draws

@@ -18,8 +18,9 @@ import torch
 from asyncloader.delivery.transfer import DeviceLike
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
+from asyncloader.ranks.topology import Topology, process_group, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource
-from asyncloader.samplers.distributed import OnUneven, Topology, plain_sampler, process_group, topology
+from asyncloader.samplers.distributed import OnUneven, plain_sampler
 from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent

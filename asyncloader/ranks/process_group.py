@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from asyncloader.samplers.distributed import Topology
+from asyncloader.ranks.topology import Topology
 
 __all__ = ["RankGroup", "destroy", "destroy_unused", "make_group"]
 

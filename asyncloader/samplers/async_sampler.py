@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch.utils.data import BatchSampler
 
-from asyncloader.samplers.distributed import Cutter, RankView, Share, Topology
+from asyncloader.ranks.topology import Topology
+from asyncloader.samplers.distributed import Cutter, RankView, Share
 from asyncloader.samplers.index_stream import StateLog
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.plain_calls import check_plain

@@ -22,49 +22,36 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from asyncloader.errors import RanksDisagree
 from asyncloader.events import PositionedIndex
+from asyncloader.ranks.topology import Topology, topology
 from asyncloader.samplers.generators import samplers_within
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.samplers.surviving import Groups, Restarting
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "BATCH_STRIDE",
     "ON_UNEVEN",
     "Cutter",
     "OnUneven",
-    "RankGroupLike",
     "RankView",
     "SeekableSampler",
     "Share",
     "Tail",
-    "Topology",
-    "check_group",
     "plain_sampler",
     "positioned",
-    "process_group",
     "rank_view",
     "replicas",
     "tail_of",
-    "topology",
-    "without_batch",
 ]
 
 OnUneven = Literal["drop", "pad", "repeat", "error"]
 ON_UNEVEN: tuple[str, ...] = get_args(OnUneven)
-
-RankGroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 
 BATCH_STRIDE = 1 << 32
 """Batch i of a user's batch sampler has the positions from ``i * BATCH_STRIDE`` on; a batch may have any length below
@@ -73,13 +60,6 @@ this."""
 _BLOCK = 4096
 
 Indices = npt.NDArray[np.int64]
-
-
-class Topology(NamedTuple):
-    """This process's rank, and the number of processes that train together."""
-
-    rank: int
-    world_size: int
 
 
 @runtime_checkable
@@ -276,67 +256,6 @@ class RankView:
 def _length(sampler: Any, default: int) -> int:
     """The sampler's length; a skip past a short last step must not exceed it."""
     return len(sampler) if hasattr(sampler, "__len__") else default
-
-
-def check_group(given: Any) -> None:
-    """Check a loader's `group`.
-
-    Raises:
-        TypeError: it is no process group and no mesh.
-        ValueError: the mesh has several dimensions, or this process is not in the group.
-    """
-    if given is None:
-        return
-    group = process_group(given)
-    distributed = torch.distributed
-    if distributed.is_available() and group == distributed.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "group should be one that this process is in, but torch.distributed.new_group made it of other ranks than "
-            f"this one, {distributed.get_rank()}"
-        )
-    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
-        raise TypeError(
-            f"group should be a torch.distributed process group or a DeviceMesh of one dimension, but got {given!r}"
-        )
-
-
-def process_group(given: Any) -> Any:
-    """The process group of a loader's `group`: itself, or that of a mesh.
-
-    Raises:
-        ValueError: the mesh has several dimensions.
-    """
-    if not (hasattr(given, "get_group") and hasattr(given, "ndim")):
-        return given
-    if given.ndim != 1:
-        names = given.mesh_dim_names
-        raise ValueError(
-            f"group should be a DeviceMesh of one dimension, but got one of {given.ndim}. Take the dimension along "
-            f"which the samples differ, for example mesh[{(names or ('dp',))[0]!r}]"
-        )
-    return given.get_group()
-
-
-def topology(spec: Any) -> Topology:
-    """This process's rank and world size: as given, else torch.distributed's, else a single process."""
-    given = spec._asyncloader_options
-    if given.group is not None:
-        group = process_group(given.group)
-        return Topology(torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
-    if given.rank is not None:
-        return Topology(given.rank, given.world_size)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return Topology(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    return Topology(0, 1)
-
-
-def without_batch(ranks: int) -> RanksDisagree:
-    """The error for a rank that has no batch because all of its samples were dropped."""
-    return RanksDisagree(
-        f"all samples of a batch were left out, and the other {ranks - 1} ranks have theirs: they would wait for this "
-        "one at the epoch's end. See loader.skipped_samples. A function as on_error keeps ranks even (and so does "
-        "on_error='refill', except for samples that kill their workers)."
-    )
 
 
 def plain_sampler(spec: Any) -> Any:

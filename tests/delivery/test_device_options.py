@@ -13,7 +13,7 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, DeviceUnavailable
 from asyncloader.delivery import open_accelerator
 from asyncloader.delivery.accelerator import PlainAccelerator
-from asyncloader.delivery.transfer import transfer_of
+from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.options.objects import grouped
 from tests.delivery.fake import installed
 from tests.integration.datasets import Numbers, identity

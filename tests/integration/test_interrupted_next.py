@@ -18,8 +18,8 @@ from asyncloader import DataLoader, Tuning
 from asyncloader.bridge import Bridge
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.consumer import Consumer, Delivery
-from asyncloader.epoch.plan import TorchIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
+from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
 from asyncloader.workers.memory.ring import Ring, oneoff_anchor

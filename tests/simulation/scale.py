@@ -15,9 +15,10 @@ import numpy as np
 from asyncloader import RemoteIterableDataset
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.events import Assign, Completed, Deliver, Delivered, Offered, Pull, Started
+from asyncloader.ranks.topology import Topology
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.shard_splitting import CatalogRange
-from asyncloader.samplers.distributed import RankView, Share, Topology
+from asyncloader.samplers.distributed import RankView, Share
 from asyncloader.samplers.seeded import SeededSampler
 
 __all__ = ["Order", "Planning", "assignment_us", "check_order", "plan_shards", "scheduler_us"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from asyncloader import __version__
+from asyncloader.version import __version__
 
 __all__ = ["parser"]
 

@@ -24,12 +24,12 @@ import torch
 from msgspec import Meta
 from torch.utils.data import default_collate, default_convert
 
-import asyncloader
 from asyncloader.service.definition import Defined
 from asyncloader.service.protocol.dataset_info import Facts
 from asyncloader.service.protocol.msgpack_codec import PLAIN
 from asyncloader.service.protocol.records import Count, Name, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Catalog, check_catalog
+from asyncloader.version import __version__
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.setup import SeededSetup, WorkerSetup
 
@@ -94,7 +94,7 @@ class Hello(NamedTuple):
     @staticmethod
     def versions() -> tuple[str, str]:
         """Those that both sides must have: asyncloader's, and torch's whatever it was built for."""
-        return asyncloader.__version__, str(torch.__version__).partition("+")[0]
+        return __version__, str(torch.__version__).partition("+")[0]
 
 
 class Challenge(NamedTuple):

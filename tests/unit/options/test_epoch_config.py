@@ -14,7 +14,7 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Recovery, StatefulDataLoader, Tuning
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.samplers.distributed import Topology
+from asyncloader.ranks.topology import Topology
 from tests.integration.datasets import CountedStream, Numbers
 from tests.integration.running import run_async
 

@@ -24,12 +24,8 @@ from asyncloader.options.checks import check_options
 from asyncloader.options.declaration import DEFAULTS, default_sampler
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.objects import flattened
-from asyncloader.samplers.distributed import (
-    Share,
-    Topology,
-    rank_view,
-    topology,
-)
+from asyncloader.ranks.topology import Topology, topology
+from asyncloader.samplers.distributed import Share, rank_view
 from asyncloader.state.checkpoint import expectations
 
 DATA = TensorDataset(torch.arange(20))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from asyncloader.samplers.distributed import RankView, Share, Topology
+from asyncloader.ranks.topology import Topology
+from asyncloader.samplers.distributed import RankView, Share
 from asyncloader.samplers.generators import drawn_from, generator_states
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.samplers.seeded import SeededSampler

@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import SequentialSampler
 
 from asyncloader.events import PositionedIndex
-from asyncloader.samplers.distributed import (
-    BATCH_STRIDE,
-    OnUneven,
-    RankView,
-    SeekableSampler,
-    Share,
-    Tail,
-    Topology,
-    tail_of,
-)
+from asyncloader.ranks.topology import Topology
+from asyncloader.samplers.distributed import BATCH_STRIDE, OnUneven, RankView, SeekableSampler, Share, Tail, tail_of
 from asyncloader.samplers.seeded import SeededSampler
 
 RULES: tuple[OnUneven, ...] = get_args(OnUneven)

@@ -21,8 +21,9 @@ from asyncloader import (
     StatefulRandomSampler,
     TokenBudgetBatchSampler,
 )
+from asyncloader.ranks.topology import Topology
 from asyncloader.samplers import surviving
-from asyncloader.samplers.distributed import RankView, Share, Topology
+from asyncloader.samplers.distributed import RankView, Share
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.samplers.surviving import Blocks, Groups, Restarting
 from tests.drawn import scaled
