@@ -37,10 +37,7 @@ FLOORS = [
     "explain",
     "loader async_loader",
     "stateful_loader",
-    (
-        "dataloader2 dataloader2.communication dataloader2.datapipes dataloader2.graph dataloader2.random "
-        "dataloader2.services dataloader2.utils"
-    ),
+    ("dataloader2 dataloader2.datapipes dataloader2.graph dataloader2.random dataloader2.services dataloader2.utils"),
     "integrations.ray",
     "integrations asyncloader __main__",
 ]

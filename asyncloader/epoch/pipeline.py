@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import textwrap
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
 from time import perf_counter
@@ -23,7 +22,8 @@ from asyncloader.epoch.late_tasks import LateTasks
 from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.errors import WorkerDied, ending, shortened
+from asyncloader.epoch.timeout_report import report
+from asyncloader.errors import WorkerDied, ending
 from asyncloader.events import (
     ENDED,
     NOTHING,
@@ -48,11 +48,9 @@ from asyncloader.events import (
     SamplerEnded,
     Started,
     WorkerFailure,
-    bare_index,
 )
 from asyncloader.remote.assignment import Reply, ShardAssigner
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers import stacks
 from asyncloader.workers.fetch.context import UnexpectedCancellation
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
@@ -62,7 +60,7 @@ from asyncloader.workers.source import WorkerHandle
 
 _log = logging.getLogger("asyncloader")
 
-__all__ = ["Pipeline", "WorkerBegun", "report"]
+__all__ = ["Pipeline", "WorkerBegun"]
 
 
 class WorkerBegun(NamedTuple):
@@ -442,43 +440,3 @@ class Pipeline(Listener):
             self._source_error = error
         if not self._closed:
             self._handle(SamplerEnded())
-
-
-_SECONDS = 1.0
-
-
-async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
-    """Describe the oldest task, and each worker: its state, tasks, ring, and the Python stacks of its threads."""
-    processes = list(pool.processes)  # a worker may be replaced while the answers are awaited
-    lines = [_head(scheduler)]  # before the signal, which may interrupt what a worker waits for
-    found = await pool.look(processes, _SECONDS)
-    for process in processes:
-        worker = process.worker_id
-        if process.released or worker not in found:
-            lines.append(f"worker {worker} ({process.place}) has ended and is being replaced")
-            continue
-        state, text = found[worker]
-        at = "" if process.started else ", still at its start-up code"
-        lines.append(
-            f"worker {worker} ({process.place}) is {state}{at}; "
-            f"{scheduler.unanswered(worker)} tasks unanswered; ring: {pool.rings[worker].ring or 'none yet'}"
-        )
-        lines.append(textwrap.indent(stacks.worker_calls(text), "    "))
-    lines.append(_advice(scheduler))
-    return "\n".join(lines)
-
-
-def _advice(scheduler: Scheduler) -> str:
-    if scheduler.head is None:
-        return "Look at the sampler. If it is only slow, raise timeout."
-    task, worker = scheduler.head
-    return f"See above in which call worker {worker} is with task {task.seq}. If it is only slow, raise timeout."
-
-
-def _head(scheduler: Scheduler) -> str:
-    head = scheduler.head
-    if head is None:
-        return "No worker has a pending task: the sampler, or a stage after the workers, takes that long."
-    task, worker = head
-    what = "the next batch of its stream" if task.index is None else f"indices {shortened(bare_index(task.index))}"
-    return f"Waiting for task {task.seq} at worker {worker}: {what}."

@@ -31,7 +31,7 @@ from asyncloader.dataloader2.graph._serialization import _pickled
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services.interface import Change
-from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn
+from asyncloader.dataloader2.utils.worker import WorkerInfo, reset_graph
 from asyncloader.errors import WorkerDied, ending
 from asyncloader.workers.default_signals import set_worker_signals
 from asyncloader.workers.error_pickle import caught
@@ -210,7 +210,7 @@ class _Dealing:
                     self._datapipe = pickle.loads(self._graph)
             # Shared seeds: the ranks' processes deal the same items, of which a filter may follow that shares them out.
             info, seeds = WorkerInfo(self._workers, 0), order.seed_generator
-            datapipe: Any = process_reset_fn(self._datapipe, info, seeds, True, order.iter_reset_fn)
+            datapipe: Any = reset_graph(self._datapipe, info, seeds, True, order.iter_reset_fn)
             self._source = iter(datapipe)
         except Exception:
             self._deal(_failure())

@@ -28,7 +28,7 @@ from asyncloader.dataloader2.random._philox import PhiloxEngine
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services.dispatching_process import Dispatched, Dispatcher, EpochOrder
 from asyncloader.dataloader2.services.interface import Change, InitFn, ResetFn
-from asyncloader.dataloader2.utils.worker import WorkerInfo, process_reset_fn, worker_graph
+from asyncloader.dataloader2.utils.worker import WorkerInfo, reset_graph, worker_graph
 from asyncloader.errors import StateError, TaskQuarantined, WorkerDied
 from asyncloader.loader import DataLoader
 from asyncloader.workers.error_pickle import caught
@@ -128,7 +128,7 @@ class Branch(IterableDataset[Chunk]):
             self._dispatched.epoch = self.order.epoch
         seeds = self.order.seed_generator.spawn(self.worker.worker_id)
         # Not kept: what the functions make of the graph is for this epoch, so that each epoch begins with the same.
-        datapipe = process_reset_fn(
+        datapipe = reset_graph(
             self._initialized,
             self.worker,
             seeds,

@@ -1,10 +1,10 @@
-"""What a worker is told of itself, what begins its process and its epochs, and which part of a graph is dealt out.
+"""Says which worker a function runs in, and begins the epochs of its graph.
 
 Data path: none. Names as in `torchdata.dataloader2.utils`.
 """
 
 from __future__ import annotations
 
-from asyncloader.dataloader2.utils.worker import WorkerInfo, process_init_fn, process_reset_fn
+from asyncloader.dataloader2.utils.worker import WorkerInfo
 
-__all__ = ["WorkerInfo", "process_init_fn", "process_reset_fn"]
+__all__ = ["WorkerInfo"]

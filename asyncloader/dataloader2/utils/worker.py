@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from asyncloader.dataloader2.graph.settings import set_datapipes_seed, set_graph
 from asyncloader.dataloader2.graph.utils import DataPipe, end_of, find_dps, list_dps, replace_dp
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 
-__all__ = ["WorkerInfo", "process_init_fn", "process_reset_fn", "seed_process", "worker_graph"]
+__all__ = ["WorkerInfo", "reset_graph", "seed_process", "worker_graph"]
 
 
 @dataclass(frozen=True)
@@ -69,39 +68,6 @@ def worker_graph(
     return datapipe
 
 
-def process_init_fn(
-    datapipe: DataPipe,
-    worker_info: WorkerInfo,
-    custom_init_fn: Callable[[DataPipe, WorkerInfo], DataPipe] | None = None,
-    worker_prefetch_cnt: int = 0,
-    dispatching_req_queue: Any = None,
-    dispatching_res_queue: Any = None,
-) -> DataPipe:
-    """Begin a worker's process, in a reading service of the user's over `communication`.
-
-    Args:
-        datapipe: the end of the graph, which is changed.
-        worker_info: which worker this is.
-        custom_init_fn: the user's, which changes the graph; default None.
-        worker_prefetch_cnt: items that a thread reads ahead; default 0: no thread.
-        dispatching_req_queue: of requests to the dispatching process; default None: there is none.
-        dispatching_res_queue: of its responses.
-
-    Returns:
-        The end of the changed graph.
-    """
-    dispatched: Any = None
-    if dispatching_req_queue is not None:
-        # Late: `communication` imports this module.
-        from asyncloader.dataloader2.communication.iter import QueueWrapper, _IterateQueueDataPipes
-        from asyncloader.dataloader2.communication.protocol import IterDataPipeQueueProtocolClient
-
-        client = IterDataPipeQueueProtocolClient(dispatching_req_queue, dispatching_res_queue)
-        dispatched = _IterateQueueDataPipes([QueueWrapper(client)])
-    datapipe = worker_graph(datapipe, worker_info, custom_init_fn, dispatched)
-    return datapipe.prefetch(worker_prefetch_cnt) if worker_prefetch_cnt > 0 else datapipe
-
-
 def seed_process(seed_generator: SeedGenerator, *, shared: bool = False) -> None:
     """Seed the global generators of `random`, torch and numpy.
 
@@ -115,7 +81,7 @@ def seed_process(seed_generator: SeedGenerator, *, shared: bool = False) -> None
     np.random.seed(generate() & 0xFFFFFFFF)
 
 
-def process_reset_fn(
+def reset_graph(
     datapipe: DataPipe,
     worker_info: WorkerInfo,
     seed_generator: SeedGenerator,

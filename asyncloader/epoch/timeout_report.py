@@ -1,0 +1,58 @@
+"""Describes what an epoch waits for: the oldest task, and each worker with the stacks of its threads.
+
+Data path: none; where `timeout` has passed.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.errors import shortened
+from asyncloader.events import (
+    bare_index,
+)
+from asyncloader.workers import stacks
+from asyncloader.workers.pool import WorkerPool
+
+__all__ = ["report"]
+
+
+_SECONDS = 1.0
+
+
+async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
+    """Describe the oldest task, and each worker: its state, tasks, ring, and the Python stacks of its threads."""
+    processes = list(pool.processes)  # a worker may be replaced while the answers are awaited
+    lines = [_head(scheduler)]  # before the signal, which may interrupt what a worker waits for
+    found = await pool.look(processes, _SECONDS)
+    for process in processes:
+        worker = process.worker_id
+        if process.released or worker not in found:
+            lines.append(f"worker {worker} ({process.place}) has ended and is being replaced")
+            continue
+        state, text = found[worker]
+        at = "" if process.started else ", still at its start-up code"
+        lines.append(
+            f"worker {worker} ({process.place}) is {state}{at}; "
+            f"{scheduler.unanswered(worker)} tasks unanswered; ring: {pool.rings[worker].ring or 'none yet'}"
+        )
+        lines.append(textwrap.indent(stacks.worker_calls(text), "    "))
+    lines.append(_advice(scheduler))
+    return "\n".join(lines)
+
+
+def _advice(scheduler: Scheduler) -> str:
+    if scheduler.head is None:
+        return "Look at the sampler. If it is only slow, raise timeout."
+    task, worker = scheduler.head
+    return f"See above in which call worker {worker} is with task {task.seq}. If it is only slow, raise timeout."
+
+
+def _head(scheduler: Scheduler) -> str:
+    head = scheduler.head
+    if head is None:
+        return "No worker has a pending task: the sampler, or a stage after the workers, takes that long."
+    task, worker = head
+    what = "the next batch of its stream" if task.index is None else f"indices {shortened(bare_index(task.index))}"
+    return f"Waiting for task {task.seq} at worker {worker}: {what}."
