@@ -34,7 +34,7 @@ __all__ = [
     "MOST_ETAG",
     "ROOT_NAME",
     "TAIL_SIZE",
-    "Footer",
+    "CacheFooter",
     "Piece",
     "Stored",
     "block_key",
@@ -187,7 +187,7 @@ def charge(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
-class Footer(NamedTuple):
+class CacheFooter(NamedTuple):
     """The footer that follows an object's bytes in its file.
 
     Attributes:
@@ -211,7 +211,7 @@ class Footer(NamedTuple):
         return etag + body + _END.pack(zlib.crc32(etag + body))
 
     @classmethod
-    def parse(cls, tail: bytes, file_size: int) -> Footer | None:
+    def parse(cls, tail: bytes, file_size: int) -> CacheFooter | None:
         """Parse the footer of a file of `file_size` bytes from its last `TAIL_SIZE` bytes (or all, if fewer).
 
         Return None if there is none, it is damaged, or it does not match the file's length.

@@ -34,7 +34,7 @@ from asyncloader.transports.cache_layout import (
     MARKER_NAME,
     ROOT_NAME,
     TAIL_SIZE,
-    Footer,
+    CacheFooter,
     charge,
     entry_name,
     entry_url_key,
@@ -79,10 +79,10 @@ class CacheEntry:
     """An open object in the cache. May be used by several threads; one of them closes it.
 
     Attributes:
-        etag, size, created: as in its `Footer`.
+        etag, size, created: as in its `CacheFooter`.
     """
 
-    def __init__(self, descriptor: int, path: str, footer: Footer) -> None:
+    def __init__(self, descriptor: int, path: str, footer: CacheFooter) -> None:
         self.etag = footer.etag
         self.size = footer.size
         self.created = footer.created
@@ -131,7 +131,7 @@ class CacheEntry:
 class CacheFill:
     """An object that is being written to the cache. Ends with `commit` or `abort`, which any thread may call."""
 
-    def __init__(self, descriptor: int, temporary: str, final: str, footer: Footer, usage: CacheUsage) -> None:
+    def __init__(self, descriptor: int, temporary: str, final: str, footer: CacheFooter, usage: CacheUsage) -> None:
         self._descriptor = descriptor  # holds the lock on the file
         self._temporary = temporary
         self._final = final
@@ -270,7 +270,7 @@ class CacheStore:
     def _claim(self, url_key: str, etag: str, size: int) -> CacheFill | None:
         if not storable_etag(etag):
             return None
-        footer = Footer(url_key, etag, size, 0, 0)
+        footer = CacheFooter(url_key, etag, size, 0, 0)
         charged = _charge(footer)
         if self.usage.limit is not None and charged > self.usage.limit:
             return None
@@ -338,7 +338,7 @@ class CacheStore:
         """Return whether the object's directory exists. A link in its place is not followed."""
         return _is_directory(os.path.join(self._root, "objects")) and _is_directory(self._directory_of(url_key))
 
-    def _verify(self, descriptor: int, status: os.stat_result, footer: Footer) -> bool:
+    def _verify(self, descriptor: int, status: os.stat_result, footer: CacheFooter) -> bool:
         """Return whether a file is whole, which is found out at its first use in this process."""
         if self._verified_in != os.getpid() or len(self._verified) >= _MOST_VERIFIED:
             self._verified, self._verified_in = set(), os.getpid()
@@ -427,7 +427,7 @@ class CacheStore:
         try:
             status = os.fstat(descriptor)
             start = max(0, status.st_size - TAIL_SIZE)
-            footer = Footer.parse(os.pread(descriptor, TAIL_SIZE, start), status.st_size)
+            footer = CacheFooter.parse(os.pread(descriptor, TAIL_SIZE, start), status.st_size)
             if footer is None or footer.url_key != url_key or not self._verify(descriptor, status, footer):
                 if same_file(descriptor, path):
                     self._counts.damage()
@@ -447,11 +447,11 @@ class CacheStore:
         return CacheEntry(descriptor, path, footer)
 
 
-def _charge(footer: Footer) -> int:
+def _charge(footer: CacheFooter) -> int:
     return charge(footer.size + len(footer.pack()))
 
 
-def is_whole(descriptor: int, footer: Footer) -> bool:
+def is_whole(descriptor: int, footer: CacheFooter) -> bool:
     """Return whether the bytes have the checksum that was computed when they came from the store."""
     crc = position = 0
     while position < footer.size:

@@ -34,7 +34,7 @@ from asyncloader.transports.checks import (
 )
 from asyncloader.transports.errors import RangeOutOfBounds
 from asyncloader.transports.ranges import ReadPlan
-from asyncloader.transports.rooted_files import Entry, RootedFiles, os_errors
+from asyncloader.transports.rooted_files import FileEntry, RootedFiles, os_errors
 
 if TYPE_CHECKING:
     from aiofiles.threadpool.binary import AsyncBufferedReader
@@ -126,7 +126,7 @@ class LocalTransport(Transport):
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
         """Return the paths of the regular files, with one call in a thread per directory. As `Transport.list`."""
         check_prefix(prefix)
-        pending = [Entry(prefix.rpartition("/")[0], True, frozenset())]
+        pending = [FileEntry(prefix.rpartition("/")[0], True, frozenset())]
         while pending:
             entry = pending.pop()
             if not entry.is_directory:

@@ -35,7 +35,7 @@ from asyncloader.transports.checks import check_path
 from asyncloader.transports.client_owner import ClientOwner, Scope
 from asyncloader.transports.download import SLOW_S
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
-from asyncloader.transports.object_store_config import Location, Settings, open_store
+from asyncloader.transports.object_store_config import BucketLocation, Settings, open_store
 from asyncloader.transports.retry import Attempts, RequestFailed, RetryPolicy
 from asyncloader.transports.retrying_client import RetryingClient
 
@@ -152,7 +152,7 @@ class StoreClient(RetryingClient[OpenStore]):
     """Requests below one root. The arguments are those of `ObjectStoreTransport`."""
 
     def __init__(
-        self, location: Location, settings: Settings, retry: RetryPolicy, requests: int, min_bytes_per_s: float
+        self, location: BucketLocation, settings: Settings, retry: RetryPolicy, requests: int, min_bytes_per_s: float
     ) -> None:
         def open_one(retries: bool) -> Store:
             return open_store(location, settings, retry if retries else None)

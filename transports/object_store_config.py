@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     Store = AzureStore | GCSStore | S3Store
 
-__all__ = ["Location", "Profile", "Settings", "open_store", "parse_location", "retry_config"]
+__all__ = ["BucketLocation", "Profile", "Settings", "open_store", "parse_location", "retry_config"]
 
 _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", **dict.fromkeys(("az", "azure", "abfs", "abfss", "adl"), "az")}
 _URL = re.compile(r"([A-Za-z0-9]+)://([^/]*)/?(.*)", re.DOTALL)
@@ -58,7 +58,7 @@ _INDIRECT = ("sso_session", "sso_start_url", "role_arn", "credential_process", "
 _FOR_EVER = timedelta(days=30)
 
 
-class Location(NamedTuple):
+class BucketLocation(NamedTuple):
     """The root of a transport.
 
     Attributes:
@@ -141,7 +141,7 @@ class Profile(NamedTuple):
         return cls(name, keys, others, indirect, bool(both))
 
 
-def parse_location(url: str) -> Location:
+def parse_location(url: str) -> BucketLocation:
     """Parse a URL: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``.
 
     Also ``s3a://``, and for Azure ``azure://``, ``adl://``, ``abfs://`` and ``abfss://``, of which the last two may
@@ -178,7 +178,7 @@ def parse_location(url: str) -> Location:
             raise InvalidPath(f"the prefix of {url!r} is not canonical: {error}", path=prefix) from None
     server = f"@{account}.{domain}" if account else ""
     shown = f"{scheme}://{host}{server}{'/' + prefix if prefix else ''}"
-    return Location(kind, host, prefix, account, domain in _FABRIC, shown)
+    return BucketLocation(kind, host, prefix, account, domain in _FABRIC, shown)
 
 
 def retry_config(policy: RetryPolicy | None) -> RetryConfig:
@@ -198,7 +198,7 @@ def retry_config(policy: RetryPolicy | None) -> RetryConfig:
     }
 
 
-def open_store(location: Location, settings: Settings, retry: RetryPolicy | None) -> Store:
+def open_store(location: BucketLocation, settings: Settings, retry: RetryPolicy | None) -> Store:
     """Make obstore's client. Reads the environment and credential files, and sends nothing.
 
     Args:

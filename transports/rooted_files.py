@@ -22,7 +22,7 @@ from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
 
 __all__ = [
-    "Entry",
+    "FileEntry",
     "RootedFiles",
     "os_errors",
 ]
@@ -31,7 +31,7 @@ __all__ = [
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
-class Entry(NamedTuple):
+class FileEntry(NamedTuple):
     """One name in a directory: `path` below the root, and the identities of the directories that contain it."""
 
     path: str
@@ -77,7 +77,7 @@ class RootedFiles:
                 raise
         return descriptor, status.st_size
 
-    def entries(self, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[Entry]:
+    def entries(self, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[FileEntry]:
         """Return a directory's regular files and directories, including links to such.
 
         They are sorted so that descending into each directory at its position gives all paths in ascending order. A
@@ -85,7 +85,7 @@ class RootedFiles:
 
         Args:
             directory: path below the root; empty for the root itself.
-            ancestors: of the `Entry` that named it.
+            ancestors: of the `FileEntry` that named it.
 
         Raises:
             InvalidPath: the directory, or a link in it, leads out of the root.
@@ -109,8 +109,8 @@ class RootedFiles:
             finally:
                 os.close(descriptor)
 
-    def _scan(self, descriptor: int, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[Entry]:
-        found: list[Entry] = []
+    def _scan(self, descriptor: int, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[FileEntry]:
+        found: list[FileEntry] = []
         with os.scandir(descriptor) as names:
             for name in names:
                 path = f"{directory}/{name.name}" if directory else name.name
@@ -119,7 +119,7 @@ class RootedFiles:
                     continue  # a FIFO, a socket, a device, or a link that leads nowhere
                 if name.is_symlink() and not is_directory:  # directories are checked when they are opened
                     self._refuse_true_path(os.path.realpath(os.path.join(self.directory, path)), path)
-                found.append(Entry(path, is_directory, ancestors))
+                found.append(FileEntry(path, is_directory, ancestors))
         # "a/" sorts where its files do: after "a.png", before "a0.png".
         found.sort(key=lambda entry: entry.path + "/" if entry.is_directory else entry.path)
         return found

@@ -31,7 +31,7 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.process import WorkerProcess, wait_for_deaths
 from asyncloader.workers.stacks import process_state
 
-__all__ = ["BUDGET", "Shutdown", "State", "Step", "run"]
+__all__ = ["BUDGET", "Shutdown", "ShutdownStep", "State", "run"]
 
 BUDGET = 8.0
 """Seconds for the whole shutdown."""
@@ -54,7 +54,7 @@ class State(enum.IntEnum):
     RELEASED = 4
 
 
-class Step(NamedTuple):
+class ShutdownStep(NamedTuple):
     """What to do now, by process number. Then wait for deaths, at most `wait` seconds, and take the next step."""
 
     ask: tuple[int, ...] = ()
@@ -107,7 +107,7 @@ class Shutdown:
 
     def step(
         self, now: float, alive: Collection[int], booting: Collection[int] = (), stopped: Collection[int] = ()
-    ) -> Step:
+    ) -> ShutdownStep:
         """What to do at this time.
 
         Args:
@@ -141,7 +141,7 @@ class Shutdown:
             for number, state in enumerate(self._states)
             if state is not State.RELEASED and number in alive and number not in give_up
         ]
-        return Step(
+        return ShutdownStep(
             tuple(to_do[State.ASKED]),
             tuple(to_do[State.TERMINATED]),
             tuple(to_do[State.KILLED]),

@@ -294,7 +294,7 @@ class CudaAccelerator(Accelerator):
             _use(torch.cuda.current_stream(self.device), tensors, event)
 
 
-class _Kept:
+class _KeptSource:
     """A device's streams and events, shared by all loaders of the process and never freed.
 
     torch's allocator keeps freed memory for the stream in which it was allocated, so the memory of a loader's last
@@ -310,9 +310,9 @@ class _Kept:
 
 
 @cache
-def _kept(owner: int, index: int) -> _Kept:  # noqa: ARG001 - part of the cache key
+def _kept(owner: int, index: int) -> _KeptSource:  # noqa: ARG001 - part of the cache key
     """The streams and events of the process `owner`. A forked child must not use its parent's."""
-    return _Kept(torch.device("cuda", index), open_driver(index))
+    return _KeptSource(torch.device("cuda", index), open_driver(index))
 
 
 def _new_stream(device: torch.device, driver: Driver | None) -> torch.cuda.Stream:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from asyncloader.epoch.reassignment import Recovery
+from asyncloader.epoch.reassignment import Reassignment
 from asyncloader.epoch.reorder import ReorderBuffer
 from asyncloader.epoch.worker_choice import WorkerChoice
 from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied, shortened
@@ -121,7 +121,7 @@ class Scheduler:
         self._second: dict[int, int | None] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
-        self._recovery = Recovery(
+        self._recovery = Reassignment(
             workers,
             max_restarts,
             concurrent=concurrent,

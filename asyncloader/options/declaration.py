@@ -291,7 +291,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             given["dataset"] = dataset
         stream = is_async_stream(dataset)
         if stream:
-            given["dataset"] = _AsyncStream()  # so that torch checks the arguments as for an iterable dataset
+            given["dataset"] = _StreamForTorch()  # so that torch checks the arguments as for an iterable dataset
         else:
             names = ("seed", "shuffle", "sampler", "batch_sampler")
             sampler = default_sampler(dataset, *(arguments[name] for name in names))
@@ -386,7 +386,7 @@ def default_sampler(dataset: Any, seed: int | None, shuffle: Any, sampler: Any, 
     return SeededSampler(dataset, seed, shuffle=bool(shuffle))
 
 
-class _AsyncStream(IterableDataset[Any]):
+class _StreamForTorch(IterableDataset[Any]):
     """Stands for an asynchronous stream of another class while torch's constructor checks the dataset."""
 
     def __iter__(self) -> Iterator[Any]:

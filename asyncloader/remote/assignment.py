@@ -118,7 +118,7 @@ class AssignmentLogState(NamedTuple):
     over: list[int]
 
 
-class _Entry(NamedTuple):
+class _Given(NamedTuple):
     worker: int
     number: int
     assignment: Assignment
@@ -146,9 +146,9 @@ class AssignmentLog:
         self._plan = plan
         self._done = done
         self._back = list(back)
-        self._entries: list[_Entry] = []
+        self._entries: list[_Given] = []
         self._returned = list(returned)
-        self._takers: dict[int, _Entry] = {}  # giver -> the entry that assigned it again
+        self._takers: dict[int, _Given] = {}  # giver -> the entry that assigned it again
 
     def __len__(self) -> int:
         """Number of assignments in the source: `back` and the rest of the plan."""
@@ -167,7 +167,7 @@ class AssignmentLog:
 
     def note(self, worker: int, number: int, assignment: Assignment, source: int, giver: int) -> None:
         """Record that an assignment was given out."""
-        entry = _Entry(worker, number, assignment, source, giver)
+        entry = _Given(worker, number, assignment, source, giver)
         self._entries.append(entry)
         if giver >= 0:
             self._takers[giver] = entry

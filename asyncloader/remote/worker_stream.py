@@ -39,7 +39,7 @@ as 0). Also the bytes beyond the current range that are opened early: a round tr
 """
 
 
-class Entry(NamedTuple):
+class TakenSample(NamedTuple):
     """A sample, and the range that contains exactly this sample."""
 
     sample: Sample
@@ -75,7 +75,7 @@ class WorkerStream:
         self._shards = shards
         self._open = open
         self._source = source
-        self._blocks: ShuffleBlocks[Entry] | None = None if not shuffle else ShuffleBlocks(shuffle, source.key)
+        self._blocks: ShuffleBlocks[TakenSample] | None = None if not shuffle else ShuffleBlocks(shuffle, source.key)
         self._batch = -1
         self._taken = 0  # assignments that were started
         self._asked: int | None = None  # the batch in which the next one was requested; None: not requested yet
@@ -90,7 +90,7 @@ class WorkerStream:
         self._fault: Exception | None = None  # reading the current range failed
         self._block: list[CatalogRange] = []  # the ranges that the shuffle buffer's blocks were filled from
         self._filling: list[CatalogRange] = []
-        self._carry: list[Entry] = []  # taken for a batch that failed; used for the next one
+        self._carry: list[TakenSample] = []  # taken for a batch that failed; used for the next one
         self._given: list[CatalogRange] = []  # returned for the current batch
         self._bad: list[CatalogRange] = []  # bad samples reported during the current batch
         self._lost: list[CatalogRange] = []  # ends of ranges that could not be read, found during the current batch
@@ -172,7 +172,7 @@ class WorkerStream:
         self._given += (entry.shard_range for entry in out)
         return [entry.sample for entry in out]
 
-    def _present(self, out: Iterable[Entry]) -> list[CatalogRange]:
+    def _present(self, out: Iterable[TakenSample]) -> list[CatalogRange]:
         """Return the ranges of the current batch, including `out`, with its bad samples at their positions.
 
         Ranges that could not be read to their end are listed separately, so that a worker that cannot read them either
@@ -188,7 +188,7 @@ class WorkerStream:
             shard_ranges.insert(next(behind, len(shard_ranges)), bad)
         return merged(shard_ranges) + self._lost
 
-    async def _some(self, most: int) -> list[Entry]:
+    async def _some(self, most: int) -> list[TakenSample]:
         """Return 1 to `most` samples; none if there is nothing to read at the moment."""
         blocks = self._blocks
         if blocks is None:
@@ -203,14 +203,14 @@ class WorkerStream:
         await self._fill(blocks, number)
         return blocks.take(number)
 
-    async def _fill(self, blocks: ShuffleBlocks[Entry], giving: int) -> None:
+    async def _fill(self, blocks: ShuffleBlocks[TakenSample], giving: int) -> None:
         while (missing := blocks.missing(giving)) and (got := await self._pull(missing)):
             blocks.filling += got
             _extend(self._filling, (entry.shard_range for entry in got))
 
     # ------------------------------------------------------------------------------------------------ reading
 
-    async def _pull(self, most: int) -> list[Entry]:
+    async def _pull(self, most: int) -> list[TakenSample]:
         """Return 1 to `most` samples in the order of the ranges; none if all assignments are read and there is no
         further one.
         """
@@ -253,14 +253,14 @@ class WorkerStream:
                 raise
         return []
 
-    def _pull_found(self, reading: RangeReading, most: int) -> list[Entry]:
-        got: list[Entry] = []
+    def _pull_found(self, reading: RangeReading, most: int) -> list[TakenSample]:
+        got: list[TakenSample] = []
         found, bad = reading.found, reading.bad
         limit = bad[0].resume if bad else None
         shard, start, stop, sync = self._todo[0]
         while found and len(got) < most and (limit is None or found[0].resume < limit):
             sample, resume = found.popleft()
-            got.append(Entry(sample, CatalogRange(shard, start, resume, sync)))
+            got.append(TakenSample(sample, CatalogRange(shard, start, resume, sync)))
             start, sync = resume, False
         if got:
             self._todo[0] = CatalogRange(shard, start, stop, sync)
@@ -397,15 +397,15 @@ class WorkerStream:
         filling = await self._read_again(saved["filling"])
         self._blocks.restore(saved["number"], saved["aim"], saved["given"], block, filling)
 
-    async def _read_again(self, shard_ranges: Iterable[Sequence[Any]]) -> list[Entry]:
-        entries: list[Entry] = []
+    async def _read_again(self, shard_ranges: Iterable[Sequence[Any]]) -> list[TakenSample]:
+        entries: list[TakenSample] = []
         for each in shard_ranges:
             shard_range = CatalogRange(*each)
             stream = self._open(self._shards[shard_range.shard], shard_range, lambda _: None)
             try:
                 async for found in stream:
                     for sample, resume in found:
-                        entries.append(Entry(sample, shard_range._replace(stop=resume)))
+                        entries.append(TakenSample(sample, shard_range._replace(stop=resume)))
                         shard_range = shard_range._replace(start=resume, sync=False)
             finally:
                 await stream.aclose()

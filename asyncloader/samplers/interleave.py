@@ -43,11 +43,11 @@ _ROUNDED = 1 << 30
 
 
 @dataclass(frozen=True)
-class _Node:
+class _TreeNode:
     """A node, and the weights of its left side and of both. A leaf is the number of its source."""
 
-    left: _Node | int
-    right: _Node | int
+    left: _TreeNode | int
+    right: _TreeNode | int
     share: int
     both: int
 
@@ -72,14 +72,14 @@ class Interleave:
         if not 0 < self.period <= LARGEST:
             raise ValueError(f"weights should sum to between 1 and {LARGEST}, but they sum to {self.period}")
         # The second number makes the tree unique, and keeps nodes from being compared.
-        heap: list[tuple[int, int, _Node | int]] = [(w, source, source) for source, w in enumerate(weights) if w]
+        heap: list[tuple[int, int, _TreeNode | int]] = [(w, source, source) for source, w in enumerate(weights) if w]
         heapq.heapify(heap)
         for number in range(len(weights), len(weights) + len(heap) - 1):
             light, _, right = heapq.heappop(heap)
             heavy, _, left = heapq.heappop(heap)
             if light == heavy:
                 left, right = right, left  # the earlier source comes first
-            heapq.heappush(heap, (light + heavy, number, _Node(left, right, heavy, light + heavy)))
+            heapq.heappush(heap, (light + heavy, number, _TreeNode(left, right, heavy, light + heavy)))
         self._root = heap[0][2]
 
     def counts(self, items: int) -> list[int]:

@@ -34,7 +34,7 @@ from asyncloader.shared.layout import (
     REGION,
     SMALL_DICT,
     TEXT,
-    Header,
+    ShareHeader,
     UnstableKeyError,
     bucket_of,
     itself,
@@ -134,7 +134,7 @@ class Builder:
         self._nodes[id(value)] = offset  # the value lives until the end of `build`, so its id stays unique
         return offset
 
-    def _header(self, header: Header) -> int:
+    def _header(self, header: ShareHeader) -> int:
         return self._sink.write(HEADER.pack(*header), 8)
 
     # ------------------------------------------------------------------------------------------------ lists
@@ -151,9 +151,9 @@ class Builder:
                 return self._header(self._numbers_header(numbers, is_tuple))
         return self._records(items, is_tuple, keys)
 
-    def _numbers_header(self, numbers: Array, is_tuple: bool) -> Header:
+    def _numbers_header(self, numbers: Array, is_tuple: bool) -> ShareHeader:
         offset = self._sink.write(numbers, numbers.itemsize)
-        return Header(NUMBERS, ord(numbers.dtype.char), is_tuple, len(numbers), offset)
+        return ShareHeader(NUMBERS, ord(numbers.dtype.char), is_tuple, len(numbers), offset)
 
     def _blobs(self, kind: int, items: Sequence[Any], is_tuple: bool) -> int:
         offsets = np.zeros(len(items) + 1, np.uint64)
@@ -163,7 +163,7 @@ class Builder:
             lengths = self._blob_chunk(kind, part)
             offsets[first + 1 : first + 1 + len(part)] = offsets[first] + np.cumsum(lengths)
         code, table = self._table(offsets)
-        return self._header(Header(kind, code, is_tuple, len(items), table))
+        return self._header(ShareHeader(kind, code, is_tuple, len(items), table))
 
     def _blob_chunk(self, kind: int, part: Any) -> Array:
         """Write some str or bytes end to end. Returns the number of bytes of each."""
@@ -195,7 +195,7 @@ class Builder:
                 add_note(error, f"while sharing item {index if keys is None else keys[index]!r}")
                 raise
         code, table = self._table(np.frombuffer(offsets, np.uint64) if offsets else np.zeros(0, np.uint64))
-        return self._header(Header(RECORDS, code, is_tuple, len(items), table))
+        return self._header(ShareHeader(RECORDS, code, is_tuple, len(items), table))
 
     def _table(self, offsets: Array) -> tuple[int, int]:
         """Write the offsets, in four bytes each if they fit. Returns the format character and the table's offset."""
@@ -209,12 +209,12 @@ class Builder:
         keys = list(value)
         if len(keys) < self._large:
             record = self._record(keys, rows=True)
-            return self._header(Header(SMALL_DICT, 0, 0, len(keys), record, self._values(value, keys)))
+            return self._header(ShareHeader(SMALL_DICT, 0, 0, len(keys), record, self._values(value, keys)))
         bits = (len(keys) - 1).bit_length()
         code, starts, order = self._hash_table(keys, bits)
         names = self._list(keys, is_tuple=False)
         return self._header(
-            Header(LARGE_DICT, code, 0, len(keys), names, self._values(value, keys), starts, order, bits)
+            ShareHeader(LARGE_DICT, code, 0, len(keys), names, self._values(value, keys), starts, order, bits)
         )
 
     def _values(self, value: dict[Any, Any], keys: list[Any]) -> int:

@@ -49,9 +49,9 @@ __all__ = [
     "SMALL_DICT",
     "TEXT",
     "DictNode",
-    "Header",
     "ListNode",
     "Region",
+    "ShareHeader",
     "UnstableKeyError",
     "bucket_of",
     "itself",
@@ -79,7 +79,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: multiplicative (Fibon
 _MASK = (1 << 64) - 1
 
 
-class Header(NamedTuple):
+class ShareHeader(NamedTuple):
     """A node's header; `HEADER` packs it."""
 
     kind: int
@@ -149,7 +149,7 @@ class ListNode:
 
     __slots__ = ("_table", "_view", "count", "is_tuple", "item", "kind", "offset", "region")
 
-    def __init__(self, region: Region, offset: int, header: Header) -> None:
+    def __init__(self, region: Region, offset: int, header: ShareHeader) -> None:
         self.region = region
         self.offset = offset
         self.count = header.size
@@ -170,7 +170,7 @@ class DictNode:
 
     __slots__ = ("_by_key", "_keys", "_order", "_shift", "_starts", "count", "key", "offset", "region", "value")
 
-    def __init__(self, region: Region, offset: int, header: Header) -> None:
+    def __init__(self, region: Region, offset: int, header: ShareHeader) -> None:
         self.region = region
         self.offset = offset
         self.count = header.size
@@ -211,7 +211,7 @@ Node: TypeAlias = ListNode | DictNode
 
 def open_node(region: Region, offset: int) -> Node:
     """The node whose header is at `offset`. Reads no entries, except the keys of a small dict."""
-    header = Header(*HEADER.unpack_from(region.view, offset))
+    header = ShareHeader(*HEADER.unpack_from(region.view, offset))
     return (DictNode if header.kind in DICTS else ListNode)(region, offset, header)
 
 

@@ -106,7 +106,7 @@ class Statistics:
         self.recorder = Recorder()
         """What the main process does for this loader."""
         self._workers: dict[int, _Worker] = {}
-        self._nodes: dict[str, _Node] = {}  # of a service, by address
+        self._nodes: dict[str, _NodeTotals] = {}  # of a service, by address
         self._lock = threading.Lock()  # for both: replacements are made in a thread of their own
         self._told_slow_start = False
         self._starting = False  # workers were started for the newest iterator, which has no batch yet
@@ -130,7 +130,7 @@ class Statistics:
             earlier = np.zeros(BLOCK_BYTES // 8) if known is None else known.total()
             self._workers[worker] = _Worker(recorder, earlier, node)
             if node:
-                self._nodes.setdefault(node, _Node())
+                self._nodes.setdefault(node, _NodeTotals())
 
     def begin(self) -> float:
         """Begin to measure an iterator. Returns the time, for `begins` and `first_batch`."""
@@ -251,7 +251,7 @@ class Statistics:
             nodes = {
                 f"{_NODE}{address}/{name}": getattr(node, name)
                 for address, node in self._nodes.items()
-                for name in _Node.__slots__
+                for name in _NodeTotals.__slots__
             }
         now, since = perf_counter(), self.waiting_since
         waiting = 0.0 if since is None else max(0.0, now - since)
@@ -366,7 +366,7 @@ class _Worker(NamedTuple):
         return total
 
 
-class _Node:
+class _NodeTotals:
     """What came from a node of a service. See `metrics.NODE_FIGURES`."""
 
     __slots__ = ("batches", "busy_s", "bytes")

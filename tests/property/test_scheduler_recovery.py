@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.epoch import reassignment
-from asyncloader.epoch.reassignment import Recovery
+from asyncloader.epoch.reassignment import Reassignment
 from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import Action, Assign, Completed, Deliver, Died, Drop, Fail, Finish, Poisoned
@@ -264,12 +264,12 @@ def test_the_world_notices_another_number_of_trials(
 
 def test_the_world_notices_suspects_that_are_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspects of a concurrent worker that are sent together are found."""
-    monkeypatch.setattr(Recovery, "next_for", lambda self, worker, _: next(iter(popped(self, worker)), None))
+    monkeypatch.setattr(Reassignment, "next_for", lambda self, worker, _: next(iter(popped(self, worker)), None))
     world = map_world(Random(1), concurrent=True, poison=frozenset({3}))
     with pytest.raises(AssertionError, match="alone"):
         world.run()
 
 
-def popped(books: Recovery, worker: int) -> list[int]:
+def popped(books: Reassignment, worker: int) -> list[int]:
     waiting = books._waiting[worker]
     return [waiting.popleft()] if waiting and not books._down[worker] else []

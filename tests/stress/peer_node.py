@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from asyncloader.service.protocol import frames
-from asyncloader.service.protocol.dataset_info import Facts
+from asyncloader.service.protocol.dataset_info import DatasetInfo
 from asyncloader.service.protocol.frames import HEADER_BYTES, Header, pack_header, unpack_header
 from asyncloader.service.protocol.msgpack_batches import BatchEncoder
 from asyncloader.service.protocol.msgpack_codec import PLAIN
@@ -400,5 +400,7 @@ class _Played:
         if header.kind != frames.WELCOME:
             self._send(data)
             return
-        facts: list[Any] = [rng.choice([False, True, None, 0, -1, 40, 1 << 62, ESCAPE, 1.5, []]) for _ in Facts._fields]
+        facts: list[Any] = [
+            rng.choice([False, True, None, 0, -1, 40, 1 << 62, ESCAPE, 1.5, []]) for _ in DatasetInfo._fields
+        ]
         self._sends(frames.WELCOME, encoded([b"", facts]))

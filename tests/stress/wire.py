@@ -31,7 +31,7 @@ from asyncloader.service.client.remote_channel import RemoteChannel
 from asyncloader.service.node.admission import Served
 from asyncloader.service.node.server import Node
 from asyncloader.service.protocol.connection import Link
-from asyncloader.service.protocol.dataset_info import Facts
+from asyncloader.service.protocol.dataset_info import DatasetInfo
 from asyncloader.service.protocol.handshake import Hello, Welcome, read_opening
 from asyncloader.service.protocol.msgpack_batches import BatchTemplate
 from asyncloader.service.protocol.msgpack_codec import PLAIN
@@ -156,7 +156,7 @@ class OneNode:
 def targets(node: OneNode | None) -> dict[str, Target]:
     """All that reads what came over a network. Without a node, all but what it reads."""
     plan = Plan("0" * 16, ["a.tar", "b.tar"], [[(0, 0, 5), (1, 0, 3)], []], 80, 0.5)
-    welcome = pack_record(Welcome(b"", Facts(False, 40, False, False)))
+    welcome = pack_record(Welcome(b"", DatasetInfo(False, 40, False, False)))
     error = PLAIN.dump_error(ValueError("x"), 1)
     found = {
         "value": Target(values(), unpack, 25),

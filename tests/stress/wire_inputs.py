@@ -12,8 +12,8 @@ import torch
 from msgspec.msgpack import Ext
 
 from asyncloader.events import PositionedIndex
-from asyncloader.service.node.worker_processes import Death
 from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.death_report import DeathReport
 from asyncloader.service.protocol.frames import pack_header
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Look, Proof, pack_opening
 from asyncloader.service.protocol.msgpack_batches import BatchEncoder
@@ -267,5 +267,5 @@ def answers() -> list[Original]:
     failed = [(Frame(kind), wire.pack_answer(kind, 0, 7, 0.1, body)[wire.PREFIX_BYTES :]) for kind, body in answers]
     asks = [(Frame(wire.ASK), wire.pack_ask(0, 1, 2, pack([1]))[wire.PREFIX_BYTES :]), (Frame(frames.PONG), b"")]
     reset = [(Frame(wire.RESET_DONE), wire.pack_reset(wire.RESET_DONE, 1)[wire.PREFIX_BYTES :])]
-    died = [(Frame(frames.DIED), pack_record(Death(1, -9, "killed", "", True, False)))]
+    died = [(Frame(frames.DIED), pack_record(DeathReport(1, -9, "killed", "", True, False)))]
     return [_stream(*told), _stream(*told[:4], *failed), _stream(*told[:2], *asks, *reset, *died)]

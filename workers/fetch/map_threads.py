@@ -47,7 +47,7 @@ class ThreadMapFetcher(MapFetcher):
 
     async def _batch(self, index: Any, first: int | None) -> Any:
         maker = self._maker
-        batch = _Batch(self._threads, 1)
+        batch = _ThreadBatch(self._threads, 1)
         try:
             (samples,) = await batch.results([partial(batch.run, 0, partial(self._get_batch, index, first))])
         except Exception as error:
@@ -56,7 +56,7 @@ class ThreadMapFetcher(MapFetcher):
         if maker.decoder is None:
             return samples
         samples = list(samples)
-        decoding = _Batch(self._decode_threads or self._threads, len(samples))
+        decoding = _ThreadBatch(self._decode_threads or self._threads, len(samples))
         jobs = [
             partial(decoding.run, item, partial(maker.decode, sample, maker.position(first, item)))
             for item, sample in enumerate(samples)
@@ -68,7 +68,7 @@ class ThreadMapFetcher(MapFetcher):
     ) -> list[Any]:
         maker = self._maker
         found: list[list[SkippedSample]] = [[] for _ in indices]
-        batch = _Batch(self._threads, len(indices))
+        batch = _ThreadBatch(self._threads, len(indices))
         # A sample is read by one thread and decoded by another, if decoding has threads of its own.
         decode = None
         if self._decode_threads is not None and maker.decoder is not None:
@@ -98,7 +98,7 @@ class ThreadMapFetcher(MapFetcher):
             del error  # it refers to this frame
 
     async def _results(
-        self, batch: _Batch, jobs: Sequence[Callable[[], None]], indices: Any, first: int | None
+        self, batch: _ThreadBatch, jobs: Sequence[Callable[[], None]], indices: Any, first: int | None
     ) -> list[Any]:
         try:
             return await batch.results(jobs)
@@ -108,7 +108,7 @@ class ThreadMapFetcher(MapFetcher):
             raise
 
 
-class _Batch:
+class _ThreadBatch:
     """The jobs of one batch. They run in threads; everything else runs in the loop's thread."""
 
     def __init__(self, threads: JobThreads, count: int) -> None:

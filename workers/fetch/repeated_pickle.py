@@ -15,7 +15,7 @@ _LONG = 1000  # elements from which comparing a list is worth it
 _FIXED = frozenset({int, float, bool, str, bytes, type(None)})
 
 
-class _Kept:
+class _KeptPickle:
     """A list that was pickled before. Unpickling gives the list."""
 
     __slots__ = ("before", "data")
@@ -44,7 +44,7 @@ class RepeatedPickle:
     """One state's pickles. A list is compared from its second time on, and not pickled from its third."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, _Kept] = {}
+        self._kept: dict[Any, _KeptPickle] = {}
 
     def lean(self, state: Any) -> Any:
         """The state to pickle: in the place of each long list that did not change is what was pickled of it."""
@@ -57,7 +57,7 @@ class RepeatedPickle:
             if type(value) is list and len(value) >= _LONG:
                 before = kept.get(key)
                 still = before is not None and before.is_still(value)
-                self._kept[key] = before if before is not None and still else _Kept(value)
+                self._kept[key] = before if before is not None and still else _KeptPickle(value)
                 if still:
                     lean[key] = before
         return lean

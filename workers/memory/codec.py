@@ -50,7 +50,7 @@ from asyncloader.workers.memory.leaves import (
     reduce_typed_storage,
 )
 from asyncloader.workers.memory.ring import Anchor
-from asyncloader.workers.memory.shared_storage import SharedStorages, View, is_dense
+from asyncloader.workers.memory.shared_storage import SharedStorages, StorageView, is_dense
 
 Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
 """The memory that leaves are built on: a slot's anchor, or a private copy of it."""
@@ -193,7 +193,7 @@ class Encoder:
     ) -> pickle.PickleBuffer:
         """Return what stands for a dense tensor over the storage; of `nbytes`, if these lie one after the other."""
         item = dtype.itemsize
-        view = View(first * item, item, DTYPE_CODE[dtype], shape, stride, nbytes)
+        view = StorageView(first * item, item, DTYPE_CODE[dtype], shape, stride, nbytes)
         self._storages.of(storage).views.append(view)
         return self.placeholder(Leaf(0, view.spec, None))
 
@@ -201,7 +201,7 @@ class Encoder:
         if storage.device.type != "cpu":
             return storage.__reduce_ex__(5)
         nbytes = int(storage.nbytes())
-        view = View(0, 1, -1, (nbytes,), (1,), nbytes)
+        view = StorageView(0, 1, -1, (nbytes,), (1,), nbytes)
         self._storages.of(storage).views.append(view)
         return _leaf, (self.placeholder(Leaf(0, view.spec, None)),)
 

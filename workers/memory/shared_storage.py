@@ -20,7 +20,7 @@ import torch
 from asyncloader.workers.memory.layout import PAGE, align
 from asyncloader.workers.memory.leaves import Dense, LeafSpec, Storage, Strided
 
-__all__ = ["SharedStorage", "SharedStorages", "View", "is_dense"]
+__all__ = ["SharedStorage", "SharedStorages", "StorageView", "is_dense"]
 
 _MOST_GAPS = 4
 """Copied bytes per used byte up to which strides are kept: gaps between a tensor's elements are then copied, too. Four
@@ -51,7 +51,7 @@ class SharedStorages:
         self._found.clear()
 
 
-class View:
+class StorageView:
     """A tensor over a storage, and its place once the batch is laid out.
 
     Args:
@@ -133,9 +133,9 @@ class SharedStorage:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
-        self.views: list[View] = []
+        self.views: list[StorageView] = []
         self._ranges: list[tuple[int, int, int]] = []  # offset in the batch, first and last byte of the storage
-        self._compact: list[tuple[int, View, tuple[int, ...]]] = []
+        self._compact: list[tuple[int, StorageView, tuple[int, ...]]] = []
 
     def place(self, offset: int) -> int:
         """Lay the views out from `offset` of the batch on, and return where they end."""
@@ -158,7 +158,7 @@ class SharedStorage:
                     offset = self._place_compact(overlapping, compact, offset)
         return offset
 
-    def _place_range(self, views: list[View], offset: int) -> int:
+    def _place_range(self, views: list[StorageView], offset: int) -> int:
         """Place views that share a range of the storage."""
         if len(views) == 1:
             (view,) = views
@@ -172,7 +172,7 @@ class SharedStorage:
         self._ranges.append((offset, first, last))
         return align(offset + last - first)
 
-    def _place_compact(self, views: list[View], stride: tuple[int, ...], offset: int) -> int:
+    def _place_compact(self, views: list[StorageView], stride: tuple[int, ...], offset: int) -> int:
         """Place views of the same elements without the gaps between these."""
         for view in views:
             view.put(offset, view.used, 0, stride, alone=len(views) == 1)
@@ -203,7 +203,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _is_tight(views: list[View]) -> bool:
+def _is_tight(views: list[StorageView]) -> bool:
     """Whether the range of these views may be copied with its gaps."""
     if len(views) == 1 and views[0].dense:
         return True
@@ -211,15 +211,15 @@ def _is_tight(views: list[View]) -> bool:
     return span <= max(PAGE, _MOST_GAPS * sum(view.used for view in views))
 
 
-def _differ(views: list[View]) -> bool:
+def _differ(views: list[StorageView]) -> bool:
     """Whether these are views of different elements."""
     return len({(view.start, view.item, view.shape, view.stride) for view in views}) > 1
 
 
-def _touching(views: list[View]) -> Iterator[list[View]]:
+def _touching(views: list[StorageView]) -> Iterator[list[StorageView]]:
     """Split the views into groups whose ranges do not overlap."""
     views.sort(key=lambda view: view.start)
-    group: list[View] = []
+    group: list[StorageView] = []
     end = 0
     for view in views:
         if group and view.start >= end:
@@ -231,9 +231,9 @@ def _touching(views: list[View]) -> Iterator[list[View]]:
         yield group
 
 
-def _overlapping(views: list[View]) -> list[list[View]]:
+def _overlapping(views: list[StorageView]) -> list[list[StorageView]]:
     """Split the views into groups without a common byte. Takes time by the number of their contiguous runs."""
-    same: dict[Any, list[View]] = {}
+    same: dict[Any, list[StorageView]] = {}
     for view in views:
         same.setdefault((view.start, view.item, view.shape, view.stride), []).append(view)
     groups = list(same.values())
@@ -256,7 +256,7 @@ def _overlapping(views: list[View]) -> list[list[View]]:
 
     for one, other in np.unique(np.stack([owners[:-1], owners[1:]], 1)[joined], axis=0).tolist():
         root[find(one)] = find(other)
-    found: dict[int, list[View]] = {}
+    found: dict[int, list[StorageView]] = {}
     for number, group in enumerate(groups):
         found.setdefault(find(number), []).extend(group)
     return list(found.values())

@@ -229,7 +229,7 @@ class Interleaved(IterDataPipe[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: torch adds lines to the errors of one.
-        return _InTurn(self)
+        return _StreamsInTurn(self)
 
     def begin(self) -> list[Iterator[Chunk]]:
         """Begin the epoch in all workers."""
@@ -266,7 +266,7 @@ class Interleaved(IterDataPipe[Any]):
             thread.join()
 
 
-class _InTurn(Iterator[Any]):
+class _StreamsInTurn(Iterator[Any]):
     """The items of an epoch.
 
     Args:

@@ -26,7 +26,7 @@ from asyncloader.service.placement.agent import AgentNode, AgentSetup
 from asyncloader.service.placement.engine import Credentials
 from asyncloader.service.placement.scaling import Load, Scaling
 
-__all__ = ["Agent", "Fleet", "FleetNode", "FleetOptions", "View", "placed_at"]
+__all__ = ["Agent", "Fleet", "FleetNode", "FleetOptions", "FleetView", "placed_at"]
 
 _log = logging.getLogger("asyncloader")
 _T = TypeVar("_T")
@@ -62,7 +62,7 @@ class FleetNode(NamedTuple):
     workers: int
 
 
-class View(NamedTuple):
+class FleetView(NamedTuple):
     """What a fleet says of itself.
 
     Attributes:
@@ -150,7 +150,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
 
-    async def serve(self, name: str, data: bytes, machine: str) -> View:
+    async def serve(self, name: str, data: bytes, machine: str) -> FleetView:
         """Have all nodes serve a pickled definition, for a loader on this machine. Returns once one does, or soon."""
         self._near[machine] = None
         if name not in self._served:
@@ -187,15 +187,15 @@ class Fleet:
         finally:
             del self._taking[asyncio.current_task()]  # type: ignore[arg-type]
 
-    async def view(self, number: int) -> View:
+    async def view(self, number: int) -> FleetView:
         """What is there, once it is another than this one; or after some seconds."""
         if number == self._number:
             await self._change(_MOST_WAIT_S)
         return self._view()
 
-    def _view(self) -> View:
+    def _view(self) -> FleetView:
         ready = tuple(self._ready.values())
-        return View(self._life, self._number, ready, len(self._agents), self._credentials)
+        return FleetView(self._life, self._number, ready, len(self._agents), self._credentials)
 
     async def _change(self, seconds: float) -> None:
         try:

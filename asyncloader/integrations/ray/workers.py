@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any, Literal, Self
 
 from asyncloader.errors import ServiceUnavailable
-from asyncloader.integrations.ray.actors import Fleet, FleetOptions, View, placed_at
+from asyncloader.integrations.ray.actors import Fleet, FleetOptions, FleetView, placed_at
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.placement.engine import Credentials, EngineNode
 
@@ -83,7 +83,7 @@ class RayWorkers:
         self._copied = fleet is not None  # whether other processes have copies, as far as is known
         self._loaders = 0
         self._job = _job() if fleet is not None else None
-        self._view: View | None = None
+        self._view: FleetView | None = None
         self._pending: Any = None  # the question to the fleet that is not answered yet
         self._machine = ""
         self._served: weakref.WeakSet[PickledDefinition] = weakref.WeakSet()
@@ -111,7 +111,7 @@ class RayWorkers:
             self._machine = _ray().get_runtime_context().get_node_id()
         self._served.add(what)
         try:
-            view: View = self._answer(fleet.serve.remote(what.name, what.data, self._machine))
+            view: FleetView = self._answer(fleet.serve.remote(what.name, what.data, self._machine))
         except BaseException:
             self.left()
             raise
@@ -126,7 +126,7 @@ class RayWorkers:
         self._hear(question)
         return view.credentials
 
-    def _answer(self, question: Any) -> View:
+    def _answer(self, question: Any) -> FleetView:
         """Wait for the fleet, which may be starting.
 
         Raises:
@@ -135,7 +135,7 @@ class RayWorkers:
         try:
             if not _ray().wait([question], timeout=_SAY_AFTER_S)[0]:
                 _log.warning("%r waits for the actor that keeps its nodes, which Ray has not started yet", self)
-            view: View = _ray().get(question, timeout=_START_S)
+            view: FleetView = _ray().get(question, timeout=_START_S)
         except _ray().exceptions.GetTimeoutError:
             _ray().cancel(question)
             raise ServiceUnavailable(
@@ -212,7 +212,7 @@ class RayWorkers:
         if question is not None:
             question.future().add_done_callback(partial(_answered, weakref.ref(self), question))
 
-    def _take(self, question: Any, view: View) -> None:
+    def _take(self, question: Any, view: FleetView) -> None:
         with self._locked():
             if self._pending is not question or self._view is None:
                 return  # it was closed
@@ -255,7 +255,7 @@ def _copied(options: FleetOptions, fleet: Any) -> RayWorkers:
     return copy
 
 
-def _answered(workers: weakref.ref[RayWorkers], question: Any, answer: Future[View]) -> None:
+def _answered(workers: weakref.ref[RayWorkers], question: Any, answer: Future[FleetView]) -> None:
     """In a thread of Ray's."""
     this = workers()
     if this is None or answer.cancelled():

@@ -24,7 +24,7 @@ from asyncloader.service.definition import Defined
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
 from asyncloader.service.protocol.connection import Link
-from asyncloader.service.protocol.dataset_info import Facts
+from asyncloader.service.protocol.dataset_info import DatasetInfo
 from asyncloader.service.protocol.handshake import (
     Challenge,
     Hello,
@@ -82,7 +82,9 @@ class NodeConnection:
         closed: set once nobody waits for it.
     """
 
-    def __init__(self, address: str, link: Link, facts: Facts, wait: float, closed: threading.Event | None) -> None:
+    def __init__(
+        self, address: str, link: Link, facts: DatasetInfo, wait: float, closed: threading.Event | None
+    ) -> None:
         self.address = address
         self.link = link
         self.facts = facts
@@ -360,14 +362,14 @@ def ask_stacks(
         node.link.close()
 
 
-def ask_facts(service: Service, defined: Defined, closed: threading.Event | None = None) -> Facts:
+def ask_facts(service: Service, defined: Defined, closed: threading.Event | None = None) -> DatasetInfo:
     """What the dataset at the service is.
 
     Raises:
         ServiceUnavailable: no node was there in time.
     """
 
-    def use(node: NodeConnection) -> Facts:
+    def use(node: NodeConnection) -> DatasetInfo:
         if isinstance(service, SharedService):
             service.stay(node.link)
         node.link.close()

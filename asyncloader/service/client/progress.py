@@ -15,7 +15,7 @@ from math import inf
 
 from asyncloader.workers.ipc.peer_text import line_of
 
-__all__ = ["Progress"]
+__all__ = ["NodeProgress"]
 
 _FIRST_REST_S, _LONGEST_REST_S = 0.05, 3.0
 _FORGOTTEN_S = 60.0  # after which a node is as good as any
@@ -25,7 +25,7 @@ _MOST_UNREADABLE = 3  # connections in a row that ended with an answer that cann
 
 
 @dataclass
-class _Node:
+class _NodeRecord:
     connected: int = 0
     batches: int = 0  # of connections that have ended
     fruitless: int = 0  # connections that ended without an answer to their tasks
@@ -36,7 +36,7 @@ class _Node:
     refused_at: float = -inf  # no lane could be opened then, and none was since
 
 
-class Progress:
+class NodeProgress:
     """One loader's connections. Times are seconds on any one clock.
 
     Args:
@@ -45,13 +45,13 @@ class Progress:
 
     def __init__(self, wait: float) -> None:
         self._wait = wait
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, _NodeRecord] = {}
         self._fruitless = 0  # connections without an answer from any node in between
         self._first = self._last = 0.0  # when the first and the last of them ended
         self._answers = 0  # of all nodes, by then
 
-    def _node(self, address: str) -> _Node:
-        return self._nodes.setdefault(address, _Node())
+    def _node(self, address: str) -> _NodeRecord:
+        return self._nodes.setdefault(address, _NodeRecord())
 
     def connected(self, address: str) -> None:
         """A lane was opened."""
@@ -150,7 +150,7 @@ class Progress:
         )
 
     @staticmethod
-    def _told(node: _Node) -> str:
+    def _told(node: _NodeRecord) -> str:
         why = line_of(node.why, _MOST_TEXT)
         if not node.connected:
             return f"not connected ({why})"

@@ -21,7 +21,7 @@ from asyncloader.service.extra import check_extra
 
 if TYPE_CHECKING:
     from asyncloader.remote.rank_shares import EpochPlan
-    from asyncloader.service.protocol.dataset_info import Facts
+    from asyncloader.service.protocol.dataset_info import DatasetInfo
     from asyncloader.service.protocol.shard_plan import Catalog
 
 __all__ = ["ServedDataset", "let_go", "located"]
@@ -36,7 +36,7 @@ class ServedDataset:
         facts: what it is; every node at which it is read must say the same.
     """
 
-    def __init__(self, defined: Defined, service: Any, facts: Facts) -> None:
+    def __init__(self, defined: Defined, service: Any, facts: DatasetInfo) -> None:
         self.defined = defined
         self.service = service
         self.facts = facts
@@ -90,7 +90,7 @@ class _SizedAsyncStream(_Sized, _AsyncStream):
 class _Shards(ServedDataset, IterableDataset[Any]):
     """A dataset whose shards the loader assigns; a node plans each epoch. Interface as `RemoteIterableDataset`."""
 
-    def __init__(self, defined: Defined, service: Any, facts: Facts) -> None:
+    def __init__(self, defined: Defined, service: Any, facts: DatasetInfo) -> None:
         super().__init__(defined, service, facts)
         self.shuffle_buffer = facts.shuffle or 0
         self.shard_urls: Sequence[str] = ()

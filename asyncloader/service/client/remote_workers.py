@@ -33,13 +33,13 @@ from asyncloader.service.client.connect import (
 )
 from asyncloader.service.client.machine_service import SharedService
 from asyncloader.service.client.node_choice import node_order, to_move
-from asyncloader.service.client.progress import Progress
+from asyncloader.service.client.progress import NodeProgress
 from asyncloader.service.client.remote_channel import RemoteChannel
 from asyncloader.service.client.remote_dataset import ServedDataset
-from asyncloader.service.node.worker_processes import Death
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
 from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.death_report import DeathReport
 from asyncloader.service.protocol.handshake import Opened, pack_opening
 from asyncloader.service.protocol.msgpack_codec import PLAIN
 from asyncloader.service.protocol.records import read_record
@@ -82,7 +82,7 @@ class ServiceWorkers:
         self._closed = threading.Event()
         self._made: weakref.WeakSet[ServedWorker] = weakref.WeakSet()
         self._next = 0
-        self._progress = Progress(max(_STANDS_S, dataset.service.wait))  # before that no lane can be said to stand
+        self._progress = NodeProgress(max(_STANDS_S, dataset.service.wait))  # before that no lane can be said to stand
         self._answers = 0  # of workers that have ended
         self._seen = 0  # answers, when they were last looked at
         self._delivered = 0.0  # when there were more than before
@@ -386,7 +386,7 @@ class ServedWorker:
             why = self._moved or "the node closed the connection"
         if said is not None:
             try:
-                death = read_record(Death, said)
+                death = read_record(DeathReport, said)
             except ValueError as error:
                 why, self.unreadable = str(error), True
             else:

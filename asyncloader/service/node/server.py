@@ -30,7 +30,7 @@ from asyncloader.service.node.worker_processes import HostProcesses, LaneEnd, No
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
-from asyncloader.service.protocol.dataset_info import Facts
+from asyncloader.service.protocol.dataset_info import DatasetInfo
 from asyncloader.service.protocol.handshake import (
     Challenge,
     Hello,
@@ -386,7 +386,7 @@ class Node:
                 await self._open(link, host, served, opening, facts)
         return True
 
-    async def _plan(self, link: Link, host: HostProcesses, facts: Facts, request: PlanRequest) -> None:
+    async def _plan(self, link: Link, host: HostProcesses, facts: DatasetInfo, request: PlanRequest) -> None:
         """Have the plan of an epoch made, and send it."""
         if facts.shuffle is None:
             raise Refused("a plan is made of a dataset whose shards the loader assigns")
@@ -411,7 +411,9 @@ class Node:
         guest: PassedLane = PassedLane(link, lambda: self._ended(guest), lambda: None)
         self._lanes.add(guest)
 
-    async def _open(self, link: Link, host: HostProcesses, served: Served, opening: Opening, facts: Facts) -> None:
+    async def _open(
+        self, link: Link, host: HostProcesses, served: Served, opening: Opening, facts: DatasetInfo
+    ) -> None:
         lane: ForwardedLane | PassedLane | None = None
         passed: list[socket.socket] = []
 

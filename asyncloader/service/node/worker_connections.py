@@ -32,9 +32,9 @@ from time import perf_counter
 
 from asyncloader.errors import RingMemoryError
 from asyncloader.service.node.memory_quota import Session
-from asyncloader.service.node.worker_processes import Death
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, Message
+from asyncloader.service.protocol.death_report import DeathReport
 from asyncloader.service.protocol.records import pack_record
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
@@ -81,7 +81,7 @@ class PassedLane:
         if self._link.ended:
             self.close()
 
-    def died(self, death: Death) -> None:
+    def died(self, death: DeathReport) -> None:
         """As `LaneEnd`."""
         with contextlib.suppress(ConnectionError):
             self._link.send(frames.DIED, pack_record(death))
@@ -165,7 +165,7 @@ class ForwardedLane:
         why = str(error) or type(error).__name__  # a log record that somebody keeps must not keep the ring
         if isinstance(error, RingMemoryError):  # at another node it may be the same: the loader must not try for ever
             _log.warning("a loader asks for more memory than there is: %s", why, extra={"peer": self._session.name})
-            self.died(Death(0, None, why, "", blamed=True, shared=False))
+            self.died(DeathReport(0, None, why, "", blamed=True, shared=False))
         else:  # the peer does not follow the protocol
             _log.warning("a loader's connection is closed: %s", why, extra={"peer": self._session.name})
             self.close()
@@ -320,7 +320,7 @@ class ForwardedLane:
                 self._silent = self._loop.call_later(_SILENT_S, self._ended_silently)
 
     def _ended_silently(self) -> None:
-        self.died(Death(0, None, "Its lane ended, and its process lives on.", "", blamed=False, shared=False))
+        self.died(DeathReport(0, None, "Its lane ended, and its process lives on.", "", blamed=False, shared=False))
 
     def _pass_on(self, kind: int, body: bytes) -> None:
         if kind == wire.RESULT:
@@ -443,7 +443,7 @@ class ForwardedLane:
 
     # ---------------------------------------------------------------------------------------------- ending
 
-    def died(self, death: Death) -> None:
+    def died(self, death: DeathReport) -> None:
         """As `LaneEnd`: what the process had sent goes first."""
         before = -1
         with contextlib.suppress(Exception):

@@ -37,7 +37,7 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader.errors import StateError
 from asyncloader.service.definition import Defined, Made, load_definition
 from asyncloader.service.pickled import PickledDefinition
-from asyncloader.service.protocol.dataset_info import Facts, facts_of
+from asyncloader.service.protocol.dataset_info import DatasetInfo, dataset_info_of
 from asyncloader.service.protocol.msgpack_codec import PLAIN
 from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest, finding, planned
 from asyncloader.telemetry.counters import LANE_KEY, Recorder
@@ -97,7 +97,7 @@ class LaneOpening(NamedTuple):
     setup: WorkerSetup
     catalog: Catalog | None
     start: bytes
-    facts: Facts
+    facts: DatasetInfo
 
 
 class LaneEnding(NamedTuple):
@@ -137,7 +137,7 @@ class HostSetup(NamedTuple):
                 definition.check(self.fingerprint, "in the node")
             defined = Defined(definition, self.arguments)
             made = defined.make()
-            facts = facts_of(made.dataset)
+            facts = dataset_info_of(made.dataset)
             host = _Host(channel, recorder, defined, made, facts)
         except (Exception, SystemExit) as error:
             text = line_of(f"{self.target} raised {type(error).__name__}: {error}", MOST_PROBLEM)
@@ -266,7 +266,7 @@ class _LaneSetup(NamedTuple):
         torch_worker._worker_info = None
         dataset, functions = self.made or self.defined.make()
         # What is stored may have changed since the node's first process was started.
-        difference = facts_of(dataset).difference(self.opening.facts)
+        difference = dataset_info_of(dataset).difference(self.opening.facts)
         if difference:
             raise StateError(
                 f"process {os.getpid()} of the node: {difference}. What is stored has changed since the node was "
@@ -286,7 +286,7 @@ class _LaneSetup(NamedTuple):
 
 
 class _Host:
-    def __init__(self, channel: Channel, recorder: Recorder, defined: Defined, made: Made, facts: Facts) -> None:
+    def __init__(self, channel: Channel, recorder: Recorder, defined: Defined, made: Made, facts: DatasetInfo) -> None:
         self._channel = channel
         self._recorder = recorder
         self._defined = defined

@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from asyncloader.bridge import in_thread
 from asyncloader.service.node.worker_host import (
@@ -29,7 +29,8 @@ from asyncloader.service.node.worker_host import (
     LaneEnding,
     LaneOpening,
 )
-from asyncloader.service.protocol.dataset_info import Facts
+from asyncloader.service.protocol.dataset_info import DatasetInfo
+from asyncloader.service.protocol.death_report import DeathReport
 from asyncloader.service.protocol.handshake import Opening
 from asyncloader.service.protocol.shard_plan import PlanRequest
 from asyncloader.telemetry.counters import LANE_KEY, StageTimes, stage_times, total
@@ -40,7 +41,7 @@ from asyncloader.workers.ipc.lifeline import Lifeline
 from asyncloader.workers.ipc.peer_text import LineLimit, line_of
 from asyncloader.workers.process import WorkerProcess, look
 
-__all__ = ["Death", "HostProcesses", "LaneEnd", "NotMade"]
+__all__ = ["HostProcesses", "LaneEnd", "NotMade"]
 
 _log = logging.getLogger("asyncloader")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
@@ -59,26 +60,6 @@ _KILLED = "Its loader had it killed: it was at one task for too long."
 _BUSY = "Its process was at another loader's task."
 
 
-class Death(NamedTuple):
-    """What a loader is told of a process that died.
-
-    Attributes:
-        pid: its process id.
-        exitcode: as of `WorkerDied`.
-        reason: as of `WorkerDied`.
-        trace: as of `WorkerDied`.
-        blamed: whether it died at this lane's task, and at no other's.
-        shared: whether it may have been at another lane's task, too.
-    """
-
-    pid: int
-    exitcode: int | None
-    reason: str
-    trace: str
-    blamed: bool
-    shared: bool
-
-
 class NotMade(Exception):
     """No process has the dataset; the text says why, on one line. Later one may."""
 
@@ -86,7 +67,7 @@ class NotMade(Exception):
 class LaneEnd(Protocol):
     """What holds the node's end of a lane."""
 
-    def died(self, death: Death) -> None:
+    def died(self, death: DeathReport) -> None:
         """The lane's process died."""
         ...
 
@@ -139,7 +120,7 @@ class HostProcesses:
         self._processes: dict[int, _Process] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._facts: Facts | None = None  # that were reported first, since no process had the dataset
+        self._facts: DatasetInfo | None = None  # that were reported first, since no process had the dataset
         self._news = asyncio.Event()  # replaced by another whenever something below, or a process, has changed
         self._begun: set[int] = set()
         self._waited_for_all = False
@@ -157,7 +138,7 @@ class HostProcesses:
         for number in range(self.number):
             self._keep(number)
 
-    async def first_facts(self) -> Facts:
+    async def first_facts(self) -> DatasetInfo:
         """What the dataset is, as soon as one process has made it.
 
         Raises:
@@ -170,7 +151,7 @@ class HostProcesses:
         assert self._facts is not None
         return self._facts
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> DatasetInfo:
         """What the dataset is, as soon as one process has made it, for a loader that wants it.
 
         Raises:
@@ -283,7 +264,7 @@ class HostProcesses:
     def _read(self, number: int, made: _Process) -> None:
         for kind, body in made.process.channel.receive():
             if kind == FACTS:
-                facts: Facts = pickle.loads(body)
+                facts: DatasetInfo = pickle.loads(body)
                 if self._facts is None or not self.running:
                     self._facts = facts
                 made.ready = not facts.problem
@@ -306,7 +287,9 @@ class HostProcesses:
                 if not ending.at_task:
                     made.failed_at = asyncio.get_running_loop().time()
                 if end is not None:
-                    end.died(Death(made.process.pid, None, ending.reason, "", blamed=ending.at_task, shared=False))
+                    end.died(
+                        DeathReport(made.process.pid, None, ending.reason, "", blamed=ending.at_task, shared=False)
+                    )
             elif kind == wire.LOG:
                 level, text, _, _ = pickle.loads(body)
                 _log.log(level, "%s", text, extra=self._by)
@@ -352,7 +335,7 @@ class HostProcesses:
         for lane, end in list(made.lanes.items()):
             blamed = lane == at or (not at and len(made.lanes) == 1)
             shared = not at and len(made.lanes) > 1 and self._asynchronous
-            end.died(Death(error.pid, error.exitcode, error.reason, error.trace, blamed, shared))
+            end.died(DeathReport(error.pid, error.exitcode, error.reason, error.trace, blamed, shared))
         for future in made.plans.values():
             if not future.done():
                 future.set_exception(ConnectionError("the process that made the plan died"))
@@ -377,7 +360,7 @@ class HostProcesses:
     # ---------------------------------------------------------------------------------------------- lanes
 
     async def open(
-        self, opening: Opening, facts: Facts, end: Callable[[Any, int], LaneEnd]
+        self, opening: Opening, facts: DatasetInfo, end: Callable[[Any, int], LaneEnd]
     ) -> tuple[LaneEnd, int, int]:
         """Open a lane in the process that has the fewest. Returns the node's end, the number, and the process's id.
 
@@ -471,7 +454,7 @@ class HostProcesses:
                 made.killed_for = number
                 made.process.kill_for(_KILLED)
             else:
-                made.lanes[number].died(Death(made.process.pid, None, _BUSY, "", blamed=False, shared=False))
+                made.lanes[number].died(DeathReport(made.process.pid, None, _BUSY, "", blamed=False, shared=False))
             return
 
     async def close(self) -> None:

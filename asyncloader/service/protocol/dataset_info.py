@@ -13,10 +13,10 @@ from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_async_stream
 from asyncloader.workers.fetch.dataset_state import is_stateful
 
-__all__ = ["Facts", "facts_of"]
+__all__ = ["DatasetInfo", "dataset_info_of"]
 
 
-class Facts(NamedTuple):
+class DatasetInfo(NamedTuple):
     """What a loader must know of a dataset to plan an epoch.
 
     Attributes:
@@ -35,7 +35,7 @@ class Facts(NamedTuple):
     shuffle: int | None = None
     problem: str = ""
 
-    def difference(self, planned: Facts) -> str:
+    def difference(self, planned: DatasetInfo) -> str:
         """How this dataset differs from the one that was planned with; empty if in nothing that a plan needs."""
         for name, mine, theirs in zip(self._fields, self, planned, strict=True):
             if mine != theirs and name != "problem":
@@ -43,11 +43,11 @@ class Facts(NamedTuple):
         return ""
 
 
-def facts_of(dataset: Any) -> Facts:
+def dataset_info_of(dataset: Any) -> DatasetInfo:
     """Look at a dataset."""
     iterable = isinstance(dataset, IterableDataset) or is_async_stream(dataset)
     if assigns_shards(dataset):  # its length would cost a look into each of its shards
-        return Facts(True, None, True, is_stateful(dataset), getattr(dataset, "shuffle_buffer", 0))
+        return DatasetInfo(True, None, True, is_stateful(dataset), getattr(dataset, "shuffle_buffer", 0))
     problem = ""
     try:
         length = len(dataset)  # pyright: ignore[reportArgumentType] - or the error says that it has none
@@ -55,4 +55,4 @@ def facts_of(dataset: Any) -> Facts:
         length = None
     if not iterable and length is None:
         problem = f"{type(dataset).__name__} has no length, without which no order can be made of its samples"
-    return Facts(iterable, length, is_async_dataset(dataset), is_stateful(dataset), None, problem)
+    return DatasetInfo(iterable, length, is_async_dataset(dataset), is_stateful(dataset), None, problem)

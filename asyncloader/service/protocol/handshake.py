@@ -25,7 +25,7 @@ from msgspec import Meta
 from torch.utils.data import default_collate, default_convert
 
 from asyncloader.service.definition import Defined
-from asyncloader.service.protocol.dataset_info import Facts
+from asyncloader.service.protocol.dataset_info import DatasetInfo
 from asyncloader.service.protocol.msgpack_codec import PLAIN
 from asyncloader.service.protocol.records import Count, Name, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Catalog, check_catalog
@@ -115,9 +115,9 @@ class Welcome(NamedTuple):
     """A node's answer to a proof."""
 
     proof: _ProofBytes
-    facts: Facts
+    facts: DatasetInfo
 
-    def checked_facts(self) -> Facts:
+    def checked_facts(self) -> DatasetInfo:
         """What the dataset is. Raises ValueError."""
         facts = self.facts
         numbers = all(number is None or 0 <= number < 1 << 63 for number in (facts.length, facts.shuffle))
@@ -187,7 +187,7 @@ def proves(given: Any, token: str | None, side: str, loaders: bytes, nodes: byte
     return isinstance(given, bytes) and hmac.compare_digest(given, proof(token, side, loaders, nodes))
 
 
-class _Options(NamedTuple):
+class _LoaderOptions(NamedTuple):
     """Fields of a `WorkerSetup`, and what they may be."""
 
     iterable: bool
@@ -226,7 +226,7 @@ class _OpeningMessage(NamedTuple):
     worker: Annotated[int, Meta(ge=0, le=MOST_WORKERS - 1)]
     credits: Annotated[int, Meta(ge=1, le=_MOST_CREDITS)]
     share: bool
-    options: _Options
+    options: _LoaderOptions
     start: bytes
     seeds: _Seeds
     policy: _Policy | None
@@ -245,7 +245,7 @@ def pack_opening(
             worker=worker,
             credits=credits,
             share=share,
-            options=_Options(*(getattr(setup, name) for name in _Options._fields)),
+            options=_LoaderOptions(*(getattr(setup, name) for name in _LoaderOptions._fields)),
             start=PLAIN.dumps(tuple(start)),
             seeds=_Seeds(*seeded),
             policy=None if policy is None else _Policy(policy.refill, policy.length, policy.seed),

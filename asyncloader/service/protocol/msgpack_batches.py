@@ -21,7 +21,7 @@ import torch
 from msgspec import Meta
 
 from asyncloader.service.protocol.msgpack_values import LEAF, Unsendable, pack
-from asyncloader.service.protocol.unpacking import Leaf, build, check, decode
+from asyncloader.service.protocol.unpacking import WireLeaf, build, check, decode
 from asyncloader.workers.memory.codec import Encoder, Memory, Template
 from asyncloader.workers.memory.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Strided
 
@@ -104,7 +104,7 @@ class BatchTemplate(Template):
 
     def _read_tree(self, structure: bytes) -> None:
         self._tree = decode(structure)
-        check(self._tree, [Leaf(spec.nbytes if isinstance(spec, Raw) else None) for spec in self._specs])
+        check(self._tree, [WireLeaf(spec.nbytes if isinstance(spec, Raw) else None) for spec in self._specs])
 
     def with_structure(self, memory: Callable[[], Memory]) -> Self:
         """As `Template`: read it, if it is among the leaves, and check it."""

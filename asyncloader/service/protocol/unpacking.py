@@ -43,7 +43,7 @@ from asyncloader.service.protocol.msgpack_values import (
 from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.leaves import DTYPES, sparse_part_names
 
-__all__ = ["Leaf", "build", "check", "decode", "unpack"]
+__all__ = ["WireLeaf", "build", "check", "decode", "unpack"]
 
 _LIST, _TUPLE = Kind.LIST, Kind.TUPLE
 _SAME_HASH = 16
@@ -79,7 +79,7 @@ def decode(data: bytes | memoryview) -> Any:
         raise ValueError(f"broken stream: not a packed value ({error!s:.200})") from None
 
 
-class Leaf(NamedTuple):
+class WireLeaf(NamedTuple):
     """Stands for a leaf that a batch's value is checked with.
 
     Attributes:
@@ -94,7 +94,7 @@ def build(tree: Any, leaves: Sequence[Any]) -> Any:
     return _Builder(leaves, dry=False).value(tree, DEPTH)
 
 
-def check(tree: Any, leaves: Sequence[Leaf]) -> None:
+def check(tree: Any, leaves: Sequence[WireLeaf]) -> None:
     """Check that `build` will make a value of this tree, but for what constructors of registered types raise, and for
     sparse tensors, whose indices are among the leaves' bytes. Calls nothing of the user's.
 
@@ -113,8 +113,8 @@ class _Builder:
     """Makes one value.
 
     Args:
-        leaves: of the batch; for a dry run `Leaf`s.
-        dry: whether only to check: what needs the leaves' bytes or the user's types is a `Leaf` then.
+        leaves: of the batch; for a dry run `WireLeaf`s.
+        dry: whether only to check: what needs the leaves' bytes or the user's types is a `WireLeaf` then.
     """
 
     __slots__ = ("_dry", "_keys", "_leaves")
@@ -170,7 +170,7 @@ class _Builder:
         if nbytes is None:
             raise _Broken("a tensor in an array's place")
         checked = _shape(shape, dtype.itemsize, nbytes)
-        return Leaf(nbytes) if self._dry else np.ndarray(checked, dtype, leaf, order=order)
+        return WireLeaf(nbytes) if self._dry else np.ndarray(checked, dtype, leaf, order=order)
 
     # ------------------------------------------------------------------------------------------ containers
 
@@ -204,7 +204,7 @@ class _Builder:
             raise _Broken("a type without a name")
         kind: Any = OURS.get(name) or REGISTERED.get(name)
         if self._dry and name not in OURS:
-            return Leaf(None)
+            return WireLeaf(None)
         if kind is None:
             raise _Unregistered(
                 f"a batch contains a {line_of(name)}, and only types that were registered are made from a service's "
@@ -220,13 +220,13 @@ class _Builder:
         name, shape, coalesced, *parts = values
         layout = SPARSE_BY_NAME[name] if type(name) is str else None
         dense = all(
-            type(each) is Leaf or (type(each) is torch.Tensor and each.layout is torch.strided) for each in parts
+            type(each) is WireLeaf or (type(each) is torch.Tensor and each.layout is torch.strided) for each in parts
         )
         if layout is None or len(parts) != len(sparse_part_names(layout)) or type(coalesced) is not bool or not dense:
             raise _Broken("a sparse tensor that cannot be read")
         checked = _dimensions(shape)
         if self._dry:
-            return Leaf(None)
+            return WireLeaf(None)
         special: dict[str, Any] = {"is_coalesced": coalesced} if layout is torch.sparse_coo else {"layout": layout}
         make: Any = torch.sparse_coo_tensor if layout is torch.sparse_coo else torch.sparse_compressed_tensor
         return make(*parts, checked, **special, check_invariants=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from asyncloader.epoch.reassignment import KILLS, Recovery
+from asyncloader.epoch.reassignment import KILLS, Reassignment
 from asyncloader.errors import WorkerDied
 from asyncloader.events import Died
 
@@ -25,15 +25,15 @@ def death() -> Deaths:
     return Deaths()
 
 
-def blocking(workers: int = 2, max_restarts: int = 3) -> Recovery:
-    return Recovery(workers, max_restarts, concurrent=False)
+def blocking(workers: int = 2, max_restarts: int = 3) -> Reassignment:
+    return Reassignment(workers, max_restarts, concurrent=False)
 
 
-def concurrent(workers: int = 2, max_restarts: int = 3) -> Recovery:
-    return Recovery(workers, max_restarts, concurrent=True)
+def concurrent(workers: int = 2, max_restarts: int = 3) -> Reassignment:
+    return Reassignment(workers, max_restarts, concurrent=True)
 
 
-def replaced(recovery: Recovery, worker: int, lost: list[int]) -> list[int]:
+def replaced(recovery: Reassignment, worker: int, lost: list[int]) -> list[int]:
     """The worker is replaced, and `lost` waits for it. Returns what it is sent at once."""
     recovery.down(worker)
     for seq in lost:
@@ -42,7 +42,7 @@ def replaced(recovery: Recovery, worker: int, lost: list[int]) -> list[int]:
     return sent(recovery, worker, in_hand=0)
 
 
-def sent(recovery: Recovery, worker: int, in_hand: int) -> list[int]:
+def sent(recovery: Reassignment, worker: int, in_hand: int) -> list[int]:
     found: list[int] = []
     while (seq := recovery.next_for(worker, in_hand + len(found))) is not None:
         found.append(seq)
@@ -69,7 +69,7 @@ def test_a_concurrent_worker_died_of_any_of_its_tasks(death: Deaths) -> None:
 
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
-def test_what_had_not_been_sent_is_no_suspect(kind: Callable[[], Recovery], death: Deaths) -> None:
+def test_what_had_not_been_sent_is_no_suspect(kind: Callable[[], Reassignment], death: Deaths) -> None:
     """Tasks that still waited for the worker cannot have killed it."""
     recovery = kind()
     recovery.down(0)
@@ -82,7 +82,7 @@ def test_what_had_not_been_sent_is_no_suspect(kind: Callable[[], Recovery], deat
 
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
-def test_a_death_at_start_up_blames_no_task(kind: Callable[[], Recovery], death: Deaths) -> None:
+def test_a_death_at_start_up_blames_no_task(kind: Callable[[], Reassignment], death: Deaths) -> None:
     """The user's start-up code ran, and no task: any number of such deaths poisons nothing."""
     recovery = kind()
     for _ in range(KILLS + 1):
@@ -92,7 +92,7 @@ def test_a_death_at_start_up_blames_no_task(kind: Callable[[], Recovery], death:
 
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
-def test_retirement_blames_nobody(kind: Callable[[], Recovery], death: Deaths) -> None:
+def test_retirement_blames_nobody(kind: Callable[[], Reassignment], death: Deaths) -> None:
     """A worker that left by itself was killed by nothing; a task that was suspected before stays so."""
     recovery = kind()
     recovery.died(death(), [0])
@@ -103,7 +103,7 @@ def test_retirement_blames_nobody(kind: Callable[[], Recovery], death: Deaths) -
 
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
-def test_a_death_without_tasks_blames_nobody(kind: Callable[[], Recovery], death: Deaths) -> None:
+def test_a_death_without_tasks_blames_nobody(kind: Callable[[], Reassignment], death: Deaths) -> None:
     """An idle worker was killed by nothing of ours."""
     assert kind().died(death(), []) == []
 
@@ -112,7 +112,7 @@ def test_a_death_without_tasks_blames_nobody(kind: Callable[[], Recovery], death
 
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
-def test_three_deaths_poison_a_task(kind: Callable[[], Recovery], death: Deaths) -> None:
+def test_three_deaths_poison_a_task(kind: Callable[[], Reassignment], death: Deaths) -> None:
     """The third death over a task, on whichever worker, is the last; all are told, in their order."""
     recovery = kind()
     assert recovery.died(death(0), [5]) == []
@@ -122,7 +122,7 @@ def test_three_deaths_poison_a_task(kind: Callable[[], Recovery], death: Deaths)
 
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
-def test_deaths_from_outside_poison_nothing(kind: Callable[[], Recovery], death: Deaths) -> None:
+def test_deaths_from_outside_poison_nothing(kind: Callable[[], Reassignment], death: Deaths) -> None:
     """However many, before and between its own; the task is a suspect all the same, and the restarts are used up."""
     recovery = kind()
     for _ in range(KILLS + 1):

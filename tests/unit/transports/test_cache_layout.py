@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from asyncloader.transports.cache_layout import (
     MOST_ETAG,
     TAIL_SIZE,
-    Footer,
+    CacheFooter,
     Stored,
     charge,
     choose_victims,
@@ -31,7 +31,7 @@ UNUSED = 16  # bytes at the end
 SIZES = st.integers(0, 2**60)
 ETAGS = st.text(max_size=300).filter(storable_etag)
 FOOTERS = st.builds(
-    Footer,
+    CacheFooter,
     url_key=st.text().map(hash_key),
     etag=ETAGS,
     size=SIZES,
@@ -84,28 +84,28 @@ def test_other_names_are_ignored(name: str) -> None:
 
 
 @given(FOOTERS, st.binary(max_size=100))
-def test_footer_comes_back(footer: Footer, data: bytes) -> None:
+def test_footer_comes_back(footer: CacheFooter, data: bytes) -> None:
     """A footer is read from its file's end, whatever bytes come before it."""
     packed = footer.pack()
     tail = (data + packed)[-TAIL_SIZE:]
-    assert Footer.parse(tail, footer.size + len(packed)) == footer
+    assert CacheFooter.parse(tail, footer.size + len(packed)) == footer
     assert len(packed) <= TAIL_SIZE
 
 
 @given(FOOTERS, st.data())
-def test_damaged_footer_is_none(footer: Footer, data: st.DataObject) -> None:
+def test_damaged_footer_is_none(footer: CacheFooter, data: st.DataObject) -> None:
     """A file that is shorter or longer than it says, or whose footer lost or changed a byte, has no footer."""
     packed = footer.pack()
     size = footer.size + len(packed)
-    assert Footer.parse(packed, size + data.draw(st.integers(1, 9))) is None
-    assert Footer.parse(packed, size - 1) is None
+    assert CacheFooter.parse(packed, size + data.draw(st.integers(1, 9))) is None
+    assert CacheFooter.parse(packed, size - 1) is None
     cut = data.draw(st.integers(1, len(packed)))
-    assert Footer.parse(packed[:-cut], size - cut) is None
+    assert CacheFooter.parse(packed[:-cut], size - cut) is None
     place = data.draw(st.integers(0, len(packed) - UNUSED - 1))
     changed = bytearray(packed)
     changed[place] ^= data.draw(st.integers(1, 255))
-    assert Footer.parse(bytes(changed), size) is None
-    assert Footer.parse(bytes(len(packed)), size) is None
+    assert CacheFooter.parse(bytes(changed), size) is None
+    assert CacheFooter.parse(bytes(len(packed)), size) is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.transports.cache_layout import MARKER, MARKER_NAME, ROOT_NAME, Footer, charge, fill_name, hash_key
+from asyncloader.transports.cache_layout import MARKER, MARKER_NAME, ROOT_NAME, CacheFooter, charge, fill_name, hash_key
 from asyncloader.transports.cache_store import CacheStore, EntryLost
 from asyncloader.transports.cache_usage import CacheCounts
 from tests.unit.transports.cache_subject import DATA, begun, content, everything, file_of, held, opened, put
@@ -19,7 +19,7 @@ from tests.unit.transports.cache_subject import DATA, begun, content, everything
 
 def charge_of(size: int) -> int:
     """The bytes that an object of this size, with the ETag "1", counts."""
-    return charge(size + len(Footer(hash_key("u"), "1", size, 0, 0).pack()))
+    return charge(size + len(CacheFooter(hash_key("u"), "1", size, 0, 0).pack()))
 
 
 @pytest.fixture

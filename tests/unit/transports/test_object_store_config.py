@@ -9,7 +9,7 @@ import pytest
 
 from asyncloader.transports import InvalidPath, RetryPolicy, TransportError
 from asyncloader.transports.object_store_config import (
-    Location,
+    BucketLocation,
     Profile,
     Settings,
     open_store,
@@ -48,23 +48,23 @@ def connected(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("url", "location"),
     [
-        ("s3://bucket", Location("s3", "bucket", "", None, False, "s3://bucket")),
-        ("s3://bucket/", Location("s3", "bucket", "", None, False, "s3://bucket")),
-        ("S3A://my.bucket/a/b/", Location("s3", "my.bucket", "a/b", None, False, "s3a://my.bucket/a/b")),
-        ("gs://bucket/100%25 é?#", Location("gs", "bucket", "100%25 é?#", None, False, "gs://bucket/100%25 é?#")),
-        ("az://container/a", Location("az", "container", "a", None, False, "az://container/a")),
-        ("abfs://container/a", Location("az", "container", "a", None, False, "abfs://container/a")),
+        ("s3://bucket", BucketLocation("s3", "bucket", "", None, False, "s3://bucket")),
+        ("s3://bucket/", BucketLocation("s3", "bucket", "", None, False, "s3://bucket")),
+        ("S3A://my.bucket/a/b/", BucketLocation("s3", "my.bucket", "a/b", None, False, "s3a://my.bucket/a/b")),
+        ("gs://bucket/100%25 é?#", BucketLocation("gs", "bucket", "100%25 é?#", None, False, "gs://bucket/100%25 é?#")),
+        ("az://container/a", BucketLocation("az", "container", "a", None, False, "az://container/a")),
+        ("abfs://container/a", BucketLocation("az", "container", "a", None, False, "abfs://container/a")),
         (
             "abfss://files@acme.dfs.core.windows.net/a",
-            Location("az", "files", "a", "acme", False, "abfss://files@acme.dfs.core.windows.net/a"),
+            BucketLocation("az", "files", "a", "acme", False, "abfss://files@acme.dfs.core.windows.net/a"),
         ),
         (
             "abfss://work@acme.dfs.fabric.microsoft.com",
-            Location("az", "work", "", "acme", True, "abfss://work@acme.dfs.fabric.microsoft.com"),
+            BucketLocation("az", "work", "", "acme", True, "abfss://work@acme.dfs.fabric.microsoft.com"),
         ),
     ],
 )
-def test_urls(url: str, location: Location) -> None:
+def test_urls(url: str, location: BucketLocation) -> None:
     """Scheme, bucket and prefix are told apart; nothing in the prefix is unescaped."""
     assert parse_location(url) == location
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from asyncloader.service.client.progress import Progress
+from asyncloader.service.client.progress import NodeProgress
 
 
-def fail(progress: Progress, now: float, *, every: int = 0, tasks: int = 1, address: str = "a") -> None:
+def fail(progress: NodeProgress, now: float, *, every: int = 0, tasks: int = 1, address: str = "a") -> None:
     """A lane that was just opened ends."""
     progress.connected(address)
     progress.lost(address, "the end", now, tasks, 0, every, now)
@@ -15,7 +15,7 @@ def fail(progress: Progress, now: float, *, every: int = 0, tasks: int = 1, addr
 
 def test_a_node_that_delivers_nothing_is_left_alone_for_longer_each_time() -> None:
     """Up to three seconds; lanes that break at a time count once, and the first batch ends that."""
-    progress = Progress(60)
+    progress = NodeProgress(60)
     rests, now = [], 0.0
     for _ in range(9):
         now += 5
@@ -31,7 +31,7 @@ def test_a_node_that_delivers_nothing_is_left_alone_for_longer_each_time() -> No
 
 def test_no_progress() -> None:
     """Is told once three lanes with tasks have ended in `wait` seconds or more, and nothing came from any node."""
-    progress = Progress(60)
+    progress = NodeProgress(60)
     for now in range(0, 70, 10):
         assert now == 60 or progress.problem(7, False, now) is None
         fail(progress, now, every=7)
@@ -56,7 +56,7 @@ def test_no_progress() -> None:
 )
 def test_what_is_no_lack_of_progress(ends: list[tuple[int, int, int]]) -> None:
     """However long ago the last batch was."""
-    progress = Progress(60)
+    progress = NodeProgress(60)
     for now, every, tasks in ends:
         fail(progress, now, every=every, tasks=tasks)
     now, every, _ = ends[-1]
@@ -65,7 +65,7 @@ def test_what_is_no_lack_of_progress(ends: list[tuple[int, int, int]]) -> None:
 
 def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connections() -> None:
     """Answers that could be read, in between, give it a new start; the text that it sent is shown without escapes."""
-    progress = Progress(60.0)
+    progress = NodeProgress(60.0)
     for number, answers in enumerate((0, 0, 5, 0)):
         progress.lost("a", "\x1b[2Jbroken", float(number), 8, answers, answers, number + 0.5, unreadable=True)
         assert progress.unreadable("a") is None
@@ -76,7 +76,7 @@ def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connectio
 
 def test_a_node_that_was_not_there_is_avoided_for_a_minute() -> None:
     """As one that delivers nothing is; until a connection to it succeeds."""
-    progress = Progress(60)
+    progress = NodeProgress(60)
     assert not progress.avoided("a", 0.0)
     progress.refused("a", "Connection refused", 10.0)
     assert progress.failures("a", 11.0) == 0  # a worker that has no node tries it like the others

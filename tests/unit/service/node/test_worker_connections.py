@@ -12,9 +12,9 @@ import pytest
 
 from asyncloader.service.node.memory_quota import Session
 from asyncloader.service.node.worker_connections import _MOST_QUEUED, ForwardedLane
-from asyncloader.service.node.worker_processes import Death
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, Message
+from asyncloader.service.protocol.death_report import DeathReport
 from asyncloader.service.protocol.records import read_record
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
@@ -40,7 +40,7 @@ async def test_a_loader_gets_no_more_memory_than_its_share() -> None:
         while not said:
             await asyncio.sleep(0)
             said += loader.receive()
-        death: Death = read_record(Death, said[0].body)
+        death: DeathReport = read_record(DeathReport, said[0].body)
         assert said[0].header.kind == frames.DIED
         assert death.blamed
         assert "the most for one loader" in death.reason
@@ -175,7 +175,7 @@ async def test_one_batch_that_is_larger_than_a_loaders_share() -> None:
         oneoff(played, body, MOST + 1)
         ((header, said),) = await played.messages_at_loader(1)
         assert header.kind == frames.DIED
-        assert "the most for one loader" in read_record(Death, said).reason
+        assert "the most for one loader" in read_record(DeathReport, said).reason
 
 
 @pytest.mark.parametrize("kind", [frames.PING, wire.RESET, wire.TASK])
@@ -223,8 +223,8 @@ async def test_a_lane_that_ends_while_its_process_lives(reason: str, monkeypatch
     async with Played() as played:
         played.process.close()
         if reason:
-            played.lane.died(Death(1, None, reason, "", blamed=False, shared=False))
+            played.lane.died(DeathReport(1, None, reason, "", blamed=False, shared=False))
         ((header, said),) = await played.messages_at_loader(1)
-        death: Death = read_record(Death, said)
+        death: DeathReport = read_record(DeathReport, said)
         assert (header.kind, death.blamed) == (frames.DIED, False)
         assert (reason or "its process lives on") in death.reason

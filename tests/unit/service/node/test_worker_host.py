@@ -15,7 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader import RemoteIterableDataset
 from asyncloader.service.definition import Made
 from asyncloader.service.node.worker_host import _Host, _Lane, _LaneSetup
-from asyncloader.service.protocol.dataset_info import Facts, facts_of
+from asyncloader.service.protocol.dataset_info import DatasetInfo, dataset_info_of
 from asyncloader.service.protocol.msgpack_codec import PLAIN
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.ipc import wire
@@ -32,7 +32,7 @@ def lane(number: int, session: str) -> Any:
 
 def test_sessions_have_equal_time() -> None:
     """However many lanes each has; one that comes late gets its share from then on, and not what it missed."""
-    host: Any = _Host(None, None, None, None, Facts())  # type: ignore[arg-type]
+    host: Any = _Host(None, None, None, None, DatasetInfo())  # type: ignore[arg-type]
     for number in range(8):
         host._add(lane(number, "large"))
     turns: Counter[str] = Counter()
@@ -90,7 +90,7 @@ def test_a_lane_beside_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(num_workers=2))
     start = PLAIN.dumps(tuple(EpochStart()))
     opening: Any = SimpleNamespace(
-        facts=Facts(iterable=True, length=100), setup=SETUP, start=start, worker=0, catalog=None
+        facts=DatasetInfo(iterable=True, length=100), setup=SETUP, start=start, worker=0, catalog=None
     )
     setup = _LaneSetup(opening, definitions.numbers(), Made(Divided(), {})).load()
     assert len(setup.dataset) == 100
@@ -99,12 +99,14 @@ def test_a_lane_beside_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_loader_must_know() -> None:
     """Kind, length and state; or why the dataset cannot be served."""
     for defined, expected in [
-        (definitions.numbers(), Facts(False, 40, False, False)),
-        (definitions.awaited(), Facts(False, 40, True, False)),
-        (definitions.stream(), Facts(True, None, False, True)),
-        (definitions.async_stream(), Facts(True, None, True, False)),
+        (definitions.numbers(), DatasetInfo(False, 40, False, False)),
+        (definitions.awaited(), DatasetInfo(False, 40, True, False)),
+        (definitions.stream(), DatasetInfo(True, None, False, True)),
+        (definitions.async_stream(), DatasetInfo(True, None, True, False)),
     ]:
-        assert facts_of(defined.make().dataset) == expected
-    assert "has no length" in facts_of(definitions.endless().make().dataset).problem
+        assert dataset_info_of(defined.make().dataset) == expected
+    assert "has no length" in dataset_info_of(definitions.endless().make().dataset).problem
     # Nothing is looked for in the store yet.
-    assert facts_of(RemoteIterableDataset("none.tar", shuffle_buffer=7)) == Facts(True, None, True, False, 7)
+    assert dataset_info_of(RemoteIterableDataset("none.tar", shuffle_buffer=7)) == DatasetInfo(
+        True, None, True, False, 7
+    )
