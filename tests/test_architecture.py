@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
@@ -226,6 +227,18 @@ def test_modules_say_what_they_are() -> None:
         docstring = ast.get_docstring(parsed(path))
         assert docstring, module
         assert len(docstring.splitlines()[0]) > 20, module
+
+
+PARTS_OF_DATALOADER2 = {"FullSync", "PinMemory"}
+"""An adapter and the datapipe that it adds have one name in torchdata."""
+
+
+def test_class_names_are_unique() -> None:
+    """One name, one thing, over all packages."""
+    found = Counter(
+        node.name for path in MODULES.values() for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, number in found.items() if number > 1} == PARTS_OF_DATALOADER2
 
 
 def test_files_are_short() -> None:

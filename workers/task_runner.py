@@ -31,7 +31,7 @@ from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancella
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.error_notes import add_note, note_collation
-from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.fetch.setup import WorkerSetup, install_worker_info, seed_worker
@@ -108,7 +108,7 @@ class TaskRunner:
         self._cpu_mark = process_time()
         self._ended = False  # this worker's copy of an iterable dataset is exhausted in this epoch
         self._start_error: bytes | None = None
-        self._reader: Reader | None = None
+        self._reader: DatasetReader | None = None
         self._context: DatasetContext | None = None  # entered in the event loop before the first task
         self._suspect: int | None = None  # file for the next task's standard error
         self._private_memory: PrivateMemory | None = None
@@ -196,7 +196,7 @@ class TaskRunner:
         seed = seed_worker(setup.base_seed, self.worker_id)
         start = setup.starts[self.worker_id]
         dataset = self._reseed_datapipe(setup.dataset, start.shared_seed)
-        reader = self._reader = Reader(
+        reader = self._reader = DatasetReader(
             setup,
             dataset,
             self._make_collate(setup),
@@ -385,7 +385,7 @@ class TaskRunner:
         spent, self._cpu_mark = now - self._cpu_mark, now
         return spent
 
-    def _reader_or_error(self) -> Reader:
+    def _reader_or_error(self) -> DatasetReader:
         if self._start_error is not None:
             raise _StartError(self._start_error)
         assert self._reader is not None  # or there would be a start error

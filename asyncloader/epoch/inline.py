@@ -43,7 +43,7 @@ from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.error_notes import add_note
-from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
 from asyncloader.workers.memory.recycle import recycling_collate
 from asyncloader.workers.processor_use import thread_delay
@@ -325,7 +325,7 @@ class InlineEpoch:
         self._record(records)
 
     def cursor(self) -> bytes:
-        """`Reader.cursor`, after each batch."""
+        """`DatasetReader.cursor`, after each batch."""
         self._cursor = self.reader.cursor()
         return self._cursor
 
@@ -360,7 +360,7 @@ def _pulled(torch_iter: TorchIterator) -> tuple[int | None, Any]:
 
 
 async def close_reader(
-    prefetcher: BatchPrefetcher | None, reader: Reader, context: DatasetContext
+    prefetcher: BatchPrefetcher | None, reader: DatasetReader, context: DatasetContext
 ) -> BaseException | None:
     """Stop reading. Returns the error that leaving the dataset's context raised, if any: for `warn_of_exit`."""
     if prefetcher is not None:
@@ -375,7 +375,7 @@ def warn_of_exit(error: BaseException | None) -> None:
         warnings.warn(f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
 
 
-def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: Recorder) -> Reader:
+def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: Recorder) -> DatasetReader:
     """Make the dataset's reader for this process, at the iterator's position."""
     config, dataset = progress.config, torch_iter._dataset
     collate = config.collate_fn
@@ -391,7 +391,7 @@ def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: 
         dataset = apply_random_seed(dataset, generator)
     setup = worker_setup(config, torch_iter, base_seed, [start])
     assignments = InlineAssignments(progress, start) if config.assigns_shards else None
-    reader = Reader(setup, dataset, collate, in_worker=False, assignments=assignments, time=recorder.time)
+    reader = DatasetReader(setup, dataset, collate, in_worker=False, assignments=assignments, time=recorder.time)
     reader.begin(start)
     progress.begun(0, reader.first_cursor())
     return reader

@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
-from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.ring_manager import CREDIT_BYTES
 
@@ -47,7 +47,7 @@ class BatchPrefetcher:
         credits: batches in flight while they are small; at least 1.
     """
 
-    def __init__(self, reader: Reader, context: DatasetContext, credits: int) -> None:
+    def __init__(self, reader: DatasetReader, context: DatasetContext, credits: int) -> None:
         self._reader = reader
         self._context = context
         self.credits = credits

@@ -35,7 +35,7 @@ from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.data_end import EndOfData
-from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.pool import install_exit_hook
@@ -134,7 +134,7 @@ class SyncInlineIterator(CountedNext):
         finally:
             bridge.release()
 
-    def _parts(self) -> tuple[BatchPrefetcher | None, Reader, DatasetContext]:
+    def _parts(self) -> tuple[BatchPrefetcher | None, DatasetReader, DatasetContext]:
         return self._epoch.prefetcher, self._epoch.reader, self._epoch.context
 
     def _shutdown_workers(self) -> None:
@@ -171,7 +171,9 @@ async def _fetch(epoch: InlineEpoch, ahead: list[Any], records: list[SkippedSamp
         return index, epoch.reader.fetch(index, records)
 
 
-async def _close_reader_and_warn(prefetcher: BatchPrefetcher | None, reader: Reader, context: DatasetContext) -> None:
+async def _close_reader_and_warn(
+    prefetcher: BatchPrefetcher | None, reader: DatasetReader, context: DatasetContext
+) -> None:
     warn_of_exit(await close_reader(prefetcher, reader, context))
 
 

@@ -45,7 +45,7 @@ from asyncloader.state.tally import Tally
 from asyncloader.workers.dialect import PICKLE
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.data_end import EndOfData
-from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.ipc import wire
@@ -82,7 +82,7 @@ class Worker:
             snapshot_every=case.every,
             policy=ErrorPolicy(case.replace if case.replaces else "skip") if case.skips else None,
         )
-        self._reader = Reader(
+        self._reader = DatasetReader(
             setup, setup.dataset, _collate, worker_id=number, in_worker=False, assignments=self._assignments
         )
         self._reader.begin(start)

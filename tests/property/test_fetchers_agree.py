@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import sample_rng
 from tests.drawn import scaled
@@ -59,7 +59,7 @@ class Decode:
         return *sample, sample_rng().random.random()
 
 
-async def outcomes(one: Reader, batches: Sequence[Any]) -> list[Any]:
+async def outcomes(one: DatasetReader, batches: Sequence[Any]) -> list[Any]:
     """What comes of each batch, all in hand at a time where that can be."""
 
     async def outcome(index: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.workers.fetch.data_end import EndOfData
-from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import sample_rng
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
@@ -135,7 +135,7 @@ class BrokenAsyncGenerator(BrokenGenerator):
         raise ValueError("bad 3")
 
 
-def reader(dataset: Any, policy: ErrorPolicy | None = None, **changes: Any) -> Reader:
+def reader(dataset: Any, policy: ErrorPolicy | None = None, **changes: Any) -> DatasetReader:
     """Worker 2's of 3, at the beginning of an epoch; `changes` are fields of the set-up."""
     start = changes.pop("start", EpochStart())
     common = WorkerSetup(
@@ -154,19 +154,19 @@ def reader(dataset: Any, policy: ErrorPolicy | None = None, **changes: Any) -> R
         policy=policy,
     )
     collate = changes.pop("collate_fn", list)
-    made = Reader(common._replace(**changes), dataset, collate, worker_id=2, in_worker=True)
+    made = DatasetReader(common._replace(**changes), dataset, collate, worker_id=2, in_worker=True)
     made.begin(start)
     return made
 
 
-async def fetch(one: Reader, index: Any = None, bad: list[SkippedSample] | None = None) -> Any:
+async def fetch(one: DatasetReader, index: Any = None, bad: list[SkippedSample] | None = None) -> Any:
     """Blocking or not."""
     if one.asynchronous:
         return await one.fetch_async(index, bad)
     return one.fetch(index, bad)
 
 
-async def rest(one: Reader, bad: list[SkippedSample] | None = None) -> list[Any]:
+async def rest(one: DatasetReader, bad: list[SkippedSample] | None = None) -> list[Any]:
     """All batches; None for one without samples."""
     found: list[Any] = []
     while True:

@@ -15,7 +15,7 @@ from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.error_notes import add_note, index_text, note_collation, take_notes
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
-from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
@@ -98,7 +98,7 @@ def test_streams_are_read_as_torch_reads(length: int, bad: int | None, size: int
 # ------------------------------------------------------------------------------------------ errors that say where
 
 
-async def note_of(one: Reader, index: Any = None, batches: int = 1) -> list[str]:
+async def note_of(one: DatasetReader, index: Any = None, batches: int = 1) -> list[str]:
     for _ in range(batches - 1):
         await fetch(one, index)
     with pytest.raises(Exception) as caught:
@@ -156,7 +156,7 @@ def broken_collate(samples: Any) -> Any:
 async def test_an_error_of_collation_names_the_batch(mode: str, policy: Any) -> None:
     """It is no sample's, so it is never skipped, and nothing is recorded."""
 
-    async def found(one: Reader, index: Any = None) -> list[str]:
+    async def found(one: DatasetReader, index: Any = None) -> list[str]:
         bad: list[SkippedSample] = []
         with pytest.raises(TypeError, match="does not collate") as caught:
             await fetch(one, index, bad)

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from asyncloader.errors import StateError
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_state import Cursor
-from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from tests.unit.workers.fetch.drawing import drawn
 
@@ -151,14 +151,14 @@ def setup(dataset: Any, **changes: Any) -> WorkerSetup:
 SEEDED = SeededSetup(seed=3, replicas=1, first_stream=0, seed_collate=False)
 
 
-def reader(dataset: Any, start: EpochStart | None = None, **changes: Any) -> Reader:
+def reader(dataset: Any, start: EpochStart | None = None, **changes: Any) -> DatasetReader:
     worker_id, in_worker = changes.pop("worker_id", 0), changes.pop("in_worker", True)
-    made = Reader(setup(dataset, **changes), dataset, plain, worker_id=worker_id, in_worker=in_worker)
+    made = DatasetReader(setup(dataset, **changes), dataset, plain, worker_id=worker_id, in_worker=in_worker)
     made.begin(start or EpochStart())
     return made
 
 
-def batches(one: Reader, count: int = 100) -> tuple[list[Any], Cursor | None]:
+def batches(one: DatasetReader, count: int = 100) -> tuple[list[Any], Cursor | None]:
     """The next batches, and the cursor after the last one."""
     found, data = [], b""
     for _ in range(count):
@@ -229,7 +229,7 @@ def test_a_stream_without_a_state_is_read_anew(mode: str) -> None:
         collated.append(samples)
         return samples
 
-    one = Reader(setup(dataset, seeded=MODES[mode]), dataset, collate, in_worker=True)
+    one = DatasetReader(setup(dataset, seeded=MODES[mode]), dataset, collate, in_worker=True)
     one.begin(EpochStart(skip=4))
     assert dataset.calls == ["iter"] + ["read"] * 8
     assert collated == []

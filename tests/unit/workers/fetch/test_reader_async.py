@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 from asyncloader.errors import StateError
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_state import Cursor
-from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.seeding import SampleSeeder, sample_rng
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 
@@ -104,7 +104,7 @@ class Broken(Stream):
         return super().__aiter__()
 
 
-def reader(dataset: Any, start: EpochStart | None = None, collate: Any = list, **changes: Any) -> Reader:
+def reader(dataset: Any, start: EpochStart | None = None, collate: Any = list, **changes: Any) -> DatasetReader:
     in_worker = changes.pop("in_worker", False)
     common = WorkerSetup(
         dataset=dataset,
@@ -121,12 +121,12 @@ def reader(dataset: Any, start: EpochStart | None = None, collate: Any = list, *
         snapshot_every=1,
         seeded=SEEDED,
     )
-    made = Reader(common._replace(**changes), dataset, collate, in_worker=in_worker)
+    made = DatasetReader(common._replace(**changes), dataset, collate, in_worker=in_worker)
     made.begin(start or EpochStart())
     return made
 
 
-async def rest_of(one: Reader) -> list[Any]:
+async def rest_of(one: DatasetReader) -> list[Any]:
     found = []
     while True:
         try:
@@ -182,7 +182,7 @@ async def test_the_users_collation_is_exact(in_worker: bool) -> None:
     def collate(samples: Any) -> Any:
         return random.random(), float(torch.rand(())), drawn()
 
-    def made() -> Reader:
+    def made() -> DatasetReader:
         return reader(Map(), collate=collate, in_worker=in_worker, seeded=SEEDED._replace(seed_collate=True))
 
     one = made()

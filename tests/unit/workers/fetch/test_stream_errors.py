@@ -11,7 +11,7 @@ import pytest
 
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_state import Cursor
-from asyncloader.workers.fetch.reader import Reader
+from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import sample_rng
 from asyncloader.workers.fetch.setup import EpochStart
@@ -119,10 +119,10 @@ async def test_a_stream_with_bad_samples_goes_on_at_any_batch(kind: Any, every: 
     """From each cursor, and what was made since, another copy gives the rest: samples, numbers and records."""
     raising = (0, 5, 8, 9, 10, 11, 14, 18)
 
-    def made(start: EpochStart) -> Reader:
+    def made(start: EpochStart) -> DatasetReader:
         return reader(kind(19, *raising), policy, seeded=SEEDED, snapshot_every=every, start=start)
 
-    async def step(one: Reader) -> tuple[Any, list[SkippedSample]]:
+    async def step(one: DatasetReader) -> tuple[Any, list[SkippedSample]]:
         bad: list[SkippedSample] = []
         try:
             return await fetch(one, None, bad), bad
