@@ -48,8 +48,6 @@ from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["AsyncDataLoader"]
-
 _SPEC_NAMES = frozenset(OPTION_NAMES) - {"shuffle"}
 _SETTABLE = _SPEC_NAMES - set(OUR_OPTION_NAMES)
 _RUNNING = frozenset(

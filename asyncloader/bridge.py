@@ -34,8 +34,6 @@ try:
 except ImportError:  # not on Windows, and not required elsewhere
     uvloop = None  # type: ignore[assignment]
 
-__all__ = ["Bridge", "in_thread", "join_all", "loop_factory", "run_in_thread"]
-
 T = TypeVar("T")
 
 _Outcome: TypeAlias = tuple[T | None, BaseException | None]

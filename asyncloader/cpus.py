@@ -14,15 +14,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = [
-    "affinity",
-    "busy_seconds",
-    "cpu_limit",
-    "cpu_quota",
-    "usable_cpus",
-    "use_one_core",
-]
-
 
 def usable_cpus() -> int:
     """CPUs that this process may use: the smaller of its affinity and its control groups' quota."""

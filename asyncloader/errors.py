@@ -32,26 +32,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-__all__ = [
-    "DeviceUnavailable",
-    "LoaderClosed",
-    "LoaderError",
-    "LoaderTimeout",
-    "NeverIteratedWarning",
-    "NoEffectWarning",
-    "PageLockError",
-    "RanksDisagree",
-    "RingMemoryError",
-    "ServiceUnavailable",
-    "ShardError",
-    "StateError",
-    "TaskQuarantined",
-    "TooManySkippedSamples",
-    "UnsupportedPlatform",
-    "WorkerDied",
-]
-
-
 _log = logging.getLogger("asyncloader")
 
 QUARANTINE_ADVICE = (

@@ -13,37 +13,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from asyncloader.errors import WorkerDied
 
-__all__ = [
-    "ENDED",
-    "NOTHING",
-    "Action",
-    "AllDropped",
-    "Assign",
-    "Completed",
-    "Deliver",
-    "Delivered",
-    "Died",
-    "Drop",
-    "Event",
-    "Exhausted",
-    "Fail",
-    "Finish",
-    "Late",
-    "Notice",
-    "Offered",
-    "Poisoned",
-    "PoolFailed",
-    "PositionedIndex",
-    "Pull",
-    "Replace",
-    "Replaced",
-    "SamplerEnded",
-    "Started",
-    "Task",
-    "WorkerFailure",
-    "bare_index",
-]
-
 
 class PositionedIndex(NamedTuple):
     """An index, or a list of indices, with the global position of its first sample. Used in seeded mode."""

@@ -27,8 +27,6 @@ from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["as_html", "as_text", "diagnose_run", "explain"]
-
 
 def as_text(name: str, spec: LoaderSpec[Any], place: str) -> str:
     """One line: `name` of the class, the options that matter most, and the loader's `place` in its epochs.

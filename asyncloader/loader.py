@@ -42,8 +42,6 @@ from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.tracebacks import hide_our_frames
 
-__all__ = ["DataLoader"]
-
 if TYPE_CHECKING:
 
     class BatchIterator(_BaseDataLoaderIter, Generic[B_co]):

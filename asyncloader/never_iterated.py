@@ -20,8 +20,6 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.errors import NeverIteratedWarning
 
-__all__ = ["warn_if_replaced"]
-
 _Torchs: Any = torch.utils.data.DataLoader
 
 

@@ -12,8 +12,6 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-__all__ = ["shielded"]
-
 T = TypeVar("T")
 
 

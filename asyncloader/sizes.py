@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from typing import TypeAlias
 
-__all__ = ["Size", "bytes_of", "optional_size", "size"]
-
 Size: TypeAlias = int | str
 """Bytes, or a text of a number and a unit: B; kB, MB, GB, TB (powers of 1000); KiB, MiB, GiB, TiB (of 1024)."""
 

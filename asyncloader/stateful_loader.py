@@ -20,8 +20,6 @@ from asyncloader.options.declaration import B_co, T_co, own_constructor
 from asyncloader.samplers.generators import draws_when_iterated
 from asyncloader.samplers.stateful import StatefulRandomSampler
 
-__all__ = ["StatefulDataLoader"]
-
 
 class StatefulDataLoader(DataLoader[T_co, B_co]):
     """`DataLoader` in torch mode whose ``shuffle=True`` resumes exactly, in later epochs too.

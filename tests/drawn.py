@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-__all__ = ["choose", "scaled"]
-
 WHOLE, FEW = 100, 20  # examples where a test names no number
 
 

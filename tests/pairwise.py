@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["covering", "quickly"]
-
 Row = tuple[Hashable, ...]
 
 

@@ -8,8 +8,6 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-__all__ = ["children_of", "helpers_of_multiprocessing", "own_children"]
-
 
 def children_of(pid: int) -> list[int]:
     """Children of a process, of whichever of its threads, also those that ended and that nobody waited for.

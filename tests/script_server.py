@@ -30,8 +30,6 @@ from multiprocessing import process as multiprocessing_process
 from pathlib import Path
 from typing import Any, ClassVar
 
-__all__ = ["descriptors", "run", "start"]
-
 ANSWER = struct.Struct("i")
 LARGEST_REQUEST = 1 << 17  # bytes; an environment and a -c program
 CHANGING = "PYTEST_CURRENT_TEST"  # the one variable that differs between any two tests

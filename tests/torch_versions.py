@@ -9,8 +9,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-__all__ = ["needs_torch", "says_the_same", "torch_is"]
-
 
 def torch_is(release: str) -> bool:
     """Whether the installed torch is of this release ("2.13") or later."""

@@ -42,15 +42,6 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds, ReadFailed, SizeUnknown, TransportError
 from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
 
-__all__ = [
-    "ObjectInfo",
-    "PinnedReader",
-    "Transport",
-    "changed",
-    "gather_all",
-    "overrides",
-]
-
 
 class ObjectInfo(NamedTuple):
     """Metadata of an object.

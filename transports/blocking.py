@@ -18,8 +18,6 @@ from typing import ParamSpec, TypeVar
 from asyncloader.shielding import shielded
 from asyncloader.transports.errors import TransportClosed
 
-__all__ = ["BlockingPool"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

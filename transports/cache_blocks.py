@@ -19,8 +19,6 @@ from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.cache_layout import BLOCK_BYTES, Piece, block_key, block_length, hash_key, size_key
 from asyncloader.transports.cache_store import BeingWritten, CacheEntry, CacheFill, CacheStore, EntryLost
 
-__all__ = ["CachedBlocks", "Claim", "find_newest"]
-
 
 @dataclass(slots=True)
 class Claim:

@@ -27,35 +27,6 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-__all__ = [
-    "BLOCK_BYTES",
-    "MARKER",
-    "MARKER_NAME",
-    "MOST_ETAG",
-    "ROOT_NAME",
-    "TAIL_SIZE",
-    "CacheFooter",
-    "Piece",
-    "Stored",
-    "block_key",
-    "block_length",
-    "charge",
-    "choose_victims",
-    "entry_name",
-    "entry_url_key",
-    "fill_charge",
-    "fill_name",
-    "group_neighbours",
-    "hash_key",
-    "object_url",
-    "pack_change",
-    "size_key",
-    "split_range",
-    "storable_etag",
-    "sum_added",
-    "sum_changes",
-]
-
 ROOT_NAME = "asyncloader-cache-1"
 MARKER_NAME = "CACHEDIR.TAG"
 

@@ -44,15 +44,6 @@ from asyncloader.transports.cache_layout import (
 from asyncloader.transports.cache_usage import CacheCounts, CacheUsage
 from asyncloader.transports.file_lock import open_regular, same_file, try_lock
 
-__all__ = [
-    "BeingWritten",
-    "CacheEntry",
-    "CacheFill",
-    "CacheStore",
-    "EntryLost",
-    "is_whole",
-]
-
 _log = logging.getLogger("asyncloader")
 
 # A file's time of last use is updated when it is older than this, or in the future.

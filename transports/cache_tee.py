@@ -16,8 +16,6 @@ from asyncloader.shielding import shielded
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_store import CacheFill
 
-__all__ = ["Tee"]
-
 # Bytes per call in a thread: chunks from a network are often only some KiB.
 _BATCH = 1 << 20
 

@@ -40,8 +40,6 @@ from asyncloader.transports.cache_layout import (
 )
 from asyncloader.transports.file_lock import open_regular, same_file, try_lock, wait_for_lock
 
-__all__ = ["CacheCounts", "CacheUsage"]
-
 # An eviction frees 1/10 of the limit in addition, so that the next object does not need another eviction.
 _FREED = 10
 

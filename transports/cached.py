@@ -30,10 +30,6 @@ from asyncloader.transports.cached_object import CachedObject
 from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
 from asyncloader.transports.errors import ReadFailed, SizeUnknown, TransportError
 
-__all__ = [
-    "CachedTransport",
-]
-
 _R = TypeVar("_R")
 
 # Temporary shortages of the process, which say nothing about the directory.

@@ -35,8 +35,6 @@ from asyncloader.transports.errors import ReadFailed, SizeUnknown, TransportErro
 if TYPE_CHECKING:
     from asyncloader.transports.cached import CachedTransport
 
-__all__ = ["CachedObject"]
-
 # How long the end of a read may wait for the store to confirm the object's version. After that it is not cached.
 _CONFIRM_S = 10.0
 

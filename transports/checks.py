@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from asyncloader.transports.errors import InvalidPath, ObjectTooLarge, RangeOutOfBounds
 
-__all__ = ["check_chunk_size", "check_path", "check_prefix", "check_range", "check_size", "check_start"]
-
 
 def check_path(path: str) -> None:
     """Refuse a path that is not canonical, so that one object has one name in every transport.

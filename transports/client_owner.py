@@ -25,8 +25,6 @@ from typing import Any, Generic, Self, TypeVar
 from asyncloader.shielding import shielded
 from asyncloader.transports.errors import TransportClosed, TransportError
 
-__all__ = ["ClientOwner", "Scope"]
-
 _C = TypeVar("_C")
 
 _RESOLUTION = 0.001  # seconds; a timer of uvloop may fire this much too early

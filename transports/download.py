@@ -43,14 +43,6 @@ if TYPE_CHECKING:
 
 SLOW_S = 60.0  # of waiting, over which the rate of a response is measured
 
-__all__ = [
-    "SLOW_S",
-    "Download",
-    "NetworkTransport",
-    "check_limits",
-    "read_blocks",
-]
-
 _R = TypeVar("_R")
 
 _CHANGED = (

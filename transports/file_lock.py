@@ -10,9 +10,6 @@ import fcntl
 import os
 import stat
 
-__all__ = ["open_regular", "same_file", "try_lock", "unlock", "wait_for_lock"]
-
-
 # Links are not followed; opening a FIFO does not wait, and a terminal does not become our controlling terminal.
 _SAFELY = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY"))
 

@@ -22,8 +22,6 @@ from asyncloader.transports.http_client import HeaderSource, HttpClient
 from asyncloader.transports.http_download import HttpDownload
 from asyncloader.transports.retry import RetryPolicy
 
-__all__ = ["HttpTransport"]
-
 
 class HttpTransport(NetworkTransport[HttpClient]):
     """The objects below a URL. Retryable failures are retried (see `retry`) and counted in `retries`.

@@ -17,17 +17,6 @@ from urllib.parse import urlsplit
 
 from asyncloader.transports.errors import AccessDenied, ObjectNotFound, ReadFailed, TransportError
 
-__all__ = [
-    "ContentRange",
-    "Version",
-    "content_length",
-    "declared_digest",
-    "foreign_encoding",
-    "parse_content_range",
-    "safe_url",
-    "status_error",
-]
-
 Headers = Mapping[str, str]
 """Header names to values; the caller's mapping ignores the case of names."""
 

@@ -34,15 +34,6 @@ if TYPE_CHECKING:
     from aiohttp.abc import AbstractResolver
     from yarl import URL
 
-__all__ = [
-    "HeaderSource",
-    "HttpClient",
-    "SessionOwner",
-    "classify_error",
-    "escaped",
-    "origin_of",
-]
-
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "asyncloader"}
 
 

@@ -28,8 +28,6 @@ from asyncloader.transports.retry import RequestFailed
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["HttpDownload"]
-
 # Responses to HEAD of servers that do support GET: not allowed, not implemented, or the URL is signed for GET only.
 _NO_HEAD = frozenset({403, 405, 501})
 

@@ -18,8 +18,6 @@ from asyncloader.bridge import in_thread
 if TYPE_CHECKING:
     from aiohttp.abc import ResolveResult
 
-__all__ = ["SystemResolver"]
-
 _ONLY_NUMBERS = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 

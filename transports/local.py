@@ -39,10 +39,6 @@ from asyncloader.transports.rooted_files import FileEntry, RootedFiles, os_error
 if TYPE_CHECKING:
     from aiofiles.threadpool.binary import AsyncBufferedReader
 
-__all__ = [
-    "LocalTransport",
-]
-
 _R = TypeVar("_R")
 
 # A second change within this time may not alter the modification time: file systems' clocks tick every 4 ms to 2 s.

@@ -24,8 +24,6 @@ from asyncloader.transports.checks import (
 )
 from asyncloader.transports.errors import ObjectNotFound, TransportClosed
 
-__all__ = ["MemoryTransport"]
-
 
 class MemoryTransport(Transport):
     """The objects given to it. A pickled copy has its own, so each worker's copy takes the same memory again.

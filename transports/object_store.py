@@ -20,8 +20,6 @@ from asyncloader.transports.object_store_config import Settings, parse_location
 from asyncloader.transports.object_store_download import StoreDownload, StoreVersion
 from asyncloader.transports.retry import RetryPolicy
 
-__all__ = ["ObjectStoreTransport"]
-
 
 class ObjectStoreTransport(NetworkTransport[StoreClient]):
     """The objects below a prefix of a bucket. Retryable failures are retried (see `retry`) and counted in `retries`.

@@ -44,16 +44,6 @@ if TYPE_CHECKING:
 
     from asyncloader.transports.object_store_config import Store
 
-__all__ = [
-    "OpenStore",
-    "StoreClient",
-    "StoreOwner",
-    "check_key",
-    "classify_error",
-    "note_use",
-    "status_of",
-]
-
 # How long the interpreter's exit waits for obstore's threads to release Python objects. See `_settle`.
 _SETTLE_S = 0.05
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     Store = AzureStore | GCSStore | S3Store
 
-__all__ = ["BucketLocation", "Profile", "Settings", "open_store", "parse_location", "retry_config"]
-
 _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", **dict.fromkeys(("az", "azure", "abfs", "abfss", "adl"), "az")}
 _URL = re.compile(r"([A-Za-z0-9]+)://([^/]*)/?(.*)", re.DOTALL)
 

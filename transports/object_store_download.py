@@ -24,8 +24,6 @@ from asyncloader.transports.retry import RequestFailed
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
 
-__all__ = ["StoreDownload", "StoreVersion"]
-
 # A body of up to this size is read in one await. A larger one is read in parts, so that it can be resumed.
 _SMALL = 1 << 20
 _PART = 1 << 20

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol, Self
 
-__all__ = ["ObjectVersion"]
-
 
 class ObjectVersion(Protocol):
     """Identifies one version of an object."""

@@ -14,8 +14,6 @@ from asyncloader.transports.base import ObjectInfo, PinnedReader, changed
 if TYPE_CHECKING:
     from asyncloader.transports.download import NetworkTransport
 
-__all__ = ["PinnedObject"]
-
 
 class PinnedObject(PinnedReader):
     """Parts of one object. The arguments are those of `PinnedReader`."""

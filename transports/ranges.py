@@ -17,8 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["ByteRange", "Cut", "ReadPlan", "plan_ranges"]
-
 
 class ByteRange(NamedTuple):
     """`length` bytes of an object, starting at byte `start`. A plain ``(start, length)`` tuple works as well."""

@@ -22,8 +22,6 @@ from typing import Any
 from asyncloader.transports.base import Transport
 from asyncloader.transports.errors import TransportError, UnknownScheme
 
-__all__ = ["ENTRY_POINT_GROUP", "find_transport", "known_schemes", "open_transport"]
-
 ENTRY_POINT_GROUP = "asyncloader.transports"
 
 _OBJECT_STORE = ("asyncloader.transports.object_store", "ObjectStoreTransport")

@@ -43,18 +43,6 @@ from typing import NamedTuple, Self
 from asyncloader.telemetry.counters import count
 from asyncloader.transports.errors import TransportError
 
-__all__ = [
-    "RETRYABLE_STATUSES",
-    "Attempts",
-    "RequestFailed",
-    "RetryCounts",
-    "RetryPolicy",
-    "Verdict",
-    "asked_delay",
-    "is_retryable",
-    "parse_retry_after",
-]
-
 RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529, 530})
 """Statuses that mean "not now": time-outs, throttling, failing servers and gateways. S3 sometimes answers 500
 temporarily; 509 and 520 to 530 are sent by web hosts and CDNs when their backend fails. Every other 4xx, and 501 and

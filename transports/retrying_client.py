@@ -25,8 +25,6 @@ _SILENT_S = 5.0  # without progress, after which the log says so
 _LAST_S = 1.0  # how long an answer is waited for when the time is up
 _FOLLOWS_S = 1.0  # after a failure, within which the next operation is taken to be for the same purpose
 
-__all__ = ["RetryingClient", "silent_servers"]
-
 _C = TypeVar("_C")
 
 

@@ -21,12 +21,6 @@ from typing import NamedTuple
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
 
-__all__ = [
-    "FileEntry",
-    "RootedFiles",
-    "os_errors",
-]
-
 # Opening a FIFO must not wait for a writer, and a terminal must not become our controlling terminal.
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 

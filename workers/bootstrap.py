@@ -25,8 +25,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-__all__ = ["Bootstrap", "gc_paused"]
-
 
 class Bootstrap:
     """The target of a worker's `Process`: called in the new process.

@@ -21,8 +21,6 @@ import threading
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
-__all__ = ["set_worker_signals", "signals_blocked"]
-
 _SYNCHRONOUS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
 """Sent for an instruction of the thread itself: while blocked, they would end the process without a trace."""
 

@@ -15,8 +15,6 @@ from asyncloader.workers.error_pickle import pickle_error
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.memory.codec import Encoder, Template
 
-__all__ = ["PICKLE", "Dialect"]
-
 
 class Dialect(Protocol):
     """How values become bytes. Functions that read raise ValueError for bytes that cannot be read."""

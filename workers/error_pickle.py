@@ -17,8 +17,6 @@ from asyncloader.errors import LoaderError
 from asyncloader.workers.fetch.error_notes import take_notes
 from asyncloader.workers.tracebacks import hide_our_frames
 
-__all__ = ["UnknownType", "caught", "describe", "pickle_error", "unwrapped"]
-
 
 def pickle_error(error: Exception, worker_id: int) -> bytes:
     """Pickle an error as the main process raises it: a `LoaderError` as it is, others in torch's wrapper."""

@@ -20,8 +20,6 @@ from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.watchdog import TaskWatchdog
 
-__all__ = ["Inbox"]
-
 _ANSWERS = (wire.ERROR, wire.EXHAUSTED, wire.ALL_DROPPED)
 
 

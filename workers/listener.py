@@ -14,8 +14,6 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory.codec import Template
 from asyncloader.workers.memory.ring import Ring
 
-__all__ = ["Answer", "Listener"]
-
 
 class Answer(NamedTuple):
     """A worker's batch, not decoded yet: in a slot of `ring`, in the one-off segment `fd`, or nowhere (no bytes).

@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 from asyncloader.workers.ipc import wire
 
-__all__ = ["relay_log"]
-
 
 class _Relay(logging.Handler):
     def __init__(self, send: Callable[[bytes], None]) -> None:

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from asyncloader.workers.fetch.error_notes import add_note
 
-__all__ = ["FORK", "about_main", "found_in_main", "leave_if_importing_main", "unguarded_main"]
-
 FORK = (
     'multiprocessing_context="fork", the default on Linux before Python 3.14: a worker may then hang if another thread '
     "of the program holds a lock as it is forked, and cannot use CUDA if the program has used it"

@@ -19,11 +19,6 @@ from pathlib import Path
 
 from asyncloader.workers.memory.segment import memory_groups
 
-__all__ = [
-    "MemoryKills",
-    "PrivateMemory",
-]
-
 _PAGE = resource.getpagesize()
 
 

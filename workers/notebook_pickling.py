@@ -25,8 +25,6 @@ from typing import Any
 
 from asyncloader.workers.main_guard import FORK
 
-__all__ = ["SessionPickler", "dump_message", "file_of_main_hidden", "in_session"]
-
 _MAIN = "__main__"
 
 

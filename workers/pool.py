@@ -42,8 +42,6 @@ from asyncloader.workers.source import WorkerHandle, WorkerSource
 from asyncloader.workers.stacks import Report
 from asyncloader.workers.watchdog import TaskWatchdog
 
-__all__ = ["WorkerPool", "install_exit_hook", "stop_at_exit"]
-
 _DEATH_SECONDS = 2.0
 """Seconds that a killed worker may take to end. After that it counts as dead: it hangs in a system call."""
 _LEAVE_SECONDS = 2.0

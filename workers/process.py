@@ -37,8 +37,6 @@ from asyncloader.workers.stacks import Report, Target, ask, crash_trace, stack_p
 from asyncloader.workers.starting import start
 from asyncloader.workers.stderr_capture import make_capture_file, read_tail
 
-__all__ = ["WorkerProcess", "wait_for_deaths"]
-
 _TRACE_LINES = 40  # lines of a dead worker's stack trace in its error
 _FORKSERVER_REPORTS = 5.0  # seconds to wait for the fork server to report the exit code of a child that is gone
 

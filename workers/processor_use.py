@@ -11,8 +11,6 @@ from time import process_time
 
 from asyncloader.telemetry.counters import Recorder
 
-__all__ = ["ProcessorUse", "thread_delay"]
-
 _SCHEDULING = "/proc/thread-self/schedstat"
 
 

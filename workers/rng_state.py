@@ -12,8 +12,6 @@ import random
 import numpy as np
 import torch
 
-__all__ = ["restore_rng_state", "save_rng_state"]
-
 
 def save_rng_state() -> bytes:
     """Return the pickled states of the process-global generators of `random`, numpy and torch."""

@@ -30,15 +30,6 @@ from asyncloader.workers.main_guard import FORK, found_in_main
 from asyncloader.workers.memory import segment
 from asyncloader.workers.notebook_pickling import SessionPickler, in_session
 
-__all__ = [
-    "InheritedFd",
-    "Payload",
-    "dump",
-    "explain_unpicklable",
-    "import_worker_code",
-    "preload_in_fork_server",
-]
-
 _receiving = threading.local()
 
 

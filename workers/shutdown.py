@@ -31,8 +31,6 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.process import WorkerProcess, wait_for_deaths
 from asyncloader.workers.stacks import process_state
 
-__all__ = ["BUDGET", "Shutdown", "ShutdownStep", "State", "run"]
-
 BUDGET = 8.0
 """Seconds for the whole shutdown."""
 _ASK_SECONDS = 5.0  # for a worker to finish its batch, as torch waits

@@ -28,8 +28,6 @@ from asyncloader.workers.process import WorkerProcess, hang_up, look
 from asyncloader.workers.setup_payload import Payload, dump, import_worker_code
 from asyncloader.workers.stacks import Report
 
-__all__ = ["LocalWorkers", "WorkerHandle", "WorkerSource"]
-
 
 class WorkerHandle(Protocol):
     """One worker."""

@@ -30,19 +30,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "Report",
-    "StackReader",
-    "Target",
-    "ask",
-    "crash_trace",
-    "install",
-    "last_lines",
-    "process_state",
-    "stack_pipe",
-    "worker_calls",
-]
-
 _KEPT_BYTES = 64 << 10
 _READS_AT_ONCE = 16  # bounds one `read` if a worker writes as fast as we read
 _QUIET = 0.1  # seconds without another byte after which a stack counts as complete; it has no end mark

@@ -16,8 +16,6 @@ from asyncloader.workers.main_guard import about_main, leave_if_importing_main
 from asyncloader.workers.notebook_pickling import file_of_main_hidden
 from asyncloader.workers.setup_payload import preload_in_fork_server
 
-__all__ = ["start"]
-
 
 def start(process: Any, context: Any, worker_id: int) -> None:
     """Start a process that was made by this multiprocessing context.

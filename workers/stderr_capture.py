@@ -18,8 +18,6 @@ from collections.abc import Generator
 from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.memory import segment
 
-__all__ = ["captured_stderr", "make_capture_file", "read_tail"]
-
 _TAIL = 16 << 10
 
 

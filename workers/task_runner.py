@@ -46,8 +46,6 @@ from asyncloader.workers.processor_use import ProcessorUse
 from asyncloader.workers.rng_state import restore_rng_state, save_rng_state
 from asyncloader.workers.stderr_capture import captured_stderr
 
-__all__ = ["LateSetup", "TaskRunner"]
-
 _LOOK_S = 0.02  # between two looks at how much CPU time was used: one takes 5 us
 
 

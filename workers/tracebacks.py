@@ -14,8 +14,6 @@ from types import TracebackType
 
 import torch.utils.data
 
-__all__ = ["hide_our_frames"]
-
 _OURS = str(Path(__file__).parents[1]) + "/"
 _BETWEEN = (
     _OURS,

@@ -17,8 +17,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-__all__ = ["START_SECONDS", "TaskWatchdog"]
-
 _RESOLUTION = 0.001  # seconds by which a uvloop timer may fire early
 _HELD_UP = 1.0  # seconds of delay of the timer from which on the loop counts as held up
 

@@ -42,14 +42,6 @@ from asyncloader.workers.memory import segment
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.task_runner import TaskRunner
 
-__all__ = [
-    "AsyncTaskLoop",
-    "Program",
-    "serve_async",
-    "tune",
-    "worker_main",
-]
-
 
 @runtime_checkable
 class Program(Protocol):

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from asyncloader.workers.fetch.threads import JobThreads
 
-__all__ = ["LoaderAsyncIterator"]
-
 T_co = TypeVar("T_co", covariant=True)
 
 _OVER = object()

@@ -15,9 +15,6 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Accelerator", "DoneEvent", "Lock", "PlainAccelerator"]
-
-
 Lock: TypeAlias = Callable[[int, int], Callable[[], None]]
 """Page-locks mapped memory whose pages exist, given its address and length in bytes. Returns a function that unlocks
 it, from any thread. Raises PageLockError if that is refused; the device keeps working."""

@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["JOINED_BYTES", "copy_ranges"]
-
 JOINED_BYTES = 1 << 20
 """The most bytes that are copied together, and so the most that a small tensor keeps of its batch's memory."""
 

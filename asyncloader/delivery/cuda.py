@@ -39,13 +39,6 @@ from asyncloader.delivery.numa import node_of
 from asyncloader.errors import DeviceUnavailable, PageLockError
 from asyncloader.workers.fetch.plain_context import plain_context
 
-__all__ = [
-    "CudaAccelerator",
-    "Driver",
-    "LockingUnsupported",
-    "open_driver",
-]
-
 _PORTABLE = 0x01
 _SUCCESS = 0
 _OUT_OF_MEMORY = 2

@@ -38,13 +38,6 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory.ring import Ring
 
-__all__ = [
-    "DeviceStage",
-    "OnDevice",
-    "Releaser",
-    "RingLocker",
-]
-
 _IN_FLIGHT = 2  # copies in flight when a batch is passed on: one running, one queued
 
 

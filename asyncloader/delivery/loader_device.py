@@ -17,8 +17,6 @@ from asyncloader.delivery.accelerator import PlainAccelerator
 from asyncloader.delivery.transfer import DeviceLike, DeviceTransfer
 from asyncloader.workers.memory.kept_rings import KeptRings
 
-__all__ = ["current_transfer", "kept_rings_of", "transfer_of"]
-
 
 class _Options(Protocol):
     @property

@@ -14,8 +14,6 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["node_of", "prefer_node", "stay_near"]
-
 _PCI = Path("/sys/bus/pci/devices")
 _NODES = Path("/sys/devices/system/node")
 _MBIND = {"x86_64": 237, "aarch64": 235}

@@ -36,14 +36,6 @@ from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 
-__all__ = [
-    "PinStage",
-    "Pinned",
-    "Stage",
-    "torch_pin",
-    "use_current_device",
-]
-
 _TAKEN: Final = object()
 _END: Final = None
 

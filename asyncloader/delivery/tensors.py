@@ -25,17 +25,6 @@ import torch
 
 from asyncloader.errors import warn_aside
 
-__all__ = [
-    "MOST_SETS",
-    "StaticTensors",
-    "dense_parts",
-    "map_tensors",
-    "move",
-    "moved_tensors",
-    "only_tensors",
-    "tensors_of",
-]
-
 _ATOMS = (str, bytes, bytearray, memoryview, range, int, float, complex, bool, type(None))
 _PLAIN = (str, bytes, range, int, float, complex, bool, type(None))
 _LOOK_INSIDE: Final[Any] = object()

@@ -25,8 +25,6 @@ from asyncloader.delivery.tensors import StaticTensors, dense_parts, move, moved
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.plain_context import plain_context
 
-__all__ = ["DeviceLike", "DeviceTransfer", "Ready"]
-
 _Copy: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -38,8 +38,6 @@ from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.tracebacks import hide_our_frames
 
-__all__ = ["AsyncInlineIterator"]
-
 
 class AsyncInlineIterator(Generic[B_co]):
     """Iterates once over a loader without workers. A cancelled `__anext__` loses no batch."""

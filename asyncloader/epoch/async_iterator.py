@@ -54,8 +54,6 @@ from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.tracebacks import hide_our_frames
 
-__all__ = ["AsyncLoaderIterator", "PoolCache"]
-
 
 class PoolCache(Protocol):
     """The loader, as its iterator sees it: begins epochs, and keeps persistent workers between iterators."""

@@ -40,8 +40,6 @@ from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["NO_BATCH", "Consumer", "discard"]
-
 NO_BATCH: Final[Any] = object()
 """Returned instead of a batch whose samples were all dropped: take the next one."""
 

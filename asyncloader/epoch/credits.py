@@ -15,9 +15,6 @@ from asyncloader.service.client.remote_dataset import ServedDataset
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
 from asyncloader.workers.fetch.dataset_state import is_stateful
 
-__all__ = ["least_credits", "most_credits"]
-
-
 _ON_THE_WAY = 2
 
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["Hedging"]
-
 _KEPT = 200  # answers of each node that are remembered
 _ENOUGH = 100  # of these before the limit is their 99th percentile
 _FIRST = 16  # of these, or of all nodes' together, before there is a limit at all

@@ -48,8 +48,6 @@ from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dr
 from asyncloader.workers.memory.recycle import recycling_collate
 from asyncloader.workers.processor_use import thread_delay
 
-__all__ = ["InlineEpoch", "close_reader", "warn_of_exit"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -24,8 +24,6 @@ from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.ring_manager import CREDIT_BYTES
 
-__all__ = ["BatchPrefetcher"]
-
 
 class _Entry:
     """One batch. `index` is set before `samples` is done."""

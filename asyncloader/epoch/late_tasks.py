@@ -15,8 +15,6 @@ from asyncloader.events import Late
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["LateTasks"]
-
 
 class LateTasks:
     """The late tasks of one epoch. In its loop's thread.

@@ -60,8 +60,6 @@ from asyncloader.workers.source import WorkerHandle
 
 _log = logging.getLogger("asyncloader")
 
-__all__ = ["Pipeline", "WorkerBegun"]
-
 
 class WorkerBegun(NamedTuple):
     """A worker began the epoch; the pickled cursor says at which state of its dataset."""

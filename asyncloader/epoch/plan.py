@@ -26,16 +26,6 @@ from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import LocalWorkers, WorkerSource
 
-__all__ = [
-    "check_workers",
-    "make_pool",
-    "make_scheduler",
-    "quarantine",
-    "start_method",
-    "worker_context",
-    "worker_setup",
-]
-
 
 def worker_context(config: EpochConfig) -> Any:
     """The multiprocessing context; torch's default when none was given. For remote datasets "forkserver" replaces

@@ -15,8 +15,6 @@ from asyncloader.events import Poisoned, PositionedIndex, bare_index
 from asyncloader.options.declaration import OnError
 from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
 
-__all__ = ["Quarantine"]
-
 
 class Quarantine:
     """Resolves the poisoned tasks of one loader.

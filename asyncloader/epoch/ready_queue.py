@@ -14,8 +14,6 @@ from contextlib import suppress
 from asyncloader.epoch.consumer import discard
 from asyncloader.events import Action
 
-__all__ = ["ReadyQueue"]
-
 
 class ReadyQueue:
     """Items that are ready for the consumer. `put` never blocks; cancelling `wait` loses nothing."""

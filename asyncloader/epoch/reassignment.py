@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from asyncloader.errors import WorkerDied
 from asyncloader.events import Died
 
-__all__ = ["KILLS", "Reassignment"]
-
 KILLS = 3
 """Deaths after which a task is not retried; it was alone at all but the first."""
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-__all__ = ["ReorderBuffer"]
-
 T = TypeVar("T")
 
 

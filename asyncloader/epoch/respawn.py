@@ -23,8 +23,6 @@ from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import WorkerHandle
 
-__all__ = ["Request", "WorkerRespawner", "weakly"]
-
 
 class Request(NamedTuple):
     """A request to replace a worker.

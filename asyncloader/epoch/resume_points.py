@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
-__all__ = ["ResumePoints"]
-
 
 class ResumePoints:
     """The workers' resume points in one epoch.

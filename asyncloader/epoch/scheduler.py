@@ -58,12 +58,6 @@ from asyncloader.events import (
     bare_index,
 )
 
-__all__ = [
-    "Assignment",
-    "Scheduler",
-    "quarantined",
-]
-
 Assignment = Literal["round_robin", "least_loaded"]
 
 

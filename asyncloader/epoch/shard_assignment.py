@@ -16,8 +16,6 @@ from asyncloader.workers.fetch.assignment_client import AssignmentSource
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart
 
-__all__ = ["InlineAssignments", "open_assignment"]
-
 
 async def open_assignment(
     progress: Progress, starts: Sequence[EpochStart]

@@ -13,8 +13,6 @@ from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.error_notes import index_text
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 
-__all__ = ["SkippedSampleLog"]
-
 _log = logging.getLogger("asyncloader")
 
 

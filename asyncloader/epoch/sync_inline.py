@@ -41,8 +41,6 @@ from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.pool import install_exit_hook
 from asyncloader.workers.tracebacks import hide_our_frames
 
-__all__ = ["CountedNext", "SyncInlineIterator", "close_at_exit"]
-
 _EXIT_SECONDS = 6.0
 """How long an exiting process waits for all its iterators together: a little longer than workers are given."""
 

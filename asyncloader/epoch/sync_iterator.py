@@ -41,8 +41,6 @@ from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["WorkerIterator"]
-
 
 class WorkerIterator(CountedNext):
     """Iterates with workers. The loop's thread refers to the pipeline and the queue, never to this object, so that it

@@ -34,8 +34,6 @@ from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.threads import JobThreads
 
-__all__ = ["HOLD_SECONDS", "FetchPlace"]
-
 HOLD_SECONDS: Final = 1e-3
 """How long one batch, or ``async for`` over several, may hold up the loop. The way to the thread and back takes 60 to
 120 microseconds, a twentieth of this or more; and Python code in a thread keeps the loop waiting, too: for the GIL, up

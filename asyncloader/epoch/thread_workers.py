@@ -18,8 +18,6 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from asyncloader.options.declaration import LoaderSpec, async_index_source, given_options
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
-__all__ = ["ThreadIterator", "has_thread_workers", "refusal"]
-
 _INSTEAD = (
     'use processes ("fork", "spawn" or "forkserver"), or num_workers=0 with concurrency=, which are threads of this '
     "process"

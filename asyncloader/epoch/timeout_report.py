@@ -15,9 +15,6 @@ from asyncloader.events import (
 from asyncloader.workers import stacks
 from asyncloader.workers.pool import WorkerPool
 
-__all__ = ["report"]
-
-
 _SECONDS = 1.0
 
 

@@ -32,8 +32,6 @@ from asyncloader.state.progress import Progress
 from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.seeding import derive, draw_device
 
-__all__ = ["TorchIterator", "shared_seed", "warn_over_length"]
-
 
 class TorchIterator(_BaseDataLoaderIter):
     """torch's iterator base under our iterators.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-__all__ = ["WorkerChoice"]
-
 
 class WorkerChoice:
     """The workers that may get a task, by their number of unanswered ones.

@@ -19,8 +19,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from asyncloader.formats.base import Located, ShardError, ShardReader
 
-__all__ = ["STEP", "CompressedReader", "Compression", "MemberDecoder", "decoder"]
-
 Compression: TypeAlias = Literal["gzip", "zstd"]
 
 SLICE = 1 << 14

@@ -14,8 +14,6 @@ from typing import Any
 from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, ShardRange
 from asyncloader.formats.push_parser import Reader
 
-__all__ = ["JsonlReader", "cut_lines"]
-
 BOM = b"\xef\xbb\xbf"
 
 

@@ -43,15 +43,6 @@ from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, Sample, ShardError
 from asyncloader.formats.compressed import Compression
 from asyncloader.formats.push_parser import Parser, PushReader
 
-__all__ = [
-    "Column",
-    "Encoding",
-    "MdsReader",
-    "MdsShard",
-    "mds_encoding",
-    "parse_mds_index",
-]
-
 UINT32 = 1 << 32
 RESERVED = frozenset(("__key__", "__url__"))
 COMPRESSIONS: dict[str, Compression] = {"zstd": "zstd", "gz": "gzip"}

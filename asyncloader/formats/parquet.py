@@ -23,8 +23,6 @@ from asyncloader.formats.base import MAX_SAMPLE_BYTES, Located, OnBad, Sample, S
 from asyncloader.formats.parquet_file import Fetch, RangeFile, Windows
 from asyncloader.formats.parquet_pages import PageHeaders, PageLimits
 
-__all__ = ["MAX_FOOTER_BYTES", "TAIL_BYTES", "Footer", "RowGroup", "footer_size", "parse_footer", "read_rows"]
-
 TAIL_BYTES = 1 << 16
 """What is worth reading of a file's end at once: most footers are smaller."""
 

@@ -18,8 +18,6 @@ from asyncloader.errors import LoaderError
 from asyncloader.formats.base import ShardError
 from asyncloader.formats.parquet_pages import PageHeaders
 
-__all__ = ["Fetch", "RangeFile", "Windows"]
-
 Fetch: TypeAlias = Callable[[Sequence[tuple[int, int]]], "Future[Sequence[bytes]]"]
 """Has ``(start, length)`` ranges read, near ones together; gives their bytes in the same order. Never blocks."""
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
-__all__ = ["PageHeaders", "PageLimits"]
-
 MOST_HEADER = 1 << 20
 """Bytes of a header; those with the longest statistics that writers make have some kilobytes."""
 

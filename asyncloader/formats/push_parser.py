@@ -14,8 +14,6 @@ from typing import NoReturn, TypeAlias
 
 from asyncloader.formats.base import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, base_name
 
-__all__ = ["Parser", "PushReader", "Reader"]
-
 Parser: TypeAlias = Generator[int, bytes, None]
 """Yields the number of bytes wanted (negative: to skip), is sent these bytes, and returns at the end of the shard."""
 

@@ -16,8 +16,6 @@ from zlib import adler32
 from asyncloader.formats.base import Located, Sample
 from asyncloader.formats.push_parser import Parser, PushReader
 
-__all__ = ["TarReader", "split_name"]
-
 BLOCK = 512
 END = bytes(BLOCK)
 MAX_META_BYTES = 1 << 20  # of a pax header or long name; real ones have some hundred

@@ -32,15 +32,6 @@ import numpy.typing as npt
 from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, Sample
 from asyncloader.formats.push_parser import Parser, PushReader
 
-__all__ = [
-    "Feature",
-    "TFRecordReader",
-    "crc32c",
-    "fast_crc32c",
-    "masked",
-    "parse_example",
-]
-
 Feature: TypeAlias = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5

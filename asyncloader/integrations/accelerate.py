@@ -22,8 +22,6 @@ from asyncloader.options.clone import constructor_arguments, made_from
 from asyncloader.options.declaration import is_iterable
 from asyncloader.stateful_loader import StatefulDataLoader
 
-__all__ = ["adopt", "prepare", "skip_first_batches"]
-
 _TORCHS_OPTIONS = inspect.signature(torch.utils.data.DataLoader).parameters
 
 

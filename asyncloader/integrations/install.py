@@ -37,8 +37,6 @@ from asyncloader.epoch.thread_workers import ThreadIterator
 from asyncloader.loader import DataLoader
 from asyncloader.options.declaration import LoaderSpec
 
-__all__ = ["install"]
-
 _Torchs: Any = torch.utils.data.DataLoader
 
 

@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from asyncloader.loader import DataLoader
 
-__all__ = ["LoaderCallback"]
-
 
 class LoaderCallback(Callback):
     """Logs the counters of the training loaders, under ``data/...``; of several, under ``loader_0/data/...`` and so on.

@@ -6,8 +6,6 @@ from typing import Any
 
 from asyncloader.integrations.accelerate import adopt
 
-__all__ = ["AsyncTrainerMixin"]
-
 
 class AsyncTrainerMixin:
     """As the first base of a `Trainer` class, makes its loaders ours: ``class MyTrainer(AsyncTrainerMixin, Trainer)``.

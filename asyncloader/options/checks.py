@@ -27,16 +27,6 @@ from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
 from asyncloader.workers.fetch.plain_calls import check_plain, is_coroutine_function
 
-__all__ = [
-    "CHECKS",
-    "check_num_workers",
-    "check_options",
-    "is_seed",
-    "max_restarts",
-    "warn_only_of",
-    "warn_without_effect",
-]
-
 _SEEDED_RESTARTS = 3
 
 Check: TypeAlias = Callable[[str, Any], object]

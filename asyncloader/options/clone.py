@@ -24,8 +24,6 @@ from asyncloader.options.declaration import DEFAULTS, OPTION_NAMES, OUR_OPTION_N
 from asyncloader.options.objects import flattened, grouped
 from asyncloader.samplers.seeded import SeededSampler
 
-__all__ = ["constructor_arguments", "made_from"]
-
 T = TypeVar("T")
 
 _ONLY_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")

@@ -44,24 +44,6 @@ from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_stream
 from asyncloader.workers.fetch.error_notes import add_note
 
-__all__ = [
-    "DEFAULTS",
-    "FIELD_NAMES",
-    "OPTION_NAMES",
-    "OUR_OPTION_NAMES",
-    "LoaderOptions",
-    "LoaderSpec",
-    "OnError",
-    "OurOptions",
-    "OverridableProperty",
-    "async_index_source",
-    "default_sampler",
-    "fixed_option",
-    "given_options",
-    "is_iterable",
-    "own_constructor",
-]
-
 OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Exception], Any]
 
 T = TypeVar("T")

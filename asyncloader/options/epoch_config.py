@@ -25,8 +25,6 @@ from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
 
-__all__ = ["EpochConfig"]
-
 _CONCURRENCY = 256
 _LOSS = (
     "Its random numbers begin anew: the states of its generators were lost with it, so random augmentations differ "

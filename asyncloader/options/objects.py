@@ -14,8 +14,6 @@ from typing import Any
 from asyncloader.options.checks import CHECKS
 from asyncloader.sizes import Size
 
-__all__ = ["OPTION_OBJECTS", "DeviceOptions", "Recovery", "Tuning", "flattened", "grouped"]
-
 
 class _OptionObject:
     """Checks the fields when the object is made; its text shows those that differ from the defaults."""

@@ -34,15 +34,6 @@ from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, Worker
 from asyncloader.ranks.process_group import RankGroup
 from asyncloader.workers.memory.live_objects import LiveObjects
 
-__all__ = [
-    "Agreement",
-    "AgreementStage",
-    "close_at_exit",
-    "in_daemon",
-    "length_is_exact",
-    "start_thread",
-]
-
 _BATCH, _ENDED, _FAILED, _LEFT = 3, 2, 1, 0
 _UNKNOWN = -1
 _NO_RANK = 1 << 31

@@ -20,8 +20,6 @@ import torch
 
 from asyncloader.ranks.topology import Topology
 
-__all__ = ["RankGroup", "destroy", "destroy_unused", "make_group"]
-
 _TIMEOUT = timedelta(days=1)
 """Timeout of a reduction. It is long because a rank that is ahead waits while others validate or save, which is not a
 failure. A rank that dies is noticed at once."""

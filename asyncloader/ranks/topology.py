@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["RankGroupLike", "Topology", "check_group", "process_group", "topology", "without_batch"]
-
 RankGroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 
 

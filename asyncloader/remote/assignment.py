@@ -39,8 +39,6 @@ from typing import Any, NamedTuple
 
 from asyncloader.remote.shard_splitting import CatalogRange
 
-__all__ = ["Assignment", "AssignmentLog", "AssignmentLogState", "Reply", "Returned", "ShardAssigner", "StreamStart"]
-
 Assignment = tuple[CatalogRange, ...]
 """Shard ranges that one worker reads, one after another."""
 

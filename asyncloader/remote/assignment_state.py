@@ -42,16 +42,6 @@ from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.seeding import derive, draw_seed
 from asyncloader.workers.fetch.setup import EpochStart
 
-__all__ = [
-    "EpochAssignment",
-    "check_stream_state",
-    "is_catalog_range",
-    "is_count",
-    "new_key",
-    "saved_key",
-    "stream_key",
-]
-
 
 def stream_key(key: int, rank: int, workers: int, worker: int) -> int:
     """Derive the seed of one worker's shuffle buffer from the epoch's `key`."""

@@ -23,8 +23,6 @@ from math import prod
 from string import ascii_lowercase, ascii_uppercase
 from typing import TypeAlias
 
-__all__ = ["MOST", "expand"]
-
 MOST = 1_000_000
 """Maximum number of URLs of a pattern: a typing error easily adds a factor of ten."""
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from asyncloader.formats import MdsShard, ShardFormat, shard_format
 from asyncloader.formats.base import base_name
 
-__all__ = ["PARQUET", "Shard", "format_of", "named_format"]
-
 PARQUET = ShardFormat("parquet", None)
 """Not read by a push parser: see `formats.parquet`."""
 

@@ -42,8 +42,6 @@ from asyncloader.sizes import Size, size
 from asyncloader.transports import ObjectNotFound, Transport, TransportError
 from asyncloader.workers.fetch.assignment_client import AssignmentSource
 
-__all__ = ["RemoteIterableDataset"]
-
 RANGES_PER_WORKER = 4
 """If there are fewer shards, they are cut into so many ranges per worker: enough to balance the end of the epoch."""
 

@@ -28,8 +28,6 @@ from asyncloader.remote.catalog import Shard, format_of, named_format
 from asyncloader.remote.stores import Stores, scheme_of
 from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge
 
-__all__ = ["MAX_INDEX_BYTES", "expand_urls", "find_shards"]
-
 MAX_INDEX_BYTES = 256 << 20
 """Maximum size of an MDS index: a million shards of ten columns."""
 

@@ -25,8 +25,6 @@ from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_f
 from asyncloader.shielding import shielded
 from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
 
-__all__ = ["Ranges", "read_footer", "read_parquet"]
-
 
 async def read_footer(pinned: PinnedReader, url: str) -> tuple[Footer, ObjectInfo]:
     """Read a file's footer, in one or two requests, and its metadata in the store.

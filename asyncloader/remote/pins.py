@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from asyncloader.transports import PinnedReader, Transport
 
-__all__ = ["Pin", "Pins"]
-
 MOST_PINS = 256
 """Shards whose versions a worker remembers; its ranges of one shard are read close to each other."""
 

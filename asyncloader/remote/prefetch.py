@@ -24,14 +24,6 @@ from asyncloader.remote.catalog import Shard
 from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
 from asyncloader.transports import TransportError
 
-__all__ = [
-    "MAX_PREFETCHED_RANGES",
-    "Open",
-    "RangePrefetcher",
-    "RangeReading",
-    "StreamBuffer",
-]
-
 Open = Callable[[Shard, CatalogRange, OnBad], AsyncGenerator[list[Located], None]]
 """Opens a range for reading; the callback receives the bad samples that are skipped."""
 

@@ -20,8 +20,6 @@ from asyncloader.remote.assignment import Assignment
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
 
-__all__ = ["EpochPlan", "EpochShares", "Stretch", "left_out", "sample_numbers", "stretch_of"]
-
 MOST_WEIGHED = 10_000
 """Ranges whose bytes are added up at the beginning of each epoch, at most: with more the ranks' shares are alike."""
 

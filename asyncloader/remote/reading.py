@@ -23,8 +23,6 @@ from asyncloader.remote.stores import Stores
 from asyncloader.transports import PinnedReader, RangeOutOfBounds, TransportError
 from asyncloader.workers.fetch.threads import JobThreads
 
-__all__ = ["READ_AHEAD", "MakeReader", "read_shard_range"]
-
 MakeReader: TypeAlias = Callable[[str, ShardRange], ShardReader]
 """A user's own format: makes the reader of a range of a shard, given the URL."""
 

@@ -26,8 +26,6 @@ from asyncloader.remote.shard_splitting import can_cut
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import RangeOutOfBounds, SizeUnknown, Transport
 
-__all__ = ["REQUESTS", "bytes_per_sample", "sample_position", "with_counts", "with_edges", "with_sizes"]
-
 REQUESTS = 64
 """Maximum number of shards asked about at the same time."""
 

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from asyncloader.formats import ShardFormat, ShardRange, cut_shard
 from asyncloader.remote.catalog import PARQUET, Shard
 
-__all__ = ["CatalogRange", "bytes_left", "can_cut", "cut", "grouped"]
-
 GROUP_BYTES = 32 << 20
 """Upper bound of the bytes in one assignment of several ranges: 0.3 s at 100 MB/s."""
 

@@ -20,8 +20,6 @@ import numpy as np
 
 from asyncloader.samplers.permutation import Permutation
 
-__all__ = ["ShuffleBlocks"]
-
 T = TypeVar("T")
 
 

@@ -30,15 +30,6 @@ from asyncloader.transports import Transport, open_transport
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import InvalidPath
 
-__all__ = [
-    "Location",
-    "LoopStores",
-    "Stores",
-    "is_cached",
-    "scheme_of",
-    "unsigned",
-]
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 _WEB = frozenset({"http", "https"})

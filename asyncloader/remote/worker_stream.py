@@ -27,12 +27,6 @@ from asyncloader.remote.shuffle import ShuffleBlocks
 from asyncloader.shielding import shielded
 from asyncloader.workers.fetch.assignment_client import AssignmentReply, AssignmentSource
 
-__all__ = [
-    "LocalAssignments",
-    "WorkerStream",
-    "merged",
-]
-
 ASK_AHEAD = 12 << 20
 """The next assignment is requested when at most so many bytes of the current one are left to read (unknown sizes count
 as 0). Also the bytes beyond the current range that are opened early: a round trip of 50 ms at 250 MB/s per worker.

@@ -20,8 +20,6 @@ from asyncloader.samplers.index_stream import StateLog
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.plain_calls import check_plain
 
-__all__ = ["AsyncIndexSource", "AsyncSampler", "as_async_source", "is_async_sampler"]
-
 
 @runtime_checkable
 class AsyncSampler(Protocol):
@@ -50,12 +48,23 @@ class ReadingPosition(Protocol):
     view: RankView | None
 
     @property
-    def first_step(self) -> int: ...
+    def first_step(self) -> int:
+        """The step from which the epoch goes on."""
+        ...
+
     @property
-    def skipped(self) -> frozenset[int]: ...
+    def skipped(self) -> frozenset[int]:
+        """Later steps that were delivered before."""
+        ...
+
     @property
-    def saved_sampler(self) -> dict[str, Any] | None: ...
-    def pulled(self, task: int, step: int) -> None: ...
+    def saved_sampler(self) -> dict[str, Any] | None:
+        """The sampler's state from which the epoch resumes."""
+        ...
+
+    def pulled(self, task: int, step: int) -> None:
+        """Note the step of a task."""
+        ...
 
 
 class AsyncIndexSource:

@@ -31,8 +31,6 @@ import numpy.typing as npt
 
 from asyncloader.samplers.permutation import Permutation
 
-__all__ = ["BatchPlan", "Limits"]
-
 Indices = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.integer]
 

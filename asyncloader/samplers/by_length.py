@@ -17,8 +17,6 @@ from asyncloader.samplers.batch_plan import BatchPlan, Limits
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.samplers.surviving import Restarting
 
-__all__ = ["BucketBatchSampler", "TokenBudgetBatchSampler"]
-
 _BATCHES_PER_WINDOW = 100
 
 

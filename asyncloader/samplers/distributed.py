@@ -34,22 +34,6 @@ from asyncloader.samplers.generators import samplers_within
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.samplers.surviving import Groups, Restarting
 
-__all__ = [
-    "BATCH_STRIDE",
-    "ON_UNEVEN",
-    "Cutter",
-    "OnUneven",
-    "RankView",
-    "SeekableSampler",
-    "Share",
-    "Tail",
-    "plain_sampler",
-    "positioned",
-    "rank_view",
-    "replicas",
-    "tail_of",
-]
-
 OnUneven = Literal["drop", "pad", "repeat", "error"]
 ON_UNEVEN: tuple[str, ...] = get_args(OnUneven)
 

@@ -18,20 +18,6 @@ import torch
 from asyncloader.errors import StateError
 from asyncloader.workers.fetch.plain_context import plain_context
 
-__all__ = [
-    "drawing_from",
-    "drawing_generator",
-    "drawn_from",
-    "draws_when_iterated",
-    "generator_state",
-    "generator_states",
-    "generator_text",
-    "iterates_plainly",
-    "own_generator",
-    "samplers_within",
-    "set_generators",
-]
-
 
 def samplers_within(sampler: Any) -> Iterator[Any]:
     """The sampler and those that it reads from, outermost first, each once: some samplers refer to themselves, so that

@@ -34,8 +34,6 @@ from asyncloader.samplers.surviving import Groups
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.dataset_state import is_stateful
 
-__all__ = ["IndexStream", "StateLog", "base_sampler", "fresh_state", "time_pull"]
-
 _END = object()
 _OWN_ORDERS = (
     "{} drew its order from torch's global generator: where that differs between ranks, each shares out an order of "

@@ -28,8 +28,6 @@ from numbers import Integral, Rational, Real
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DEVIATION", "LARGEST", "Interleave", "whole_weights"]
-
 Offsets = npt.NDArray[np.int64]
 
 DEVIATION = 1.68

@@ -22,8 +22,6 @@ from asyncloader.samplers.interleave import Interleave, whole_weights
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.samplers.surviving import Blocks
 
-__all__ = ["MixtureSampler"]
-
 _BLOCK = 4096
 """Indices computed at a time."""
 

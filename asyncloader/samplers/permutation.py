@@ -24,8 +24,6 @@ from operator import index
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LARGEST", "Permutation"]
-
 Indices = npt.NDArray[np.int64]
 Cells = npt.NDArray[np.uint64]
 

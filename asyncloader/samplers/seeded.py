@@ -15,8 +15,6 @@ from torch.utils.data import Sampler
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.samplers.surviving import Blocks
 
-__all__ = ["SeededSampler"]
-
 _BLOCK = 4096
 """Indices computed at a time: 0.3 to 0.5 ms of numpy, 32 KB."""
 

@@ -16,8 +16,6 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomS
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.workers.fetch.seeding import derive
 
-__all__ = ["SeededDraws", "with_seeded_draws"]
-
 _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 

@@ -18,8 +18,6 @@ from torch.utils.data import DistributedSampler, RandomSampler
 from asyncloader.samplers.generators import generator_state
 from asyncloader.workers.fetch.seeding import draw_seed
 
-__all__ = ["StatefulDistributedSampler", "StatefulRandomSampler"]
-
 _BLOCK = 32
 """Indices drawn at a time with replacement, as torch and torchdata draw them: it decides which numbers come out."""
 

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Blocks", "Groups", "Restarting"]
-
 T = TypeVar("T")
 
 

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 from asyncloader.service.fingerprint import fingerprint
 
-__all__ = ["Defined", "Definition", "Made", "converted", "definition", "load_definition"]
-
 FUNCTIONS = ("collate_fn", "worker_init_fn", "decode")
 """The loader's arguments that run in workers, and so come with the definition."""
 

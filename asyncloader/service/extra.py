@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-__all__ = ["check_extra"]
-
 
 def check_extra() -> None:
     """Check that the service's modules can be imported.

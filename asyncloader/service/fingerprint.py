@@ -21,8 +21,6 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-__all__ = ["fingerprint"]
-
 
 def fingerprint(function: Callable[..., Any]) -> str:
     """The fingerprint of the code that this function is part of.

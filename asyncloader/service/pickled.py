@@ -15,8 +15,6 @@ from typing import Any
 
 from asyncloader.service.definition import Defined, Definition, load_definition
 
-__all__ = ["PickledDefinition", "pickled"]
-
 
 class PickledDefinition(Definition):
     """A definition that has its code with it.

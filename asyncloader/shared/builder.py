@@ -45,8 +45,6 @@ from asyncloader.shared.layout import (
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.memory.leaves import DTYPE_CODE, reduce_quantized, reduce_sparse
 
-__all__ = ["Builder", "Sink", "array_bytes", "array_order", "tensor_bytes"]
-
 _CHUNK = 1 << 14  # entries encoded at a time
 _JOINED = 1 << 22  # most bytes (characters) that are joined before they are written
 _ALIGN = 16  # the widest element

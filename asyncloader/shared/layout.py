@@ -34,33 +34,6 @@ import torch
 
 from asyncloader.workers.memory.leaves import DTYPES
 
-__all__ = [
-    "BLOB",
-    "DICTS",
-    "EXTERNAL",
-    "HEADER",
-    "LARGE",
-    "LARGE_DICT",
-    "LEAVES",
-    "NODE",
-    "NUMBERS",
-    "RECORDS",
-    "REGION",
-    "SMALL_DICT",
-    "TEXT",
-    "DictNode",
-    "ListNode",
-    "Region",
-    "ShareHeader",
-    "UnstableKeyError",
-    "bucket_of",
-    "itself",
-    "open_node",
-    "rebuild_array",
-    "rebuild_tensor",
-    "stable_hash",
-]
-
 LARGE = 1024
 """Entries from which on a list or dict inside another one is shared itself, and a dict gets a hash table."""
 

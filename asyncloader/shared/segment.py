@@ -24,8 +24,6 @@ from typing import Any
 from asyncloader.errors import RingMemoryError
 from asyncloader.workers.memory import segment
 
-__all__ = ["SegmentWriter", "SharedSegment", "spawning"]
-
 _BUFFER = 1 << 20  # bytes that are buffered before they are written
 _STEP = 1 << 26  # most bytes that are reserved at a time for small writes
 

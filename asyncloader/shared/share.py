@@ -25,16 +25,6 @@ from asyncloader.shared.segment import SegmentWriter, SharedSegment, spawning
 from asyncloader.workers.memory.leaves import DTYPE_CODE, DTYPES, has_code
 from asyncloader.workers.notebook_pickling import in_session
 
-__all__ = [
-    "SharedArray",
-    "SharedDict",
-    "SharedList",
-    "SharedTensor",
-    "share",
-    "share_array",
-    "share_tensor",
-]
-
 
 class SharedArray(np.ndarray[Any, Any]):
     """A read-only numpy array in shared memory, made by `share`. Views and results of it are plain arrays."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["explain_batch_change", "in_batches_of"]
-
 
 def in_batches_of(expected: dict[str, Any], state: dict[str, Any], samples: int | None) -> dict[str, Any]:
     """The state with its position counted in the loader's global batches; the state itself where that is impossible.

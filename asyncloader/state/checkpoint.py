@@ -34,8 +34,6 @@ from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.plain_context import plain_context
 
-__all__ = ["StateKeeper", "expectations"]
-
 
 class StateKeeper:
     """A loader's epochs and states. Each iterator has a `Progress`; the newest one determines the loader's state."""

@@ -15,8 +15,6 @@ from asyncloader.workers.fetch.dataset_marks import set_dataset_epoch
 from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.plain_calls import check_plain
 
-__all__ = ["EpochClock"]
-
 
 class EpochClock:
     """The epoch counter of one loader.

@@ -27,8 +27,6 @@ from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
 from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.seeding import draw_seed, global_generators_kept
 
-__all__ = ["Prospect", "after_an_epoch", "of_a_first_epoch"]
-
 
 class Prospect(NamedTuple):
     """Parts of a state as they will be after the next iterator was made."""

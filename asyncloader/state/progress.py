@@ -25,8 +25,6 @@ from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
-__all__ = ["Progress", "dataset_length"]
-
 _NO_STEPS: frozenset[int] = frozenset()
 
 

@@ -38,17 +38,6 @@ from asyncloader.errors import StateError
 from asyncloader.samplers.generators import generator_state
 from asyncloader.state.batch_change import explain_batch_change
 
-__all__ = [
-    "EXPECTED",
-    "VERSION",
-    "check_exact",
-    "check_generators",
-    "check_length",
-    "check_state",
-    "check_workers",
-    "compare",
-]
-
 VERSION = 2
 
 EXPECTED = ("mode", "kind", "seed", "length", "batch_size", "drop_last", "order")

@@ -8,8 +8,6 @@ from __future__ import annotations
 from asyncloader.remote.assignment_state import EpochAssignment
 from asyncloader.samplers.distributed import RankView
 
-__all__ = ["Tally"]
-
 
 class Tally:
     """Counts samples that were dropped or repeated to keep the ranks even, over all ranks and completed epochs."""

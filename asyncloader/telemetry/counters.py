@@ -18,22 +18,6 @@ from math import frexp
 from struct import Struct
 from typing import Any, Literal, NamedTuple
 
-__all__ = [
-    "BLOCK_BYTES",
-    "KEYS",
-    "LANE_KEY",
-    "PROCESS_KEYS",
-    "STAGES",
-    "Recorder",
-    "Stage",
-    "StageTimes",
-    "count",
-    "record_process",
-    "recording",
-    "stage_times",
-    "total",
-]
-
 KEYS: tuple[str, ...] = (
     "requests",
     "bytes",

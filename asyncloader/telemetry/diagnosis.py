@@ -21,8 +21,6 @@ from asyncloader.telemetry.counters import stage_times
 from asyncloader.telemetry.prediction import BATCH_COST_S, WORTH, costs_of, expected_s, faster, ring_gain
 from asyncloader.telemetry.run_figures import Run
 
-__all__ = ["Bound", "Diagnosis", "Promise", "diagnose"]
-
 Bound = Literal[
     "unknown",
     "consumer",

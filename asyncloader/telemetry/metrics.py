@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple
 
 from asyncloader.telemetry.counters import STAGES, stage_times
 
-__all__ = ["FIGURES", "NODE_FIGURES", "STAGE_HELP", "Figure", "Metric", "MetricSample", "metrics"]
-
 
 class Figure(NamedTuple):
     """A key of `stats()`: ``"total"`` only grows, ``"now"`` is a momentary value, ``"derived"`` is made of others."""

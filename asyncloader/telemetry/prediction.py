@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from asyncloader.telemetry.run_figures import Run
 
-__all__ = ["BATCH_COST_S", "WORTH", "Costs", "costs_of", "expected_s", "faster", "ring_gain"]
-
 BATCH_COST_S = 300e-6
 """What a batch of a worker costs in both processes, besides its samples."""
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from asyncloader.telemetry.counters import Stage, StageTimes, stage_times, total
 
-__all__ = ["Run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:

@@ -23,8 +23,6 @@ from asyncloader.telemetry.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, 
 
 _log = logging.getLogger("asyncloader")
 
-__all__ = ["Statistics"]
-
 _LOOK_S = 0.05  # between two looks at the CPU time
 _SLOW_START_S = 10.0  # from which the log tells what the start of workers took
 

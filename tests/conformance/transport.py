@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.conformance.transport_lifetime import LifetimeConformance
 from tests.conformance.transport_reading import ReadingConformance
 
-__all__ = ["TransportConformance"]
-
 
 class TransportConformance(ReadingConformance, LifetimeConformance):
     """All that the contract in `asyncloader/transports/base.py` promises, as tests."""

@@ -14,8 +14,6 @@ from asyncloader.workers.memory.codec import Encoder, Template
 from asyncloader.workers.memory.layout import PAGE
 from asyncloader.workers.memory.ring import Ring
 
-__all__ = ["answer", "batch_of", "deliver", "new_ring", "overwrite_free_slots"]
-
 
 def new_ring(slots: int = 12, credits: int = 4, number: int = 0) -> Ring:
     """A ring of pages, its descriptor closed."""

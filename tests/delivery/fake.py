@@ -25,8 +25,6 @@ from asyncloader.delivery import OPENERS
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.delivery.tensors import dense_parts
 
-__all__ = ["PATIENCE_S", "STALE", "FakeAccelerator", "FakeEvent", "FakeMachine", "Handed", "LockedRange", "installed"]
-
 PATIENCE_S = 60.0  # reached only by a hang
 STALE = 0xA5  # every byte of a tensor whose copy has not come
 _CPU = torch.device("cpu")

@@ -16,8 +16,6 @@ from asyncloader.delivery import cuda
 from asyncloader.delivery.cuda import Driver
 from tests.delivery.fake_library import FakeLibrary
 
-__all__ = ["FakeCuda", "FakeStream"]
-
 
 class FakeStream:
     """A stream, which notes what it waits for."""

@@ -5,21 +5,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-__all__ = [
-    "CONTEXT",
-    "EXCHANGE",
-    "GET",
-    "OOM",
-    "POP",
-    "PUSH",
-    "REGISTER",
-    "RELEASE",
-    "RETAIN",
-    "STREAM",
-    "UNREGISTER",
-    "FakeLibrary",
-]
-
 CONTEXT = 0xC0FFEE
 OOM = 2
 NAMES = {OOM: b"CUDA_ERROR_OUT_OF_MEMORY", 712: b"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"}

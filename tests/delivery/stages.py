@@ -7,8 +7,6 @@ import threading
 from asyncloader.delivery.stage import Stage
 from tests.delivery.fake import PATIENCE_S
 
-__all__ = ["closing"]
-
 
 def closing(stage: Stage) -> threading.Thread:
     """Another thread closes the stage: when this returns, it waits for the batch in hand."""

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["EXAMPLES", "PATIENTLY", "environment", "run_example"]
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 PATIENTLY = pytest.mark.timeout(300)  # many interpreters that import torch, on a busy machine

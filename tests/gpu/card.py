@@ -10,8 +10,6 @@ import torch
 
 from asyncloader.delivery.tensors import map_tensors, tensors_of
 
-__all__ = ["NEEDS_CARD", "ON_CARD", "all_there", "on_cpu", "settled"]
-
 ON_CARD = torch.cuda.is_available()
 NEEDS_CARD = [pytest.mark.gpu, pytest.mark.skipif(not ON_CARD, reason="needs CUDA")]
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["assert_same", "same"]
-
 
 def same(a: Any, b: Any) -> bool:
     """Whether two batches are equal in types, structure, dtypes, shapes and bits."""

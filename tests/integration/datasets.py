@@ -13,26 +13,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-__all__ = [
-    "AsyncNumbers",
-    "AsyncStream",
-    "AsyncWholeBatches",
-    "Augmented",
-    "CountedStream",
-    "Custom",
-    "Deep",
-    "Images",
-    "Numbers",
-    "Pair",
-    "Pids",
-    "Sized",
-    "UnevenStream",
-    "WholeBatches",
-    "collate_deep",
-    "collate_strings",
-    "identity",
-]
-
 
 def identity(batch: Any) -> Any:
     return batch

@@ -20,19 +20,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import sample_rng
 
-__all__ = [
-    "WAYS",
-    "AsyncFaulty",
-    "AsyncFaultyStream",
-    "Faults",
-    "Faulty",
-    "FaultyStream",
-    "Growing",
-    "RaisingStream",
-    "StatefulFaultyStream",
-    "StatefulRaisingStream",
-]
-
 
 def _crash() -> None:
     ctypes.string_at(0)

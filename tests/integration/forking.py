@@ -14,8 +14,6 @@ from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.datasets import Sized
 from tests.integration.running import PATIENCE_S, run_async
 
-__all__ = ["AT", "Child", "Here", "at", "epoch", "expected", "fork", "value"]
-
 AT = (0, 3, 11)
 """Steps at which a trainer forks."""
 

@@ -11,8 +11,6 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.running import run_async
 
-__all__ = ["DictCopy", "DictCopyOfTorchsType", "OneIteratorForAllEpochs", "epoch", "public", "rebuilt"]
-
 
 def epoch(loader: Any) -> list[Any]:
     """All batches of either loader."""

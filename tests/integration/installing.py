@@ -6,8 +6,6 @@ import warnings
 
 import torch
 
-__all__ = ["Torchs", "told"]
-
 Torchs = torch.utils.data.DataLoader
 
 

@@ -23,8 +23,6 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from tests.integration.running import PATIENCE_S, run_async
 
-__all__ = ["LIES", "WIDTH", "Liar", "say_no_more", "until_error"]
-
 WIDTH = 1000  # numbers in a sample
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-__all__ = ["Meeting", "MeetingBatches"]
-
 
 class Meeting(Dataset[Any]):
     """No sample is done before `together` of them are in flight in its process."""

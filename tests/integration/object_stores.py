@@ -17,18 +17,6 @@ from asyncloader.transports.object_store import ObjectStoreTransport
 from asyncloader.transports.retry import RetryPolicy
 from tests.integration.http_store import HttpStore
 
-__all__ = [
-    "KEYS",
-    "SOON",
-    "BucketStore",
-    "Moto",
-    "moto_server",
-    "serving_bucket",
-    "sockets",
-    "sockets_closed",
-    "warm_up",
-]
-
 KEYS = {"access_key_id": "a", "secret_access_key": "b"}
 SOON = RetryPolicy(budget_s=60, first_delay_s=0.001, cap_s=0.01)
 

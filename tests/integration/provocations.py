@@ -9,8 +9,6 @@ from __future__ import annotations
 from tests.integration.provocations_alone import ALONE
 from tests.integration.provocations_together import TOGETHER
 
-__all__ = ["CASES", "DRIVER", "OURS_ONLY"]
-
 DRIVER = """
 import contextlib, ctypes, gc, json, multiprocessing, os, select, signal, sys, tempfile, threading, time, weakref
 import torch

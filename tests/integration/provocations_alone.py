@@ -5,8 +5,6 @@ Each prints "True" for what should hold. See provocations.py for what runs them.
 
 from __future__ import annotations
 
-__all__ = ["ALONE"]
-
 ALONE: dict[str, str] = {
     "deleted mid-epoch": """
 it = iter(DataLoader(data, num_workers=2))

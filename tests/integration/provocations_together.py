@@ -5,8 +5,6 @@ Each prints "True" for what should hold. See provocations.py for what runs them.
 
 from __future__ import annotations
 
-__all__ = ["TOGETHER"]
-
 TOGETHER: dict[str, str] = {
     "in a forked child, live at its exit": """
 it = iter(DataLoader(data, num_workers=2))

@@ -16,8 +16,6 @@ from typing import Any, Self
 from tests import script_server
 from tests.integration.running import PATIENCE_S, ROOT, environment
 
-__all__ = ["RankGroup"]
-
 
 class RankGroup:
     """Ranks 0 to ``world - 1``, each a process of `ranks_script.py` in one gloo group.

@@ -31,8 +31,6 @@ from tests.integration.seeded_datasets import AllDraws, Rows
 from tests.integration.seeded_runs import Stepwise
 from tests.processes import own_children
 
-__all__ = ["Lengthless", "Shard", "SizedShard", "main"]
-
 Ended = tuple[list[list[float]], str]
 """An epoch's batches, and how it ended: "end", "left", or an error's type and text."""
 

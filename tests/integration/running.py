@@ -24,27 +24,6 @@ from tests import script_server
 from tests.integration.comparing import assert_same
 from tests.torch_versions import torch_is
 
-__all__ = [
-    "BOTH",
-    "KINDS",
-    "PATIENCE_S",
-    "ROOT",
-    "Deaths",
-    "Run",
-    "assert_like_torch",
-    "await_our_threads",
-    "cancelled_after",
-    "collect",
-    "environment",
-    "outcomes",
-    "run_async",
-    "run_loader",
-    "run_script",
-    "script_file",
-    "start_script",
-    "without_place",
-]
-
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,6 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-__all__ = ["SAMPLES", "Everything", "SimpleBatch", "same_stride"]
-
 
 class Point(NamedTuple):
     x: Any

@@ -13,18 +13,6 @@ from torch.utils.data import Dataset, default_collate
 
 from asyncloader import sample_rng
 
-__all__ = [
-    "AllDraws",
-    "AwaitedDraws",
-    "GlobalAwaited",
-    "Lists",
-    "Rows",
-    "Threaded",
-    "WholeDraws",
-    "draw_and_collate",
-    "every_draw",
-]
-
 
 def every_draw() -> list[float]:
     """One number of each generator that a sample can draw from, the global ones and its own."""

@@ -11,8 +11,6 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.integration.running import LOOPS, PATIENCE_S
 
-__all__ = ["Stepwise", "epochs_of", "joined"]
-
 
 class Stepwise:
     """A loader of the kind ("sync", "asyncio", "uvloop") that is iterated a step at a time; closes itself after `with`.

@@ -10,8 +10,6 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader
 
-__all__ = ["MAKERS", "messages", "outcome", "shut_down", "steps"]
-
 MAKERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "sync": DataLoader, "asyncio": AsyncDataLoader}
 
 

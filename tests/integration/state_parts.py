@@ -9,20 +9,6 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-__all__ = [
-    "AwaitedCurriculum",
-    "Counted",
-    "Curriculum",
-    "CursorMap",
-    "Failing",
-    "Passes",
-    "PlainStream",
-    "Replayed",
-    "SharedCount",
-    "StreamOfCursors",
-    "Unsaveable",
-]
-
 
 class SharedCount:
     """A count that workers and this process add to, each in a place of its own."""

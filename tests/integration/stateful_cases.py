@@ -9,24 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-__all__ = [
-    "MOMENTS",
-    "ROWS",
-    "WORKERS",
-    "Batches",
-    "Counting",
-    "Order",
-    "OrderOfIterators",
-    "Plain",
-    "Rows",
-    "Run",
-    "Stream",
-    "StreamOfIterators",
-    "plain",
-    "resumed",
-    "uninterrupted",
-]
-
 ROWS = 11
 
 WORKERS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,6 @@ from torch.utils.data import Dataset
 
 from tests.integration.running import PATIENCE_S
 
-__all__ = ["STUCK", "NeverArrives", "StuckAt", "Told", "get_stuck", "is_worker"]
-
 
 def _pause() -> None:
     while True:

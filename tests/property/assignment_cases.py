@@ -13,8 +13,6 @@ from asyncloader.remote.catalog import Shard
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.shard_splitting import CatalogRange
 
-__all__ = ["Case", "Shards", "plan_of", "ranges_of"]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from tests.property.assignment_cases import Case, plan_of
 
-__all__ = ["expected"]
-
 AHEAD = 12 << 20
 """Bytes before an assignment's end at which the next one is requested."""
 

@@ -51,8 +51,6 @@ from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.ipc import wire
 from tests.property.assignment_cases import Case, Shards, plan_of
 
-__all__ = ["World", "passed"]
-
 HEAD = 5  # bytes of a frame before its body
 
 

@@ -32,8 +32,6 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-__all__ = ["COLLATES", "DATASETS", "LOOPS", "ORDERS", "Configuration", "configurations"]
-
 # ------------------------------------------------------------------------------------------- datasets
 
 

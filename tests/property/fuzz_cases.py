@@ -19,8 +19,6 @@ from torch.utils.data import Dataset, default_collate, default_convert
 
 from asyncloader.workers.memory.leaves import DTYPES
 
-__all__ = ["COLLATES", "Cases", "Record", "batch_of"]
-
 SAMPLES = 5  # of a case, at most
 BASE = torch.arange(40_000, dtype=torch.float32).view(200, 200)
 """Many samples are views of it."""

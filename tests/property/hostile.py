@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from asyncloader.workers.memory.ring import make_anchor
 
-__all__ = ["INSIDE", "NBYTES", "WALLED", "outcome", "template_of", "wild"]
-
 T = TypeVar("T")
 
 NBYTES = 4096

@@ -34,8 +34,6 @@ from asyncloader.events import (
     Task,
 )
 
-__all__ = ["PLENTY", "Made", "Worker", "World", "map_world"]
-
 PLENTY = 1000  # restarts
 
 

@@ -19,8 +19,6 @@ from asyncloader import Recovery, sample_rng
 from tests.property.resume_orders import BATCH_ORDERS, FIXED_WORLD, ORDERS, OWN_GENERATOR
 from tests.property.resume_streams import STREAMS, global_draws, own_draws
 
-__all__ = ["DATASETS", "LOOPS", "PASSAGES", "Case", "Part", "cases"]
-
 # ------------------------------------------------------------------------------------------- map datasets
 
 

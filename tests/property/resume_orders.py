@@ -12,8 +12,6 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, We
 
 from asyncloader import SeededSampler
 
-__all__ = ["ASYNC_ORDERS", "BATCH_ORDERS", "FIXED_WORLD", "ORDERS", "OWN_GENERATOR"]
-
 
 def shuffled(length: int, *salt: int) -> list[int]:
     order: list[int] = np.random.Generator(np.random.PCG64([length, *salt])).permutation(length).tolist()

@@ -15,8 +15,6 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.property.resume_cases import Case, Part
 
-__all__ = ["Run", "passed", "seed_everything"]
-
 
 class Run:
     """One loader, iterated step by step, whichever it is."""

@@ -12,8 +12,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader import sample_rng
 
-__all__ = ["STREAMS", "global_draws", "own_draws"]
-
 
 def global_draws() -> list[float]:
     """One number of each process-global generator."""

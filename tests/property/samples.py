@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-__all__ = ["Point", "batches", "single_leaves"]
-
 
 class Point(NamedTuple):
     x: Any

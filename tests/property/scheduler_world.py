@@ -27,8 +27,6 @@ from asyncloader.events import (
     Task,
 )
 
-__all__ = ["World", "assignments", "check_each_once", "check_end", "randoms"]
-
 assignments = st.sampled_from(["round_robin", "least_loaded"])
 randoms = st.randoms(use_true_random=False)
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-__all__ = ["SHAPES", "STREAMS"]
-
 
 def sample(index: int, draws: bool) -> torch.Tensor:
     return torch.tensor([index, torch.rand(()).item() if draws else 0.0], dtype=torch.float64)

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-__all__ = ["Counting", "Noise"]
-
 
 class Noise(Dataset[Any]):
     """Each sample has its index and random numbers; how long one takes is up to the test."""

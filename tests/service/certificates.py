@@ -12,8 +12,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-__all__ = ["make_authority"]
-
 
 def make_authority(folder: Path, name: str = "ca") -> dict[str, str]:
     """Files: ``ca``, and certificate and key of a node (for 127.0.0.1 and localhost) and of a loader."""

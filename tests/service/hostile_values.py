@@ -16,8 +16,6 @@ from asyncloader.service.protocol import frames
 from asyncloader.workers.ipc import wire
 from tests.service.proxy import Proxy
 
-__all__ = ["VALUES", "body_of_frame", "spoiled"]
-
 _pack: Callable[[Any], bytes] = msgspec.msgpack.encode
 _ONE_HASH = [7 + k * ((1 << 61) - 1) for k in range(8)]
 

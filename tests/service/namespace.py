@@ -10,8 +10,6 @@ import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
 
-__all__ = ["CUTS", "Namespace", "namespace", "namespaces_work"]
-
 CUTS = ("to_node", "to_loader", "both")
 _numbers = itertools.count()
 

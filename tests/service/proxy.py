@@ -11,8 +11,6 @@ from collections.abc import Generator
 from asyncloader.service.protocol.frames import pack_header
 from asyncloader.workers.ipc.wire import RESULT
 
-__all__ = ["FruitlessProxy", "Proxy", "fruitless", "proxied"]
-
 TASK = b"ALS1\1\0\0\0"
 HEAD = struct.Struct("<8x4sIQQ")
 

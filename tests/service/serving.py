@@ -17,8 +17,6 @@ import psutil
 from tests import script_server
 from tests.integration.running import PATIENCE_S, ROOT, environment
 
-__all__ = ["ALL", "NodeProcess", "serving"]
-
 MODULE = "tests.service.definitions"
 ALL = [
     "numbers",

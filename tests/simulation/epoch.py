@@ -34,8 +34,6 @@ from asyncloader.events import (
     Started,
 )
 
-__all__ = ["Case", "Outcome", "simulate"]
-
 NOTICED_S = {"kill": 0.005, "cut": 2.6}
 """Seconds until a loader notices."""
 ANEW_S = 0.03

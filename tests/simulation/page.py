@@ -12,8 +12,6 @@ from html import escape
 from tests.simulation.epoch import ANEW_S, GONE_S, NOTICED_S, Case, Outcome
 from tests.simulation.scale import Order, Planning
 
-__all__ = ["drawn", "written"]
-
 _HEAD = """\
 # At scale
 

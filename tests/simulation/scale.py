@@ -21,8 +21,6 @@ from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.samplers.distributed import RankView, Share
 from asyncloader.samplers.seeded import SeededSampler
 
-__all__ = ["Order", "Planning", "assignment_us", "check_order", "plan_shards", "scheduler_us"]
-
 
 class Samples:
     """Anything with a length."""

@@ -15,8 +15,6 @@ from tests.stress.consumer import Event
 from tests.stress.faults import ERRORS
 from tests.stress.schedule import KILLING, START, STRIDE, Case, Fault, interleaved
 
-__all__ = ["Epoch", "Item", "compare", "draws_differ", "expected", "placed_faults"]
-
 
 class Item(NamedTuple):
     """A batch with these indices (None: no batch may come here), or an error of one of these classes in its place."""

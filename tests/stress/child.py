@@ -26,8 +26,6 @@ from tests.stress.faults import plan_of
 from tests.stress.schedule import KILLING, START, Case
 from tests.stress.workloads import Maker, make_dataset, make_loader, order_of
 
-__all__ = ["run_case"]
-
 HEALTHY = ("calm", "bad samples", "cancelled")
 """Scenarios in which no slot is retired, as far as no worker dies: no batch needs to be copied out."""
 

@@ -24,8 +24,6 @@ from tests.stress.faults import SECOND, kill_workers, limited
 from tests.stress.schedule import KILLING, Case, Fault
 from tests.stress.workloads import Maker, content, samples_of
 
-__all__ = ["Consumer", "Died", "Event"]
-
 SLOW_S = 0.003
 FORKED_S = 20.0  # for a forked child to look at its batch
 

@@ -13,8 +13,6 @@ from dataclasses import replace
 
 from tests.stress.schedule import SLOT_BYTES, Case, Fault
 
-__all__ = ["deaths", "healing", "killing", "own_deaths", "task", "workload"]
-
 SIGNALS = [
     signal.SIGKILL,
     signal.SIGKILL,

@@ -21,8 +21,6 @@ from typing import Any, NoReturn
 
 from tests.stress.schedule import Fault
 
-__all__ = ["ERRORS", "SECOND", "FaultPlan", "Rotten", "kill_workers", "limited", "workers_now"]
-
 SECOND = "second epoch"
 """A file of this name in the case's folder: the second epoch has begun."""
 

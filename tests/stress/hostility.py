@@ -16,21 +16,6 @@ import msgspec
 from asyncloader.service.protocol import frames
 from asyncloader.workers.ipc import wire
 
-__all__ = [
-    "CONTENT",
-    "ESCAPE",
-    "FROM_LOADER",
-    "FROM_NODE",
-    "ORDER",
-    "Case",
-    "any_body",
-    "any_head",
-    "draw",
-    "rng_of",
-    "spoiled",
-    "value",
-]
-
 _LANE = (wire.TASK, wire.RING, wire.RESET, wire.STOP, wire.SUSPECT, wire.ASSIGNMENT)
 _SESSION = (frames.HELLO, frames.PROOF, frames.OPENING, frames.PING, frames.KILL, frames.STAY, frames.PLAN, frames.LOOK)
 FROM_LOADER = (*_LANE, *_SESSION)

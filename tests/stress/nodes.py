@@ -33,8 +33,6 @@ from tests.service import definitions
 from tests.service.proxy import Proxy, proxied
 from tests.service.serving import NodeProcess, serving
 
-__all__ = ["Fleet", "main"]
-
 NODES = 3
 DEADLINE_S = 90.0
 NAMES = ["numbers", "awaited", "stream"]

@@ -26,8 +26,6 @@ from tests.stress.peer_child import AT_A_TIME, RECORD, record
 from tests.stress.peer_loader import Connection, Place, Stalled, play
 from tests.stress.peer_node import HostileNode
 
-__all__ = ["Child", "Finding", "LoaderArena", "NodeArena", "verdict"]
-
 STALL_S = 3.0
 """Seconds without a batch that an honest loader may see, besides those in which the machine is busy."""
 GROWTH = 256 << 20

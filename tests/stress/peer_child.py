@@ -30,8 +30,6 @@ from asyncloader.service.client import connect, remote_channel
 from tests.integration.comparing import assert_same
 from tests.service import definitions
 
-__all__ = ["AT_A_TIME", "LENGTHS", "RECORD", "record"]
-
 AT_A_TIME = 8
 """Cases that are read at a time: most of them wait."""
 LENGTHS: Final = {"numbers": 40, "awaited": 40, "stream": 41}

@@ -24,8 +24,6 @@ from asyncloader.workers.ipc import wire
 from tests.stress.hostility import FROM_LOADER, Case, any_body, any_head, encoded, rng_of, spoiled, value
 from tests.stress.wire_inputs import REQUEST, Original, changed, hello, openings, whole
 
-__all__ = ["Connection", "Place", "Stalled", "play", "random_of"]
-
 ANSWER_S = 3.0
 """Seconds in which a node must answer what is honest."""
 _MOST_ANSWER = 1 << 30

@@ -25,8 +25,6 @@ from tests.stress.hostility import ESCAPE, FROM_NODE, Case, any_body, any_head, 
 from tests.stress.peer_loader import random_of
 from tests.stress.wire_inputs import Original, changed, whole
 
-__all__ = ["HostileNode"]
-
 _BATCH = frozenset(["unasked", "template", "error", "withheld", "announced"])
 """Acts that begin at a batch."""
 _MOST = 1 << 40

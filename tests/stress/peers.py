@@ -23,8 +23,6 @@ from typing import NamedTuple
 from tests.stress.hostility import Case, draw
 from tests.stress.peer_arena import Child, Finding, LoaderArena, NodeArena, verdict
 
-__all__ = ["main", "run"]
-
 RECENT = 12
 """Cases that may be the cause of a finding: they are played again, one by one."""
 _SETTLE_S = 4.0

@@ -15,8 +15,6 @@ from asyncloader.events import Action
 from asyncloader.workers.memory.ring import Ring
 from asyncloader.workers.watchdog import TaskWatchdog
 
-__all__ = ["PLANTS"]
-
 
 def _replace(owner: type, name: str, method: Callable[..., Any]) -> None:
     if not hasattr(owner, name):

@@ -16,8 +16,6 @@ import torch
 
 from tests.stress.runner import Outcome
 
-__all__ = ["BEGIN", "END", "PAGE", "ROOT", "save", "summary", "table"]
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "reliability.md"
 BEGIN = "<!-- written by python -m tests.stress --save: begin -->"

@@ -30,8 +30,6 @@ import asyncloader
 from tests.stress.child import run_case
 from tests.stress.schedule import Case
 
-__all__ = ["DEADLINE_S", "Outcome", "run_cases"]
-
 DEADLINE_S = 60.0  # of a case whose workers are forked; those that are spawned import torch again, one by one
 GRACE_S = 15.0  # for helpers of multiprocessing, which end once they hear that their parent has
 START_S = 60.0  # a worker that is stopped while it starts, or begins an epoch, has so long

@@ -13,8 +13,6 @@ from dataclasses import replace
 from tests.stress.draw import deaths, healing, killing, own_deaths, task, workload
 from tests.stress.schedule import SLOT_BYTES, START, Case, Fault
 
-__all__ = ["SCENARIOS", "draw"]
-
 CANCELS = 4  # ways to cancel that `consumer.py` knows
 RAISED = 3  # kinds of errors that `faults.py` knows to raise
 

@@ -10,8 +10,6 @@ import signal
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["KILLING", "SLOT_BYTES", "START", "STRIDE", "Case", "Fault", "interleaved"]
-
 SLOT_BYTES = 64 * 1024
 """What a slot starts with; batches are up to three times as large."""
 

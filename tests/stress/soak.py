@@ -39,8 +39,6 @@ from tests.service import definitions
 from tests.service.proxy import Proxy, proxied
 from tests.service.serving import NodeProcess, serving
 
-__all__ = ["growth", "main"]
-
 NAMES = ["numbers", "awaited", "stream"]
 LENGTH = 400
 EPOCHS = 4  # of one loader; then another one is made

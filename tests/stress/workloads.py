@@ -21,8 +21,6 @@ from asyncloader.options.objects import grouped
 from tests.stress.faults import FaultPlan
 from tests.stress.schedule import START, STRIDE, Case
 
-__all__ = ["Rows", "Sample", "content", "make_dataset", "options", "samples_of", "substitute"]
-
 Sample = dict[str, Any]
 
 LAG_S = 0.004

@@ -31,8 +31,6 @@ from tests.verdicts.planted import (
     sleeps,
 )
 
-__all__ = ["ROWS", "Row"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -17,15 +17,6 @@ from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 
-__all__ = [
-    "AssignmentProvider",
-    "AssignmentReply",
-    "AssignmentSource",
-    "ChannelAssignments",
-    "WorkerAssignments",
-    "assigns_shards",
-]
-
 
 def assigns_shards(dataset: Any) -> bool:
     """Return whether the main process assigns the dataset's shards to the workers."""

@@ -17,8 +17,6 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches, fetches_samples
 
-__all__ = ["AwaitedStack", "awaited_view"]
-
 
 def awaited_view(dataset: Any, is_async: Callable[[Any], bool]) -> Any:
     """Replace the stacks in a dataset by ones that can be awaited. torch's views of them are made anew."""

@@ -22,14 +22,6 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 from asyncloader.shielding import shielded
 from asyncloader.workers.fetch.mocks import has_special_method
 
-__all__ = [
-    "EXIT_SECONDS",
-    "DatasetContext",
-    "UnexpectedCancellation",
-    "context_managers",
-    "self_cancelled",
-]
-
 EXIT_SECONDS = 1.5
 """Seconds that `__aexit__` may take. A worker that was asked to end is terminated after two seconds."""
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 
-__all__ = ["EndOfData", "not_the_end"]
-
 
 class EndOfData(Exception):
     """The sampler, or the stream, has no more."""

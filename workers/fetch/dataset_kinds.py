@@ -12,8 +12,6 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 
 from asyncloader.workers.fetch.mocks import has_special_method
 
-__all__ = ["fetches_batches", "fetches_samples", "is_async_dataset", "is_async_stream", "is_concurrent"]
-
 
 def is_async_dataset(dataset: Any) -> bool:
     """Whether samples must be awaited: by the dataset's own methods, or those of the datasets that it is a view of.

@@ -23,8 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["changed_since", "marks", "set_dataset_epoch"]
-
 _MOST_MARKS = 1000  # takes some 5 ms on a busy machine
 _MOST_ITEMS = 100  # of one list, so that what follows it is marked, too
 _MOST_TEXT = 200

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.repeated_pickle import RepeatedPickle
 
-__all__ = ["Bookmark", "Cursor", "Stateful", "is_stateful"]
-
 
 @runtime_checkable
 class Stateful(Protocol):

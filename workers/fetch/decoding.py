@@ -21,8 +21,6 @@ from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.plain_calls import is_coroutine_function
 from asyncloader.workers.fetch.threads import JobThreads
 
-__all__ = ["Decoder", "check_decode"]
-
 
 def check_decode(decode: Any, decode_threads: Any) -> None:
     """Check the options.

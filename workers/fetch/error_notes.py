@@ -12,18 +12,6 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = [
-    "add_note",
-    "describe_batch",
-    "describe_sample",
-    "index_text",
-    "note_collation",
-    "note_stream_collation",
-    "note_stream_sample",
-    "shard_and_key",
-    "take_notes",
-]
-
 _SHOWN = 8
 _STARTS = ("while fetching ", "while reading ", "while collating ", "while calling ")
 _ADVICE = {  # by what torch's default collation says

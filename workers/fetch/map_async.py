@@ -32,11 +32,6 @@ from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 
-__all__ = [
-    "AsyncMapFetcher",
-    "ConcurrencyLimiter",
-]
-
 
 class AsyncMapFetcher(MapFetcher):
     """Fetches from a map dataset whose samples are awaited.

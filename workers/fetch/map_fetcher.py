@@ -29,8 +29,6 @@ from asyncloader.workers.fetch.error_notes import add_note, describe_batch, desc
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
 
-__all__ = ["MapFetcher"]
-
 
 class MapFetcher:
     """Fetches from a blocking map dataset, one sample after the other. Subclasses have many samples in flight.

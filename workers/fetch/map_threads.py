@@ -26,8 +26,6 @@ from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blo
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.threads import JobThreads
 
-__all__ = ["ThreadMapFetcher"]
-
 
 class ThreadMapFetcher(MapFetcher):
     """Fetches from a blocking map dataset, whose methods are called by several threads.

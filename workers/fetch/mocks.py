@@ -12,8 +12,6 @@ import inspect
 import sys
 from typing import Any
 
-__all__ = ["has_method", "has_special_method"]
-
 
 def has_method(thing: Any, name: str) -> bool:
     """Whether the object has this method. A mock has those that were set or used before."""

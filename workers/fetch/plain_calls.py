@@ -9,8 +9,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-__all__ = ["check_plain", "is_coroutine_function"]
-
 
 def is_coroutine_function(function: Any) -> bool:
     """Whether a call gives a coroutine, as far as the definition shows, also that of an object's `__call__`."""

@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-__all__ = ["plain_context"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -38,8 +38,6 @@ from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
 
-__all__ = ["DatasetReader"]
-
 
 class DatasetReader:
     """Reads one copy of a dataset, batch by batch.

@@ -9,8 +9,6 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-__all__ = ["RepeatedPickle"]
-
 _LONG = 1000  # elements from which comparing a list is worth it
 _FIXED = frozenset({int, float, bool, str, bytes, type(None)})
 

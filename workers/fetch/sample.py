@@ -23,8 +23,6 @@ from asyncloader.workers.fetch.error_notes import add_note, describe_sample, not
 from asyncloader.workers.fetch.sample_errors import SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding
 
-__all__ = ["SampleMaker", "SampleRequest", "run_blocking"]
-
 T = TypeVar("T")
 
 

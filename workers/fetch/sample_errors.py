@@ -19,19 +19,6 @@ from typing import Any, NamedTuple
 from asyncloader.errors import is_about_sample
 from asyncloader.workers.fetch.seeding import derive
 
-__all__ = [
-    "ATTEMPTS",
-    "DROPPED",
-    "ERROR_CHARACTERS",
-    "TRACEBACK_CHARACTERS",
-    "ErrorPolicy",
-    "NoSamples",
-    "SampleErrorHandler",
-    "SkippedSample",
-    "dropped_count",
-    "substitute_index",
-]
-
 ATTEMPTS = 16
 """Number of substitutes that are tried for one sample."""
 ERROR_CHARACTERS = 1000

@@ -29,18 +29,6 @@ import torch
 from asyncloader.errors import warn_aside
 from asyncloader.workers.fetch.plain_context import plain_context
 
-__all__ = [
-    "EpochSeeding",
-    "GlobalDrawCheck",
-    "SampleRng",
-    "SampleSeeder",
-    "derive",
-    "draw_device",
-    "draw_seed",
-    "global_generators_kept",
-    "sample_rng",
-]
-
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9

@@ -16,15 +16,6 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 
-__all__ = [
-    "EpochStart",
-    "Links",
-    "SeededSetup",
-    "WorkerSetup",
-    "install_worker_info",
-    "seed_worker",
-]
-
 
 class EpochStart(NamedTuple):
     """The state that one worker begins an epoch with.

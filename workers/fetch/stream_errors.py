@@ -10,8 +10,6 @@ from types import TracebackType
 
 from asyncloader.workers.fetch.error_notes import add_note
 
-__all__ = ["MAX_CONSECUTIVE", "StreamErrors"]
-
 MAX_CONSECUTIVE = 1000
 """Number of consecutive failures after which a stream is given up."""
 

@@ -33,8 +33,6 @@ from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blo
 from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
 from asyncloader.workers.fetch.stream_errors import StreamErrors
 
-__all__ = ["StreamFetcher", "WorkerStreamFetcher", "WorkerStreamLike"]
-
 
 class StreamFetcher:
     """Reads batches from an iterable dataset.

@@ -22,8 +22,6 @@ from typing import Any
 
 from asyncloader.workers.fetch.data_end import not_the_end
 
-__all__ = ["JobThreads"]
-
 _Job = Callable[[], None]
 
 

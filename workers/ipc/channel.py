@@ -19,8 +19,6 @@ from collections.abc import Iterator, Sequence
 
 from asyncloader.workers.ipc.wire import MOST_FRAME, FrameSplitter
 
-__all__ = ["Channel", "channel_pair"]
-
 _READ_BYTES = 1 << 16
 _MAX_FDS = 8
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)

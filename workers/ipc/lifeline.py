@@ -27,8 +27,6 @@ import os
 import select
 import signal
 
-__all__ = ["Lifeline", "hold"]
-
 
 class Lifeline:
     """The main process's side: a pipe whose write end is open as long as this process lives, or until `close`.

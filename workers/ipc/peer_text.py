@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["LINE", "LINES_PER_MINUTE", "LineLimit", "block_of", "line_of"]
-
 LINE: Final = 500
 """Characters of a line, at most."""
 LINES_PER_MINUTE: Final = 60

@@ -14,50 +14,6 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-__all__ = [
-    "ALL_DROPPED",
-    "ASK",
-    "ASSIGNMENT",
-    "BAD_SAMPLES",
-    "COUNTS",
-    "ERROR",
-    "EXHAUSTED",
-    "LOG",
-    "MOST_FRAME",
-    "NO_SLOT",
-    "ONEOFF",
-    "PREFIX_BYTES",
-    "READY",
-    "RESET",
-    "RESET_DONE",
-    "RESULT",
-    "RETIRING",
-    "RING",
-    "STARTED",
-    "STOP",
-    "SUSPECT",
-    "TASK",
-    "FrameSplitter",
-    "Result",
-    "pack",
-    "pack_answer",
-    "pack_ask",
-    "pack_assignment",
-    "pack_reset",
-    "pack_result",
-    "pack_ring",
-    "pack_started",
-    "pack_task",
-    "unpack_answer",
-    "unpack_ask",
-    "unpack_assignment",
-    "unpack_reset",
-    "unpack_result",
-    "unpack_ring",
-    "unpack_started",
-    "unpack_task",
-]
-
 # main -> worker
 TASK, RING, RESET, STOP = 1, 2, 3, 4
 SUSPECT = 5

@@ -55,8 +55,6 @@ from asyncloader.workers.memory.shared_storage import SharedStorages, StorageVie
 Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
 """The memory that leaves are built on: a slot's anchor, or a private copy of it."""
 
-__all__ = ["Encoded", "Encoder", "Template"]
-
 INLINE_PICKLE = 1 << 15
 """Pickle up to this size is sent over the socket; larger pickle goes through the slot."""
 

@@ -25,8 +25,6 @@ from torch.utils.data._utils import collate as torch_collate
 from asyncloader.workers.memory.codec import Encoded, Encoder
 from asyncloader.workers.memory.leaves import dense_leaf, dense_view, has_code, torch_dtype
 
-__all__ = ["Collator", "use_private_memory"]
-
 _TORCH_MAP = dict(torch_collate.default_collate_fn_map)  # torch's own functions, before a user registered others
 
 _TENSORS = frozenset([torch.Tensor])

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from asyncloader.workers.memory.ring_manager import RingManager
 
-__all__ = ["KeptRings", "RingOptions"]
-
 
 class RingOptions(NamedTuple):
     """The arguments of a `RingManager`; rings are reused only for equal ones."""

@@ -11,17 +11,6 @@ views. Slots take memory only once used, so unused headroom costs none.
 
 from __future__ import annotations
 
-__all__ = [
-    "ALIGNMENT",
-    "FIRST_SLOT_BYTES",
-    "HEADROOM",
-    "PAGE",
-    "align",
-    "fit_slot_bytes",
-    "grown_slot_bytes",
-    "slot_count",
-]
-
 ALIGNMENT = 64
 PAGE = 4096
 

@@ -19,29 +19,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-__all__ = [
-    "DTYPES",
-    "DTYPE_CODE",
-    "LEAF_SPECS",
-    "NUMPY_BY_CODE",
-    "Dense",
-    "Leaf",
-    "LeafSpec",
-    "Raw",
-    "Storage",
-    "Strided",
-    "dense_leaf",
-    "dense_view",
-    "extent",
-    "has_code",
-    "reduce_quantized",
-    "reduce_sparse",
-    "reduce_typed_storage",
-    "sparse_part_names",
-    "sparse_parts",
-    "torch_dtype",
-]
-
 # A torch dtype is encoded as its index in this list.
 DTYPES: tuple[torch.dtype, ...] = tuple(
     dtype

@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["LiveObjects"]
-
 T = TypeVar("T")
 
 

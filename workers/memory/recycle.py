@@ -22,8 +22,6 @@ from asyncloader.workers.memory.layout import PAGE, align
 from asyncloader.workers.memory.leaves import has_code
 from asyncloader.workers.memory.ring import Anchor, Lease, make_anchor, make_lease
 
-__all__ = ["LARGE", "Recycler", "recycling_collate"]
-
 LARGE = 32 << 20
 """Size from which on tensors are recycled: glibc's `DEFAULT_MMAP_THRESHOLD_MAX`. `malloc` keeps smaller blocks."""
 

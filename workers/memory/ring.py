@@ -46,17 +46,6 @@ from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.layout import PAGE, align
 from asyncloader.workers.memory.live_objects import LiveObjects
 
-__all__ = [
-    "LOCK_BYTES",
-    "Anchor",
-    "Lease",
-    "Ring",
-    "WorkerRing",
-    "make_anchor",
-    "make_lease",
-    "oneoff_anchor",
-]
-
 LOCK_BYTES = 1 << 30
 """Bytes that are page-locked by one call, unless a slot is larger."""
 

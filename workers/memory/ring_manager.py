@@ -31,8 +31,6 @@ from asyncloader.workers.memory.layout import (
 )
 from asyncloader.workers.memory.ring import Ring
 
-__all__ = ["CREDIT_BYTES", "RUN_AHEAD_BYTES", "RingManager"]
-
 CREDIT_BYTES = 256 << 20
 """Memory per ring for outstanding batches beyond the least credits, if the user set no `ring_bytes`: enough for 256
 samples in flight of a megabyte each."""

@@ -27,18 +27,6 @@ from pathlib import Path
 
 from asyncloader.errors import RING_ADVICE, RingMemoryError
 
-__all__ = [
-    "Mapping",
-    "check_room",
-    "create",
-    "map_segment",
-    "memory_groups",
-    "memory_limit",
-    "populate",
-    "reserve",
-    "written",
-]
-
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
 _CHECKED_BYTES = 64 << 20
 """From this size on, the free memory is checked before a batch gets a segment of its own; a check takes 50 us."""

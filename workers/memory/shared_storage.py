@@ -20,8 +20,6 @@ import torch
 from asyncloader.workers.memory.layout import PAGE, align
 from asyncloader.workers.memory.leaves import Dense, LeafSpec, Storage, Strided
 
-__all__ = ["SharedStorage", "SharedStorages", "StorageView", "is_dense"]
-
 _MOST_GAPS = 4
 """Copied bytes per used byte up to which strides are kept: gaps between a tensor's elements are then copied, too. Four
 is one channel of an RGBA image. Up to a page they are always kept."""

@@ -20,8 +20,6 @@ from torch.utils.data import IterDataPipe
 from asyncloader.bridge import Bridge
 from asyncloader.dataloader2.graph.utils import DataPipe, list_dps, replace_dp, traverse_dps
 
-__all__ = ["AsyncMapper", "Awaited", "awaited_graph", "is_awaited"]
-
 _END = object()
 
 

@@ -25,8 +25,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["CacheFiles"]
-
 _HASHES = ("sha256", "md5")
 
 

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch.utils.data import IterDataPipe
 
-__all__ = ["InMemoryCacheHolder"]
-
 
 class InMemoryCacheHolder(IterDataPipe[Any]):
     """Form ``in_memory_cache``. Keeps the items of the first epoch that is read to its end, for those after it.

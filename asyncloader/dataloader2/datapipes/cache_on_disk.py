@@ -23,8 +23,6 @@ from asyncloader.dataloader2.datapipes.file_claim import claimed
 from asyncloader.dataloader2.datapipes.forms import has_form, is_replicable
 from asyncloader.dataloader2.graph.utils import list_dps
 
-__all__ = ["EndOnDiskCacheHolder", "OnDiskCacheHolder"]
-
 _MODES = {"wb": "wb", "b": "wb", "w": "wt", "wt": "wt", "t": "wt"}
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch.utils.data import IterDataPipe, MapDataPipe
 
-__all__ = ["MapToIterConverter"]
-
 
 class MapToIterConverter(IterDataPipe[Any]):
     """Form ``to_iter_datapipe`` of a `MapDataPipe`.

@@ -13,8 +13,6 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data.datapipes.iter.combining import _ChildDataPipe, _DemultiplexerIterDataPipe
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
-__all__ = ["RoundRobinDemultiplexer", "ShardingRoundRobinDispatcher"]
-
 
 class ShardingRoundRobinDispatcher(IterDataPipe[Any]):
     """Form ``sharding_round_robin_dispatch``. Marks a cut: what comes before runs in one process, which deals its items

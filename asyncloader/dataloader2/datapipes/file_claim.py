@@ -18,8 +18,6 @@ from pathlib import Path
 
 from asyncloader.transports.file_lock import same_file, try_lock, unlock, wait_for_lock
 
-__all__ = ["claimed"]
-
 _log = logging.getLogger("asyncloader")
 
 _TELL_AFTER = 10.0

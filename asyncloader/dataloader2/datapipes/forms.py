@@ -15,8 +15,6 @@ from typing import Any
 
 from torch.utils.data import IterDataPipe, MapDataPipe
 
-__all__ = ["has_form", "is_replicable", "register_form"]
-
 _OURS: dict[str, Callable[..., Any]] = {}
 
 

@@ -21,8 +21,6 @@ from asyncloader.dataloader2.datapipes.read_ahead import STOP_S, ReadAhead
 from asyncloader.errors import RanksDisagree
 from asyncloader.ranks.process_group import destroy
 
-__all__ = ["FullSync", "PrefetchTimeoutError"]
-
 _LONGEST_S = 1e8  # what gloo takes
 
 

@@ -15,8 +15,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from asyncloader.dataloader2.datapipes.read_ahead import ReadAhead
 
-__all__ = ["PinMemory", "Prefetcher"]
-
 
 class Prefetcher(IterDataPipe[Any]):
     """Form ``prefetch``. Reads ahead in a thread, from the first item that is asked for on.

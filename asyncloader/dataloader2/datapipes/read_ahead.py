@@ -18,8 +18,6 @@ from typing import Any
 
 from asyncloader.errors import LoaderClosed
 
-__all__ = ["STOP_S", "ReadAhead"]
-
 STOP_S = 20.0
 """Longest wait for an item that is being read when the thread is to end."""
 

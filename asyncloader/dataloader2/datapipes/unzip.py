@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
-__all__ = ["unzip"]
-
 
 def unzip(
     source_datapipe: Any, sequence_length: int, buffer_size: int = 1000, columns_to_skip: Sequence[int] | None = None

@@ -20,8 +20,6 @@ from torch.utils.data.datapipes.datapipe import (
 
 from asyncloader.dataloader2.graph.utils import DataPipe
 
-__all__ = ["attach_wrapper", "clone", "deserialize_datapipe", "extract_wrapper", "serialize_datapipe"]
-
 T = TypeVar("T")
 
 

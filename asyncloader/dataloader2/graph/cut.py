@@ -14,8 +14,6 @@ from torch.utils.data.graph import DataPipeGraph, traverse_dps
 from asyncloader.dataloader2.datapipes.forms import has_form
 from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
 
-__all__ = ["_DummyIterDataPipe", "find_lca_round_robin_sharding_dp", "find_non_dispatching_branches"]
-
 _FORM = "sharding_round_robin_dispatch"
 
 

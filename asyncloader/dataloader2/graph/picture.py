@@ -14,8 +14,6 @@ from asyncloader.dataloader2.graph.utils import DataPipe, DataPipeGraph, list_dp
 if TYPE_CHECKING:
     import graphviz
 
-__all__ = ["to_graph"]
-
 
 def to_graph(dp: DataPipe, *, debug: bool = False) -> graphviz.Digraph:
     """Draw a graph: a box for each part, and an arrow to each part that reads from it.

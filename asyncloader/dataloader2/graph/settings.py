@@ -17,8 +17,6 @@ from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.workers.fetch.seeding import draw_seed
 
-__all__ = ["fixed_shuffle_seeds", "set_datapipes_seed", "set_graph_random_seed"]
-
 _SHUFFLES = (Shuffler, MapShuffler)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 from typing import Self
 
-__all__ = ["PhiloxEngine"]
-
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["dist_share_seed"]
-
 _HALF = 1 << 63
 
 

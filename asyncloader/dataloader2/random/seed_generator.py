@@ -10,8 +10,6 @@ import operator
 from asyncloader.dataloader2.random._philox import PhiloxEngine
 from asyncloader.workers.fetch.seeding import draw_seed
 
-__all__ = ["SeedGenerator", "checked_seed"]
-
 _UINT64 = 1 << 64
 
 

@@ -40,8 +40,6 @@ from asyncloader.workers.main_guard import found_in_main
 from asyncloader.workers.setup_payload import InheritedFd
 from asyncloader.workers.starting import start
 
-__all__ = ["Dispatched", "Dispatcher", "EpochOrder"]
-
 JOIN_S = 20.0
 """How long a process gets to end before it is killed."""
 

@@ -19,8 +19,6 @@ from asyncloader.dataloader2.random.distributed import dist_share_seed
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services.interface import Change, ReadingServiceInterface, shutdown_parts, with_threads
 
-__all__ = ["DistributedReadingService"]
-
 
 class DistributedReadingService(ReadingServiceInterface):
     """One rank's part: `sharding_filter` keeps its share, `fullsync` at the end has all ranks end together.

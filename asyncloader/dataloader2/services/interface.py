@@ -21,24 +21,6 @@ from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.utils.worker import WorkerInfo, worker_graph
 
-__all__ = [
-    "Change",
-    "CheckpointableReadingServiceInterface",
-    "InProcessReadingService",
-    "InitFn",
-    "PausableReadingService",
-    "ReadingServiceInterface",
-    "ResetFn",
-    "SequentialReadingService",
-    "each_of_form",
-    "end_soon",
-    "read_by",
-    "reset_here",
-    "shutdown_graph",
-    "shutdown_parts",
-    "with_threads",
-]
-
 Change: TypeAlias = Callable[[DataPipe], DataPipe]
 InitFn: TypeAlias = Callable[[DataPipe, WorkerInfo], DataPipe]
 ResetFn: TypeAlias = Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe]

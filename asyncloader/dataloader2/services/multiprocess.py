@@ -28,8 +28,6 @@ from asyncloader.dataloader2.services.interface import (
 from asyncloader.dataloader2.services.worker_streams import Branch, Interleaved, next_order
 from asyncloader.dataloader2.utils.worker import WorkerInfo, worker_graph
 
-__all__ = ["MultiProcessingReadingService", "PrototypeMultiProcessingReadingService"]
-
 
 class MultiProcessingReadingService(PausableReadingService):
     """Reads the graph in worker processes; items cross through shared memory.

@@ -33,8 +33,6 @@ from asyncloader.errors import StateError, TaskQuarantined, WorkerDied
 from asyncloader.loader import DataLoader
 from asyncloader.workers.error_pickle import caught
 
-__all__ = ["Branch", "Chunk", "Interleaved", "next_order"]
-
 
 class Chunk(NamedTuple):
     """Some items of one worker, in their order.

@@ -21,8 +21,6 @@ from asyncloader.dataloader2.graph.settings import set_datapipes_seed, set_graph
 from asyncloader.dataloader2.graph.utils import DataPipe, end_of, find_dps, list_dps, replace_dp
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 
-__all__ = ["WorkerInfo", "reset_graph", "seed_process", "worker_graph"]
-
 
 @dataclass(frozen=True)
 class WorkerInfo:

@@ -26,8 +26,6 @@ from asyncloader.service.placement.agent import AgentNode, AgentSetup
 from asyncloader.service.placement.engine import Credentials
 from asyncloader.service.placement.scaling import Load, Scaling
 
-__all__ = ["Agent", "Fleet", "FleetNode", "FleetOptions", "FleetView", "placed_at"]
-
 _log = logging.getLogger("asyncloader")
 _T = TypeVar("_T")
 _LOOK_S = 1.0

@@ -16,8 +16,6 @@ from torch.utils.data import Dataset, Sampler
 
 from asyncloader.samplers.permutation import Permutation
 
-__all__ = ["BlockSampler", "RayBlocks"]
-
 _KEPT = 4  # blocks that a process has at hand
 _MIX = 0x9E3779B97F4A7C15  # makes another seed of each block's number
 

@@ -24,8 +24,6 @@ from asyncloader.integrations.ray.actors import Fleet, FleetOptions, FleetView, 
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.placement.engine import Credentials, EngineNode
 
-__all__ = ["RayWorkers"]
-
 _log = logging.getLogger("asyncloader")
 _SAY_AFTER_S = 60.0
 _START_S = 240.0

@@ -43,8 +43,6 @@ from asyncloader.service.protocol.sockets import check_peer
 from asyncloader.workers.ipc.peer_text import block_of, line_of
 from asyncloader.workers.stacks import Report
 
-__all__ = ["NodeConnection", "Unreachable", "answer_of", "ask_facts", "ask_plan", "ask_stacks", "on_any_node"]
-
 _log = logging.getLogger("asyncloader")
 
 _CONNECT_S = 3.0

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["node_order", "to_move"]
-
 
 def node_order(loads: Sequence[float], turn: int, failures: Sequence[int] | None = None) -> list[int]:
     """The numbers of nodes in the order in which they are asked: those with the fewest failures first, of these the

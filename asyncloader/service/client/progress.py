@@ -15,8 +15,6 @@ from math import inf
 
 from asyncloader.workers.ipc.peer_text import line_of
 
-__all__ = ["NodeProgress"]
-
 _FIRST_REST_S, _LONGEST_REST_S = 0.05, 3.0
 _FORGOTTEN_S = 60.0  # after which a node is as good as any
 _FEWEST = 3  # connections that came to nothing, before that means anything

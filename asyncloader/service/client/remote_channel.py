@@ -29,8 +29,6 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.ring import WorkerRing
 
-__all__ = ["RemoteChannel"]
-
 _CHECK_S = 0.65
 _MOST_PINGS = 2
 _MOST_PAYLOAD = 1 << 40

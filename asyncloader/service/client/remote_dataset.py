@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from asyncloader.service.protocol.dataset_info import DatasetInfo
     from asyncloader.service.protocol.shard_plan import Catalog
 
-__all__ = ["ServedDataset", "let_go", "located"]
-
 
 class ServedDataset:
     """Stands for a dataset that a service reads.

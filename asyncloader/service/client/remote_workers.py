@@ -52,8 +52,6 @@ from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.stacks import Report
 
-__all__ = ["ServedWorker", "ServiceWorkers"]
-
 _MOST_THREADS = 16
 _STANDS_S = 4.0
 """Seconds after which a connection that has tasks stands: its node has answered pings, or would be given up."""

@@ -11,8 +11,6 @@ from asyncloader.service.definition import Definition, converted
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello
 from asyncloader.workers.ipc.peer_text import line_of
 
-__all__ = ["Refused", "Served", "as_text", "asked"]
-
 
 class Refused(Exception):
     """A loader is not served; the text says why, to it.

@@ -15,8 +15,6 @@ from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, Message
 from asyncloader.service.protocol.dead_peers import end_when_dead
 
-__all__ = ["message_of", "secured", "send_whole", "speaks_tls", "waited"]
-
 _SIGN_OF_LIFE_S = 5.0
 _TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS client
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}

@@ -25,8 +25,6 @@ from asyncloader.service.node.server import DRAIN_S, Node
 from asyncloader.service.protocol.sockets import read_address, server_tls
 from asyncloader.workers.worker import serve_async
 
-__all__ = ["run"]
-
 _log = logging.getLogger("asyncloader")
 
 _LISTS = ("listen", "arg", "open")

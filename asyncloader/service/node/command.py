@@ -13,8 +13,6 @@ import argparse
 
 from asyncloader.version import __version__
 
-__all__ = ["parser"]
-
 
 def parser() -> argparse.ArgumentParser:
     """The command line's parser."""

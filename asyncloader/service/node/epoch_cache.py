@@ -16,8 +16,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from asyncloader.workers.ipc.wire import Result
 
-__all__ = ["EpochCache", "MadeBatch", "Waiter"]
-
 
 class MadeBatch(NamedTuple):
     """A batch as a process has made it.

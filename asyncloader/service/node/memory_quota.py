@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from asyncloader.errors import RingMemoryError
 
-__all__ = ["Session"]
-
 _REASON = "half of the memory that the node had when it began, the most for one loader"
 _ADVICE = "Use smaller batches, fewer workers or a smaller prefetch_factor, or give the node more memory."
 

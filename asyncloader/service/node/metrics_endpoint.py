@@ -16,8 +16,6 @@ from asyncloader.bridge import in_thread
 if TYPE_CHECKING:
     from asyncloader.service.node.server import Node
 
-__all__ = ["MetricsEndpoint"]
-
 _REQUEST_S = 5.0
 _MOST_CONNECTIONS = 64
 _MOST_HEADERS = 100

@@ -17,8 +17,6 @@ from typing import Final
 
 from asyncloader.workers.ipc.peer_text import LINES_PER_MINUTE, LineLimit, block_of, line_of
 
-__all__ = ["ALL_PER_MINUTE", "BLOCK", "NodeLog", "set_up_log"]
-
 ALL_PER_MINUTE: Final = 300
 """Lines of all peers together in a minute, at most; and of what no peer caused."""
 BLOCK: Final = 4000

@@ -52,8 +52,6 @@ from asyncloader.service.protocol.sockets import bound, check_peer
 from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.segment import memory_limit
 
-__all__ = ["DRAIN_S", "Node"]
-
 _log = logging.getLogger("asyncloader")
 
 DRAIN_S = 30.0

@@ -20,8 +20,6 @@ from asyncloader.service.protocol.msgpack_codec import epoch_of
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.workers.ipc import wire
 
-__all__ = ["SharingLane"]
-
 
 class SharingLane(ForwardedLane):
     """A `ForwardedLane` that asks the cache first.

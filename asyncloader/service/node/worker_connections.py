@@ -42,8 +42,6 @@ from asyncloader.workers.memory.layout import slot_count
 from asyncloader.workers.memory.ring import oneoff_anchor
 from asyncloader.workers.memory.ring_manager import RingManager
 
-__all__ = ["ForwardedLane", "PassedLane"]
-
 _log = logging.getLogger("asyncloader")
 
 _PASSED_ON = frozenset((wire.RESET, wire.ASSIGNMENT, wire.STOP))

@@ -49,19 +49,6 @@ from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.worker import AsyncTaskLoop, serve_async, tune
 
-__all__ = [
-    "ENDED",
-    "FACTS",
-    "MOST_PROBLEM",
-    "NOT_MADE",
-    "OPEN",
-    "PLAN",
-    "PLANNED",
-    "HostSetup",
-    "LaneEnding",
-    "LaneOpening",
-]
-
 FACTS, OPEN, PLAN, PLANNED, NOT_MADE, ENDED = 40, 41, 42, 43, 44, 45
 """Frames between the node and its process, all pickled, as both are the node's own: what the dataset is; a new lane,
 whose socket comes with the frame; a number and a `PlanRequest`; this number with the `Plan`, or an error as bytes; why

@@ -41,8 +41,6 @@ from asyncloader.workers.ipc.lifeline import Lifeline
 from asyncloader.workers.ipc.peer_text import LineLimit, line_of
 from asyncloader.workers.process import WorkerProcess, look
 
-__all__ = ["HostProcesses", "LaneEnd", "NotMade"]
-
 _log = logging.getLogger("asyncloader")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
 _ABANDONED_S = 10.0

@@ -25,8 +25,6 @@ from asyncloader.service.placement.scaling import Load
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 
-__all__ = ["DRAIN", "DRAINED", "LOAD", "LOOK", "READY", "SERVE", "SERVING", "AgentNode", "AgentSetup"]
-
 SETUP, READY, SERVE, SERVING, LOOK, LOAD, DRAIN, DRAINED = range(1, 9)
 """Frames to the node, each with its answer: an `AgentSetup`, and where the node is; a pickled definition, in a file
 whose descriptor comes along, and that it is served; a look, and its `Load`; that it should drain, and that it has."""

@@ -14,8 +14,6 @@ from asyncloader.service.definition import Defined
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.protocol.address import Service
 
-__all__ = ["Credentials", "Engine", "EngineNode", "EngineService", "engine_service"]
-
 
 class EngineNode(NamedTuple):
     """A node that is ready.

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["Load", "Scaling"]
-
 _GOOD_LOAD = 0.8  # the rest is for peaks
 _SHORTEST_S, _LONGEST_S = 5.0, 60.0
 _TASKS = 10  # of each process, that a measurement should have: a task counts when it ends

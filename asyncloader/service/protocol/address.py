@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-__all__ = ["Service"]
-
 
 @dataclass(frozen=True)
 class Service:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeVar
 
-__all__ = ["REGISTERED", "is_named_tuple", "name_of", "register_batch_type"]
-
 REGISTERED: dict[str, type] = {}
 
 _T = TypeVar("_T", bound=type)

@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 from asyncloader.service.protocol.frames import HEADER_BYTES, MOST_BODY, Header, pack_header, unpack_header
 
-__all__ = ["Link", "Message"]
-
 _READ = 1 << 12  # small, because what it reads of a payload is copied once more
 _TURN = 4 << 20  # bytes after which others have a turn
 _MESSAGE_BYTES = 400  # that an unsent message takes besides its own

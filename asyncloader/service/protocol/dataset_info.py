@@ -13,8 +13,6 @@ from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_async_stream
 from asyncloader.workers.fetch.dataset_state import is_stateful
 
-__all__ = ["DatasetInfo", "dataset_info_of"]
-
 
 class DatasetInfo(NamedTuple):
     """What a loader must know of a dataset to plan an epoch.

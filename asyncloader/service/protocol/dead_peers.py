@@ -16,8 +16,6 @@ import socket
 import struct
 import weakref
 
-__all__ = ["end_when_dead", "is_dead"]
-
 _log = logging.getLogger("asyncloader")
 
 _EVERY_S = 5.0

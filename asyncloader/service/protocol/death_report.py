@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["DeathReport"]
-
 
 class DeathReport(NamedTuple):
     """What a loader is told of a process that died.

@@ -22,32 +22,6 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple
 
-__all__ = [
-    "CHALLENGE",
-    "DIED",
-    "DRAINING",
-    "HEADER_BYTES",
-    "HELLO",
-    "KILL",
-    "LOOK",
-    "LOOKED",
-    "MOST_BODY",
-    "MOST_GREETING",
-    "OPENED",
-    "OPENING",
-    "PING",
-    "PLAN",
-    "PLANNED",
-    "PONG",
-    "PROOF",
-    "REFUSED",
-    "STAY",
-    "WELCOME",
-    "Header",
-    "pack_header",
-    "unpack_header",
-]
-
 # loader -> node
 HELLO, PROOF, OPENING, PING, KILL, STAY, PLAN, LOOK = 64, 65, 66, 67, 68, 69, 70, 71
 # node -> loader

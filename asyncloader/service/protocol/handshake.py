@@ -33,25 +33,6 @@ from asyncloader.version import __version__
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.setup import SeededSetup, WorkerSetup
 
-__all__ = [
-    "MOST_ARGUMENTS",
-    "MOST_WORKERS",
-    "Challenge",
-    "Hello",
-    "Look",
-    "Looked",
-    "Opened",
-    "Opening",
-    "Proof",
-    "Refusal",
-    "Welcome",
-    "nonce",
-    "pack_opening",
-    "proof",
-    "proves",
-    "read_opening",
-]
-
 PROTOCOL = 2
 MOST_WORKERS = 1 << 16
 MOST_ARGUMENTS = 1 << 16

@@ -25,8 +25,6 @@ from asyncloader.service.protocol.unpacking import WireLeaf, build, check, decod
 from asyncloader.workers.memory.codec import Encoder, Memory, Template
 from asyncloader.workers.memory.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Strided
 
-__all__ = ["BatchEncoder", "BatchTemplate"]
-
 _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 _CODES = {name: code for code, name in enumerate(_NAMES)}
 _MOST_LEAVES = 100_000

@@ -31,8 +31,6 @@ from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc.peer_text import block_of, line_of
 
-__all__ = ["PLAIN", "PlainDialect", "epoch_of"]
-
 _TEXT = 1 << 16
 """Characters of a traceback that are sent, and taken, at most: its end."""
 _NOTE, _MOST_NOTES = 4000, 32

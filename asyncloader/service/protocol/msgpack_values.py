@@ -32,26 +32,6 @@ from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS, sparse_parts
 
-__all__ = [
-    "ALL_DTYPES",
-    "ARRAY_KINDS",
-    "BYTES",
-    "DEPTH",
-    "DTYPE_NAMES",
-    "LEAF",
-    "MOST_ARRAYS",
-    "MOST_KEYS",
-    "OURS",
-    "SECRETLY_HASHED",
-    "SPARSE_BY_NAME",
-    "Kind",
-    "Unsendable",
-    "decoder",
-    "init_fields",
-    "pack",
-    "too_many_arrays",
-]
-
 
 class Kind:
     """What an array stands for, by its first element."""

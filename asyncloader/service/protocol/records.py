@@ -16,8 +16,6 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-__all__ = ["Count", "Name", "pack_record", "read_record"]
-
 Name: TypeAlias = Annotated[str, Meta(max_length=300)]
 """A text that names something."""
 Count: TypeAlias = Annotated[int, Meta(ge=0)]

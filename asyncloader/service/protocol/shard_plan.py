@@ -18,18 +18,6 @@ from msgspec import Meta
 from asyncloader.errors import StateError
 from asyncloader.service.protocol.records import Count, Name, pack_record, read_record
 
-__all__ = [
-    "Catalog",
-    "Plan",
-    "PlanRequest",
-    "check_catalog",
-    "finding",
-    "gathered",
-    "messages",
-    "planned",
-    "read_request",
-]
-
 _MOST_WORKERS = 1 << 24
 _MOST_PLAN = 1 << 30  # bytes of a plan's messages
 _PIECE = 8192

@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 
 from asyncloader.bridge import in_thread
 
-__all__ = ["OtherUser", "bound", "check_peer", "read_address", "server_tls"]
-
 _UCRED = struct.Struct("@iII")  # process, user, group
 _SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # of macOS, which Python does not name
 _XUCRED = struct.Struct("@IIh16I")  # version, user, number of groups, groups

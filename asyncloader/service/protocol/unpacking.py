@@ -43,8 +43,6 @@ from asyncloader.service.protocol.msgpack_values import (
 from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.leaves import DTYPES, sparse_part_names
 
-__all__ = ["WireLeaf", "build", "check", "decode", "unpack"]
-
 _LIST, _TUPLE = Kind.LIST, Kind.TUPLE
 _SAME_HASH = 16
 _MOST_DIGITS = 1 << 20  # of an integer, hexadecimal

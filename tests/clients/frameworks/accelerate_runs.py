@@ -12,8 +12,6 @@ from asyncloader import Tuning
 from asyncloader.integrations.accelerate import prepare
 from tests.clients.frameworks.helping import draws, seed_all
 
-__all__ = ["OURS", "OWN", "STOCK", "accelerator", "both", "epochs", "prepared"]
-
 STOCK: Any = torch.utils.data.DataLoader
 OURS: Any = asyncloader.DataLoader
 OWN: dict[str, Any] = {"tuning": Tuning(ring_bytes=1 << 20), "snapshot_every_n_steps": 3}

@@ -16,8 +16,6 @@ from asyncloader import DataLoader
 from tests.integration.running import Deaths
 from tests.processes import children_of
 
-__all__ = ["Line", "RowStream", "Rows", "batches_given", "draws", "seed_all", "workers_of_now"]
-
 
 def seed_all(seed: int = 7) -> None:
     """Seed the three global generators."""

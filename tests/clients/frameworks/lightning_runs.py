@@ -13,8 +13,6 @@ import asyncloader
 from tests.clients.frameworks.helping import Line, draws, seed_all, workers_of_now
 from tests.integration.running import Deaths
 
-__all__ = ["OURS", "STOCK", "Recorder", "SaveAt", "Saver", "Validated", "WorkersSeen", "fit", "trainer"]
-
 STOCK: Any = torch.utils.data.DataLoader
 OURS: Any = asyncloader.DataLoader
 

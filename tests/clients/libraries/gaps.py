@@ -13,8 +13,6 @@ import types
 import numpy as np
 import torch
 
-__all__ = ["fill_numpy", "fill_torchaudio", "fill_torchvision"]
-
 
 def fill_torchvision() -> None:
     """Declare the two operators that torchvision's Python describes without asking whether they are there."""

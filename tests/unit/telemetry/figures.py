@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FIGURES"]
-
 FIGURES = frozenset(
     {
         "data/batches",

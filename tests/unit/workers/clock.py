@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-__all__ = ["Clock"]
-
 
 class Clock(asyncio.SelectorEventLoop):
     """An event loop whose time is set by `at` and `jump`."""

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-__all__ = ["Ended", "in_child"]
-
 SECONDS = 30.0  # reached only by a child that hangs
 FORK = multiprocessing.get_context("fork")
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from asyncloader.workers.watchdog import TaskWatchdog
 from tests.unit.workers.clock import Clock
 
-__all__ = ["SECONDS", "Timeouts", "nothing_sent", "watching"]
-
 SECONDS = 5.0
 
 

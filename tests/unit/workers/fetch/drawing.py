@@ -9,8 +9,6 @@ import torch
 
 from asyncloader.workers.fetch.seeding import SampleSeeder, sample_rng
 
-__all__ = ["at_sample", "drawn"]
-
 
 def drawn() -> tuple[float, ...]:
     """One number of each generator there is."""

@@ -1,0 +1,11 @@
+"""The cut of a graph, under the name that it has in `torchdata.dataloader2.utils`: see `graph/cut.py`."""
+
+from __future__ import annotations
+
+from asyncloader.dataloader2.graph.cut import (
+    _DummyIterDataPipe,
+    find_lca_round_robin_sharding_dp,
+    find_non_dispatching_branches,
+)
+
+__all__ = ["_DummyIterDataPipe", "find_lca_round_robin_sharding_dp", "find_non_dispatching_branches"]
