@@ -22,23 +22,21 @@ class LoaderAsyncIterator(AsyncIterator[T_co]):
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._iterator: Any = None
+        self._reader = _Reader(loader)
         self._thread = JobThreads(1, "asyncloader-dataloader2")
         self._reading: asyncio.Future[Any] | None = None
         self._waiting = False
-        self._limit: int | None = None  # given before the epoch began
 
     def limit(self, num_batches: int | None) -> None:
         """See `DataLoader2Iterator.limit`. Not while an item is waited for."""
-        self._limit = num_batches
-        if self._iterator is not None:
-            self._iterator.limit(num_batches)
+        self._reader.limit = num_batches
+        if self._reader.iterator is not None:
+            self._reader.iterator.limit(num_batches)
 
     def resume(self) -> None:
         """See `DataLoader2Iterator.resume`."""
-        if self._iterator is not None:
-            self._iterator.resume()
+        if self._reader.iterator is not None:
+            self._reader.iterator.resume()
 
     async def __anext__(self) -> T_co:
         if self._waiting:
@@ -50,29 +48,45 @@ class LoaderAsyncIterator(AsyncIterator[T_co]):
             self._waiting = False
 
     async def _next(self) -> T_co:
+        iterator = self._reader.iterator
         if self._reading is None:
-            if self._iterator is not None and self._iterator._ready():
-                ready: T_co = next(self._iterator)
+            if iterator is not None and iterator._ready():
+                ready: T_co = next(iterator)
                 return ready
-            self._reading = self._thread.call(self._read, self._loader)
+            self._reading = self._thread.call(_Reader.read, self._reader)
             self._reading.add_done_callback(_retrieved)
         await asyncio.wait([self._reading])  # if it is cancelled, even when the item is there, the next call gets that
         reading, self._reading = self._reading, None
-        item = reading.result()
+        try:
+            item = reading.result()
+        finally:
+            del reading  # its error refers to this frame
         if item is _OVER:
             raise StopAsyncIteration
-        assert self._iterator is not None
-        self._iterator._count()
+        assert self._reader.iterator is not None
+        self._reader.iterator._count()
         found: T_co = item
         return found
 
-    def _read(self, loader: Any) -> Any:
-        if self._iterator is None:
-            self._iterator = iter(loader)
-            if self._limit is not None:
-                self._iterator.limit(self._limit)
+
+class _Reader:
+    """What the thread reads with. It does not refer to the iterator: the frames of an error that it raises must not
+    keep that, and with it the thread, until the collector comes.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.iterator: Any = None
+        self.limit: int | None = None  # given before the epoch began
+
+    def read(self) -> Any:
+        """Return the next item, or `_OVER`. The first call begins the epoch."""
+        if self.iterator is None:
+            self.iterator = iter(self._loader)
+            if self.limit is not None:
+                self.iterator.limit(self.limit)
         try:
-            return self._iterator._read()
+            return self.iterator._read()
         except StopIteration:
             return _OVER
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from asyncloader.dataloader2 import (
     MultiProcessingReadingService,
 )
 from tests.dataloader2.parts import double, fails_at_5, hangs_at_3, numbers, slow_double, ticking
+from tests.integration.running import PATIENCE_S
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -83,6 +85,49 @@ async def test_a_cancelled_wait_for_a_worker(caplog: pytest.LogCaptureFixture) -
             await task
     gc.collect()
     assert not caplog.records
+
+
+BEGAN, GO = threading.Event(), threading.Event()
+
+
+def fails_when_told(number: int) -> int:
+    BEGAN.set()
+    GO.wait(PATIENCE_S)
+    raise ValueError(number)
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["loop that runs", "loop that is closed"])
+def test_a_read_that_fails_when_nobody_waits(closed: bool) -> None:
+    """The thread ends once the iterator is dropped, without waiting for the collector."""
+    BEGAN.clear()
+    GO.clear()
+    loader = DataLoader2[int](numbers(2, 3).map(fails_when_told), reading_service=InProcessReadingService())
+
+    async def give_up() -> None:
+        task = asyncio.ensure_future(anext(aiter(loader)))
+        await asyncio.to_thread(BEGAN.wait, PATIENCE_S)
+        task.cancel()
+        await asyncio.wait([task])
+        del task
+        if not closed:
+            GO.set()
+            await join()
+
+    async def join() -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith("asyncloader-dataloader2"):
+                await asyncio.to_thread(thread.join, PATIENCE_S)
+                assert not thread.is_alive()
+
+    gc.disable()
+    try:
+        with asyncio.Runner() as runner:
+            runner.run(give_up())
+        GO.set()
+        asyncio.run(join())
+    finally:
+        gc.enable()
+        loader.shutdown()
 
 
 async def test_parts_that_are_awaited() -> None:

@@ -167,6 +167,9 @@ def _call(
         answer.append(error)
         deliver = _failed
     notify(deliver, answer)
+    # An error's frames keep this one. Where no loop takes the error from the threads any more, that must not keep the
+    # threads until the collector comes.
+    del notify
 
 
 def _done(future: asyncio.Future[Any], result: Any) -> None:
