@@ -16,6 +16,17 @@ from torch.utils.data.graph_settings import apply_shuffle_settings
 from asyncloader.dataloader2.datapipes.forms import has_form
 from asyncloader.dataloader2.graph.utils import DataPipe, end_of, list_dps, remove_dp
 
+__all__ = [
+    "Adapter",
+    "CacheTimeout",
+    "FullSync",
+    "InvalidateCache",
+    "PinMemory",
+    "PrefetchPolicy",
+    "ShardingPolicy",
+    "Shuffle",
+]
+
 
 class Adapter(ABC):
     """Changes a graph. Derive your own from this class, or give any function."""

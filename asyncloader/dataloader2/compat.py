@@ -28,6 +28,8 @@ from torch.utils.data.datapipes.utils.common import StreamWrapper
 from asyncloader.dataloader2 import datapipes
 from asyncloader.dataloader2.graph.picture import to_graph
 
+__all__ = ["install", "uninstall"]
+
 _PACKAGE = "torchdata"
 _OLD = f"{_PACKAGE}.dataloader2"
 _NEW = "asyncloader.dataloader2"

@@ -38,6 +38,15 @@ from asyncloader.dataloader2.services.interface import (
 from asyncloader.errors import StateError
 from asyncloader.shielding import shielded
 
+__all__ = [
+    "POSITION_KEY_NAME",
+    "RANDOMNESS_STATE_KEY_NAME",
+    "READING_SERVICE_STATE_KEY_NAME",
+    "SERIALIZED_DATAPIPE_KEY_NAME",
+    "DataLoader2",
+    "DataLoader2Iterator",
+]
+
 T_co = TypeVar("T_co", covariant=True)
 
 SERIALIZED_DATAPIPE_KEY_NAME = "serialized_datapipe"

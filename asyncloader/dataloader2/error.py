@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from asyncloader.errors import WorkerDied
 
+__all__ = ["PauseIteration", "worker_died"]
+
 
 class PauseIteration(StopIteration):
     """Reading is paused; `DataLoader2Iterator.resume` lets it go on."""
