@@ -152,7 +152,7 @@ def _other_end(spec: Strided | Raw | Storage) -> int:
     if count < 0 or not _are_sizes((nbytes, code, first, *stride)) or code >= len(DTYPES) or len(shape) != len(stride):
         return -1
     if type(offset) is not int or offset < 0:
-        return -1 if count else 0  # an empty tensor has no offset
+        return -1 if count or nbytes else 0  # an empty tensor has no offset, and no bytes there
     reach = first + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
     if not count or reach * _ITEM_SIZE[DTYPES[code]] > nbytes or offset % 16:  # 16: size of the widest element
         return -1

@@ -227,8 +227,10 @@ def nobody(root: RootedFiles) -> Iterator[None]:
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
-    yield
-    os.seteuid(user)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
 def test_unreadable_file(root: RootedFiles, nobody: None) -> None:
