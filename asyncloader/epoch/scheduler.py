@@ -19,8 +19,8 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
   copy of the dataset ends (the tasks that this worker still had are void).
 * Tasks are idempotent. A worker that dies is replaced up to `max_restarts` times, and its unanswered tasks are assigned
   again under the same sequence numbers: to the replacement if they are bound to this worker or may have caused the
-  death, else to any live worker. Tasks that `recovery.py` finds poisoned are delivered as `Poisoned`. Without restarts
-  left the epoch ends with `Fail`.
+  death, else to any live worker. Tasks that `reassignment.py` finds poisoned are delivered as `Poisoned`. Without
+  restarts left the epoch ends with `Fail`.
 * A task that is late (`Late`, see `hedging.py`) is given to a second worker too. The first outcome counts, the other
   one is dropped. If one of the two workers dies, the task stays with the other.
 

@@ -54,9 +54,8 @@ class TorchIterator(_BaseDataLoaderIter):
         """Call torch's `_reset` for an epoch that begins at this position."""
         with self._drawing(loader, progress):
             if progress.config.seeded and not first_iter:
-                self._index_sampler = (
-                    loader._index_sampler
-                )  # rank and world size, and with them the share, may have changed
+                # Rank and world size, and with them the share, may have changed.
+                self._index_sampler = loader._index_sampler
             _BaseDataLoaderIter._reset(self, loader, first_iter)
 
     @plain_context

@@ -140,7 +140,7 @@ CHECKS: dict[str, Check] = {
         "'raise', 'skip', 'refill' or a function of an index and an exception",
         lambda value: value in ("raise", "skip", "refill") or callable(value),
     ),
-    "workers": _anything,  # `service/served.py` has read it before
+    "workers": _anything,  # `service/client/remote_dataset.py` has read it before
     "device_prefetch": _should_be("a number of batches, at least 1", _number_of(1)),
     "device_transform": _device_transform,
     "static_buffers": _anything,

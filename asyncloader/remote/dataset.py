@@ -237,10 +237,9 @@ class RemoteIterableDataset(IterableDataset[Any]):
         shards = await self._with_known_sizes(parts, ranks)
         shard_ranges = cut(shards, parts)
         order = np.arange(len(shard_ranges))
-        shuffled = self.shuffle_shards and key is not None
-        if shuffled and common:
-            assert key is not None
-            order = Permutation(len(order), key, 0)(order)
+        shuffle = key if self.shuffle_shards else None
+        if shuffle is not None and common:
+            order = Permutation(len(order), shuffle, 0)(order)
         if ranks == 1:
             shares, mine = EpochShares(1, None, 0.0), [shard_ranges[at] for at in order.tolist()]
         elif (counts := self._sample_counts(shards, shard_ranges)) is not None:
@@ -254,10 +253,9 @@ class RemoteIterableDataset(IterableDataset[Any]):
             if not rank and not self._told:
                 self._told = True
                 _tell_what_is_left_out(part, len(shards), ranks)
-        if shuffled and not common:
-            assert key is not None
-            mine = [mine[at] for at in Permutation(len(mine), key, 0)(np.arange(len(mine))).tolist()]
-        elif ranks > 1 and not shuffled and mine:
+        if shuffle is not None and not common:
+            mine = [mine[at] for at in Permutation(len(mine), shuffle, 0)(np.arange(len(mine))).tolist()]
+        elif shuffle is None and ranks > 1 and mine:
             first = (key or 0) % len(mine)
             mine = mine[first:] + mine[:first]
         return EpochPlan(grouped(mine, shards, workers), shares)

@@ -166,7 +166,7 @@ async def sample_position(shard: Shard, number: int, stores: Stores) -> int:
 async def _offsets(shard: Shard, mds: MdsShard, stores: Stores) -> npt.NDArray[np.int64]:
     transport, path = stores.find(shard.url)
     if mds.compression is not None:
-        header = await _decompressed(transport, path, mds.compression, mds.header_size)
+        header = await _decompressed(transport, path, shard.url, mds.compression, mds.header_size)
     else:
         try:
             header = await transport.read_range(path, 0, mds.header_size)
@@ -177,14 +177,22 @@ async def _offsets(shard: Shard, mds: MdsShard, stores: Stores) -> npt.NDArray[n
     return await in_thread(partial(mds.offsets, header, url=shard.url))
 
 
-async def _decompressed(transport: Transport, path: str, compression: Compression, size: int) -> bytes:
-    """Return the first `size` decompressed bytes of an object; fewer if it ends before."""
+async def _decompressed(transport: Transport, path: str, url: str, compression: Compression, size: int) -> bytes:
+    """Return the first `size` decompressed bytes of an object; fewer if it ends before.
+
+    Raises:
+        ShardError: the compressed data is damaged.
+        TransportError: it cannot be read.
+    """
     decoding, found = decoder(compression), bytearray()
 
     def decompress(chunk: bytes) -> None:
         decoding.give(chunk)
-        while not decoding.hungry and len(found) < size:
-            found.extend(decoding.take(size - len(found)))
+        try:
+            while not decoding.hungry and len(found) < size:
+                found.extend(decoding.take(size - len(found)))
+        except Exception as error:  # the type depends on the package
+            raise ShardError(f"the compressed data is damaged: {error}", url=url) from error
 
     async with aclosing(transport.stream(path, chunk_size=1 << 16)) as chunks:
         async for chunk in chunks:

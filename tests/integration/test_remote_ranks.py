@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from asyncloader import ShardError
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.dataset import RemoteIterableDataset
 from asyncloader.remote.rank_shares import EpochPlan
@@ -152,6 +153,21 @@ async def test_counted_samples_are_shared_evenly(
                 read.append(await everything(dataset, plan))
             assert sorted(itertools.chain.from_iterable(read)) == [*range(sum(sizes))]
             assert max(map(len, read)) - min(map(len, read)) <= 1
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x28\xb5\x2f\xfd" + bytes(40), b"no zstd at all", b""], ids=["damaged", "other", "empty"]
+)
+async def test_a_damaged_shard_at_the_border_fails_no_plan(data: bytes, tmp_path: Path) -> None:
+    """Its table cannot be read: both ranks plan it whole, and find the error when they read it."""
+    url = compressed_mds(tmp_path, (7, 21, 6))
+    (tmp_path / "shard.00001.mds.zstd").write_bytes(data)
+    for rank in range(2):
+        dataset = dataset_of(url)
+        plan = await dataset.plan(1, rank, 2, None)
+        assert [each.shard for assignment in plan.assignments for each in assignment] == [[0, 1], [1, 2]][rank]
+        with pytest.raises(ShardError, match=r"shard\.00001"):
+            await everything(dataset, plan)
 
 
 async def everything(dataset: RemoteIterableDataset, plan: EpochPlan) -> list[int]:

@@ -2,7 +2,7 @@
 
 Data path: loader -> pool -> [remote_workers] -> connection -> node.
 
-Connecting blocks, in threads that may wait (`dialing.py`); once a lane is open, the pool's loop has its socket.
+Connecting blocks, in threads that may wait (`connect.py`); once a lane is open, the pool's loop has its socket.
 """
 
 from __future__ import annotations

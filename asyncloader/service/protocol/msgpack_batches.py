@@ -3,8 +3,8 @@
 Data path: collate -> [msgpack_batches: encode] -> slot -> connection -> slot -> [msgpack_batches: build] -> consumer.
 
 A template is the length of a table (4 bytes, little-endian), the table, and the structure; all of it packed by
-`values.py`. The table says where each leaf is and what it is, with dtypes by name, so that both sides may have torch
-versions with different dtypes. A structure of more than 32 KB is at an offset among the leaves.
+`msgpack_values.py`. The table says where each leaf is and what it is, with dtypes by name, so that both sides may have
+torch versions with different dtypes. A structure of more than 32 KB is at an offset among the leaves.
 """
 
 from __future__ import annotations

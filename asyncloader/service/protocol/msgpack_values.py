@@ -41,7 +41,7 @@ class Kind:
 
 
 LEAF: Final = Kind.LEAF
-"""An array ``[LEAF, number, ...]``: a part of a batch whose bytes are elsewhere (`batches.py`)."""
+"""An array ``[LEAF, number, ...]``: a part of a batch whose bytes are elsewhere (`msgpack_batches.py`)."""
 
 MOST_ARRAYS: Final = 100_000
 """Containers of a value, at most, and one more for each 8 bytes that it is sent in: an empty one is sent as one byte,

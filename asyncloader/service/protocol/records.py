@@ -4,8 +4,8 @@ Data path: loader -> [records] -> connection -> [records] -> node, and back.
 
 These messages are read before either side has proved that it has the token. So their reader knows numbers, texts,
 bytes, lists and named tuples of these in the order and number that each message's type has, and makes nothing else: no
-dictionary, no set, no tensor, no type by its name. Other values (`values.py`) are read only after the proof, and not by
-the node.
+dictionary, no set, no tensor, no type by its name. Other values (`msgpack_values.py`) are read only after the proof,
+and not by the node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads values that `values.py` has packed, sent by a peer that has shown that it has the token, and is not trusted.
+"""Reads values that `msgpack_values.py` has packed, sent by a peer that has the token and is not trusted.
 
 Data path: connection -> [unpacking] -> worker; connection -> [unpacking] -> consumer.
 
