@@ -127,6 +127,23 @@ class Definition:
                 "package, everywhere, and start again what was started before"
             )
 
+    def convert(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Check arguments against the signature and annotations; texts become what the annotation says.
+
+        Raises:
+            ValueError: an argument is unknown, missing or of another type. The text names the argument.
+        """
+        signature = inspect.signature(self.function)
+        try:
+            hints = typing.get_type_hints(self.function)
+        except Exception:  # a name that only a type checker knows
+            hints = {}
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise ValueError(f"{self.name}{signature}: {error}") from None
+        return {name: _converted(self.name, name, value, hints.get(name, Any)) for name, value in given.items()}
+
     def __repr__(self) -> str:
         return f"<definition {self.function.__module__}.{self.name}>"
 
@@ -165,24 +182,6 @@ def load_definition(target: str) -> Definition:
         raise ValueError(f"{target!r}: {module_name} has no definition {name!r}; {what}")  # noqa: TRY004
     found.fingerprint()  # of the files that were imported just now, and not of those that a loader finds later
     return found
-
-
-def converted(made_by: Definition, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check arguments against the definition's signature and annotations; texts become what the annotation says.
-
-    Raises:
-        ValueError: an argument is unknown, missing or of another type. The text names the argument.
-    """
-    signature = inspect.signature(made_by.function)
-    try:
-        hints = typing.get_type_hints(made_by.function)
-    except Exception:  # a name that only a type checker knows
-        hints = {}
-    try:
-        signature.bind(**given)
-    except TypeError as error:
-        raise ValueError(f"{made_by.name}{signature}: {error}") from None
-    return {name: _converted(made_by.name, name, value, hints.get(name, Any)) for name, value in given.items()}
 
 
 def _converted(owner: str, name: str, value: Any, hint: Any) -> Any:

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from asyncloader.service.protocol import frames
-from asyncloader.service.protocol.dataset_info import DatasetInfo
 from asyncloader.service.protocol.frames import HEADER_BYTES, Header, pack_header, unpack_header
 from asyncloader.service.protocol.msgpack_batches import BatchEncoder
 from asyncloader.service.protocol.msgpack_codec import PLAIN
 from asyncloader.service.protocol.msgpack_values import pack
+from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.workers.ipc import wire
 from tests.stress.hostility import ESCAPE, FROM_NODE, Case, any_body, any_head, encoded, rng_of, spoiled, value
 from tests.stress.peer_loader import random_of

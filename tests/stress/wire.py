@@ -31,12 +31,11 @@ from asyncloader.service.client.remote_channel import RemoteChannel
 from asyncloader.service.node.admission import Served
 from asyncloader.service.node.server import Node
 from asyncloader.service.protocol.connection import Link
-from asyncloader.service.protocol.dataset_info import DatasetInfo
 from asyncloader.service.protocol.handshake import Hello, Welcome, read_opening
 from asyncloader.service.protocol.msgpack_batches import BatchTemplate
 from asyncloader.service.protocol.msgpack_codec import PLAIN
 from asyncloader.service.protocol.msgpack_values import pack
-from asyncloader.service.protocol.records import pack_record, read_record
+from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Plan, gathered, messages, read_request
 from asyncloader.service.protocol.unpacking import unpack
 from asyncloader.workers.ipc import wire

@@ -13,13 +13,12 @@ from msgspec.msgpack import Ext
 
 from asyncloader.events import PositionedIndex
 from asyncloader.service.protocol import frames
-from asyncloader.service.protocol.death_report import DeathReport
 from asyncloader.service.protocol.frames import pack_header
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Look, Proof, pack_opening
 from asyncloader.service.protocol.msgpack_batches import BatchEncoder
 from asyncloader.service.protocol.msgpack_codec import PLAIN
 from asyncloader.service.protocol.msgpack_values import pack
-from asyncloader.service.protocol.records import pack_record
+from asyncloader.service.protocol.records import DeathReport, pack_record
 from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, SkippedSample

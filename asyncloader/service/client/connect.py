@@ -24,7 +24,6 @@ from asyncloader.service.definition import Defined
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
 from asyncloader.service.protocol.connection import Link
-from asyncloader.service.protocol.dataset_info import DatasetInfo
 from asyncloader.service.protocol.handshake import (
     Challenge,
     Hello,
@@ -37,7 +36,7 @@ from asyncloader.service.protocol.handshake import (
     proves,
 )
 from asyncloader.service.protocol.msgpack_codec import PLAIN
-from asyncloader.service.protocol.records import pack_record, read_record
+from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Plan, PlanRequest, gathered
 from asyncloader.service.protocol.sockets import check_peer
 from asyncloader.workers.ipc.peer_text import block_of, line_of

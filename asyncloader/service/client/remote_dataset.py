@@ -21,7 +21,7 @@ from asyncloader.service.extra import check_extra
 
 if TYPE_CHECKING:
     from asyncloader.remote.rank_shares import EpochPlan
-    from asyncloader.service.protocol.dataset_info import DatasetInfo
+    from asyncloader.service.protocol.records import DatasetInfo
     from asyncloader.service.protocol.shard_plan import Catalog
 
 

@@ -39,10 +39,9 @@ from asyncloader.service.client.remote_dataset import ServedDataset
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
 from asyncloader.service.protocol.connection import Link
-from asyncloader.service.protocol.death_report import DeathReport
 from asyncloader.service.protocol.handshake import Opened, pack_opening
 from asyncloader.service.protocol.msgpack_codec import PLAIN
-from asyncloader.service.protocol.records import read_record
+from asyncloader.service.protocol.records import DeathReport, read_record
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.setup import WorkerSetup

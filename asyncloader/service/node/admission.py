@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncloader.service.definition import Definition, converted
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello
 from asyncloader.workers.ipc.peer_text import line_of
+
+if TYPE_CHECKING:
+    from asyncloader.service.definition import Definition
 
 
 class Refused(Exception):
@@ -71,8 +73,8 @@ def asked(everything: Mapping[str, Served], hello: Hello) -> tuple[Served, Mappi
     if type(given) is not dict:
         raise Refused(f"the arguments of {hello.name} are no JSON object")
     if served.open:
-        return served, converted(served.definition, {**served.arguments, **given})
-    wanted = converted(served.definition, given)
+        return served, served.definition.convert({**served.arguments, **given})
+    wanted = served.definition.convert(given)
     if any(name not in served.arguments or served.arguments[name] != value for name, value in wanted.items()):
         raise Refused(
             f"{hello.name} is served with {as_text(served.arguments)}, and the loader asks for "

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncloader.cpus import usable_cpus
-from asyncloader.service.definition import converted, load_definition
+from asyncloader.service.definition import load_definition
 from asyncloader.service.node.admission import Served
 from asyncloader.service.node.metrics_endpoint import MetricsEndpoint
 from asyncloader.service.node.node_log import set_up_log
@@ -119,7 +119,7 @@ def _served(options: dict[str, Any]) -> list[Served]:
         own = {name: value for name, value in arguments.items() if name in definition.parameters}
         used |= set(own)
         is_open = definition.name in opened
-        served.append(Served(target, definition, own if is_open else converted(definition, own), is_open))
+        served.append(Served(target, definition, own if is_open else definition.convert(own), is_open))
     for name in set(arguments) - used:
         raise _Mistake(f"--arg {name}: no definition that is served has a parameter of this name")
     return served

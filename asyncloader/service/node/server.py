@@ -30,7 +30,6 @@ from asyncloader.service.node.worker_processes import HostProcesses, LaneEnd, No
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
-from asyncloader.service.protocol.dataset_info import DatasetInfo
 from asyncloader.service.protocol.handshake import (
     Challenge,
     Hello,
@@ -46,7 +45,7 @@ from asyncloader.service.protocol.handshake import (
     proves,
     read_opening,
 )
-from asyncloader.service.protocol.records import pack_record, read_record
+from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import PlanRequest, messages, read_request
 from asyncloader.service.protocol.sockets import bound, check_peer
 from asyncloader.workers.ipc.peer_text import line_of

@@ -34,8 +34,7 @@ from asyncloader.errors import RingMemoryError
 from asyncloader.service.node.memory_quota import Session
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, Message
-from asyncloader.service.protocol.death_report import DeathReport
-from asyncloader.service.protocol.records import pack_record
+from asyncloader.service.protocol.records import DeathReport, pack_record
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.memory.layout import slot_count

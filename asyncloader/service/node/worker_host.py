@@ -36,9 +36,10 @@ from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.errors import StateError
 from asyncloader.service.definition import Defined, Made, load_definition
+from asyncloader.service.node.dataset_info import dataset_info_of
 from asyncloader.service.pickled import PickledDefinition
-from asyncloader.service.protocol.dataset_info import DatasetInfo, dataset_info_of
 from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest, finding, planned
 from asyncloader.telemetry.counters import LANE_KEY, Recorder
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck

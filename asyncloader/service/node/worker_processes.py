@@ -29,9 +29,8 @@ from asyncloader.service.node.worker_host import (
     LaneEnding,
     LaneOpening,
 )
-from asyncloader.service.protocol.dataset_info import DatasetInfo
-from asyncloader.service.protocol.death_report import DeathReport
 from asyncloader.service.protocol.handshake import Opening
+from asyncloader.service.protocol.records import DatasetInfo, DeathReport
 from asyncloader.service.protocol.shard_plan import PlanRequest
 from asyncloader.telemetry.counters import LANE_KEY, StageTimes, stage_times, total
 from asyncloader.workers import shutdown

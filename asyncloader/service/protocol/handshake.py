@@ -18,20 +18,21 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from msgspec import Meta
 from torch.utils.data import default_collate, default_convert
 
-from asyncloader.service.definition import Defined
-from asyncloader.service.protocol.dataset_info import DatasetInfo
-from asyncloader.service.protocol.msgpack_codec import PLAIN
-from asyncloader.service.protocol.records import Count, Name, pack_record, read_record
+from asyncloader.service.protocol.msgpack_values import pack
+from asyncloader.service.protocol.records import Count, DatasetInfo, Name, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Catalog, check_catalog
 from asyncloader.version import __version__
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.setup import SeededSetup, WorkerSetup
+
+if TYPE_CHECKING:
+    from asyncloader.service.definition import Defined
 
 PROTOCOL = 2
 MOST_WORKERS = 1 << 16
@@ -227,7 +228,7 @@ def pack_opening(
             credits=credits,
             share=share,
             options=_LoaderOptions(*(getattr(setup, name) for name in _LoaderOptions._fields)),
-            start=PLAIN.dumps(tuple(start)),
+            start=pack(tuple(start)),
             seeds=_Seeds(*seeded),
             policy=None if policy is None else _Policy(policy.refill, policy.length, policy.seed),
             shards=catalog,

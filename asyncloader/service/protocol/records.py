@@ -11,7 +11,7 @@ and not by the node.
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Any, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,53 @@ Count: TypeAlias = Annotated[int, Meta(ge=0)]
 """An integer from 0 to 2**64 - 1."""
 
 _T = TypeVar("_T")
+
+
+class DatasetInfo(NamedTuple):
+    """What a loader must know of a dataset to plan an epoch.
+
+    Attributes:
+        iterable: whether it is iterated.
+        length: its length; None if it has none.
+        asynchronous: whether it is read on an event loop.
+        stateful: whether it has a state of its own.
+        shuffle: if the loader assigns its shards: samples that each worker shuffles together; else None.
+        problem: why it cannot be served; empty if all is well.
+    """
+
+    iterable: bool = False
+    length: int | None = None
+    asynchronous: bool = False
+    stateful: bool = False
+    shuffle: int | None = None
+    problem: str = ""
+
+    def difference(self, planned: DatasetInfo) -> str:
+        """How this dataset differs from the one that was planned with; empty if in nothing that a plan needs."""
+        for name, mine, theirs in zip(self._fields, self, planned, strict=True):
+            if mine != theirs and name != "problem":
+                return f"its dataset has {name}={mine}, and the loader planned with {name}={theirs}"
+        return ""
+
+
+class DeathReport(NamedTuple):
+    """What a loader is told of a process that died.
+
+    Attributes:
+        pid: its process id.
+        exitcode: as of `WorkerDied`.
+        reason: as of `WorkerDied`.
+        trace: as of `WorkerDied`.
+        blamed: whether it died at this lane's task, and at no other's.
+        shared: whether it may have been at another lane's task, too.
+    """
+
+    pid: int
+    exitcode: int | None
+    reason: str
+    trace: str
+    blamed: bool
+    shared: bool
 
 
 def pack_record(record: Any) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Service, definition
-from asyncloader.service.definition import Definition, converted, load_definition
+from asyncloader.service.definition import Definition, load_definition
 from tests.service import definitions
 
 
@@ -42,7 +42,7 @@ def test_a_definition_without_a_service_is_its_dataset() -> None:
 )
 def test_arguments_become_what_the_annotations_say(given: dict[str, Any], expected: dict[str, Any]) -> None:
     """From the command line, and from a loader's JSON."""
-    found = converted(many, given)
+    found = many.convert(given)
     assert found == expected
     assert [type(value) for value in found.values()] == [type(value) for value in expected.values()]
 
@@ -61,7 +61,7 @@ def test_arguments_become_what_the_annotations_say(given: dict[str, Any], expect
 def test_arguments_of_another_type(given: dict[str, Any], text: str) -> None:
     """Are an error that names the argument."""
     with pytest.raises(ValueError, match=text):
-        converted(many, given)
+        many.convert(given)
 
 
 def test_mistakes_where_a_loader_is_made() -> None:

@@ -14,8 +14,7 @@ from asyncloader.service.node.memory_quota import Session
 from asyncloader.service.node.worker_connections import _MOST_QUEUED, ForwardedLane
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, Message
-from asyncloader.service.protocol.death_report import DeathReport
-from asyncloader.service.protocol.records import read_record
+from asyncloader.service.protocol.records import DeathReport, read_record
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
 from asyncloader.workers.memory import segment

@@ -14,9 +14,10 @@ from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader import RemoteIterableDataset
 from asyncloader.service.definition import Made
+from asyncloader.service.node.dataset_info import dataset_info_of
 from asyncloader.service.node.worker_host import _Host, _Lane, _LaneSetup
-from asyncloader.service.protocol.dataset_info import DatasetInfo, dataset_info_of
 from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.task_runner import TaskRunner

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncloader.service.protocol.dataset_info import DatasetInfo
 from asyncloader.service.protocol.handshake import Welcome
+from asyncloader.service.protocol.records import DatasetInfo
 
 
 @pytest.mark.parametrize(
