@@ -50,9 +50,9 @@ ASSERTING = [
     "delivery.answers",
     "delivery.fake",
     "delivery.stages",
-    "integration.comparing",
-    "integration.forking",
-    "integration.running",
+    "helpers.comparing",
+    "helpers.forking",
+    "helpers.running",
     "clients.frameworks.helping",
 ]
 pytest.register_assert_rewrite(*(f"tests.{helper}" for helper in ASSERTING))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.utils import _device
 
-from tests.integration.running import run_script
+from tests.helpers.running import run_script
 
 ROOT = Path(__file__).parent.parent
 CONSTRUCTORS = {function.__name__ for function in _device._device_constructors()}

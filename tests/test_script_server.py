@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import script_server
-from tests.integration.running import PATIENCE_S, ROOT, environment
+from tests.helpers.running import PATIENCE_S, ROOT, environment
 
 HEAD = "from __future__ import annotations\nimport os, sys\n"
 PROGRAMS = {
@@ -127,7 +127,7 @@ OWNER = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from tests import script_server
-from tests.integration.running import environment
+from tests.helpers.running import environment
 done = script_server.run([sys.executable, "-c", "import os; print(os.getppid())"], cwd="/", env=environment())
 if os.fork() == 0:
     signal.pause()  # and keeps a copy of the connection

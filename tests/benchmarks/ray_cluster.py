@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 import asyncloader
 from asyncloader.integrations.ray import RayWorkers
-from tests.integration.running import ROOT
+from tests.helpers.running import ROOT
 
 __all__: list[str] = []
 

@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from asyncloader.transports import Transport
 from tests.conformance.transport_subject import TransportSubject
-from tests.integration.http_store import HttpStore, serving
+from tests.helpers.http_store import HttpStore, serving
 
 
 class HttpSubject(TransportSubject):

@@ -9,7 +9,7 @@ from asyncloader.transports import CachedTransport, HttpTransport, LocalTranspor
 from tests.conformance.http_subject import HttpSubject
 from tests.conformance.transport import TransportConformance
 from tests.conformance.transport_subject import CONTENT, drain
-from tests.integration.http_store import LISTING
+from tests.helpers.http_store import LISTING
 
 
 class CachedConformance(TransportConformance):

@@ -5,7 +5,7 @@ import pytest
 from asyncloader.transports import HttpTransport, Transport
 from tests.conformance.http_subject import HttpSubject
 from tests.conformance.transport import TransportConformance
-from tests.integration.http_store import LISTING
+from tests.helpers.http_store import LISTING
 
 pytestmark = pytest.mark.network
 

@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from asyncloader.transports import ObjectStoreTransport, Transport
 from tests.conformance.transport import TransportConformance
-from tests.integration.object_stores import KEYS, Moto, moto_server, sockets, sockets_closed
+from tests.helpers.object_stores import KEYS, Moto, moto_server, sockets, sockets_closed
 
 pytestmark = pytest.mark.network
 

@@ -15,7 +15,7 @@ from asyncloader.dataloader2 import (
     MultiProcessingReadingService,
 )
 from tests.dataloader2.parts import double, fails_at_5, hangs_at_3, numbers, slow_double, ticking
-from tests.integration.running import PATIENCE_S
+from tests.helpers.running import PATIENCE_S
 
 
 @pytest.mark.parametrize("workers", [0, 2])

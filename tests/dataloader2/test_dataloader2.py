@@ -27,7 +27,7 @@ from asyncloader.dataloader2 import (
 from asyncloader.dataloader2.random import SeedGenerator
 from asyncloader.dataloader2.utils import WorkerInfo
 from tests.dataloader2.parts import GRAPHS, Seeded, double, fails_at_5, numbers, plain
-from tests.integration.running import PATIENCE_S
+from tests.helpers.running import PATIENCE_S
 
 
 class Recording(ReadingServiceInterface):

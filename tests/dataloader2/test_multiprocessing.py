@@ -38,7 +38,7 @@ from tests.dataloader2.parts import (
     process,
     slow_double,
 )
-from tests.integration.running import run_script
+from tests.helpers.running import run_script
 from tests.pairwise import quickly
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]

@@ -17,9 +17,9 @@ from asyncloader.delivery import OPENERS, cuda
 from asyncloader.delivery.cuda import CudaAccelerator
 from tests.delivery.fake_cuda import FakeCuda
 from tests.delivery.fake_library import REGISTER, FakeLibrary
-from tests.integration.comparing import assert_same
-from tests.integration.datasets import Numbers
-from tests.integration.running import KINDS, collect
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import Numbers
+from tests.helpers.running import KINDS, collect
 
 SECOND = torch.device("cuda", 1)
 

@@ -16,7 +16,7 @@ from asyncloader.delivery.accelerator import PlainAccelerator
 from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.options.objects import grouped
 from tests.delivery.fake import installed
-from tests.integration.datasets import Numbers, identity
+from tests.helpers.datasets import Numbers, identity
 
 BOTH = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader], ids=["sync", "async"])
 

@@ -11,8 +11,8 @@ import torch
 
 from asyncloader import DataLoader, DeviceOptions
 from tests.delivery.fake import installed
-from tests.integration.datasets import Numbers
-from tests.integration.running import run_script
+from tests.helpers.datasets import Numbers
+from tests.helpers.running import run_script
 from tests.pairwise import quickly
 
 PREAMBLE = """

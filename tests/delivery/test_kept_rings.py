@@ -18,9 +18,9 @@ from asyncloader.workers.memory.layout import PAGE
 from asyncloader.workers.memory.ring_manager import RingManager
 from tests.delivery.fake import FakeMachine, installed
 from tests.delivery.test_loading_lifetime import some, unlocked
-from tests.integration.comparing import assert_same
-from tests.integration.datasets import Numbers, Sized
-from tests.integration.running import KINDS, collect
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import Numbers, Sized
+from tests.helpers.running import KINDS, collect
 
 SOME_KIND = pytest.mark.parametrize("kind", KINDS)
 

@@ -14,11 +14,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Tuning
 from tests.delivery.fake import FakeMachine, installed
-from tests.integration.comparing import assert_same
-from tests.integration.datasets import AsyncNumbers, Augmented, Images, Numbers, Sized, UnevenStream
-from tests.integration.faulty import Faults, Faulty
-from tests.integration.running import BOTH, KINDS, collect, outcomes, run_async, run_loader
-from tests.integration.test_on_error import Rotten, run
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import AsyncNumbers, Augmented, Images, Numbers, Sized, UnevenStream
+from tests.helpers.faulty import Faults, Faulty
+from tests.helpers.running import BOTH, KINDS, collect, outcomes, run_async, run_loader
+from tests.integration.failures.test_on_error import Rotten, run
 
 SOME_KIND = pytest.mark.parametrize("kind", KINDS)
 WITH_WORKERS = pytest.mark.parametrize("workers", [0, 1, 2])

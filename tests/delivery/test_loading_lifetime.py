@@ -15,11 +15,11 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, LoaderClosed, PageLockError, Tuning
 from tests.delivery.fake import PATIENCE_S, FakeMachine, installed
-from tests.integration.comparing import assert_same
-from tests.integration.datasets import Images, Numbers
-from tests.integration.faulty import Faults, Faulty
-from tests.integration.running import BOTH, KINDS, collect, run_async
-from tests.integration.test_reporting import LOADERS, exhaust
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import Images, Numbers
+from tests.helpers.faulty import Faults, Faulty
+from tests.helpers.running import BOTH, KINDS, collect, run_async
+from tests.integration.reporting.test_statistics_and_names import LOADERS, exhaust
 from tests.unit.telemetry.figures import FIGURES
 
 SOME_KIND = pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from tests import script_server
-from tests.integration.running import environment
+from tests.helpers.running import environment
 from tests.pairwise import quickly
 
 ROOT = Path(__file__).parent.parent.parent

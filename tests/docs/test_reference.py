@@ -20,7 +20,7 @@ from asyncloader.options.objects import OPTION_OBJECTS
 from asyncloader.telemetry.counters import STAGES
 from asyncloader.telemetry.metrics import FIGURES, NODE_FIGURES, STAGE_HELP
 from docs.options import NEEDED, PAGE, filled, meanings
-from tests.integration.datasets import Numbers
+from tests.helpers.datasets import Numbers
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 REFERENCE = DOCS / "reference"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from asyncloader import DataLoader
-from tests.integration.datasets import Numbers
+from tests.helpers.datasets import Numbers
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,10 +11,10 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, DeviceUnavailable
 from tests.gpu.card import NEEDS_CARD, all_there, on_cpu, settled
-from tests.integration.comparing import assert_same
-from tests.integration.datasets import Augmented, Images, Numbers, Sized
-from tests.integration.faulty import Faults, Faulty
-from tests.integration.running import KINDS, collect, run_async, run_loader
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import Augmented, Images, Numbers, Sized
+from tests.helpers.faulty import Faults, Faulty
+from tests.helpers.running import KINDS, collect, run_async, run_loader
 
 pytestmark = NEEDS_CARD
 

@@ -9,8 +9,8 @@ import torch
 
 from asyncloader import DataLoader
 from tests.gpu.card import NEEDS_CARD
-from tests.integration.datasets import Custom, Images, Numbers
-from tests.integration.running import KINDS, collect, run_loader
+from tests.helpers.datasets import Custom, Images, Numbers
+from tests.helpers.running import KINDS, collect, run_loader
 
 pytestmark = NEEDS_CARD
 

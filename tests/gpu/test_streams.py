@@ -17,8 +17,8 @@ from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.memory.ring import Ring
 from tests.delivery.answers import deliver
 from tests.gpu.card import NEEDS_CARD, settled
-from tests.integration.datasets import Numbers
-from tests.integration.running import ROOT
+from tests.helpers.datasets import Numbers
+from tests.helpers.running import ROOT
 
 pytestmark = NEEDS_CARD
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from tests.integration.remote_folders import SIZES, make_shards
-from tests.integration.running import PATIENCE_S
+from tests.helpers.remote_folders import SIZES, make_shards
+from tests.helpers.running import PATIENCE_S
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from torch.utils.data import SequentialSampler
 
 from asyncloader import StateError
 from tests.drawn import scaled
-from tests.integration.running import BOTH
-from tests.integration.seeded_datasets import AllDraws
-from tests.integration.seeded_runs import Stepwise, epochs_of
+from tests.helpers.running import BOTH
+from tests.helpers.seeded_datasets import AllDraws
+from tests.helpers.seeded_runs import Stepwise, epochs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -14,7 +14,7 @@ from asyncloader.workers.fetch.setup import install_worker_info
 from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.collate import Collator
 from tests.drawn import scaled
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 from tests.property.samples import batches, single_leaves
 from tests.unit.workers.memory.through_memory import view
 

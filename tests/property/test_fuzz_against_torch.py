@@ -22,8 +22,8 @@ import torch
 
 from asyncloader import DataLoader
 from tests.drawn import scaled
-from tests.integration.comparing import assert_same
-from tests.integration.running import PATIENCE_S
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import PATIENCE_S
 from tests.property.fuzz_cases import COLLATES, Cases, Record, batch_of
 
 CASES = int(os.environ.get("ASYNCLOADER_FUZZ_CASES") or scaled(500))

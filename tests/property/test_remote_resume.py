@@ -1,7 +1,7 @@
 """Interrupted runs over shards give the same batches as uninterrupted ones: both loaders, real workers, real files.
 
-`test_leases.py` tests the pure parts in far more cases; this tests the parts together. A few cases per run, more with
-the marker `chaos`:
+`test_shard_assignment.py` tests the pure parts in far more cases; this tests the parts together. A few cases per run,
+more with the marker `chaos`:
 
     ASYNCLOADER_CONFIGURATIONS=1000 make test ARGS="--timeout=0 -m chaos tests/property/test_remote_resume.py"
 """
@@ -23,9 +23,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from tests.drawn import scaled
-from tests.integration.faulty import Faults
-from tests.integration.remote_folders import Killing, dataset_of, flat, make_shards, number_of, plain, with_method
-from tests.integration.seeded_runs import Stepwise
+from tests.helpers.faulty import Faults
+from tests.helpers.remote_folders import Killing, dataset_of, flat, make_shards, number_of, plain, with_method
+from tests.helpers.seeded_runs import Stepwise
 
 EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS") or scaled(100))
 SETTINGS: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, event, example, given, settings
 
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.drawn import scaled
-from tests.integration.comparing import assert_same
-from tests.integration.running import run_async
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import run_async
 from tests.pairwise import quickly
 from tests.property.configurations import COLLATES, DATASETS, LOOPS, ORDERS, Configuration, configurations
 

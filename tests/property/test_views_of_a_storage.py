@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncloader.workers.memory.codec import Encoder
 from tests.drawn import scaled
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 from tests.unit.workers.memory.through_memory import copied, view
 
 BASE = torch.arange(1 << 16, dtype=torch.int32)

@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.integration.running import ROOT
+from tests.helpers.running import ROOT
 
 
 @pytest.fixture(autouse=True)

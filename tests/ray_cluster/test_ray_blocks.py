@@ -13,7 +13,7 @@ pytest.importorskip("ray.data")
 
 from asyncloader import DataLoader
 from asyncloader.integrations.ray import BlockSampler, RayBlocks, RayWorkers
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # of its own options
 OPTIONS: dict[str, Any] = {"batch_size": 8, "seed": 3, "num_workers": 2}

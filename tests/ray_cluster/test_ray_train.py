@@ -14,8 +14,8 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.integrations.ray import RayWorkers
-from tests.integration.comparing import assert_same
-from tests.integration.running import PATIENCE_S, ROOT
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import PATIENCE_S, ROOT
 from tests.ray_cluster.datasets import Noise
 
 pytest.importorskip("ray.train")

@@ -19,8 +19,8 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.integrations.ray import RayWorkers
 from asyncloader.service.protocol.address import Service
-from tests.integration.comparing import assert_same
-from tests.integration.running import KINDS, PATIENCE_S, run_async
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import KINDS, PATIENCE_S, run_async
 from tests.ray_cluster.datasets import Counting, Noise
 from tests.service import definitions
 

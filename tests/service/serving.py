@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from tests import script_server
-from tests.integration.running import PATIENCE_S, ROOT, environment
+from tests.helpers.running import PATIENCE_S, ROOT, environment
 
 MODULE = "tests.service.definitions"
 ALL = [

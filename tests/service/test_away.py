@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Service
-from tests.integration.running import PATIENCE_S
+from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.proxy import proxied
 from tests.service.serving import serving

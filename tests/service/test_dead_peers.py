@@ -14,7 +14,7 @@ import pytest
 
 from asyncloader.service.protocol import dead_peers
 from asyncloader.service.protocol.dead_peers import end_when_dead, is_dead
-from tests.integration.running import run_async
+from tests.helpers.running import run_async
 from tests.service.namespace import namespace, namespaces_work
 
 PEER = """

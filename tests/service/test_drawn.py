@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader import DataLoader
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 from tests.service import definitions
 from tests.service.proxy import Proxy, proxied
 from tests.service.serving import NodeProcess, serving

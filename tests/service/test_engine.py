@@ -23,7 +23,7 @@ from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.placement.agent import AgentNode, AgentSetup
 from asyncloader.service.placement.engine import Credentials, EngineNode
 from asyncloader.service.placement.scaling import Load
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 from tests.service import definitions
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")  # local ones

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 from tests.service import definitions
 from tests.service.serving import serving
 

@@ -19,8 +19,8 @@ from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import pack_record, read_record
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
-from tests.integration.comparing import assert_same
-from tests.integration.running import PATIENCE_S
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.certificates import make_authority
 from tests.service.hostile_values import VALUES, spoiled

@@ -14,7 +14,7 @@ import yaml
 
 from asyncloader import DataLoader, Service
 from tests.docs.test_code_blocks import blocks
-from tests.integration.running import PATIENCE_S, ROOT, environment
+from tests.helpers.running import PATIENCE_S, ROOT, environment
 from tests.service import definitions
 from tests.service.serving import MODULE
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader
-from tests.integration.comparing import assert_same
-from tests.integration.running import PATIENCE_S
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import PATIENCE_S
 from tests.processes import children_of
 from tests.service import definitions
 from tests.service.serving import NodeProcess, serving

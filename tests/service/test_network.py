@@ -19,8 +19,8 @@ from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, LoaderTimeout
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Proof
 from asyncloader.service.protocol.records import pack_record
-from tests.integration.comparing import assert_same
-from tests.integration.running import LOOPS, run_async
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import LOOPS, run_async
 from tests.service import definitions
 from tests.service.certificates import make_authority
 from tests.service.namespace import CUTS, namespace, namespaces_work

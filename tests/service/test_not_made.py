@@ -17,7 +17,7 @@ from asyncloader.service.node import worker_processes
 from asyncloader.service.node.worker_host import HostSetup
 from asyncloader.service.node.worker_processes import HostProcesses, NotMade
 from asyncloader.service.protocol.handshake import read_opening
-from tests.integration.running import PATIENCE_S
+from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.serving import serving
 from tests.stress.wire_inputs import openings

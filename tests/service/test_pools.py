@@ -12,8 +12,8 @@ import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader, LoaderTimeout, Recovery, Service, TaskQuarantined, Tuning
 from asyncloader.errors import NoEffectWarning
-from tests.integration.comparing import assert_same
-from tests.integration.running import KINDS, run_async
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import KINDS, run_async
 from tests.service import definitions
 from tests.service.certificates import make_authority
 from tests.service.serving import serving

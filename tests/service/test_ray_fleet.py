@@ -18,7 +18,7 @@ from asyncloader.integrations.ray.actors import Fleet, FleetOptions
 from asyncloader.service.placement import agent as agents
 from asyncloader.service.placement.agent import AgentNode, AgentSetup
 from asyncloader.service.placement.engine import Credentials
-from tests.integration.running import run_async
+from tests.helpers.running import run_async
 
 
 class RayError(Exception):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader
-from tests.integration.running import PATIENCE_S, ROOT, environment, run_script
+from tests.helpers.running import PATIENCE_S, ROOT, environment, run_script
 from tests.service import definitions
 from tests.service.serving import MODULE, serving
 

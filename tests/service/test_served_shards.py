@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, ShardError, StateError
-from tests.integration.comparing import assert_same
-from tests.integration.running import KINDS
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import KINDS
 from tests.service import definitions
 from tests.service.serving import NodeProcess, serving
 from tests.service.test_pools import read

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.running import PATIENCE_S, Deaths, Script, environment, run_script
+from tests.helpers.running import PATIENCE_S, Deaths, Script, environment, run_script
 
 DATA = """
 import os, torch, asyncloader

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Service
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 from tests.service import definitions
 from tests.service.serving import NodeProcess, serving
 

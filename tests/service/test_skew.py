@@ -15,7 +15,7 @@ import pytest
 
 from asyncloader import DataLoader, Service, ServiceUnavailable, StateError
 from tests import script_server
-from tests.integration.running import PATIENCE_S, ROOT, environment
+from tests.helpers.running import PATIENCE_S, ROOT, environment
 from tests.service.proxy import proxied
 from tests.service.serving import NodeProcess, serving
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.docs.test_code_blocks import blocks
-from tests.integration.running import ROOT, environment
+from tests.helpers.running import ROOT, environment
 
 PAGE = ROOT / "docs" / "how-to" / "serve-on-slurm.md"
 

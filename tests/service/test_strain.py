@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Service
-from tests.integration.comparing import assert_same
-from tests.integration.running import PATIENCE_S, ROOT
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import PATIENCE_S, ROOT
 from tests.service import definitions
 from tests.service.serving import NodeProcess, serving
 

@@ -25,7 +25,7 @@ from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Proof, Refus
 from asyncloader.service.protocol.msgpack_codec import PLAIN
 from asyncloader.service.protocol.records import pack_record
 from asyncloader.service.protocol.sockets import OtherUser, check_peer
-from tests.integration.running import PATIENCE_S
+from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.serving import serving
 

@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from asyncloader import DataLoader, Service
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 from tests.service import definitions
 from tests.service.proxy import Proxy, proxied
 from tests.service.serving import NodeProcess, serving

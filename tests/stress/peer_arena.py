@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, ClassVar, Self
 
-from tests.integration.running import PATIENCE_S, ROOT, environment
+from tests.helpers.running import PATIENCE_S, ROOT, environment
 from tests.processes import children_of
 from tests.service.certificates import make_authority
 from tests.service.serving import NodeProcess, serving

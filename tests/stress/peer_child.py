@@ -27,7 +27,7 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader, Service
 from asyncloader.options.objects import grouped
 from asyncloader.service.client import connect, remote_channel
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 from tests.service import definitions
 
 AT_A_TIME = 8

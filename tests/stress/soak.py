@@ -33,8 +33,8 @@ import psutil
 import torch
 
 from asyncloader import DataLoader, Service
-from tests.integration.comparing import assert_same
-from tests.integration.running import ROOT
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import ROOT
 from tests.service import definitions
 from tests.service.proxy import Proxy, proxied
 from tests.service.serving import NodeProcess, serving

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests import script_server
-from tests.integration.running import ROOT
+from tests.helpers.running import ROOT
 from tests.pairwise import quickly
 
 CHUNK, LARGE_CHUNK = 10, 50

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.integration.running import ROOT
+from tests.helpers.running import ROOT
 from tests.stress.nodes import FAULTS, draw
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.integration.running import ROOT
+from tests.helpers.running import ROOT
 from tests.stress.hostility import LOADER_ACTS, NODE_ACTS, draw, rng_of, spoiled
 
 

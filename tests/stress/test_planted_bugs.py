@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tests import script_server
-from tests.integration.running import ROOT
+from tests.helpers.running import ROOT
 from tests.pairwise import quickly
 from tests.stress.plants import PLANTS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import script_server
-from tests.integration.running import ROOT
+from tests.helpers.running import ROOT
 from tests.stress import report
 from tests.stress.runner import Outcome
 from tests.stress.scenarios import draw

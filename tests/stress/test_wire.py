@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.integration.running import ROOT
+from tests.helpers.running import ROOT
 from tests.stress.wire import Target, read_block
 from tests.stress.wire_inputs import Original, changed
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.integration.running import ROOT
+from tests.helpers.running import ROOT
 
 SCRIPT = """
 import threading

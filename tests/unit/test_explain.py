@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader, Recovery
-from tests.integration.datasets import Numbers
+from tests.helpers.datasets import Numbers
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from aiohttp import web
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from asyncloader.cpus import usable_cpus
-from tests.integration.http_store import HttpStore, serving, status
+from tests.helpers.http_store import HttpStore, serving, status
 
 
 class CannotPlant(Exception):

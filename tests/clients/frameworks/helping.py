@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from asyncloader import DataLoader
-from tests.integration.running import Deaths
+from tests.helpers.running import Deaths
 from tests.processes import children_of
 
 

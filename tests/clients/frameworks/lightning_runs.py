@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import asyncloader
 from tests.clients.frameworks.helping import Line, draws, seed_all, workers_of_now
-from tests.integration.running import Deaths
+from tests.helpers.running import Deaths
 
 STOCK: Any = torch.utils.data.DataLoader
 OURS: Any = asyncloader.DataLoader

@@ -14,8 +14,8 @@ import asyncloader
 from asyncloader.integrations.accelerate import prepare
 from tests.clients.frameworks.accelerate_runs import OURS, OWN, STOCK, accelerator, both, epochs, prepared
 from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given, seed_all, workers_of_now
-from tests.integration.comparing import assert_same
-from tests.integration.running import run_script
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import run_script
 
 pytestmark = pytest.mark.usefixtures("accelerate_state")
 

@@ -17,7 +17,7 @@ from asyncloader import NeverIteratedWarning
 from asyncloader.integrations.accelerate import adopt, prepare, skip_first_batches
 from tests.clients.frameworks.accelerate_runs import OURS, OWN, STOCK, accelerator, both, epochs, prepared
 from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 
 pytestmark = pytest.mark.usefixtures("accelerate_state")
 

@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from asyncloader.integrations.accelerate import adopt
 from tests.clients.frameworks.accelerate_runs import OURS, prepared
 from tests.clients.frameworks.helping import Rows
-from tests.integration.comparing import assert_same
-from tests.integration.running import run_script
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import run_script
 
 pytestmark = pytest.mark.usefixtures("accelerate_state")
 

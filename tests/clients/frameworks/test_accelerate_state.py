@@ -20,7 +20,7 @@ from asyncloader import Recovery, StateError, StatefulDataLoader, Tuning
 from asyncloader.integrations.accelerate import adopt, prepare, skip_first_batches
 from tests.clients.frameworks.accelerate_runs import OURS, STOCK, accelerator, prepared
 from tests.clients.frameworks.helping import Rows, RowStream, batches_given, seed_all
-from tests.integration.comparing import assert_same, same
+from tests.helpers.comparing import assert_same, same
 
 pytestmark = pytest.mark.usefixtures("accelerate_state")
 

@@ -13,7 +13,7 @@ from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from tests.clients.frameworks.helping import Rows, RowStream, batches_given, seed_all, workers_of_now
 from tests.clients.frameworks.lightning_runs import OURS, STOCK, Recorder, SaveAt, WorkersSeen, fit, trainer
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # advice for machines with more CPUs

@@ -15,8 +15,8 @@ from asyncloader import NeverIteratedWarning, Tuning
 from asyncloader.integrations.lightning import LoaderCallback
 from tests.clients.frameworks.helping import Rows, batches_given, seed_all
 from tests.clients.frameworks.lightning_runs import OURS, STOCK, Recorder, Validated, fit, trainer
-from tests.integration.comparing import assert_same
-from tests.integration.running import run_script
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import run_script
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # advice for machines with more CPUs

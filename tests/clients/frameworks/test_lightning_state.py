@@ -16,7 +16,7 @@ from asyncloader import StatefulDataLoader
 from asyncloader.integrations.lightning import LoaderCallback
 from tests.clients.frameworks.helping import Rows, seed_all
 from tests.clients.frameworks.lightning_runs import OURS, Recorder, SaveAt, Saver, Validated, trainer
-from tests.integration.comparing import assert_same, same
+from tests.helpers.comparing import assert_same, same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # advice for machines with more CPUs

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from asyncloader import StatefulDataLoader, StatefulDistributedSampler, StatefulRandomSampler
 from tests.clients.frameworks.helping import draws, seed_all
-from tests.integration.stateful_cases import (
+from tests.helpers.stateful_cases import (
     MOMENTS,
     WORKERS,
     Batches,

@@ -9,7 +9,7 @@ import torch
 
 import asyncloader
 from tests.clients.frameworks.helping import Rows, RowStream, batches_given, draws, seed_all, workers_of_now
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 
 pytestmark = pytest.mark.clients
 

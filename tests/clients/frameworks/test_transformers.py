@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 import asyncloader
 from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given, draws, seed_all
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 
 pytestmark = [pytest.mark.clients, pytest.mark.usefixtures("accelerate_state")]
 

@@ -12,7 +12,7 @@ import torch
 
 import asyncloader
 from tests.clients.frameworks.helping import batches_given, draws, seed_all
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 
 pytestmark = [
     pytest.mark.clients,

@@ -25,7 +25,7 @@ import asyncloader
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from tests.clients.libraries.gaps import fill_torchaudio
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 
 fill_torchaudio()  # in spawned workers, too, which import this module before they read their dataset
 

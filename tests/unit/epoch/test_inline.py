@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncloader.epoch.inline import _batch_nbytes
-from tests.integration.running import collect
+from tests.helpers.running import collect
 
 ROW = torch.zeros(3)  # 12 bytes
 

@@ -19,7 +19,7 @@ from torch.utils.data.datapipes.map import SequenceWrapper
 
 from asyncloader import AsyncDataLoader, DataLoader, Recovery, SeededSampler, Tuning
 from asyncloader.options.clone import constructor_arguments
-from tests.integration.datasets import AsyncNumbers, AsyncStream, CountedStream, Numbers
+from tests.helpers.datasets import AsyncNumbers, AsyncStream, CountedStream, Numbers
 
 Torchs = torch.utils.data.DataLoader
 

@@ -17,7 +17,7 @@ from asyncloader.epoch.credits import most_credits
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.objects import grouped
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
-from tests.integration.datasets import AsyncNumbers, AsyncStream, AsyncWholeBatches, Numbers
+from tests.helpers.datasets import AsyncNumbers, AsyncStream, AsyncWholeBatches, Numbers
 
 
 class Stream(IterableDataset[int]):

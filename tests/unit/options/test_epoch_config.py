@@ -15,8 +15,8 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Recovery, StatefulDataLoader, Tuning
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.topology import Topology
-from tests.integration.datasets import CountedStream, Numbers
-from tests.integration.running import run_async
+from tests.helpers.datasets import CountedStream, Numbers
+from tests.helpers.running import run_async
 
 
 def config(dataset: Any = None, kind: Any = DataLoader, **options: Any) -> EpochConfig:

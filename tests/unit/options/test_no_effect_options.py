@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from asyncloader import AsyncDataLoader, DataLoader, Recovery, RemoteIterableDataset
 from asyncloader.errors import NoEffectWarning
 from asyncloader.options.objects import grouped
-from tests.integration.datasets import AsyncNumbers, AsyncStream, Numbers
+from tests.helpers.datasets import AsyncNumbers, AsyncStream, Numbers
 
 BLOCKING, AWAITED = Numbers(6), AsyncNumbers(6)
 

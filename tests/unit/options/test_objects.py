@@ -12,7 +12,7 @@ from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Recovery, Tu
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, OPTION_NAMES, OUR_OPTION_NAMES
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.objects import OPTION_OBJECTS, grouped
-from tests.integration.datasets import Numbers
+from tests.helpers.datasets import Numbers
 
 
 def test_few_options_are_flat() -> None:

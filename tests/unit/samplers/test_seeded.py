@@ -20,7 +20,7 @@ from asyncloader import (
     SeededSampler,
     TokenBudgetBatchSampler,
 )
-from tests.integration.running import run_async
+from tests.helpers.running import run_async
 
 
 def test_every_index_once() -> None:

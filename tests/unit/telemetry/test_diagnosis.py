@@ -12,7 +12,7 @@ from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.telemetry.counters import Recorder, Stage
 from asyncloader.telemetry.diagnosis import Diagnosis, diagnose
 from asyncloader.telemetry.run_figures import Run
-from tests.integration.datasets import Numbers
+from tests.helpers.datasets import Numbers
 
 BATCHES = 100
 

@@ -11,7 +11,7 @@ import pytest
 from asyncloader.transports import client_owner
 from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.errors import TransportClosed, TransportError
-from tests.integration.forking import fork
+from tests.helpers.forking import fork
 
 pytestmark = pytest.mark.loops
 

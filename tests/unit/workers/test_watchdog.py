@@ -1,4 +1,4 @@
-"""Deadlines of workers; for delays that are not theirs see `test_watch_delays.py`."""
+"""Deadlines of workers; for delays that are not theirs see `test_watchdog_delays.py`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import Challenge
 from asyncloader.service.protocol.records import pack_record
-from tests.integration.running import PATIENCE_S
+from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 
 

@@ -13,7 +13,7 @@ from asyncloader.service.client.remote_channel import RemoteChannel
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.workers.ipc import wire
-from tests.integration.running import run_async
+from tests.helpers.running import run_async
 
 CHECKS = remote_channel._MOST_PINGS + 4
 

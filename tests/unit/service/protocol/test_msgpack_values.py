@@ -24,7 +24,7 @@ from asyncloader.service.protocol.msgpack_values import MOST_ARRAYS, Unsendable,
 from asyncloader.service.protocol.unpacking import build, check, decode, unpack
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 
 
 @register_batch_type

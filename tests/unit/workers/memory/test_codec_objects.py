@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from asyncloader.workers.memory.codec import INLINE_PICKLE, Encoder
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 from tests.unit.workers.memory.through_memory import copied, round_trip, view, write
 
 

@@ -17,7 +17,7 @@ from asyncloader.workers.memory import codec
 from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.leaves import DTYPES
 from asyncloader.workers.memory.ring import Anchor, make_anchor
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 from tests.unit.workers.memory.through_memory import OFFSET, copied, round_trip, view, write
 
 # Made at import: torch loads its compiler for it, whose many objects would slow down the leak check of later tests.

@@ -15,7 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader.workers.fetch.setup import install_worker_info
 from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.collate import Collator, use_private_memory
-from tests.integration.comparing import assert_same
+from tests.helpers.comparing import assert_same
 from tests.unit.workers.memory.through_memory import view
 
 

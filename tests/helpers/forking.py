@@ -1,0 +1,114 @@
+"""Epochs in the middle of which the trainer forks, and forked children that have a deadline."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from asyncloader import AsyncDataLoader, DataLoader
+from tests.helpers.datasets import Sized
+from tests.helpers.running import PATIENCE_S, run_async
+
+AT = (0, 3, 11)
+"""Steps at which a trainer forks."""
+
+
+@dataclass
+class Here:
+    """A moment within an epoch: what a trainer has in its hands."""
+
+    step: int
+    batch: Any
+    loader: Any
+    batches: Any
+
+
+def at(steps: tuple[int, ...], act: Callable[[Here], object]) -> Callable[[Here], None]:
+    """A body that does this at these steps."""
+
+    def body(here: Here) -> None:
+        if here.step in steps:
+            act(here)
+
+    return body
+
+
+def value(batch: Any) -> int:
+    """The one number that the batch is full of; -1 if it is not."""
+    found = batch.numpy()  # no threads of torch's, which a forked child cannot use
+    return int(found.flat[0]) if found.min() == found.max() else -1
+
+
+def expected(n: int) -> list[int]:
+    """The values of an epoch."""
+    return [i % 251 for i in range(n)]
+
+
+def epoch(kind: str, body: Callable[[Here], None], *, n: int = 40, nbytes: int = 5000, **options: Any) -> list[int]:
+    """One epoch of this kind of loader; `body` is called with each batch, in the loop. Returns the batches' values."""
+    dataset = Sized([nbytes] * n)
+    options = {"num_workers": 2, "timeout": PATIENCE_S, **options}
+    values = []
+    if kind == "sync":
+        with DataLoader[Any](dataset, **options) as loader:
+            batches = iter(loader)
+            for step, batch in enumerate(batches):
+                body(Here(step, batch, loader, batches))
+                values.append(value(batch))
+        return values
+
+    async def run() -> None:
+        async with AsyncDataLoader[Any](dataset, **options) as loader:
+            batches = aiter(loader)
+            async for batch in batches:
+                body(Here(len(values), batch, loader, batches))
+                values.append(value(batch))
+
+    run_async(run(), kind)
+    return values
+
+
+class Child:
+    """A child process that we wait for, and kill if it hangs."""
+
+    def __init__(self, pid: int, errors: int) -> None:
+        self.pid = pid
+        self._errors = errors
+        # Becomes readable at the child's end. Where there are no pidfds (macOS) it is the pipe that the child holds the
+        # other end of; that one also waits for whatever the child forked, which its words are waited for anyway.
+        self._end = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else os.dup(errors)
+
+    def wait(self) -> None:
+        """Until it has ended. Fails, with the child's own words, if it failed or hangs."""
+        ended = bool(select.select([self._end], [], [], PATIENCE_S)[0])
+        if not ended:
+            os.kill(self.pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self._end)
+        with os.fdopen(self._errors) as stream:
+            words = stream.read()
+        assert ended, f"the child hangs; {words}"
+        assert code == 0, f"exit code {code}; {words}"
+
+
+def fork(body: Callable[[], object]) -> Child:
+    """Fork; the child runs `body` and ends at once, without exit hooks. What it raises is told by `Child.wait`."""
+    errors, tell = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(tell)
+        return Child(pid, errors)
+    code = 1
+    try:
+        os.close(errors)
+        body()
+        code = 0
+    except BaseException:
+        os.write(tell, traceback.format_exc()[-4000:].encode())
+    finally:
+        os._exit(code)

@@ -1,0 +1,141 @@
+"""Processes that train together, as seen by a test: asks each for something, and fails when one never answers."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests import script_server
+from tests.helpers.running import PATIENCE_S, ROOT, environment
+
+
+class RankGroup:
+    """Ranks 0 to ``world - 1``, each a process of `ranks_script.py` in one gloo group.
+
+    Args:
+        world: number of ranks.
+        folder: for the file by which they find one another, and what they write to stderr.
+
+    Attributes:
+        held: of each rank, what it holds without any loader (see `Place.left`).
+    """
+
+    def __init__(self, world: int, folder: Path) -> None:
+        self.world = world
+        self._folder = Path(tempfile.mkdtemp(dir=folder))
+        self.processes: list[subprocess.Popen[str]] = []
+        self._pipes: list[Connection] = []
+        try:
+            for rank in range(world):
+                self._start(rank)
+            self.answers()
+            self.held = self("left")
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, (self._folder / f"stderr{rank}").open("wb") as errors:
+            self._pipes.append(Connection(ours.detach()))
+            script = [sys.executable, "-m", "tests.helpers.ranks_script", "0"]  # its standard input
+            command = [*script, f"file://{self._folder}/store", str(rank), str(self.world)]
+            process = script_server.start(
+                command, env=environment(), cwd=ROOT, stdin=theirs.fileno(), stderr=errors.fileno()
+            )
+            self.processes.append(process)
+
+    def __call__(self, name: str, *values: Any, **named: Any) -> list[Any]:
+        """What each rank's `Place` answers to this call, made on all of them at once."""
+        self.ask(name, *values, **named)
+        return self.answers()
+
+    def ask(self, name: str, *values: Any, **named: Any) -> None:
+        """Ask without waiting."""
+        for pipe in self._pipes:
+            pipe.send((name, values, named))
+
+    def answers(self, *ranks: int) -> list[Any]:
+        """The next answer of these ranks, of all by default. A rank that never answers shows where it stands."""
+        asked = ranks or range(self.world)
+        found: dict[int, Any] = {}
+        while len(found) < len(asked):
+            pending = {self._pipes[rank]: rank for rank in asked if rank not in found}
+            ready = wait(list(pending), PATIENCE_S)
+            if not ready:
+                self._show(list(pending.values()))
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pending[pipe]
+                try:
+                    worked, answer = pipe.recv()
+                except EOFError:
+                    raise AssertionError(f"rank {rank} ended:\n{self.errors(rank)}") from None
+                assert worked, f"rank {rank}: {answer}"
+                found[rank] = answer
+        return [found[rank] for rank in asked]
+
+    @property
+    def alive(self) -> bool:
+        """Whether all ranks still serve."""
+        return all(process.poll() is None for process in self.processes)
+
+    def errors(self, rank: int) -> str:
+        """What the rank wrote to stderr."""
+        return (self._folder / f"stderr{rank}").read_text()
+
+    def _show(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            self.processes[rank].send_signal(signal.SIGUSR1)  # it writes its stacks, and goes on
+        for rank in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.processes[rank].wait(1)
+        texts = [f"rank {rank}:\n{self.errors(rank)}" for rank in ranks]
+        self.kill()
+        raise AssertionError(f"ranks {ranks} hang\n" + "\n".join(texts))
+
+    def kill(self) -> None:
+        """End all at once."""
+        for process in self.processes:
+            process.kill()
+        self._closed()
+
+    def end(self, rank: int) -> None:
+        """Let it end by itself, and check that it can."""
+        self._pipes[rank].close()
+        assert self.processes[rank].wait(PATIENCE_S) == 0, f"rank {rank}: {self.errors(rank)}"
+
+    def close(self) -> None:
+        """Let all end by themselves, and check that they can."""
+        for pipe in self._pipes:
+            pipe.close()
+        try:
+            for rank in range(self.world):
+                self.end(rank)
+        finally:
+            self.kill()
+
+    def _closed(self) -> None:
+        for process in self.processes:
+            process.wait()
+            assert process.stdout
+            process.stdout.close()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None and self.alive:
+            self.close()
+        else:
+            self.kill()

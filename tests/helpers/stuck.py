@@ -1,0 +1,126 @@
+"""Workers that do not answer, in every way that a dataset may bring about: for tests of shutdown."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from torch.utils.data import Dataset
+
+from tests.helpers.running import PATIENCE_S
+
+
+def _pause() -> None:
+    while True:
+        signal.pause()
+
+
+def _pause_in_c() -> None:
+    pause = ctypes.PyDLL(None).pause  # PyDLL keeps the GIL: no thread and no handler of this process runs any more
+    while True:
+        pause()
+
+
+def _ignore() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _fork_one_that_holds_everything() -> None:
+    """A grandchild that C code forked runs no hook: it keeps a copy of all that the worker has open."""
+    pid = ctypes.CDLL(None).fork()
+    if not pid:
+        _ignore()
+        _pause_in_c()
+    os.write(2, f"grandchild {pid}\n".encode())
+
+
+STUCK: dict[str, tuple[Callable[[], None], ...]] = {
+    "asleep": (_pause,),
+    "in C with the GIL": (_pause_in_c,),
+    "deaf to SIGTERM": (_ignore, _pause),
+    "in C with the GIL, deaf to SIGTERM": (_ignore, _pause_in_c),
+    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), _pause),
+    "with a child that holds all descriptors": (_fork_one_that_holds_everything, _ignore, _pause),
+}
+
+
+def get_stuck(how: str) -> None:
+    """Never return."""
+    for act in STUCK[how]:
+        act()
+
+
+class Told:
+    """A pipe through which forked workers tell their parent something: one line each, read with a deadline."""
+
+    def __init__(self) -> None:
+        self._out, self._in = os.pipe()
+
+    def tell(self, text: str) -> None:
+        os.write(self._in, f"{text}\n".encode())
+
+    def lines(self, count: int) -> list[str]:
+        """So many lines."""
+        got = b""
+        while got.count(b"\n") < count:
+            assert select.select([self._out], [], [], PATIENCE_S)[0], f"nobody tells; so far {got!r}"
+            got += os.read(self._out, 4096)
+        return got.decode().splitlines()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._out)
+        os.close(self._in)
+
+
+class StuckAt(Dataset[Any]):
+    """The worker that is asked for sample `index` or a later one tells its pid, and gets stuck."""
+
+    def __init__(self, how: str, told: Told, index: int = 4) -> None:
+        self.how = how
+        self.told = told
+        self.index = index
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        if index >= self.index:
+            self.told.tell(f"{os.getpid()}")
+            get_stuck(self.how)
+        return index
+
+
+class NeverArrives(Dataset[Any]):
+    """Its unpickling does not end. It leaves a file first, named by the pid of the process that it would arrive in."""
+
+    def __init__(self, here: Path) -> None:
+        self.here = here
+
+    def __reduce__(self) -> Any:
+        return _arrive, (str(self.here),)
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _arrive(here: str) -> NeverArrives:
+    Path(here).joinpath(str(os.getpid())).touch()
+    _pause()
+    return NeverArrives(Path(here))
+
+
+def is_worker(pid: int) -> bool:
+    """Whether the process is a spawned worker, and not the fork server."""
+    command = Path(f"/proc/{pid}/cmdline").read_text()
+    return "spawn_main" in command and "forkserver" not in command

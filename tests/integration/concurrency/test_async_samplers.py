@@ -1,0 +1,240 @@
+"""Samplers that are awaited: read ahead as far as credits allow, with their errors and lengths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler
+
+from asyncloader import AsyncDataLoader, AsyncSampler, DataLoader
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import AsyncNumbers, Numbers
+from tests.helpers.running import BOTH, KINDS, Deaths, collect, outcomes, run_async
+
+
+class Ticking:
+    """Gives ``range(n)`` asynchronously; counts what it gave, and whether its `finally` ran."""
+
+    def __init__(self, n: int, fails_at: int | None = None, groups: int | None = None) -> None:
+        self.n = n
+        self.fails_at = fails_at
+        self.groups = groups
+        self.given = 0
+        self.closed = 0
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        try:
+            for i in range(self.n):
+                await asyncio.sleep(0)
+                if i == self.fails_at:
+                    raise ConnectionResetError("the sampler's server is gone")
+                self.given += 1
+                yield i if self.groups is None else list(range(i * self.groups, (i + 1) * self.groups))
+        finally:
+            self.closed += 1
+
+
+class Counted(Ticking):
+    def __len__(self) -> int:
+        return self.n
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("dataset", [Numbers(10), AsyncNumbers(10)], ids=["blocking", "async"])
+def test_async_sampler(kind: str, workers: int, dataset: Any) -> None:
+    """An async iterable as `sampler` is batched as a plain one is, with every kind of dataset."""
+    for options in ({"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}):
+        sampler = Ticking(10)
+        got = collect(kind, dataset, sampler=sampler, num_workers=workers, **options)
+        assert_same(got, collect("torch", Numbers(10), **options))
+        assert sampler.closed == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_async_batch_sampler(kind: str, workers: int) -> None:
+    """An async iterable as `batch_sampler` gives whole batches; each epoch begins it anew."""
+    sampler = Ticking(5, groups=2)
+    expected = collect("torch", Numbers(10), batch_size=2)
+    options: dict[str, Any] = {"batch_sampler": sampler, "num_workers": workers}
+    assert_same(collect(kind, Numbers(10), **options), expected)
+    assert_same(collect(kind, Numbers(10), persistent_workers=bool(workers), **options), expected)
+    assert (sampler.given, sampler.closed) == (10, 2)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_async_sampler_inside_torchs_batch_sampler(kind: str) -> None:
+    """torch's BatchSampler around an async sampler is understood."""
+    sampler: Any = BatchSampler(Ticking(7), 3, drop_last=False)  # type: ignore[arg-type]
+    got = collect(kind, Numbers(7), batch_sampler=sampler, num_workers=1)
+    assert_same(got, collect("torch", Numbers(7), batch_size=3))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_errors_come_after_the_batches_before_them(kind: str, workers: int) -> None:
+    """What the sampler raises reaches the consumer unchanged, after all that it had asked for."""
+    got = outcomes(
+        kind,
+        Numbers(20),
+        batch_sampler=Ticking(9, fails_at=5, groups=2),
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+    )
+    error = (ConnectionResetError, "the sampler's server is gone")
+    assert_same(got[:5], collect("torch", Numbers(10), batch_size=2))
+    assert got[5] == error
+
+
+@pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
+def test_lengths(make: Any) -> None:
+    """`len(loader)` follows the sampler's length, if it has one."""
+    assert len(make(Numbers(10), sampler=Counted(10), batch_size=4)) == 3
+    assert len(make(Numbers(10), sampler=Counted(10), batch_size=4, drop_last=True)) == 2
+    assert len(make(Numbers(10), sampler=Counted(10), batch_size=None)) == 10
+    assert len(make(Numbers(10), batch_sampler=Counted(5, groups=2))) == 5
+    for options in ({"sampler": Ticking(10)}, {"batch_sampler": Ticking(5)}):
+        with pytest.raises(TypeError):
+            len(make(Numbers(10), **options))
+
+
+def test_protocol() -> None:
+    """An object with `__aiter__` is an AsyncSampler; a list is none."""
+    assert isinstance(Ticking(1), AsyncSampler)
+    assert not isinstance([1], AsyncSampler)
+
+
+class Endless:
+    """Never ends, and tells how far it was read. `given` is awaited by the test, not polled."""
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.closed = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        try:
+            while True:
+                self.given += 1
+                yield [self.given % 10]
+        finally:
+            self.closed.set()
+
+
+@pytest.mark.parametrize(("workers", "factor"), [(1, 1), (2, 3)])
+async def test_read_ahead_is_bounded_by_credits(workers: int, factor: int) -> None:
+    """An endless sampler is read ``prefetch_factor * num_workers`` batches ahead of the consumer, not further."""
+    sampler = Endless()
+    async with AsyncDataLoader[Any](
+        Numbers(10), batch_sampler=sampler, num_workers=workers, prefetch_factor=factor
+    ) as loader:
+        taken = 0
+        batches = aiter(loader)
+        async for _ in batches:
+            taken += 1
+            assert sampler.given <= taken + workers * factor
+            if taken == 50:
+                break
+        await batches.aclose()
+        await sampler.closed.wait()
+    assert sampler.given >= 50
+
+
+async def test_sampler_that_waits_for_the_consumer() -> None:
+    """A sampler may wait for feedback on the batches that it gave: batches reach the consumer without it going on."""
+    seen = asyncio.Semaphore(0)
+
+    class Feedback:
+        async def __aiter__(self) -> AsyncIterator[list[int]]:
+            for i in range(5):
+                yield [i]
+                await seen.acquire()
+
+    order = []
+    async with AsyncDataLoader[Any](Numbers(5), batch_sampler=Feedback(), num_workers=2) as loader:
+        async for batch in loader:
+            order.append(float(batch[0, 0]))
+            seen.release()
+    assert order == [0.0, 100.0, 200.0, 300.0, 400.0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_break_closes_the_sampler(workers: int) -> None:
+    """Leaving the loop early and closing ends the sampler's generator: its `finally` has run."""
+    sampler = Ticking(100)
+    async with AsyncDataLoader[Any](Numbers(100), sampler=sampler, num_workers=workers) as loader:
+        batches = aiter(loader)
+        async for _ in batches:
+            break
+        await batches.aclose()
+        assert sampler.closed == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_break_closes_the_sampler_of_the_facade(workers: int) -> None:
+    """The same for the sync facade, whose sampler runs in its private loop."""
+    sampler = Ticking(100)
+    with DataLoader[Any](Numbers(100), sampler=sampler, num_workers=workers) as loader:
+        for _ in loader:
+            break
+    assert sampler.closed == 1
+
+
+def test_a_waiting_sampler_does_not_hold_up_the_end() -> None:
+    """Closing while the sampler waits for ever cancels it."""
+
+    class Stuck:
+        cancelled = False
+
+        async def __aiter__(self) -> AsyncIterator[list[int]]:
+            yield [0]
+            try:
+                await asyncio.Event().wait()
+            finally:
+                Stuck.cancelled = True
+
+    async def run() -> None:
+        async with AsyncDataLoader[Any](Numbers(3), batch_sampler=Stuck(), num_workers=1) as loader:
+            async for _ in loader:
+                break
+
+    run_async(run())
+    assert Stuck.cancelled
+    Stuck.cancelled = False
+    with DataLoader[Any](Numbers(3), batch_sampler=Stuck(), num_workers=1) as loader:
+        next(iter(loader))
+    assert Stuck.cancelled
+
+
+async def test_cancelling_the_wait_for_a_sampler_cancels_the_caller() -> None:
+    """`aclose` waits for what the sampler does at its end. Who is cancelled there is cancelled, and the sampler's end
+    is broken off; the workers are gone all the same.
+    """
+    reached, broken_off = asyncio.Event(), asyncio.Event()
+
+    class Tidy:
+        async def __aiter__(self) -> AsyncIterator[list[int]]:
+            try:
+                yield [0]
+                await asyncio.Event().wait()
+            finally:
+                reached.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    broken_off.set()
+
+    loader = AsyncDataLoader[Any](Numbers(3), batch_sampler=Tidy(), num_workers=1)
+    batches: Any = aiter(loader)
+    await anext(batches)
+    with Deaths([process.pid for process in batches.pool.processes]) as deaths:
+        closing = asyncio.ensure_future(batches.aclose())
+        await reached.wait()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert deaths.ended()
+    await broken_off.wait()

@@ -1,0 +1,252 @@
+"""A cancelled `__anext__` loses no batch, wherever it was: the next call gives what that one would have given."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from asyncloader import AsyncDataLoader, WorkerDied
+from asyncloader.epoch.consumer import Consumer
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import AsyncNumbers, Numbers, Sized
+from tests.helpers.running import PATIENCE_S, cancelled_after, collect, run_async
+
+pytestmark = pytest.mark.loops
+
+SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "no workers": (Numbers(60), {"num_workers": 0}),
+    "no workers, async": (AsyncNumbers(60), {"num_workers": 0}),
+    "two workers": (Numbers(60), {"num_workers": 2}),
+    "async, two workers": (AsyncNumbers(60), {"num_workers": 2}),
+    "one ahead": (Numbers(60), {"num_workers": 1, "prefetch_factor": 1}),
+    "large": (Sized([3 << 20] * 30), {"num_workers": 2}),
+    "timeout": (Numbers(60), {"num_workers": 2, "timeout": PATIENCE_S}),
+    "shuffled": (Numbers(60), {"num_workers": 2, "shuffle": True}),
+}
+
+
+async def cancelled_often(batches: Any, kept: list[Any]) -> int:
+    """Iterate to the end; before each batch comes, cancel `__anext__` after 0, 1, 2, ... turns of the loop."""
+    cancelled = 0
+    while True:
+        for turns in range(4):
+            task = asyncio.ensure_future(anext(batches, None))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            try:
+                batch = await task
+            except asyncio.CancelledError:
+                cancelled += 1
+                continue
+            break
+        else:
+            batch = await anext(batches, None)
+        if batch is None:
+            return cancelled
+        kept.append(batch)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("name", SOURCES)
+def test_cancelled_at_every_await(kind: str, name: str) -> None:
+    """Cancelled again and again, while starting, waiting and copying: every batch comes, once and in order."""
+    dataset, options = SOURCES[name]
+
+    async def run() -> tuple[int, list[Any]]:
+        torch.manual_seed(7)
+        kept: list[Any] = []
+        async with AsyncDataLoader[Any](dataset, batch_size=2, **options) as loader:
+            cancelled = await cancelled_often(aiter(loader), kept)
+        return cancelled, kept
+
+    cancelled, got = run_async(run(), kind)
+    assert cancelled > 0
+    twin = Numbers(60) if isinstance(dataset, AsyncNumbers) else dataset
+    assert_same(got, collect("torch", twin, batch_size=2, **{**options, "timeout": 0}))
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_cancelled_during_large_copies(kind: str) -> None:
+    """Batches that are copied out in a thread, because the consumer hoards them, survive cancellation too."""
+
+    async def run() -> tuple[int, float, list[Any]]:
+        kept: list[Any] = []
+        async with AsyncDataLoader[Any](Sized([2 << 20] * 40), num_workers=1, batch_size=1) as loader:
+            cancelled = await cancelled_often(aiter(loader), kept)
+            copies = loader.stats()["data/ring_copies"]
+        return cancelled, copies, kept
+
+    cancelled, copies, got = run_async(run(), kind)
+    assert copies > 10
+    assert cancelled > 0
+    assert [int(batch[0, -1]) for batch in got] == list(range(40))
+
+
+@pytest.mark.thorough
+async def test_cancelled_start_goes_on() -> None:
+    """The first call is cancelled while the workers start (spawned, in a thread); the second gets the first batch."""
+    async with AsyncDataLoader[Any](Numbers(4), num_workers=1, multiprocessing_context="spawn") as loader:
+        batches = aiter(loader)
+        await cancelled_after(3, anext(batches))
+        assert [float(batch[0, 0]) async for batch in batches] == [0.0, 100.0, 200.0, 300.0]
+
+
+async def test_closed_during_the_start() -> None:
+    """Closing while the workers start waits for them and ends them (the leak check looks)."""
+    async with AsyncDataLoader[Any](Numbers(4), num_workers=1, multiprocessing_context="spawn") as loader:
+        await cancelled_after(1, anext(aiter(loader)))
+
+
+async def test_wait_for_that_expires_loses_nothing() -> None:
+    """A deadline around `anext` may pass; the batch comes with a later call."""
+    opened = asyncio.Event()
+
+    class Waits(Numbers):
+        async def __getitem__(self, index: int) -> Any:
+            if index == 1:
+                await opened.wait()
+            return super().__getitem__(index)
+
+    async with AsyncDataLoader[Any](Waits(3)) as loader:
+        batches = aiter(loader)
+        assert float((await anext(batches))[0, 0]) == 0
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(batches), 0.01)
+        opened.set()
+        assert [float(batch[0, 0]) async for batch in batches] == [100.0, 200.0]
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("size", [10, 2 << 20])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_several_consumers_of_one_iterator(kind: str, size: int, workers: int) -> None:
+    """Tasks that share an iterator get each batch once, and all of them end."""
+
+    async def consume(batches: Any, kept: list[int]) -> None:
+        async for batch in batches:
+            kept.append(int(batch[0, -1]))
+            await asyncio.sleep(0)
+
+    async def run() -> list[list[int]]:
+        kept: list[list[int]] = [[] for _ in range(4)]
+        async with AsyncDataLoader[Any](Sized([size] * 60), num_workers=workers) as loader:
+            batches = aiter(loader)
+            async with asyncio.TaskGroup() as group:
+                for share in kept:
+                    group.create_task(consume(batches, share))
+        return kept
+
+    shares = run_async(run(), kind)
+    assert sorted(value for share in shares for value in share) == list(range(60))
+    assert all(share == sorted(share) for share in shares)
+
+
+class Stuck(AsyncNumbers):
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_closing_wakes_who_waits(kind: str, workers: int) -> None:
+    """`aclose` while another task waits in `anext`: that task ends with an error or the end, and does not hang."""
+
+    async def run() -> None:
+        async with AsyncDataLoader[Any](Stuck(3), num_workers=workers) as loader:
+            batches = aiter(loader)
+            waiting = asyncio.ensure_future(anext(batches))
+            while repr(batches).startswith("<AsyncLoaderIterator new"):  # noqa: ASYNC110 - no event says so
+                await asyncio.sleep(0)
+            await batches.aclose()
+            done, _ = await asyncio.wait([waiting], timeout=10)
+            assert done, "anext() still waits"
+            assert isinstance(waiting.exception(), RuntimeError | asyncio.CancelledError | StopAsyncIteration)
+
+    run_async(run(), kind)
+
+
+class Sleeper(Numbers):
+    """Its worker hangs at index 1."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            threading.Event().wait()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_failure_is_not_lost_with_a_cancelled_call(kind: str) -> None:
+    """A call that is cancelled while it ends the iterator leaves the error to the next one: no failure looks like the
+    end.
+    """
+
+    async def run() -> None:
+        loader = AsyncDataLoader[Any](Sleeper(5), num_workers=1, prefetch_factor=1)
+        batches: Any = aiter(loader)
+        await anext(batches)
+        os.kill(batches.pool.processes[0].pid, signal.SIGKILL)
+        await batches._queue.wait()
+        task = asyncio.ensure_future(anext(batches))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(WorkerDied):
+            await anext(batches)
+        with pytest.raises(StopAsyncIteration):
+            await anext(batches)
+        await loader.aclose()
+
+    run_async(run(), kind)
+
+
+class Second(Dataset[torch.Tensor]):
+    """Two samples; the second comes when the event is set."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 1:
+            assert self.event.wait(PATIENCE_S)
+        return torch.full((2 << 20,), index, dtype=torch.uint8)
+
+
+async def test_cancelled_during_a_copy_beside_other_consumers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch goes to a task that waits already, though no further batch comes to wake it."""
+    copying, copy = threading.Event(), threading.Event()
+    opens = Consumer.open
+
+    def opened(consumer: Consumer, outcome: Any) -> Any:
+        copying.set()
+        assert copy.wait(PATIENCE_S)
+        return opens(consumer, outcome)
+
+    monkeypatch.setattr(Consumer, "open", opened)
+    monkeypatch.setattr(Consumer, "opening_blocks", lambda *_: True)
+    event = torch.multiprocessing.get_context("fork").Event()
+    async with AsyncDataLoader[Any](Second(event), num_workers=1, multiprocessing_context="fork") as loader:
+        batches = aiter(loader)
+        first, *others = [asyncio.ensure_future(anext(batches)) for _ in range(3)]
+        await asyncio.to_thread(copying.wait, PATIENCE_S)
+        first.cancel()
+        await asyncio.wait([first])
+        others[0].cancel()  # which has just been woken instead
+        await asyncio.wait([others[0]])
+        copy.set()
+        async with asyncio.timeout(PATIENCE_S):
+            assert int((await others[1])[0, 0]) == 0
+            event.set()
+            assert [int(batch[0, 0]) async for batch in batches] == [1]

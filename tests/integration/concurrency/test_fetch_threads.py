@@ -1,0 +1,353 @@
+"""`fetch_threads`: blocking map datasets whose samples several threads of a worker fetch, over all batches in hand."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset, get_worker_info
+
+from asyncloader import AsyncDataLoader, DataLoader, Recovery, sample_rng
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import Numbers
+from tests.helpers.faulty import Faults, Faulty
+from tests.helpers.running import BOTH, KINDS, collect, outcomes, run_async
+from tests.integration.concurrency.test_samples_in_flight import collect as collect_with
+
+WORKERS = [0, 1, 2]
+variable: ContextVar[int] = ContextVar("variable", default=-1)
+
+
+class Barrier(Dataset[Any]):
+    """No sample is done before `together` threads of its process are at one."""
+
+    def __init__(self, n: int, together: int) -> None:
+        self.n = n
+        self.together = together
+        self.barrier: threading.Barrier | None = None
+        self.lock: Any = None
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"n": self.n, "together": self.together, "barrier": None, "lock": None}
+
+    def meet(self) -> None:
+        with _lock:
+            if self.barrier is None:
+                self.barrier = threading.Barrier(self.together)
+        self.barrier.wait(30)
+
+    def __getitem__(self, index: int) -> int:
+        self.meet()
+        return index
+
+
+_lock = threading.Lock()
+
+
+class BarrierBatches(Barrier):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        self.meet()
+        return list(indices)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("size", [1, 2, 16, None])
+def test_so_many_threads_are_at_it(kind: str, workers: int, size: int | None) -> None:
+    """Eight threads meet, over as many batches as it takes; the order is the sampler's."""
+    n = 64 * max(1, workers)
+    got = collect(kind, Barrier(n, 8), batch_size=size, num_workers=workers, concurrency=8)
+    assert [int(i) for batch in got for i in torch.as_tensor(batch).reshape(-1)] == list(range(n))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("view", [False, True])
+def test_whole_batches_have_a_thread_each(kind: str, workers: int, view: bool) -> None:
+    """`__getitems__` of four batches at a time."""
+    dataset: Any = BarrierBatches(32, 4)
+    got = collect(
+        kind,
+        Subset(dataset, list(range(32))) if view else dataset,
+        batch_size=4,
+        num_workers=workers,
+        concurrency=4,
+    )
+    assert torch.cat(got).tolist() == list(range(32))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_batches_are_those_without(kind: str, workers: int) -> None:
+    """torch's batches, also without batching, from a view, and in persistent workers' later epochs."""
+    for options in ({"batch_size": 4, "shuffle": True}, {"batch_size": None}, {"batch_size": 3, "drop_last": True}):
+        got = collect(kind, Numbers(20), num_workers=workers, concurrency=3, **options)
+        assert_same(got, collect("torch", Numbers(20), **options))
+
+
+class Draws(Dataset[Any]):
+    def __init__(self, *, globally: bool = False) -> None:
+        self.globally = globally
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        if self.globally:
+            return torch.rand(())
+        return torch.rand((), generator=sample_rng().torch) + sample_rng().random.random()
+
+
+class DrawsTogether(Draws):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [Draws.__getitem__(self, index) for index in indices]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("dataset", [Draws(), DrawsTogether()], ids=["samples", "batches"])
+def test_seeded_samples_have_generators_of_their_own(kind: str, dataset: Any) -> None:
+    """`sample_rng` gives the numbers that it gives without threads, at any number of workers."""
+    options: dict[str, Any] = {"batch_size": 4, "seed": 9, "shuffle": True}
+    expected = collect_with(kind, dataset, **options)
+    for workers in WORKERS:
+        assert_same(collect_with(kind, dataset, num_workers=workers, concurrency=8, **options), expected)
+
+
+def test_global_generators_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """In a worker, in seeded mode, as for async datasets. (Warnings are errors here, in the forked worker, too: this
+    one goes to the log, and no batch is lost.)
+    """
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    with DataLoader[Any](Draws(globally=True), batch_size=4, seed=1, concurrency=2, **options) as loader:
+        assert len(list(loader)) == len(loader)
+    assert caplog.text.count("drew from the process-global generators") == 1
+
+
+class Uses(Dataset[Any]):
+    """Each sample sets a context variable, and tells what it saw before, and who it is told to be."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        before = variable.get()
+        variable.set(index)
+        info = get_worker_info()
+        return torch.tensor([before, variable.get(), -1 if info is None else info.id])
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_context_variables_and_worker_info(kind: str, workers: int) -> None:
+    """A sample sees no variable that another one set; `get_worker_info` says which worker it is."""
+    got = torch.cat(collect(kind, Uses(), batch_size=4, num_workers=workers, concurrency=3))
+    assert got[:, 0].tolist() == [-1] * 24
+    assert got[:, 1].tolist() == list(range(24))
+    expected = [index // 4 % workers if workers else -1 for index in range(24)]
+    assert got[:, 2].tolist() == expected
+
+
+class Bad(Dataset[Any]):
+    def __init__(self, *bad: int) -> None:
+        self.bad = set(bad)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise FileNotFoundError(f"sample {index}")
+        return index
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_error_comes_in_its_place(kind: str, workers: int) -> None:
+    """With a note of its sample; the batches around it come."""
+    got = outcomes(kind, Bad(9, 20), batch_size=4, num_workers=workers, concurrency=3)
+    kinds = [each[0] if isinstance(each, tuple) else each.tolist() for each in got]
+    good = [[i, i + 1, i + 2, i + 3] for i in range(0, 24, 4)]
+    assert kinds == [*good[:2], FileNotFoundError, *good[3:5], FileNotFoundError]
+    with (
+        pytest.raises(FileNotFoundError) as raised,
+        DataLoader[Any](Bad(9), batch_size=4, num_workers=workers, concurrency=3) as loader,
+    ):
+        list(loader)
+    assert any("sample index 9 (item 1 of the batch)" in note for note in raised.value.__notes__)
+
+
+def negative(index: int, error: Exception) -> int:
+    return -index
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_raise_are_left_out_or_replaced(kind: str, workers: int) -> None:
+    """`on_error` as for one sample after the other, records in the order of the batch."""
+    options: dict[str, Any] = {"batch_size": 4, "seed": 4, "num_workers": workers}
+    got = collect_with(kind, Bad(1, 2, 9), on_error="skip", concurrency=4, **options)
+    assert [batch.tolist() for batch in got[:3]] == [[0, 3], [4, 5, 6, 7], [8, 10, 11]]
+    refill: dict[str, Any] = {"on_error": "refill"}
+    assert_same(
+        collect_with(kind, Bad(1, 2, 9), concurrency=4, **refill, **options),
+        collect_with(kind, Bad(1, 2, 9), **refill, **options),
+    )
+    got = collect_with(kind, Bad(5), on_error=negative, concurrency=4, **options)
+    assert got[1].tolist() == [4, -5, 6, 7]
+    with DataLoader[Any](Bad(1, 2, 9), on_error="skip", concurrency=4, **options) as loader:
+        list(loader)
+        assert [record.index for record in loader.skipped_samples] == [1, 2, 9]
+
+
+class OnlyWhole(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        if 5 in indices:
+            raise OSError("no batch")
+        return list(indices)
+
+
+class Whole(Dataset[Any]):
+    """A dataset whose batches are fetched by `__getitems__`."""
+
+    def __getitems__(self, indices: Any) -> list[int]:
+        return list(indices)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_sampler_that_gives_iterators(workers: int) -> None:
+    """Each can be gone through once; ``__getitems__`` has its indices all the same."""
+    batches = [iter([0, 1]), iter([2]), iter([3, 4, 5])]
+    got = collect("sync", Whole(), batch_sampler=batches, num_workers=workers, concurrency=2)
+    assert [batch.tolist() for batch in got] == [[0, 1], [2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_that_raises_as_a_whole(workers: int) -> None:
+    """All of its samples are taken for bad."""
+    with DataLoader[Any](OnlyWhole(), batch_size=2, num_workers=workers, on_error="skip", concurrency=2) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [6, 7]]
+        assert [record.index for record in loader.skipped_samples] == [4, 5]
+    with (
+        pytest.raises(OSError, match="no batch"),
+        DataLoader[Any](OnlyWhole(), batch_size=2, num_workers=workers, concurrency=2) as loader,
+    ):
+        list(loader)
+
+
+class Sticks(Dataset[Any]):
+    """One sample is stuck until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            self.begun.set()
+            self.go.wait(60)
+        return index
+
+
+def join_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("asyncloader-read"):
+            thread.join(20)
+
+
+def test_closing_does_not_wait_for_a_stuck_thread() -> None:
+    """Without workers the facade leaves the thread behind; it ends with its sample, and reads no other."""
+    dataset = Sticks()
+    with DataLoader[Any](dataset, concurrency=2) as loader:
+        batches = iter(loader)
+        assert [int(next(batches)) for _ in range(3)] == [0, 1, 2]
+        assert dataset.begun.wait(20)
+    assert not dataset.go.is_set()
+    dataset.go.set()
+    join_threads()
+
+
+def test_closing_the_async_loader_does_not_wait_for_a_stuck_thread() -> None:
+    """The same; and a cancelled `anext` does not wait either."""
+    dataset = Sticks()
+
+    async def run() -> None:
+        async with AsyncDataLoader[Any](dataset, concurrency=2) as loader:
+            batches = aiter(loader)
+            for expected in range(3):
+                assert int(await anext(batches)) == expected
+
+    run_async(run())
+    assert not dataset.go.is_set()
+    dataset.go.set()
+    join_threads()
+
+
+class SticksForEver(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            threading.Event().wait()
+        return index
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_workers_with_a_stuck_thread_end(kind: str) -> None:
+    """Closing in the middle of an epoch ends the worker as it is."""
+
+    async def run() -> None:
+        async with AsyncDataLoader[Any](SticksForEver(), num_workers=1, concurrency=2) as loader:
+            async for _ in loader:
+                break
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if kind == "sync":
+            with DataLoader[Any](SticksForEver(), num_workers=1, concurrency=2) as loader:
+                next(iter(loader))
+        else:
+            run_async(run())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_worker_with_a_stuck_thread_is_replaced(kind: str, tmp_path: Path) -> None:
+    """After `worker_timeout` its tasks are done again, each alone; the batches are those of an undisturbed run."""
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "seed": 5, "concurrency": 3}
+    expected = collect_with(kind, Faulty(24, Faults(Path("/"), {})), batch_size=2, seed=5)
+    for way in ("hang", "SIGKILL"):
+        folder = tmp_path / way
+        folder.mkdir()
+        got = collect_with(
+            kind, SamplesOf(Faulty(24, Faults(folder, {9: way}))), recovery=Recovery(worker_timeout=1.0), **options
+        )
+        assert [batch["index"].tolist() for batch in got] == [batch["index"].tolist() for batch in expected]
+        assert len(list(folder.iterdir())) == 1
+
+
+class SamplesOf(Dataset[Any]):
+    """The indices of another dataset's samples, which draw from the global generators."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        self.dataset.faults.strike(index)
+        return {"index": index}

@@ -1,0 +1,165 @@
+"""What frameworks ask of a DataLoader, point by point: what may change, who owns a batch, what becomes of its class.
+
+Points 16 to 18, and loaders that a framework replaces; the others are in `test_construction.py`,
+`test_iteration.py` and `test_state.py`. Each test does what one or more frameworks do; they are named
+in its docstring.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import asyncloader
+from asyncloader import AsyncDataLoader, DataLoader, NeverIteratedWarning, Tuning
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import Images, Numbers
+from tests.helpers.frameworks import epoch
+from tests.helpers.running import BOTH, collect, run_async
+
+BOTH_CLASSES = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
+Torchs = torch.utils.data.DataLoader
+
+
+# ------------------------------------------------------------------------------------------- 16
+
+
+class Switched(Numbers):
+    """Gives what its flag, a field and a shared tensor say."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.field = 0
+        self.shared = torch.tensor(0).share_memory_()
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.field, self.shared.clone()
+
+
+class Collate:
+    """A `collate_fn` with a switch (timm's mixup)."""
+
+    enabled = True
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.enabled, samples
+
+
+@BOTH_CLASSES
+@pytest.mark.parametrize("workers", [0, 2])
+def test_point_16_changes_are_seen_in_the_next_epoch(make: Any, workers: int) -> None:
+    """Workers that do not persist get the dataset and the collation as they are at `iter()`."""
+    dataset, collate = Switched(), Collate()
+    loader = make(dataset, num_workers=workers, collate_fn=collate)
+    assert {(on, field) for on, [(_, field, _)] in epoch(loader)} == {(True, 0)}
+    collate.enabled, dataset.field = False, 5
+    assert {(on, field) for on, [(_, field, _)] in epoch(loader)} == {(False, 5)}
+
+
+@BOTH_CLASSES
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_point_16_shared_tensors_stay_shared(make: Any, method: str) -> None:
+    """Persistent workers see what is written into a shared tensor, not what is assigned (HF datasets' `_epoch`)."""
+    dataset = Switched()
+    loader = make(dataset, num_workers=1, persistent_workers=True, multiprocessing_context=method, batch_size=None)
+    for number in range(3):
+        dataset.shared.fill_(number)
+        dataset.field = number
+        assert {(int(field), int(shared)) for _, field, shared in epoch(loader)} == {(0, number)}
+    loader.close()
+
+
+# ------------------------------------------------------------------------------------------- 17
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("ring_bytes", [None, 4096 * 8])
+def test_point_17_batches_belong_to_their_holder(kind: str, ring_bytes: int | None) -> None:
+    """Two lists of four batches are held while the next is fetched (HF Trainer's accumulation): none changes, and
+    nothing stops.
+    """
+    expected = collect("torch", Images(96), batch_size=2)
+    make: Any = AsyncDataLoader if kind == "asyncio" else DataLoader
+    loader = make(Images(96), batch_size=2, num_workers=2, tuning=Tuning(ring_bytes=ring_bytes))
+    held: list[Any] = []
+    taken = 0
+
+    def take(batch: Any) -> None:
+        nonlocal taken
+        taken += 1
+        held.append(batch)
+        if len(held) > 12:
+            del held[:4]  # a step of four is over
+        assert_same(held, expected[taken - len(held) : taken])
+
+    if kind == "sync":
+        for batch in loader:
+            take(batch)
+    else:
+
+        async def run() -> None:
+            async for batch in loader:
+                take(batch)
+
+        run_async(run())
+    assert taken == 48
+
+
+# ------------------------------------------------------------------------------------------- 18
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_point_18_batches_on_their_device_are_left_alone(kind: str, workers: int) -> None:
+    """Tensors are plain ones on the CPU: moving them to where they are gives the same objects (`send_to_device`)."""
+    for batch in collect(kind, Numbers(6), batch_size=2, num_workers=workers):
+        assert type(batch) is torch.Tensor
+        assert batch.device == torch.device("cpu")
+        assert batch.to("cpu", non_blocking=True) is batch
+        assert not batch.requires_grad
+
+
+# ------------------------------------------------------------------------------------------- classes replaced
+
+
+def framework(loader: Any) -> Any:
+    """What Accelerate, Ray Train and others do: a stock loader from the attributes of the user's."""
+    names = ["batch_sampler", "num_workers", "collate_fn", "generator"]
+    return torch.utils.data.DataLoader(loader.dataset, **{name: getattr(loader, name) for name in names})
+
+
+def test_replaced_a_loader_says_so() -> None:
+    """When a framework goes on with a stock loader, and ours was collected unused, that one warns, once."""
+    loader = DataLoader[Any](Numbers(6), batch_size=2)
+    theirs = framework(loader)
+    assert type(theirs) is Torchs
+    del loader
+    with pytest.warns(NeverIteratedWarning, match="never iterated"):
+        assert len(list(theirs)) == 3
+    assert len(list(theirs)) == 3
+
+
+def test_replaced_install_makes_frameworks_build_ours() -> None:
+    """Inside `asyncloader.install()` the same framework gets a loader of ours; afterwards torch's again."""
+    loader = DataLoader[Any](Numbers(6), batch_size=2)
+    with asyncloader.install():
+        theirs = framework(loader)
+    assert isinstance(theirs, DataLoader)
+    assert_same(list(theirs), list(loader))
+    assert type(framework(loader)) is Torchs
+
+
+@BOTH_CLASSES
+def test_replaced_clone_and_from_torch_bring_ours_back(make: Any) -> None:
+    """From what a framework prepared: the same dataset and batches, by our loader."""
+    prepared = framework(DataLoader[Any](Numbers(6), batch_size=2, shuffle=True))
+    mine = make.from_torch(prepared, num_workers=1, concurrency=5)
+    assert type(mine) is make
+    assert mine.batch_sampler is prepared.batch_sampler
+    again = mine.clone(batch_sampler=[[0, 1], [5]])
+    assert again.concurrency == 5
+    assert_same(epoch(again), collect("torch", Numbers(6), batch_sampler=[[0, 1], [5]]))
+    assert len(epoch(mine)) == 3

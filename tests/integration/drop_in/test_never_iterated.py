@@ -1,0 +1,291 @@
+"""`NeverIteratedWarning`: a stock loader that was made from ours is iterated in its place; nothing else gives it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, SequentialSampler
+
+import asyncloader
+from asyncloader import DataLoader, NeverIteratedWarning
+from tests.helpers.datasets import Numbers
+from tests.helpers.running import run_script
+from tests.pairwise import quickly
+
+Torchs: Any = torch.utils.data.DataLoader
+
+
+def messages(action: Callable[[], object]) -> list[str]:
+    """The texts of the warnings while `action` runs and what it left is collected."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+        gc.collect()
+    return [str(w.message) for w in caught if w.category is NeverIteratedWarning]
+
+
+def stock_from(loader: Any, batch_sampler: Any = None, **options: Any) -> Any:
+    """What frameworks make of a loader: a stock one with its parts."""
+    parts = {name: getattr(loader, name) for name in ("num_workers", "collate_fn", "persistent_workers")}
+    return Torchs(loader.dataset, batch_sampler=batch_sampler or loader.batch_sampler, **parts | options)
+
+
+class Share:
+    """A wrapper around a batch sampler, as those that share batches out among ranks are."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self) -> Any:
+        return iter(self.batch_sampler)
+
+
+def test_its_class() -> None:
+    """It can be filtered by its class, which is a UserWarning."""
+    assert issubclass(NeverIteratedWarning, UserWarning)
+    assert asyncloader.NeverIteratedWarning is NeverIteratedWarning
+
+
+# ----------------------------------------------------------------------------------------------------- it is given
+
+
+@pytest.mark.parametrize("wrapper", [lambda batches: batches, Share], ids=["as it is", "shared out"])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"shuffle": True}, {"seed": 1}], ids=str)
+def test_a_stock_loader_in_its_place_warns(options: dict[str, Any], wrapper: Any) -> None:
+    """When it is iterated, once, with ours collected unused; it tells which that was, and what to look at."""
+    stock = []
+
+    def replace() -> None:
+        loader = DataLoader[Any](Numbers(4), **options)
+        stock.append(stock_from(loader, wrapper(loader.batch_sampler)))
+
+    assert messages(replace) == [], "it may be that nobody iterates it"
+    found = messages(lambda: list(stock[0]))
+    assert len(found) == 1
+    assert repr(DataLoader[Any](Numbers(4), **options)) in found[0]
+    assert "asyncloader.integrations" in found[0]
+    assert "asyncloader.install" in found[0]
+    assert type(stock[0]) is Torchs
+    assert messages(lambda: list(stock[0])) == []
+
+
+def test_it_points_at_the_loop(tmp_path: Path) -> None:
+    """The line that iterates is the one that the warning names."""
+    script = """
+import warnings
+import torch
+warnings.simplefilter("always")
+from asyncloader import DataLoader
+loader = DataLoader(torch.arange(4))
+loader = torch.utils.data.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
+for batch in loader:  # here
+    pass
+"""
+    done = run_script(tmp_path, script)
+    assert done.returncode == 0
+    assert done.stderr.count("NeverIteratedWarning") == 1
+    assert "# here" in done.stderr
+
+
+def test_as_an_error_it_costs_nothing() -> None:
+    """Made an error it is raised by the first `iter()`; the next one gives all batches."""
+    loader = DataLoader[Any](Numbers(4))
+    stock = stock_from(loader)
+    del loader
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(NeverIteratedWarning):
+            iter(stock)
+    assert len(list(stock)) == 4
+
+
+def test_persistent_workers_that_run_already() -> None:
+    """They are proof that it was iterated: ours says so when it goes."""
+    loader: Any = DataLoader[Any](Numbers(4), num_workers=1, persistent_workers=True)
+    stock = stock_from(loader)
+    assert len(list(stock)) == 4
+
+    def drop() -> None:
+        nonlocal loader
+        loader = None
+
+    assert len(messages(drop)) == 1
+    assert messages(lambda: list(stock)) == []
+
+
+def test_until_then_the_stock_loader_is_torchs() -> None:
+    """Its copies and pickles are plain ones, which say nothing; it is shown, asked and told as torch's is."""
+    loader = DataLoader[Any](Numbers(4), batch_size=2)
+    stock = stock_from(loader)
+    before = repr(stock)
+    del loader
+    assert repr(stock) == before
+    assert (isinstance(stock, Torchs), len(stock)) == (True, 2)
+    with pytest.raises(ValueError, match="should not be set after DataLoader is initialized"):
+        stock.dataset = Numbers(3)
+    made = type(stock)(Numbers(4), batch_sampler=stock.batch_sampler)
+    for twin in (
+        made,
+        copy.copy(stock),
+        copy.deepcopy(stock),
+        *(pickle.loads(pickle.dumps(stock, p)) for p in range(6)),
+    ):
+        assert type(twin) is Torchs
+        assert vars(twin).keys() == vars(stock).keys()
+        assert messages(lambda twin=twin: list(twin)) == []  # type: ignore[misc]
+
+
+# ------------------------------------------------------------------------------------------------- nothing is said
+
+
+def unused() -> Any:
+    """Made and never used, as an evaluation-only script does with its training loader."""
+    return DataLoader[Any](Numbers(4), shuffle=True)
+
+
+def in_a_cycle() -> None:
+    loader: Any = DataLoader[Any](Numbers(4))
+    loader._cycle = loader
+
+
+def used_as_well() -> None:
+    """Whoever iterates ours knows that a stock loader stands beside it."""
+    loader = DataLoader[Any](Numbers(4))
+    stock = stock_from(loader)
+    list(loader)
+    del loader
+    list(stock)
+
+
+def replaced_inside_install() -> None:
+    """A framework's replacement is ours there."""
+    loader = DataLoader[Any](Numbers(4))
+    with asyncloader.install():
+        replacement = stock_from(loader)
+        del loader
+        list(replacement)
+
+
+def replaced_by_ours() -> None:
+    """As Lightning does, and the integrations."""
+    loader = DataLoader[Any](Numbers(4))
+    replacement = DataLoader[Any](loader.dataset, batch_sampler=loader.batch_sampler)
+    del loader
+    list(replacement)
+
+
+def users_own_parts() -> None:
+    """A stock loader from the same parts, which the user made: it is not made from ours."""
+    dataset = Numbers(4)
+    batches = BatchSampler(SequentialSampler(dataset), 2, False)
+    loader = DataLoader[Any](dataset, batch_sampler=batches, collate_fn=list)
+    stock = Torchs(dataset, batch_sampler=batches, collate_fn=list)
+    del loader
+    list(stock)
+
+
+def same_dataset() -> None:
+    """Two loaders over one dataset, of which one is used."""
+    dataset = Numbers(4)
+    loader, stock = DataLoader[Any](dataset, batch_size=2), Torchs(dataset, batch_size=2)
+    del loader
+    list(stock)
+
+
+def read_only() -> None:
+    """Its batch sampler was looked at, and kept, and nothing was made of it."""
+    loader = DataLoader[Any](Numbers(4))
+    batches, shown, size = loader.batch_sampler, repr(loader), len(loader)
+    del loader
+    assert (len(list(batches or [])), size) == (4, 4)
+    assert shown
+
+
+def copies() -> None:
+    """Made in passing: the original of a stock loader is still here."""
+    loader = DataLoader[Any](Numbers(4))
+    stock = stock_from(loader)
+    for make in (copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it)), DataLoader.clone):
+        make(loader)
+    list(stock)
+    list(loader)
+
+
+def refused() -> None:
+    """What never became a loader."""
+    with pytest.raises(ValueError, match="batch_size"):
+        DataLoader[Any](Numbers(4), batch_size=0)
+    with pytest.raises(ValueError, match="concurrency"):
+        DataLoader[Any](Numbers(4), concurrency=0)
+
+
+SILENT = [
+    unused,
+    in_a_cycle,
+    used_as_well,
+    replaced_inside_install,
+    replaced_by_ours,
+    users_own_parts,
+    same_dataset,
+    read_only,
+    copies,
+    refused,
+]
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_nothing_is_said(case: Callable[[], object]) -> None:
+    """Where no stock loader was made from ours and iterated in its place, or where nobody can know."""
+    assert messages(case) == []
+
+
+SCRIPT = """
+import builtins, gc, os, sys
+import torch
+from asyncloader import DataLoader
+
+class Keeper:
+    pass
+
+unused = DataLoader(torch.arange(4))
+keeper = Keeper()
+keeper.loader = DataLoader(torch.arange(4), num_workers=1)
+keeper.keeper = keeper
+keeper.stock = torch.utils.data.DataLoader(torch.arange(4), batch_sampler=unused.batch_sampler)
+builtins.dies_last = sys.dies_last = DataLoader(torch.arange(4))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("end", quickly(["", "sys.exit(0)", "gc.disable()"], ""))
+def test_at_exit_of_a_script(end: str, tmp_path: Path) -> None:
+    """A script that ends with an unused loader ends in silence, also if that dies after most modules."""
+    done = run_script(tmp_path, f"{SCRIPT}\n{end}\n", fresh=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_in_a_forked_child(tmp_path: Path) -> None:
+    """A child that inherits loaders drops them as they are, without a look at what it shares with its parent."""
+    body = """
+gc.get_objects = None
+pid = os.fork()
+if not pid:
+    del unused
+    assert type(keeper.stock) is torch.utils.data.DataLoader
+    list(keeper.stock)
+    del keeper, builtins.dies_last, sys.dies_last
+    gc.collect()
+    sys.exit(0)
+_, status = os.waitpid(pid, 0)
+assert status == 0
+"""
+    done = run_script(tmp_path, SCRIPT + body)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

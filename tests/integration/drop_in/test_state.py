@@ -1,0 +1,289 @@
+"""What frameworks ask of a DataLoader, point by point: its state.
+
+Points 19 to 22; the others are in `test_construction.py`, `test_iteration.py` and
+`test_batches.py`. Each test does what one or more frameworks do; they are named in its docstring.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler
+
+from asyncloader import AsyncDataLoader, DataLoader, Stateful, StatefulDataLoader
+from tests.helpers.datasets import Numbers
+from tests.helpers.frameworks import epoch
+
+BOTH_CLASSES = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+ROWS: Any = list(range(20))
+
+
+def values(batches: list[Any]) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def stopped_after(loader: Any, count: int) -> dict[str, Any]:
+    """The state after so many batches, saved as Lightning and Accelerate save it."""
+    batches = iter(loader)
+    for _ in range(count):
+        next(batches)
+    state: dict[str, Any] = loader.state_dict()
+    loader.close()
+    return stored(state)
+
+
+def stored(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    assert loaded == json.loads(json.dumps(state))
+    return loaded
+
+
+# ------------------------------------------------------------------------------------------- 19
+
+
+@pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader, StatefulDataLoader])
+def test_point_19_the_class_is_stateful(make: Any) -> None:
+    """Frameworks ask by a runtime protocol (Lightning's `_Stateful`, torchdata's `Stateful`)."""
+    loader = make(ROWS)
+    assert isinstance(loader, Stateful)
+    assert issubclass(type(loader), Stateful)
+
+
+@BOTH_CLASSES
+@WORKERS
+def test_point_19_a_state_before_iter_is_the_whole_epoch(make: Any, workers: int) -> None:
+    """`state_dict` is legal before `iter()`, starts no worker, and resumes to all batches (Lightning's first save)."""
+    fresh = make(ROWS, 5, seed=3, num_workers=workers)
+    state = stored(fresh.state_dict())
+    expected = values(epoch(fresh))
+    loader = make(ROWS, 5, seed=3, num_workers=workers)
+    loader.load_state_dict(state)
+    assert values(epoch(loader)) == expected
+
+
+@BOTH_CLASSES
+def test_point_19_an_empty_state_forgets(make: Any) -> None:
+    """`load_state_dict({})` drops a state that was loaded (Lightning's reset)."""
+    loader = make(ROWS, 5)
+    loader.load_state_dict(stopped_after(DataLoader(ROWS, 5), 2))
+    loader.load_state_dict({})
+    assert len(epoch(loader)) == 4
+
+
+@WORKERS
+def test_point_19_a_state_is_applied_at_the_next_iter(workers: int) -> None:
+    """Loading leaves the running iterator alone; the next one begins there, and the one after it at the beginning."""
+    state = stopped_after(DataLoader(ROWS, 5), 3)
+    loader = DataLoader[Any](ROWS, 5, num_workers=workers)
+    running = iter(loader)
+    next(running)
+    loader.load_state_dict(state)
+    assert next(running).tolist() == [5, 6, 7, 8, 9]
+    assert values(epoch(loader)) == [[15, 16, 17, 18, 19]]
+    assert len(epoch(loader)) == 4
+    del running
+
+
+@BOTH_CLASSES
+@pytest.mark.parametrize(
+    "options", [{"timeout": 5}, {"num_workers": 1, "prefetch_factor": 0}], ids=["inline", "workers"]
+)
+def test_point_19_a_position_survives_an_iter_that_fails(make: Any, options: dict[str, Any]) -> None:
+    """An iterator that could not be made has used nothing up: the next one begins at the loaded position."""
+    loader = make(ROWS, 5, **options)
+    loader.load_state_dict(stopped_after(DataLoader(ROWS, 5), 3))
+    with pytest.raises(AssertionError):
+        _ = aiter(loader) if make is AsyncDataLoader else iter(loader)
+    loader.timeout = 0
+    if "prefetch_factor" in options:
+        loader.prefetch_factor = 2
+    assert values(epoch(loader)) == [[15, 16, 17, 18, 19]]
+
+
+@BOTH_CLASSES
+@WORKERS
+def test_point_19_a_state_at_the_end_starts_the_next_epoch(make: Any, workers: int) -> None:
+    """Saved when the epoch was over: the next epoch, whole (Accelerate, torchdata)."""
+    loader = make(ROWS, 5, shuffle=True, seed=3, num_workers=workers)
+    first = values(epoch(loader))
+    state = stored(loader.state_dict())
+    second = values(epoch(loader))
+    again = make(ROWS, 5, shuffle=True, seed=3, num_workers=workers)
+    again.load_state_dict(state)
+    assert values(epoch(again)) == second != first
+
+
+# ------------------------------------------------------------------------------------------- 20
+
+
+@WORKERS
+def test_point_20_delivered_batches_count(workers: int) -> None:
+    """What was fetched ahead is not in the state; one that is read again and again is the same."""
+    loader = DataLoader[Any](ROWS, 2, num_workers=workers)
+    batches = iter(loader)
+    for count in range(1, 6):
+        next(batches)
+        assert loader.state_dict()["step"] == loader.state_dict()["step"] == count
+    del batches
+
+
+def test_point_20_a_state_is_the_callers() -> None:
+    """A fresh dictionary each time: Accelerate writes into it, and gives it back with its own keys."""
+    loader = DataLoader[Any](ROWS, 5)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    before = dict(state)
+    state |= {"_iterator_finished": False, "_num_yielded": 7, "anything": [1]}
+    assert loader.state_dict() == before
+    again = DataLoader[Any](ROWS, 5)
+    again.load_state_dict(stored(state))
+    assert len(epoch(again)) == 3
+
+
+@pytest.mark.parametrize("saved", [0, 2])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_point_20_the_number_of_workers_may_change(saved: int, seed: int | None) -> None:
+    """A map dataset's state is of any number of workers, in both modes."""
+    options: dict[str, Any] = {"shuffle": True, "seed": seed}
+    if seed is None:
+        options["generator"] = torch.Generator().manual_seed(1)
+    expected = values(epoch(DataLoader(ROWS, 5, **options)))
+    if seed is None:
+        options["generator"] = torch.Generator().manual_seed(1)
+    state = stopped_after(DataLoader(ROWS, 5, num_workers=saved, **options), 2)
+    for workers in (0, 1, 3):
+        if seed is None:
+            options["generator"] = torch.Generator()
+        loader = DataLoader[Any](ROWS, 5, num_workers=min(workers, 2), **options)
+        loader.load_state_dict(state)
+        assert values(epoch(loader)) == expected[2:]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_point_20_one_ranks_state_is_every_ranks(seed: int | None) -> None:
+    """Lightning saves rank 0's state alone, Accelerate whichever comes last: each rank goes on with it."""
+
+    def loader(rank: int) -> DataLoader[Any]:
+        torch.manual_seed(1)  # as each rank's process does
+        if seed is not None:
+            return DataLoader(ROWS, 4, shuffle=True, seed=seed, rank=rank, world_size=2)
+        return DataLoader(ROWS, 4, sampler=DistributedSampler(ROWS, 2, rank, seed=1))
+
+    states = [stopped_after(loader(rank), 1) for rank in range(2)]
+    assert states[0] == states[1]
+    for rank in range(2):
+        again = loader(rank)
+        again.load_state_dict(states[0])
+        assert values(epoch(again)) == values(epoch(loader(rank)))[1:]
+
+
+# ------------------------------------------------------------------------------------------- 21
+
+
+@WORKERS
+@pytest.mark.parametrize("late", [False, True], ids=["before iter", "after iter"])
+def test_point_21_an_epoch_can_be_told_instead(workers: int, late: bool) -> None:
+    """Lightning restores no state at an epoch's end, but tells the sampler its epoch, before `iter()` or just after."""
+    loader = DataLoader[Any](ROWS, 5, shuffle=True, seed=3, num_workers=workers)
+    epochs = [values(epoch(loader)) for _ in range(3)]
+    again = DataLoader[Any](ROWS, 5, shuffle=True, seed=3, num_workers=workers)
+    if not late:
+        again.sampler.set_epoch(2)  # type: ignore[attr-defined]
+    batches = iter(again)
+    if late:
+        again.sampler.set_epoch(2)  # type: ignore[attr-defined]
+    assert values(list(batches)) == epochs[2]
+    assert values(epoch(again)) not in epochs
+
+
+def test_point_21_a_state_of_another_epoch_is_dropped() -> None:
+    """A position belongs to its epoch: where another one is told after loading, that begins at its beginning."""
+    loader = DataLoader[Any](ROWS, 5, shuffle=True, seed=3)
+    loader.load_state_dict(stopped_after(DataLoader(ROWS, 5, shuffle=True, seed=3), 2))
+    loader.set_epoch(1)
+    assert len(epoch(loader)) == 4
+
+
+# ------------------------------------------------------------------------------------------- 22
+
+
+class Counting(IterableDataset[int]):
+    """A stream with a state, as HF's datasets have."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 20:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Backwards(Sampler[int]):
+    """A sampler with a state."""
+
+    def __init__(self) -> None:
+        self.left = 20
+
+    def __iter__(self) -> Iterator[int]:
+        while self.left:
+            self.left -= 1
+            yield self.left
+        self.left = 20
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = state["left"]
+
+
+class Remembering(Numbers):
+    """A map dataset with a state: how many samples it gave."""
+
+    given = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.given += 1
+        return self.given
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+@BOTH_CLASSES
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("part", ["stream", "sampler", "dataset"])
+def test_point_22_what_has_a_state_is_asked_for_it(make: Any, workers: int, part: str) -> None:
+    """Streams, samplers and map datasets go on from their own state, at the delivered position (torchdata)."""
+
+    def loader(kind: Any) -> Any:
+        if part == "stream":
+            return kind(Counting(), 5, num_workers=workers)
+        if part == "sampler":
+            return kind(ROWS, 5, sampler=Backwards(), num_workers=workers)
+        return kind(Remembering(20), 5, num_workers=workers)
+
+    expected = values(epoch(loader(make)))
+    again = loader(make)
+    again.load_state_dict(stopped_after(loader(DataLoader), 2))  # one class's state is the other's
+    assert values(epoch(again)) == expected[2:]

@@ -1,0 +1,221 @@
+"""What frameworks rely on: the facade is a torch DataLoader, copies and pickles as one, and honours its samplers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+import asyncloader
+from asyncloader import AsyncDataLoader, DataLoader, Tuning
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import Numbers, collate_strings
+from tests.helpers.running import collect, run_async
+
+
+def test_the_facade_is_a_torch_dataloader() -> None:
+    """`isinstance` and `issubclass` hold, and it is iterable; who would await it is told of the other loader."""
+    loader = DataLoader[Any](Numbers(3))
+    assert isinstance(loader, torch.utils.data.DataLoader)
+    assert isinstance(loader, Iterable)
+
+    async def read() -> None:
+        async for _ in loader:
+            pass
+
+    with pytest.raises(TypeError, match=r"for 'async for' make an asyncloader\.AsyncDataLoader"):
+        run_async(read())
+    assert type(loader).__name__ == "DataLoader"
+
+
+def test_the_async_loader_is_none() -> None:
+    """It is only asynchronously iterable; who would iterate it otherwise is told of the other loader."""
+    loader: Any = AsyncDataLoader[Any](Numbers(3))
+    assert not isinstance(loader, torch.utils.data.DataLoader)
+    assert isinstance(loader, AsyncIterable)
+    untyped: Any = loader
+    assert isinstance(aiter(loader), AsyncIterator)
+    with pytest.raises(TypeError, match=r"for a plain 'for' make an asyncloader\.DataLoader"):
+        iter(untyped)
+
+
+def test_reexports_are_torchs_own() -> None:
+    """Every name of torch that asyncloader offers is torch's own object."""
+    shared = {name for name in asyncloader.__all__ if hasattr(torch.utils.data, name)} - {"DataLoader"}
+    assert {"Dataset", "IterableDataset", "DistributedSampler", "default_collate", "get_worker_info"} <= shared
+    for name in shared:
+        assert getattr(asyncloader, name) is getattr(torch.utils.data, name)
+    assert set(asyncloader.__all__) <= set(dir(asyncloader))
+
+
+def test_iterators_are_torchs_kind() -> None:
+    """The facade's iterators derive from torch's base iterator, which frameworks look for."""
+    for workers in (0, 1):
+        batches = iter(DataLoader[Any](Numbers(3), num_workers=workers))
+        assert isinstance(batches, _BaseDataLoaderIter)
+
+
+def test_private_names_that_frameworks_read() -> None:
+    """`_auto_collation`, `_index_sampler`, `_dataset_kind`, `_IterableDataset_len_called` are torch's."""
+    every: list[dict[str, Any]] = [{"batch_size": 2}, {"batch_size": None}, {"batch_size": 2, "shuffle": True}]
+    for options in every:
+        ours, theirs = DataLoader[Any](Numbers(6), **options), torch.utils.data.DataLoader(Numbers(6), **options)
+        assert ours._auto_collation == theirs._auto_collation
+        assert type(ours._index_sampler) is type(theirs._index_sampler)
+        assert ours._dataset_kind == theirs._dataset_kind
+        assert ours._IterableDataset_len_called is None
+        assert isinstance(ours.sampler, RandomSampler if options.get("shuffle") else SequentialSampler)
+        assert ours._DataLoader__initialized  # type: ignore[attr-defined]
+
+
+def test_attributes_that_may_not_be_set() -> None:
+    """batch_size and its kin cannot be set after construction, in torch's words."""
+    for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"):
+        with pytest.raises(ValueError, match=f"{name} attribute should not be set after DataLoader is initialized"):
+            setattr(DataLoader[Any](Numbers(3)), name, None)
+
+
+OURS = {
+    "concurrency",
+    "decode",
+    "device",
+    "device_options",
+    "group",
+    "max_worker_restarts",
+    "on_error",
+    "on_uneven",
+    "rank",
+    "recovery",
+    "seed",
+    "snapshot_every_n_steps",
+    "tuning",
+    "world_size",
+}
+
+
+def test_no_public_attributes_of_our_own_but_options() -> None:
+    """Beside torch's and our own options the facade's instances have no public attribute, also after use. Options at
+    their defaults are the class's: torch's loader can be made from what the instance has.
+    """
+    loader = DataLoader[Any](
+        Numbers(5), num_workers=1, persistent_workers=True, concurrency=7, snapshot_every_n_steps=1
+    )
+    list(loader)
+    theirs = set(vars(torch.utils.data.DataLoader(Numbers(5), num_workers=1)))
+    extra = {name for name in vars(loader) if not name.startswith("_")} - theirs
+    assert extra == {"concurrency"}
+    assert all(hasattr(loader, name) for name in OURS)
+    loader.close()
+    plain = vars(DataLoader[Any](Numbers(5), batch_size=2))
+    passed = {name: plain[name] for name in plain if not name.startswith("_") and "sampler" not in name}
+    assert len(torch.utils.data.DataLoader(**passed)) == 3
+
+
+class SubclassLoader(DataLoader[Any]):
+    """What a framework does: a subclass with arguments of its own and more behaviour."""
+
+    def __init__(self, dataset: Any, extra: int, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.extra = extra
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch + self.extra
+
+
+def test_subclassing() -> None:
+    """A subclass may wrap `__iter__` and keep attributes."""
+    batches = list(SubclassLoader(Numbers(4), extra=1, num_workers=1, batch_size=2))
+    assert [float(batch[0, 0]) for batch in batches] == [1.0, 201.0]
+
+
+def test_rebuilding_from_attributes() -> None:
+    """A framework may make a loader anew from the attributes of another, with another sampler."""
+    old = DataLoader[Any](
+        Numbers(10), batch_size=3, num_workers=1, tuning=Tuning(ring_bytes=1 << 20), collate_fn=collate_strings
+    )
+    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"]
+    sampler = BatchSampler(range(9, -1, -1), 5, drop_last=False)
+    options = {name: getattr(old, name) for name in names}
+    new = type(old)(old.dataset, batch_sampler=sampler, tuning=old.tuning, **options)
+    assert_same(list(new), collect("torch", Numbers(10), batch_sampler=sampler, collate_fn=collate_strings))
+
+
+@pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("way", ["pickle", "copy", "deepcopy"])
+def test_copies(make: Any, used: bool, way: str) -> None:
+    """A loader, used or not, can be pickled and copied; the copy works and has a life of its own."""
+    loader = make(Numbers(7), batch_size=2, num_workers=1, tuning=Tuning(ring_bytes=1 << 20))
+    if used:
+        _epoch(loader)
+    ways: dict[str, Any] = {
+        "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+    }
+    twin = ways[way](loader)
+    loader.close()
+    assert type(twin) is make
+    assert (twin.batch_size, twin.tuning) == (2, Tuning(ring_bytes=1 << 20))
+    assert_same(_epoch(twin), collect("torch", Numbers(7), batch_size=2))
+    assert twin.stats()["data/batches"] == 4
+    twin.close()
+
+
+def _epoch(loader: Any) -> list[Any]:
+    if isinstance(loader, DataLoader):
+        return list(loader)
+
+    async def run() -> list[Any]:
+        return [batch async for batch in loader]
+
+    return run_async(run())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iterators_refuse_pickling(workers: int) -> None:
+    """As torch's do: NotImplementedError, for both loaders, before and after the first batch."""
+    batches: Any = iter(DataLoader[Any](Numbers(3), num_workers=workers))
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="cannot be pickled"):
+            pickle.dumps(batches)
+        next(batches)
+
+    async def run() -> None:
+        async with AsyncDataLoader[Any](Numbers(3), num_workers=workers) as loader:
+            batches: Any = aiter(loader)
+            for _ in range(2):
+                with pytest.raises(NotImplementedError, match="cannot be pickled"):
+                    pickle.dumps(batches)
+                await anext(batches)
+
+    run_async(run())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_distributed_sampler(make: Any, persistent: bool) -> None:
+    """`set_epoch` between epochs reshuffles as in torch; the ranks' shares make the whole."""
+    shares: list[list[float]] = [[], []]
+    batches: list[Any] = []
+    for rank in range(2):
+        mine: Any = DistributedSampler(Numbers(20), num_replicas=2, rank=rank, seed=5)
+        theirs: Any = DistributedSampler(Numbers(20), num_replicas=2, rank=rank, seed=5)
+        loader = make(Numbers(20), sampler=mine, batch_size=3, num_workers=2, persistent_workers=persistent)
+        torch_loader = torch.utils.data.DataLoader(Numbers(20), sampler=theirs, batch_size=3)
+        for epoch in range(3):
+            loader.sampler.set_epoch(epoch)
+            torch_loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            batches = _epoch(loader)
+            assert_same(batches, list(torch_loader))
+        shares[rank] = [float(value) for batch in batches for value in batch[:, 0]]
+        loader.close()
+    assert sorted(shares[0] + shares[1]) == [100.0 * i for i in range(20)]

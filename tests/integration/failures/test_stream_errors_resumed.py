@@ -1,0 +1,215 @@
+"""Streams that raise, go on, and are saved, resumed, or lose their workers: each batch and each error comes once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from asyncloader import AsyncDataLoader, DataLoader, Recovery
+from tests.drawn import scaled
+from tests.helpers.running import BOTH, run_async
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Numbers:
+    """A worker's numbers, which raises for some and goes on; `kill` ends the process once, at that number."""
+
+    def __init__(self, stream: Stream) -> None:
+        info = get_worker_info()
+        self.first, self.step = (0, 1) if info is None else (info.id, info.num_workers)
+        self.stream, self.at = stream, 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> int:
+        number = self.first + self.at * self.step
+        if number >= self.stream.length:
+            raise StopIteration
+        self.at += 1
+        if number == self.stream.kill and not self.stream.mark.exists():
+            self.stream.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number in self.stream.bad:
+            raise ValueError(f"bad {number}")
+        return number
+
+
+class StatefulNumbers(Numbers):
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class AsyncNumbers:
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers = numbers
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> int:
+        try:
+            return next(self.numbers)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+
+class Stream(IterableDataset[int]):
+    def __init__(
+        self, length: int, bad: set[int], *, stateful: bool = False, kill: int = -1, mark: Path = Path("/nowhere")
+    ) -> None:
+        self.length, self.bad, self.stateful, self.kill, self.mark = length, bad, stateful, kill, mark
+
+    def __iter__(self) -> Iterator[int]:
+        return StatefulNumbers(self) if self.stateful else Numbers(self)
+
+
+class AsyncStream(Stream):
+    """The dataset itself has the state."""
+
+    numbers: StatefulNumbers | None = None
+    at = 0
+
+    def __aiter__(self) -> AsyncIterator[int]:
+        self.numbers = StatefulNumbers(self)
+        self.numbers.at, self.at = self.at, 0
+        return AsyncNumbers(self.numbers)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at if self.numbers is None else self.numbers.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def outcomes_and_states(
+    kind: str, dataset: Any, state: Any = None, stop: int | None = None, **options: Any
+) -> tuple[list[Any], Any]:
+    """All batches and errors from a state on, or the first of them, and the state after the last."""
+    found: list[Any] = []
+
+    def note(error: Exception) -> None:
+        found.append(next(line for line in str(error).splitlines()[::-1] if "bad" in line).split(": ")[-1])
+        assert len(found) < 100, found
+
+    if kind == "sync":
+        with DataLoader[Any](dataset, **options) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            batches = iter(loader)
+            while len(found) != stop:
+                try:
+                    found.append(next(batches).tolist())
+                except StopIteration:
+                    break
+                except ValueError as error:
+                    note(error)
+            return found, loader.state_dict()
+
+    async def run() -> Any:
+        async with AsyncDataLoader[Any](dataset, **options) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            batches = aiter(loader)
+            while len(found) != stop:
+                try:
+                    found.append((await anext(batches)).tolist())
+                except StopAsyncIteration:
+                    break
+                except ValueError as error:
+                    note(error)
+            return loader.state_dict()
+
+    return found, run_async(run())
+
+
+def assert_resumes(kind: str, dataset: Any, stop: int, **options: Any) -> None:
+    """What comes before a state and what comes after it are together what comes without one."""
+    whole, _ = outcomes_and_states(kind, dataset, **options)
+    first, state = outcomes_and_states(kind, dataset, stop=stop, **options)
+    rest = outcomes_and_states(kind, dataset, state, **options)[0] if len(first) == stop else []  # else it has ended
+    assert first + rest == whole, (stop, first, rest)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_state_behind_an_error(stateful: bool, workers: int, kind: str) -> None:
+    """The position counts errors that were delivered, at once: none comes twice, and the order is the same."""
+    dataset = Stream(26, {0, 5, 6, 13}, stateful=stateful)
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "snapshot_every_n_steps": 10}
+    if not stateful:
+        options["recovery"] = Recovery(allow_replay=True)
+    for stop in (1, 4, 8):
+        assert_resumes(kind, dataset, stop, **options)
+
+
+@pytest.mark.parametrize("seed", range(scaled(40)))
+def test_drawn_resumes(seed: int) -> None:
+    """The same for drawn streams, batches, snapshots and stops."""
+    draw = random.Random(seed)
+    length = draw.randrange(1, 30)
+    bad = {number for number in range(length) if draw.random() < 0.2}
+    stateful = draw.random() < 0.6
+    dataset = draw.choice([Stream, AsyncStream])(length, bad, stateful=stateful)
+    options: dict[str, Any] = {
+        "batch_size": draw.choice([1, 2, 3]),
+        "num_workers": draw.choice([0, 0, 1, 2]),
+        "snapshot_every_n_steps": draw.choice([1, 2, 5]),
+        "recovery": Recovery(allow_replay=True),
+        "drop_last": draw.random() < 0.2,
+    }
+    if draw.random() < 0.3:
+        options["seed"] = seed
+    assert_resumes(draw.choice(BOTH), dataset, draw.randrange(1, 12), **options)
+
+
+@pytest.mark.parametrize("make", [Stream, AsyncStream])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("kill", [1, 4])
+def test_a_stream_that_raised_first_is_replaced(kill: int, every: int, make: Any, tmp_path: Path) -> None:
+    """A worker that has answered with errors only, and dies, has a stream that can be read on, if that has a state."""
+    options: dict[str, Any] = {"batch_size": 1, "num_workers": 1, "seed": 1, "snapshot_every_n_steps": every}
+    found, _ = outcomes_and_states(
+        "sync", make(6, {0, 2}, stateful=True, kill=kill, mark=tmp_path / "killed"), **options
+    )
+    assert found == ["bad 0", [1], "bad 2", [3], [4], [5]]
+    assert (tmp_path / "killed").exists()
+
+
+class BadMap(Dataset[int]):
+    """Every sample but each tenth raises."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> int:
+        if index % 10:
+            raise ValueError(f"bad {index}")
+        return index
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_failed_batches_leave_nothing_behind(seed: int | None) -> None:
+    """The position of an epoch with thousands of errors stays as small as that of one without."""
+    batches = iter(DataLoader[Any](BadMap(), batch_size=1, seed=seed))
+    position = batches._epoch.progress  # type: ignore[attr-defined]
+    for _ in range(200):
+        with contextlib.suppress(ValueError):
+            next(batches)
+        assert len(position._steps) <= 1
+    assert position.state()["step"] == 199  # the last error is past once the next outcome came
+    with pytest.raises(StopIteration):
+        next(batches)

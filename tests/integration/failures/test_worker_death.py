@@ -1,0 +1,245 @@
+"""A worker that is killed: torch's RuntimeError with its pid and signal, at once, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import mmap
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset
+
+from asyncloader import AsyncDataLoader, DataLoader, LoaderError, WorkerDied
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import Numbers, Pids
+from tests.helpers.running import BOTH, KINDS, Deaths, collect, outcomes, run_async
+
+pytestmark = pytest.mark.chaos
+
+
+class SharedInt:
+    """A number that a forked process can write and its parent read."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+
+    @property
+    def value(self) -> int:
+        return int.from_bytes(self._memory[:8], "little")
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self._memory[:8] = value.to_bytes(8, "little")
+
+
+def crash() -> None:
+    faulthandler.disable()  # pytest's would fill the terminal
+    ctypes.string_at(0)
+
+
+WAYS: dict[str, tuple[Any, str]] = {
+    "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "is killed by signal: Killed. "),
+    "SIGSEGV": (crash, "is killed by signal: Segmentation fault. "),
+    "SIGTERM": (lambda: os.kill(os.getpid(), signal.SIGTERM), "is killed by signal: Terminated. "),
+    "exit 7": (lambda: os._exit(7), "exited unexpectedly"),
+    "exit 0": (lambda: os._exit(0), "exited unexpectedly"),
+}
+
+
+class Dying(Dataset[Any]):
+    """Dies its way at index 5; tells its pid first."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+        self.pid = SharedInt()
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            self.pid.value = os.getpid()
+            WAYS[self.way][0]()
+        return index
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_worker(kind: str, way: str) -> None:
+    """The batches before it arrive, then torch's error with pid and signal; the iterator has ended."""
+    dataset = Dying(way)
+    got = outcomes(kind, dataset, num_workers=2)
+    batches = [int(o) for o in got if not isinstance(o, tuple)]
+    assert batches == list(range(len(batches)))
+    assert batches in (
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 3],
+        [0, 1, 2],
+    )  # a death is reported before batches that wait for an earlier one
+    error, text = got[len(batches)]
+    assert len(got) == len(batches) + 1
+    assert issubclass(error, RuntimeError)
+    assert issubclass(error, LoaderError)
+    assert WAYS[way][1] in text
+    assert f"{dataset.pid.value}" in text
+    if way == "exit 7":
+        assert "exit code 7" in text
+
+
+def test_error_has_the_facts() -> None:
+    """`WorkerDied` tells worker, pid and exit code as attributes."""
+    dataset = Dying("SIGKILL")
+    with pytest.raises(WorkerDied) as caught:
+        list(DataLoader[Any](dataset, num_workers=2))
+    assert caught.value.worker_id == 1
+    assert caught.value.pid == dataset.pid.value
+    assert caught.value.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_killed_from_outside(method: str) -> None:
+    """A spawned worker, and a child of the fork server, killed while it has nothing to do."""
+    batches = iter(DataLoader[Any](Pids(100), num_workers=1, multiprocessing_context=method))
+    pid = int(next(batches)[0])
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=f"pid {pid}. is killed by signal: Killed"):
+        list(batches)
+
+
+class WithGrandchild(Dying):
+    """Starts a process of its own, which inherits all that the worker has open, and dies."""
+
+    def __init__(self) -> None:
+        super().__init__("SIGKILL")
+        self.grandchild = SharedInt()
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            pid = os.fork()
+            if pid == 0:
+                signal.pause()
+            self.grandchild.value = pid
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_grandchild_that_holds_the_socket_hides_nothing(kind: str) -> None:
+    """The death is seen although the worker's own child lives on and holds its sockets and pipes."""
+    dataset = WithGrandchild()
+    try:
+        *_, (error, text) = outcomes(kind, dataset, num_workers=2)
+        assert error is WorkerDied
+        assert f"pid {dataset.pid.value}" in text
+    finally:
+        with Deaths([dataset.grandchild.value]) as deaths:
+            os.kill(dataset.grandchild.value, signal.SIGKILL)
+            deaths.wait()
+
+
+class DyingStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        yield 1
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_killed_worker_of_a_stream(kind: str) -> None:
+    """Iterable datasets too: the end of a worker is never taken for the end of its data."""
+    got = outcomes(kind, DyingStream(), num_workers=1)
+    assert got[-1][0] is WorkerDied
+
+
+def test_killed_in_worker_init() -> None:
+    """A worker that dies before its first batch."""
+    for kind in BOTH:
+        ((error, text),) = outcomes(kind, Numbers(5), num_workers=1, worker_init_fn=lambda _: os._exit(3))
+        assert error is WorkerDied
+        assert "exit code 3" in text
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_the_next_epoch_works(kind: str) -> None:
+    """With persistent workers a death spoils its epoch only: the next one starts new workers."""
+    if kind == "sync":
+        with DataLoader[Any](Pids(30), num_workers=2, persistent_workers=True) as loader:
+            batches = iter(loader)
+            os.kill(int(next(batches)[0]), signal.SIGKILL)
+            with pytest.raises(WorkerDied):
+                list(batches)
+            epochs = [{int(batch[0]) for batch in loader} for _ in range(2)]
+    else:
+
+        async def run() -> list[set[int]]:
+            async with AsyncDataLoader[Any](Pids(30), num_workers=2, persistent_workers=True) as loader:
+                batches = aiter(loader)
+                os.kill(int((await anext(batches))[0]), signal.SIGKILL)
+                with pytest.raises(WorkerDied):
+                    [batch async for batch in batches]
+                return [{int(batch[0]) async for batch in loader} for _ in range(2)]
+
+        epochs = run_async(run())
+    assert len(epochs[0]) == 2
+    assert epochs[0] == epochs[1]
+
+
+def test_killed_between_epochs() -> None:
+    """Idle persistent workers that were killed are replaced by the next epoch."""
+    for kind in BOTH:
+        expected = collect("torch", Numbers(10))
+        if kind == "sync":
+            with DataLoader[Any](Numbers(10), num_workers=2, persistent_workers=True) as loader:
+                assert_same(list(loader), expected)
+                _kill_children()
+                assert_same(list(loader), expected)
+            continue
+
+        async def run(expected: list[Any] = expected) -> None:
+            async with AsyncDataLoader[Any](Numbers(10), num_workers=2, persistent_workers=True) as loader:
+                assert_same([batch async for batch in loader], expected)
+                await asyncio.to_thread(_kill_children)
+                assert_same([batch async for batch in loader], expected)
+
+        run_async(run())
+
+
+def _kill_children() -> None:
+    pids = [process.pid or 0 for process in multiprocessing.active_children()]
+    deaths = Deaths(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    deaths.wait()
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_batches_held_survive_the_worker(kind: str) -> None:
+    """What was delivered before the death stays as it is."""
+    dataset = Dying("SIGKILL")
+    got = outcomes(kind, dataset, num_workers=1, batch_size=1)
+    assert [int(batch) for batch in got[:-1]] == list(range(len(got) - 1))
+
+
+class Stopped(Dataset[Any]):
+    """Stops itself (SIGSTOP) at index 3: it answers nothing and SIGTERM does not reach it."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return index
+
+
+def test_a_stopped_worker_can_be_closed() -> None:
+    """Closing ends a worker that does not answer: it is asked, terminated and at last killed."""
+    with DataLoader[Any](Stopped(), num_workers=1) as loader:
+        batches = iter(loader)
+        assert [int(next(batches)) for _ in range(3)] == [0, 1, 2]
+    assert not multiprocessing.active_children()

@@ -1,0 +1,303 @@
+"""Scripts that end in every way leave no process, no output but what they should, and the right exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.running import Deaths, run_script, start_script
+from tests.pairwise import quickly
+from tests.processes import children_of
+
+LIVE = {
+    "sync": """
+        batches = iter(DataLoader(data, num_workers=2))
+        next(batches)
+    """,
+    "sync, persistent, reset": """
+        loader = DataLoader(data, num_workers=2, persistent_workers=True)
+        next(iter(loader))
+        batches = iter(loader)
+        next(batches)
+    """,
+    "sync, never asked": """
+        batches = iter(DataLoader(data, num_workers=2))
+    """,
+    "sync, async dataset here": """
+        batches = iter(DataLoader(AsyncData()))
+        next(batches)
+    """,
+    "async, loop closed": """
+        async def main():
+            batches = aiter(AsyncDataLoader(data, num_workers=2))
+            await anext(batches)
+            return batches
+        batches = asyncio.run(main())
+    """,
+    "async, loop closed, persistent": """
+        loader = AsyncDataLoader(data, num_workers=2, persistent_workers=True)
+        async def main():
+            async for batch in loader:
+                break
+            return aiter(loader)
+        batches = asyncio.run(main())
+    """,
+    "async, no workers": """
+        async def main():
+            batches = aiter(AsyncDataLoader(data))
+            await anext(batches)
+            return batches
+        batches = asyncio.run(main())
+    """,
+    "async, exits inside the loop": """
+        async def main():
+            async for batch in AsyncDataLoader(data, num_workers=2):
+                sys.exit(0)
+        asyncio.run(main())
+    """,
+    "async under uvloop, exits inside the loop": """
+        import uvloop
+        async def main():
+            async for batch in AsyncDataLoader(data, num_workers=2):
+                sys.exit(0)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
+    """,
+    "async, cancelled while starting": """
+        async def main():
+            task = asyncio.ensure_future(anext(aiter(AsyncDataLoader(data, num_workers=2))))
+            await asyncio.sleep(0)
+        asyncio.run(main())
+    """,
+    "everything at once": """
+        a = DataLoader(data, num_workers=1, persistent_workers=True)
+        b = iter(a)
+        kept = [next(b) for _ in range(3)]
+        c = iter(DataLoader(Slow(), num_workers=1))
+        async def main():
+            batches = aiter(AsyncDataLoader(data, num_workers=1))
+            await anext(batches)
+            return batches
+        d = asyncio.run(main())
+        sys.modules["__main__"].cycle = [kept, b, c, d]
+        cycle.append(cycle)
+    """,
+    "in a thread": """
+        def work():
+            global batches
+            batches = iter(DataLoader(data, num_workers=2))
+            next(batches)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    """,
+}
+
+HEAD = """
+import asyncio, contextlib, os, signal, sys, threading
+import torch
+from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
+
+class AsyncData:
+    def __len__(self):
+        return 1000
+    async def __getitem__(self, index):
+        return index
+
+class Slow:
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        if index > 3:
+            signal.pause()  # for ever
+        return index
+
+data = torch.arange(1000)
+"""
+
+
+def script(body: str) -> str:
+    lines = body.strip("\n").splitlines()
+    margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+    return HEAD + "\n".join(line[margin:] for line in lines) + "\n"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name", quickly(LIVE, "sync", "async, loop closed", "async, exits inside the loop", "everything at once")
+)
+def test_exit_with_a_live_iterator(name: str, tmp_path: Path) -> None:
+    """The interpreter exits with code 0, in silence, and its children are gone with it."""
+    # `subprocess` returns when everybody who holds the pipes has ended: workers too
+    done = run_script(tmp_path, script(LIVE[name]), fresh=True)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
+@pytest.mark.thorough
+def test_exit_while_a_daemon_thread_iterates(tmp_path: Path) -> None:
+    """The exit is not held up, and the workers go; a thread that asks for one batch more may be told `LoaderClosed`.
+
+    Batches are no tensors: torch gives up the GIL while one is freed, and a thread that cannot have it back, as the
+    interpreter is ending, ends the process then.
+    """
+    body = """
+        begun = threading.Event()
+        def work():
+            with contextlib.suppress(LoaderClosed):
+                for batch in DataLoader(Slow(), num_workers=2, collate_fn=list):
+                    begun.set()
+        threading.Thread(target=work, daemon=True).start()
+        begun.wait()
+    """
+    done = run_script(tmp_path, script(body), fresh=True)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_exception_in_the_body(name: str, tmp_path: Path) -> None:
+    """An exception out of the loop's body: its traceback once, exit code 1, nothing else."""
+    body = {
+        "sync": """
+            for batch in DataLoader(data, num_workers=2):
+                raise ZeroDivisionError("the user's own")
+        """,
+        "async": """
+            async def main():
+                async for batch in AsyncDataLoader(data, num_workers=2):
+                    raise ZeroDivisionError("the user's own")
+            asyncio.run(main())
+        """,
+    }[name]
+    done = run_script(tmp_path, script(body), fresh=True)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.rstrip().endswith("ZeroDivisionError: the user's own")
+
+
+INTERRUPTED = {
+    "sync": """
+        for batch in DataLoader(Slow(), num_workers=2):
+            print("batch", flush=True)
+    """,
+    "sync, busy body": """
+        for batch in DataLoader(data, num_workers=2):
+            print("batch", flush=True)
+            print("batch", flush=True)
+            print("batch", flush=True)
+            while True:
+                signal.pause()
+    """,
+    "async": """
+        async def main():
+            async with AsyncDataLoader(Slow(), num_workers=2) as loader:
+                async for batch in loader:
+                    print("batch", flush=True)
+        asyncio.run(main())
+    """,
+    "async, not closed": """
+        async def main():
+            async for batch in AsyncDataLoader(Slow(), num_workers=2, persistent_workers=True):
+                print("batch", flush=True)
+        asyncio.run(main())
+    """,
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", quickly(INTERRUPTED, "sync", "async"))
+def test_ctrl_c(name: str, tmp_path: Path) -> None:
+    """SIGINT to the whole foreground group, as a terminal sends it: one traceback, and all processes end."""
+    source = script("signal.signal(signal.SIGINT, signal.default_int_handler)\n") + script(INTERRUPTED[name])
+    with start_script(tmp_path, source, fresh=True) as running:
+        for _ in range(3):
+            assert running.line() == "batch"
+        pid = running.process.pid
+        workers = children_of(pid)
+        assert len(workers) == 2
+        with Deaths(workers) as deaths:
+            for process in [*workers, pid]:
+                os.kill(process, signal.SIGINT)
+            _, errors = running.finish()
+            deaths.wait()
+    assert running.process.returncode in (-signal.SIGINT, 130)
+    tracebacks = re.findall(r"^Traceback|^During handling of the above", errors, re.MULTILINE)
+    # asyncio.run itself raises the interrupt while it handles the cancellation that it made of it
+    chain = ["Traceback", "During handling of the above", "Traceback"]
+    assert tracebacks == (chain if name.startswith("async") else ["Traceback"]), errors
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+
+
+KILLED = {
+    "fork": 'DataLoader(Slow(), num_workers=2, multiprocessing_context="fork")',
+    "spawn": 'DataLoader(Slow(), num_workers=2, multiprocessing_context="spawn")',
+    "forkserver": 'DataLoader(Slow(), num_workers=2, multiprocessing_context="forkserver")',
+}
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("method", KILLED)
+def test_kill_9_of_the_main_process(method: str, tmp_path: Path) -> None:
+    """Its workers follow it at once, although they are in the middle of a fetch that never ends."""
+    body = f"""
+        if __name__ == "__main__":
+            batches = iter({KILLED[method]})
+            for _ in range(4):
+                next(batches)
+            print(*[worker.pid for worker in batches._workers], flush=True)
+            signal.pause()
+    """
+    with start_script(tmp_path, script(body), fresh=True) as running:
+        workers = [int(pid) for pid in running.line().split()]
+        assert len(workers) == 2
+        with Deaths(workers) as deaths:
+            running.process.kill()
+            running.finish()
+            deaths.wait()
+
+
+@pytest.mark.chaos
+def test_kill_9_with_an_async_dataset(tmp_path: Path) -> None:
+    """Workers that wait in their own event loop follow too."""
+    body = """
+        class Waits(AsyncData):
+            async def __getitem__(self, index):
+                if index:
+                    await asyncio.Event().wait()
+                return index
+        async def main():
+            batches = aiter(AsyncDataLoader(Waits(), num_workers=2))
+            await anext(batches)
+            print("ready", flush=True)
+            await anext(batches)
+        asyncio.run(main())
+    """
+    with start_script(tmp_path, script(body), fresh=True) as running:
+        assert running.line() == "ready"
+        with Deaths(children_of(running.process.pid)) as deaths:
+            assert len(deaths.fds) == 2
+            running.process.kill()
+            running.finish()
+            deaths.wait()
+
+
+@pytest.mark.thorough
+def test_sigterm_of_the_main_process(tmp_path: Path) -> None:
+    """SIGTERM ends the main process by its default action; the workers follow."""
+    body = """
+        batches = iter(DataLoader(Slow(), num_workers=2))
+        next(batches)
+        print("ready", flush=True)
+        signal.pause()
+    """
+    with start_script(tmp_path, script(body), fresh=True) as running:
+        running.line()
+        with Deaths(children_of(running.process.pid)) as deaths:
+            running.process.terminate()
+            running.finish()
+            deaths.wait()
+    assert running.process.returncode == -signal.SIGTERM

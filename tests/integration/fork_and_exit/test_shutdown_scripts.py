@@ -1,0 +1,326 @@
+"""Programs that end, or are ended, while their workers are stuck: the right exit code, one traceback, no orphan.
+
+Each is a process of its own. See also test_nothing_left.py, test_shutdown_provocations.py and test_shutdown_states.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.running import PATIENCE_S, Deaths, start_script
+from tests.helpers.stuck import STUCK
+
+pytestmark = pytest.mark.chaos
+
+HEAD = """
+import asyncio, os, select, signal, sys, threading
+import torch
+from asyncloader import AsyncDataLoader, DataLoader
+from tests.helpers.stuck import get_stuck
+
+class Stuck(torch.utils.data.Dataset):
+    def __init__(self, how, index=2):
+        self.how = how
+        self.index = index
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if index >= self.index:
+            os.write(1, f"stuck {os.getpid()}\\n".encode())
+            get_stuck(self.how)
+        return index
+
+class Init:
+    def __init__(self, how):
+        self.how = how
+    def __call__(self, worker):
+        os.write(1, f"stuck {os.getpid()}\\n".encode())
+        get_stuck(self.how)
+
+class Arrival(Stuck):
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        os.write(1, f"stuck {os.getpid()}\\n".encode())
+        get_stuck(self.how)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
+# Two batches, then both workers are stuck, and the program waits in `next`.
+NEXT = {
+    "sync": """
+    for batch in DataLoader(Stuck(HOW), num_workers=2, multiprocessing_context=METHOD):
+        pass
+""",
+    "async": """
+    async def main():
+        async for batch in AsyncDataLoader(Stuck(HOW), num_workers=2, multiprocessing_context=METHOD):
+            pass
+    asyncio.run(main())
+""",
+}
+EXITS = {
+    "sync": """
+    batches = iter(DataLoader(Stuck(HOW), num_workers=2))
+    next(batches), next(batches)
+    sys.stdin.readline()
+""",
+    "sync, in a hook": """
+    import atexit
+    batches = iter(DataLoader(Stuck(HOW), num_workers=2))
+    next(batches), next(batches)
+    atexit.register(batches._shutdown_workers)
+    sys.stdin.readline()
+""",
+    "async, the loop is closed": """
+    async def main():
+        batches = aiter(AsyncDataLoader(Stuck(HOW), num_workers=2))
+        await anext(batches), await anext(batches)
+        return batches
+    batches = asyncio.run(main())
+    sys.stdin.readline()
+""",
+    "async, persistent, the loop is closed": """
+    loader = AsyncDataLoader(Stuck(HOW), num_workers=2, persistent_workers=True)
+    async def main():
+        batches = aiter(loader)
+        await anext(batches), await anext(batches)
+    asyncio.run(main())
+    sys.stdin.readline()
+""",
+    "async, within the loop": """
+    async def main():
+        batches = aiter(AsyncDataLoader(Stuck(HOW), num_workers=2))
+        await anext(batches), await anext(batches)
+        sys.stdin.readline()
+        sys.exit(0)
+    asyncio.run(main())
+""",
+    "an error in the body": """
+    for batch in DataLoader(Stuck(HOW), num_workers=2):
+        if int(batch) == 1:
+            sys.stdin.readline()
+            raise SystemExit(0)
+""",
+}
+GRANDCHILD = "with a child that holds all descriptors"
+
+
+def script(body: str, how: str, method: str | None = None) -> str:
+    return HEAD + body.replace("HOW", repr(how)).replace("METHOD", repr(method))
+
+
+class Program:
+    """A running script of ours whose two workers have said that they are stuck."""
+
+    def __init__(self, running: Any, workers: int) -> None:
+        self.running = running
+        self.pid: int = running.process.pid
+        self.workers = [int(self.line("stuck")) for _ in range(workers)]
+
+    def line(self, word: str) -> str:
+        """The rest of the next line that begins with this word."""
+        first, _, rest = self.running.line().partition(" ")
+        assert first == word
+        return str(rest)
+
+    def go_on(self) -> None:
+        """Let it pass its ``readline``."""
+        self.running.process.stdin.write("\n")
+        self.running.process.stdin.flush()
+
+    def ends(self) -> tuple[int, str]:
+        """Wait for its end, and that of everybody who holds its pipes; exit code and what it said to standard error."""
+        self.running.process.wait(PATIENCE_S)
+        _, errors = self.running.finish()
+        return self.running.process.returncode, errors
+
+
+@contextlib.contextmanager
+def program(folder: Path, source: str, workers: int = 2) -> Generator[Program]:
+    """Run a script; at the end, whatever came of it, nobody of it is alive."""
+    with start_script(folder, source, fresh=True) as running:
+        found = Program(running, workers)
+        try:
+            yield found
+        finally:
+            for pid in found.workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def tracebacks(errors: str) -> list[str]:
+    return re.findall(r"^Traceback|^During handling of the above", errors, re.MULTILINE)
+
+
+# ------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def assert_interrupted(kind: str, code: int, errors: str) -> None:
+    """As Python ends on Ctrl-C: its exit code, and one traceback."""
+    assert code in (-signal.SIGINT, 130)
+    # asyncio.run itself raises the interrupt while it handles the cancellation that it made of it
+    chain = ["Traceback", "During handling of the above", "Traceback"]
+    assert tracebacks(errors) == (["Traceback"] if kind == "sync" else chain), errors
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+
+
+@pytest.mark.parametrize("how", ["deaf to SIGTERM", "in C with the GIL, deaf to SIGTERM", "stopped"])
+@pytest.mark.parametrize("kind", NEXT)
+def test_ctrl_c_in_next(kind: str, how: str, tmp_path: Path) -> None:
+    """The workers end although they are stuck, and before the program does."""
+    with program(tmp_path, script(NEXT[kind], how)) as found, Deaths(found.workers) as deaths:
+        os.kill(found.pid, signal.SIGINT)
+        code, errors = found.ends()
+        assert deaths.ended()
+    assert_interrupted(kind, code, errors)
+
+
+STARTING = {
+    "worker_init_fn": "    next(iter(DataLoader(Stuck('asleep'), num_workers=2, worker_init_fn=Init(HOW), "
+    "multiprocessing_context=METHOD)))",
+    "the dataset's arrival": "    next(iter(DataLoader(Arrival(HOW), num_workers=2, multiprocessing_context=METHOD)))",
+}
+# A forked worker's dataset does not arrive: it is there already.
+STARTS = [("worker_init_fn", "fork"), ("worker_init_fn", "spawn"), ("the dataset's arrival", "spawn")]
+
+
+@pytest.mark.parametrize(("what", "method"), STARTS)
+def test_ctrl_c_during_start_up(what: str, method: str, tmp_path: Path) -> None:
+    """The same while workers are in the user's start-up code."""
+    source = script(STARTING[what], "in C with the GIL, deaf to SIGTERM", method)
+    with program(tmp_path, source) as found, Deaths(found.workers) as deaths:
+        os.kill(found.pid, signal.SIGINT)
+        code, errors = found.ends()
+        assert deaths.ended()
+    assert_interrupted("sync", code, errors)
+
+
+CLOSING = """
+    def tell(*_):
+        os.write(1, b"asked\\n")
+    class Deaf(Stuck):
+        def __getitem__(self, index):
+            signal.signal(signal.SIGTERM, tell)  # the ladder has come to SIGTERM: `close` waits
+            return super().__getitem__(index)
+    loader = DataLoader(Deaf("asleep"), num_workers=2)
+    batches = iter(loader)
+    next(batches), next(batches)
+    sys.stdin.readline()
+    {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["loader.close()", "del batches, loader", "sys.exit(0)"])
+def test_ctrl_c_while_the_workers_are_ended(end: str, tmp_path: Path) -> None:
+    """Ctrl-C during `close`, a finalizer or the exit hooks: at most one traceback, and the workers end all the same."""
+    with program(tmp_path, script(CLOSING.format(end=end), "")) as found, Deaths(found.workers) as deaths:
+        found.go_on()
+        found.line("asked")
+        os.kill(found.pid, signal.SIGINT)
+        code, errors = found.ends()
+        deaths.wait()
+    assert len(tracebacks(errors)) <= 1, errors
+    assert "KeyboardInterrupt" in errors or not errors
+    if end == "loader.close()":
+        assert_interrupted("sync", code, errors)
+
+
+def test_ctrl_c_again_and_again(tmp_path: Path) -> None:
+    """An impatient user loses nothing but text."""
+    with program(tmp_path, script(CLOSING.format(end="loader.close()"), "")) as found, Deaths(found.workers) as deaths:
+        found.go_on()
+        found.line("asked")
+        for _ in range(5):
+            os.kill(found.pid, signal.SIGINT)
+        code, errors = found.ends()
+        deaths.wait()
+    assert code in (-signal.SIGINT, 130)
+    assert "KeyboardInterrupt" in errors
+
+
+# ------------------------------------------------------------------------------------------- exits
+
+
+@pytest.mark.parametrize("how", ["asleep", "in C with the GIL, deaf to SIGTERM"])
+@pytest.mark.parametrize("name", EXITS)
+def test_exit_with_stuck_workers(name: str, how: str, tmp_path: Path) -> None:
+    """The program exits with code 0, in silence; its workers end before it does."""
+    with program(tmp_path, script(EXITS[name], how)) as found, Deaths(found.workers) as deaths:
+        found.go_on()
+        code, errors = found.ends()
+        assert deaths.ended()
+    assert (code, errors) == (0, "")
+
+
+# ------------------------------------------------------------------------------------------- signals of others
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [how for how in STUCK if how != GRANDCHILD])
+def test_the_program_is_killed(how: str, number: int, tmp_path: Path) -> None:
+    """Its workers follow it, in whatever state they are; SIGTERM has its default action."""
+    with program(tmp_path, script(NEXT["sync"], how)) as found, Deaths(found.workers) as deaths:
+        os.kill(found.pid, number)
+        deaths.wait()
+        code, errors = found.ends()
+    assert (code, errors) == (-number, "")
+
+
+@pytest.mark.parametrize("kind", NEXT)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_program_is_killed_whatever_the_start_method(method: str, kind: str, tmp_path: Path) -> None:
+    """Workers that were not forked follow it, too."""
+    source = script(NEXT[kind], "in C with the GIL, deaf to SIGTERM", method)
+    with program(tmp_path, source) as found, Deaths(found.workers) as deaths:
+        os.kill(found.pid, signal.SIGKILL)
+        deaths.wait()
+        assert found.ends()[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("what", "method"), STARTS)
+def test_the_program_is_killed_during_start_up(what: str, method: str, tmp_path: Path) -> None:
+    """Workers that are stuck in the user's start-up code follow it, too."""
+    source = script(STARTING[what], "in C with the GIL, deaf to SIGTERM", method)
+    with program(tmp_path, source) as found, Deaths(found.workers) as deaths:
+        os.kill(found.pid, signal.SIGKILL)
+        deaths.wait()
+        assert found.ends()[0] == -signal.SIGKILL
+
+
+def test_the_program_is_killed_while_it_closes(tmp_path: Path) -> None:
+    """SIGKILL in the middle of `close`: what it had not ended yet follows it."""
+    with program(tmp_path, script(CLOSING.format(end="loader.close()"), "")) as found, Deaths(found.workers) as deaths:
+        found.go_on()
+        found.line("asked")
+        os.kill(found.pid, signal.SIGKILL)
+        deaths.wait()
+        assert found.ends()[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_program_is_killed_and_a_grandchild_holds_everything(number: int, tmp_path: Path) -> None:
+    """A grandchild with copies of all descriptors keeps nobody alive but itself."""
+    with start_script(tmp_path, script(NEXT["sync"], GRANDCHILD)) as running:
+        lines = [running.line() for _ in range(2)]
+        workers = [int(line.split()[1]) for line in lines]
+        assert running.process.stderr is not None
+        grandchildren = [int(running.process.stderr.readline().split()[1]) for _ in range(2)]
+        try:
+            with Deaths(workers) as deaths, Deaths(grandchildren) as others:
+                os.kill(running.process.pid, number)
+                deaths.wait()
+                assert not others.ended()
+        finally:
+            for pid in grandchildren:
+                os.kill(pid, signal.SIGKILL)
+        running.finish()

@@ -1,0 +1,362 @@
+"""Loaders that are ended in the middle of something, from every side: it ends, nobody is left, nobody waits for ever.
+
+The workers here are stuck in every way that they can be (`stuck.py`). All ends are bounded by one deadline, whatever
+the number of workers; the tests wait far longer, and fail when that is over. See also test_shutdown_scripts.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
+from asyncloader.workers import shutdown
+from tests.helpers.datasets import Numbers
+from tests.helpers.running import BOTH, KINDS, PATIENCE_S, Deaths, run_async
+from tests.helpers.stuck import STUCK, NeverArrives, StuckAt, Told, get_stuck, is_worker
+from tests.processes import children_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+GRANDCHILD = "with a child that holds all descriptors"
+
+
+@pytest.fixture(autouse=True)
+def asked_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker gets 5 seconds to end by itself, and those here do not."""
+    monkeypatch.setattr(shutdown, "_ASK_SECONDS", 0.2)
+
+
+@contextlib.contextmanager
+def grandchildren_end(capfd: pytest.CaptureFixture[str]) -> Generator[None]:
+    """Kill what the workers forked: it is nobody's child here."""
+    try:
+        yield
+    finally:
+        for line in capfd.readouterr().err.splitlines():
+            if line.startswith("grandchild "):
+                os.kill(int(line.split()[1]), signal.SIGKILL)
+
+
+def run_in(thread: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    """Run it in a thread; what it raises is kept."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            thread()
+        except BaseException as error:
+            errors.append(error)
+
+    started = threading.Thread(target=run)
+    started.start()
+    return started, errors
+
+
+def joined(thread: threading.Thread) -> bool:
+    thread.join(PATIENCE_S)
+    return not thread.is_alive()
+
+
+# ------------------------------------------------------------------------------------------- stuck workers
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("how", STUCK)
+def test_close_with_stuck_workers(how: str, workers: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """`close` returns, and the workers are gone and reaped, however many of them are stuck in whatever way."""
+    with grandchildren_end(capfd), Told() as told:
+        loader = DataLoader[Any](StuckAt(how, told, workers), num_workers=workers, timeout=PATIENCE_S)
+        batches = iter(loader)
+        assert [int(next(batches)) for _ in range(workers)] == list(range(workers))
+        deaths = Deaths(int(pid) for pid in told.lines(workers))
+        thread, errors = run_in(loader.close)
+        assert joined(thread)
+        assert not errors
+        assert deaths.ended()
+        deaths.close()
+        with pytest.raises(LoaderClosed):
+            next(batches)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", ["in C with the GIL, deaf to SIGTERM", "stopped", GRANDCHILD])
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_aclose_with_stuck_workers(how: str, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The same for `aclose`; the event loop runs meanwhile."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
+
+    async def run(told: Told) -> None:
+        loader = AsyncDataLoader[Any](StuckAt(how, told, 2), num_workers=2)
+        batches = aiter(loader)
+        assert [int(await anext(batches)) for _ in range(2)] == [0, 1]
+        deaths = Deaths(int(pid) for pid in await asyncio.to_thread(told.lines, 2))
+        counting = asyncio.ensure_future(count())
+        await loader.aclose()
+        counting.cancel()
+        assert deaths.ended()
+        deaths.close()
+
+    with grandchildren_end(capfd), Told() as told:
+        run_async(run(told), kind)
+    assert turns > 1
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", ["asleep", "in C with the GIL, deaf to SIGTERM"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_dropped_with_stuck_workers(how: str, kind: str) -> None:
+    """The garbage collector of another thread finds the iterator: its workers end, though they are stuck."""
+
+    async def leave(told: Told) -> tuple[Any, list[str]]:
+        batches = aiter(AsyncDataLoader[Any](StuckAt(how, told, 2), num_workers=2))
+        await anext(batches)
+        await anext(batches)
+        return batches, await asyncio.to_thread(told.lines, 2)
+
+    with Told() as told:
+        cycle: list[Any] = []
+        if kind == "sync":
+            batches: Any = iter(DataLoader[Any](StuckAt(how, told, 2), num_workers=2))
+            next(batches)
+            next(batches)
+            pids = told.lines(2)
+        else:
+            batches, pids = run_async(leave(told))  # its loop is closed
+        deaths = Deaths(int(pid) for pid in pids)
+        cycle += [cycle, batches]
+        del batches, cycle
+        thread, errors = run_in(gc.collect)
+        assert joined(thread)
+        assert not errors
+        deaths.wait()
+
+
+# ------------------------------------------------------------------------------------------- start-up
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_close_at_once(kind: str, method: str) -> None:
+    """Workers that still import, or are not there yet, are ended."""
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method}
+
+    async def run() -> None:
+        for turns in (0, 1, 2, 5):
+            loader = AsyncDataLoader[Any](Numbers(5), **options)
+            first = asyncio.ensure_future(anext(aiter(loader)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await loader.aclose()
+            with contextlib.suppress(LoaderClosed):  # unless its batch was there already
+                assert (await first).shape == (1, 3)
+
+    if kind == "sync":
+        loader = DataLoader[Any](Numbers(5), **options)
+        batches = iter(loader)
+        loader.close()
+        with pytest.raises(LoaderClosed):
+            next(batches)
+    else:
+        run_async(run())
+    assert not [pid for pid in children_of(os.getpid()) if is_worker(pid)]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", ["asleep", "in C with the GIL, deaf to SIGTERM"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_close_while_worker_init_fn_blocks(kind: str, how: str) -> None:
+    """A `worker_init_fn` that does not return holds nothing up."""
+    with Told() as told:
+
+        def init(_: int) -> None:
+            told.tell(f"{os.getpid()}")
+            get_stuck(how)
+
+        async def run() -> None:
+            async with AsyncDataLoader[Any](Numbers(5), num_workers=2, worker_init_fn=init) as loader:
+                first = asyncio.ensure_future(anext(aiter(loader)))
+                deaths = Deaths(int(pid) for pid in await asyncio.to_thread(told.lines, 2))
+                await loader.aclose()
+                assert deaths.ended()
+                deaths.close()
+                with pytest.raises(LoaderClosed):
+                    await first
+
+        if kind != "sync":
+            run_async(run())
+            return
+        with DataLoader[Any](Numbers(5), num_workers=2, worker_init_fn=init) as loader:
+            batches = iter(loader)
+            deaths = Deaths(int(pid) for pid in told.lines(2))
+            loader.close()
+            assert deaths.ended()
+            deaths.close()
+            with pytest.raises(LoaderClosed):
+                next(batches)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_close_while_the_dataset_arrives(method: str, tmp_path: Path) -> None:
+    """A dataset whose unpickling does not end holds nothing up."""
+    with DataLoader[Any](NeverArrives(tmp_path), num_workers=2, multiprocessing_context=method) as loader:
+        batches = iter(loader)
+        deaths = Deaths(arrived(tmp_path, 2))
+        loader.close()
+        assert deaths.ended()
+        deaths.close()
+        with pytest.raises(LoaderClosed):
+            next(batches)
+
+
+def arrived(folder: Path, count: int) -> list[int]:
+    """The names of the files that come; Python has no other way to wait for one than to look again."""
+    turn = threading.Event()
+    found: list[int] = []
+    for _ in range(int(PATIENCE_S * 50)):
+        found = [int(path.name) for path in folder.iterdir()]
+        if len(found) == count:
+            break
+        turn.wait(0.02)
+    assert len(found) == count, f"only {found} came"
+    return found
+
+
+# ------------------------------------------------------------------------------------------- who waits, who closes
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("persistent", [False, True])
+def test_close_while_another_thread_waits(persistent: bool) -> None:
+    """A thread in `next` gets `LoaderClosed`, and does not wait for ever."""
+    with Told() as told:
+        loader = DataLoader[Any](StuckAt("asleep", told, 2), num_workers=2, persistent_workers=persistent)
+        batches = iter(loader)
+        assert [int(next(batches)) for _ in range(2)] == [0, 1]
+        thread, errors = run_in(lambda: next(batches))
+        told.lines(2)
+        loader.close()
+        assert joined(thread)
+        assert [type(error) for error in errors] == [LoaderClosed]
+        errors.clear()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_aclose_while_another_task_waits(kind: str) -> None:
+    """Tasks in `anext` get `LoaderClosed`, all of them."""
+
+    async def run(told: Told) -> None:
+        loader = AsyncDataLoader[Any](StuckAt("asleep", told, 2), num_workers=2)
+        batches = aiter(loader)
+        assert [int(await anext(batches)) for _ in range(2)] == [0, 1]
+        waiting = [asyncio.ensure_future(anext(batches)) for _ in range(3)]
+        await asyncio.to_thread(told.lines, 2)
+        await loader.aclose()
+        for task in waiting:
+            with pytest.raises(LoaderClosed):
+                await task
+
+    with Told() as told:
+        run_async(run(told), kind)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BOTH)
+def test_close_twice_and_by_several_threads_at_once(kind: str) -> None:
+    """Each returns when the workers are gone, whoever came first."""
+    with Told() as told:
+        dataset = StuckAt("asleep", told, 2)
+        loader: Any
+        if kind == "sync":
+            loader = DataLoader[Any](dataset, num_workers=2)
+            batches: Any = iter(loader)
+            next(batches)
+            pids = told.lines(2) if int(next(batches)) else []
+        else:
+            loader = AsyncDataLoader[Any](dataset, num_workers=2, persistent_workers=True)
+
+            async def begin() -> tuple[Any, list[str]]:
+                batches = aiter(loader)
+                await anext(batches)
+                await anext(batches)
+                return batches, await asyncio.to_thread(told.lines, 2)
+
+            batches, pids = run_async(begin())
+        deaths = Deaths(int(pid) for pid in pids)
+        barrier = threading.Barrier(3)
+        gone: list[bool] = []
+
+        def close() -> None:
+            barrier.wait(PATIENCE_S)
+            loader.close()
+            gone.append(deaths.ended())
+
+        threads = [run_in(close) for _ in range(3)]
+        assert all(joined(thread) for thread, _ in threads)
+        assert not [error for _, errors in threads for error in errors]
+        assert gone == [True] * 3
+        deaths.close()
+        loader.close()
+        del batches
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_close_in_the_loops_own_body(kind: str, workers: int) -> None:
+    """The next step of the loop says `LoaderClosed`: what comes after a `close` is never taken for the epoch's end."""
+    seen: list[float] = []
+
+    async def run() -> None:
+        loader = AsyncDataLoader[Any](Numbers(20), num_workers=workers)
+        with pytest.raises(LoaderClosed):  # noqa: PT012 - the loop is the subject
+            async for batch in loader:
+                seen.append(float(batch[0, 0]))
+                await loader.aclose()
+
+    if kind == "sync":
+        loader = DataLoader[Any](Numbers(20), num_workers=workers)
+        with pytest.raises(LoaderClosed):  # noqa: PT012 - the loop is the subject
+            for batch in loader:
+                seen.append(float(batch[0, 0]))
+                loader.close()
+    else:
+        run_async(run(), kind)
+    assert seen == [0.0]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_event_loop_that_was_closed_without_aclose(persistent: bool) -> None:
+    """`asyncio.run` is over, the iterator was not closed: `close()` ends it from outside, twice if need be."""
+
+    async def leave(loader: Any) -> Any:
+        batches = aiter(loader)
+        await anext(batches)
+        return batches
+
+    loader = AsyncDataLoader[Any](Numbers(50), num_workers=2, persistent_workers=persistent)
+    batches = asyncio.run(leave(loader))
+    deaths = Deaths(process.pid for process in batches.pool.processes)
+    loader.close()
+    loader.close()
+    assert deaths.ended()
+    deaths.close()
+    with pytest.raises(LoaderClosed):
+        asyncio.run(leave(loader))

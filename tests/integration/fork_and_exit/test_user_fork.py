@@ -1,0 +1,208 @@
+"""The user's program forks while a loader runs: the child may look at held batches, the parent goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader, LoaderClosed
+from tests.helpers.datasets import Sized
+from tests.helpers.running import PATIENCE_S, Deaths, run_script
+
+N = 200
+
+
+def _values(batches: list[Any]) -> list[int]:
+    return [int(batch.unique()) for batch in batches]
+
+
+def test_child_reads_held_batches_unchanged() -> None:
+    """A child that was forked while batches are held finds them as they were, however far the parent has gone on."""
+    batches = iter(DataLoader[Any](Sized([20_000] * N), num_workers=2))
+    held = [next(batches) for _ in range(5)]
+    go, went = os.pipe()
+    answer, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(go, 1)  # until the parent has used every slot several times over
+            os.write(tell, b"same" if _values(held) == [0, 1, 2, 3, 4] else b"changed")
+        finally:
+            os._exit(0)
+    held.clear()  # the parent lets go; the slots must not be used again all the same
+    assert _values(list(batches)) == [i % 251 for i in range(5, N)]
+    os.write(went, b"g")
+    assert select.select([answer], [], [], PATIENCE_S)[0]
+    assert os.read(answer, 20) == b"same"
+    os.waitpid(child, 0)
+    for fd in (go, went, answer, tell):
+        os.close(fd)
+
+
+@pytest.mark.thorough
+def test_many_forks_do_not_starve_the_ring() -> None:
+    """Forks while batches are held retire slots; the loader goes on with views, in a new ring at last."""
+    loader = DataLoader[Any](Sized([5000] * N), num_workers=1)
+    seen = []
+    for position, batch in enumerate(loader):
+        if position % 5 == 0:
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+        seen.append(int(batch.unique()))
+        del batch
+    assert seen == [i % 251 for i in range(N)]
+    assert loader.stats()["data/ring_copies"] < N / 2
+
+
+def test_the_child_cannot_use_the_parents_iterator() -> None:
+    """In the child the iterator says that it is the parent's; a new loader works there."""
+    loader = DataLoader[Any](Sized([10] * 20), num_workers=1)
+    batches = iter(loader)
+    next(batches)
+
+    def child() -> None:
+        with pytest.raises(LoaderClosed, match="fork"):  # noqa: PT012
+            for _ in range(20):  # what was ready at the fork may still be given
+                next(batches)
+        assert _values(list(DataLoader[Any](Sized([10] * 4)))) == [0, 1, 2, 3]
+
+    process = multiprocessing.get_context("fork").Process(target=_exit_code_of, args=(child,))
+    process.start()
+    with Deaths([process.pid or 0]) as deaths:
+        deaths.wait()
+    process.join()
+    assert process.exitcode == 0
+    process.close()
+    assert _values(list(batches)) == list(range(1, 20))
+
+
+def _exit_code_of(function: Any) -> None:
+    try:
+        function()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+SCRIPTS = {
+    "the child exits normally": """
+        import os, sys
+        import torch
+        from asyncloader import DataLoader
+        batches = iter(DataLoader(torch.arange(1000).repeat(500, 1).T.contiguous(), num_workers=2))
+        held = [next(batches) for _ in range(3)]
+        child = os.fork()
+        if child == 0:
+            assert [int(b[0, 0]) for b in held] == [0, 1, 2]
+            sys.exit(0)  # runs every exit hook and finalizer
+        assert os.waitpid(child, 0)[1] == 0
+        assert [int(b[0, 0]) for b in batches] == list(range(3, 1000))
+        print("done")
+    """,
+    "the child drops everything": """
+        import gc, os, sys
+        import torch
+        from asyncloader import DataLoader
+        loader = DataLoader(torch.arange(1000), num_workers=2, persistent_workers=True)
+        batches = iter(loader)
+        next(batches)
+        child = os.fork()
+        if child == 0:
+            loader.close()
+            del batches, loader
+            gc.collect()
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert [int(b) for b in batches] == list(range(1, 1000))
+        assert len(list(loader)) == 1000
+        print("done")
+    """,
+    "right after break": """
+        import os, sys
+        import psutil
+        import torch
+        from asyncloader import DataLoader
+        loader = DataLoader(torch.arange(100), num_workers=2)
+        for _ in range(2):
+            for batch in loader:
+                break
+            child = os.fork()
+            if child == 0:
+                assert [int(b) for b in loader] == list(range(100))
+                sys.exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            for batch in loader:
+                assert len(psutil.Process().children()) == 2  # the generation before has gone
+                break
+        loader.close()
+        assert not psutil.Process().children()
+        print("done")
+    """,
+    "async, the child exits normally": """
+        import asyncio, os, sys
+        import torch
+        from asyncloader import AsyncDataLoader
+        async def main():
+            async with AsyncDataLoader(torch.arange(1000), num_workers=2) as loader:
+                seen = []
+                async for batch in loader:
+                    seen.append(int(batch))
+                    if len(seen) == 5:
+                        child = os.fork()
+                        if child == 0:
+                            os._exit(len(seen))
+                        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+            assert seen == list(range(1000))
+        asyncio.run(main())
+        batches = None
+        async def leave():
+            global batches
+            batches = aiter(AsyncDataLoader(torch.arange(1000), num_workers=2, persistent_workers=True))
+            await anext(batches)
+            child = os.fork()
+            if child == 0:
+                batches = None
+                import atexit
+                atexit._run_exitfuncs()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            assert [int(b) async for b in batches] == list(range(1, 1000))
+        asyncio.run(leave())
+        print("done")
+    """,
+    "multiprocessing.Process as child": """
+        import multiprocessing
+        import torch
+        from asyncloader import DataLoader
+        def child(held):
+            assert [int(b) for b in held] == [0, 1, 2]
+            assert [int(b) for b in DataLoader(torch.arange(5), num_workers=1)] == list(range(5))
+        batches = iter(DataLoader(torch.arange(500), num_workers=2))
+        held = [next(batches) for _ in range(3)]
+        process = multiprocessing.get_context("fork").Process(target=child, args=(held,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, process.exitcode
+        assert [int(b) for b in batches] == list(range(3, 500))
+        print("done")
+    """,
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_fork_in_a_script(name: str, tmp_path: Path) -> None:
+    """Whatever the child does and however it ends, the parent's workers go on and nobody hangs."""
+    done: subprocess.CompletedProcess[str] = run_script(tmp_path, SCRIPTS[name])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

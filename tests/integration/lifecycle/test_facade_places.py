@@ -1,0 +1,131 @@
+"""The sync facade works wherever it is called from: threads, coroutines, callbacks, notebooks, several at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from asyncloader import AsyncDataLoader, DataLoader
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import AsyncNumbers, Numbers
+from tests.helpers.running import KINDS, collect, run_async
+
+EXPECTED = collect("torch", Numbers(30), batch_size=4)
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "no workers": (Numbers(30), {}),
+    "no workers, async": (AsyncNumbers(30), {}),
+    "workers": (Numbers(30), {"num_workers": 2}),
+    "workers, async": (AsyncNumbers(30), {"num_workers": 2}),
+    "persistent": (Numbers(30), {"num_workers": 1, "persistent_workers": True}),
+}
+every = pytest.mark.parametrize("name", OPTIONS)
+
+
+def two_epochs(name: str) -> None:
+    dataset, options = OPTIONS[name]
+    with DataLoader[Any](dataset, batch_size=4, **options) as loader:
+        for _ in range(2):
+            assert_same(list(loader), EXPECTED)
+
+
+@every
+def test_in_a_thread(name: str) -> None:
+    """Made, used and closed in a thread that is not the main one."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(two_epochs, name).result()
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@every
+def test_inside_a_coroutine(kind: str, name: str) -> None:
+    """A plain `for` inside a coroutine, under a running loop: what a notebook cell is."""
+
+    async def cell() -> None:
+        two_epochs(name)
+        await asyncio.sleep(0)
+        two_epochs(name)
+
+    run_async(cell(), kind)
+
+
+@every
+async def test_in_a_callback_and_in_a_thread_of_a_running_loop(name: str) -> None:
+    """From `call_soon` and from `to_thread`, while the loop runs."""
+    done = asyncio.get_running_loop().create_future()
+
+    def callback() -> None:
+        try:
+            two_epochs(name)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    asyncio.get_running_loop().call_soon(callback)
+    await done
+    await asyncio.to_thread(two_epochs, name)
+
+
+def test_across_cells() -> None:
+    """An iterator begun in one coroutine is continued in another, under another loop: it has a loop of its own."""
+    batches = iter(DataLoader[Any](Numbers(30), batch_size=4, num_workers=2))
+
+    async def cell() -> Any:
+        return next(batches)
+
+    assert_same([run_async(cell(), kind) for kind in KINDS[1:] * 4], EXPECTED)
+
+
+def test_made_here_and_used_there() -> None:
+    """An iterator may be handed from thread to thread; each `next` may come from another."""
+    batches = iter(DataLoader[Any](Numbers(30), batch_size=4, num_workers=2))
+    got: list[Any] = []
+    for _ in range(len(EXPECTED)):
+        thread = threading.Thread(target=lambda: got.append(next(batches)))
+        thread.start()
+        thread.join()
+    assert_same(got, EXPECTED)
+
+
+@pytest.mark.thorough
+def test_several_facades_at_once() -> None:
+    """Loaders in several threads do not disturb each other."""
+    together = threading.Barrier(3)
+
+    def use() -> None:
+        together.wait()
+        two_epochs("workers")
+
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(use) for _ in range(3)]:
+            future.result()
+
+
+class Nested(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        inner = DataLoader[Any](AsyncNumbers(4), batch_size=4)
+        return sum(batch.sum() for batch in inner) + index
+
+
+def test_facade_inside_a_workers_dataset() -> None:
+    """A dataset may use a loader without workers itself, in a worker."""
+    got = list(DataLoader[Any](Nested(3), num_workers=1))
+    assert [float(batch) for batch in got] == [1812.0, 1813.0, 1814.0]
+
+
+async def test_async_loader_beside_a_facade() -> None:
+    """Both loaders at a time in one process: a train loop and a validation loop inside it."""
+    count = 0
+    async with AsyncDataLoader[Any](Numbers(30), batch_size=4, num_workers=1) as train:
+        got = []
+        async for batch in train:
+            got.append(batch)
+            if len(got) % 4 == 1:
+                assert_same(list(DataLoader[Any](Numbers(30), batch_size=4, num_workers=1)), EXPECTED)
+                count += 1
+    assert_same(got, EXPECTED)
+    assert count == 2

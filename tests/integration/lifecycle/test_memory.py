@@ -1,0 +1,194 @@
+"""Rings and leases on real batches: hoarding, letting go in any order, growing, bounded, and never overwritten."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncloader import AsyncDataLoader, DataLoader, Tuning
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import Numbers, Sized
+from tests.helpers.running import BOTH, KINDS, collect, run_async, run_loader
+
+
+def growing(n: int) -> list[int]:
+    """Sizes with steps, ups and downs, and single giants."""
+    sizes = [1 << (4 + i % 18) for i in range(n)]
+    sizes[n // 2] = 9 << 20
+    return sizes
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_hoarding(kind: str, in_order: bool) -> None:
+    """`list(loader)` over hundreds of batches equals torch's: views, copies and one-off segments are all right."""
+    dataset = Sized([100_000] * 300)
+    batches = run_loader(kind, dataset, num_workers=2, batch_size=1, in_order=in_order).epochs[0]
+    got = sorted(hashlib.sha1(batch.numpy()).hexdigest() for batch in batches)
+    expected = sorted(hashlib.sha1(batch.numpy()).hexdigest() for batch in collect("torch", dataset, batch_size=1))
+    assert got == expected
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BOTH)
+def test_batches_that_are_held_never_change(kind: str) -> None:
+    """A consumer that keeps some batches and drops others, in random order, finds each as it came."""
+    choose = random.Random(5)
+    held: list[tuple[int, Any]] = []
+
+    def check(position: int, batch: Any) -> None:
+        held.append((position, batch))
+        if choose.random() < 0.6:
+            held.pop(choose.randrange(len(held)))
+        for index, kept in held:
+            assert bool((kept == index % 251).all()), f"batch {index} was overwritten"
+
+    if kind == "sync":
+        for position, batch in enumerate(DataLoader[Any](Sized([30_000] * 400), num_workers=2)):
+            check(position, batch)
+    else:
+
+        async def run() -> None:
+            position = 0
+            async with AsyncDataLoader[Any](Sized([30_000] * 400), num_workers=2) as loader:
+                async for batch in loader:
+                    check(position, batch)
+                    position += 1
+                    del batch
+
+        run_async(run())
+    assert len(held) > 50
+
+
+def test_any_kind_of_view_holds_the_slot() -> None:
+    """A slice, a numpy view, a detached tensor, a storage or a memoryview keeps a batch's memory from being reused."""
+    makers: list[Any] = [
+        lambda t: t[0, 5:],
+        lambda t: t.numpy(),
+        lambda t: t.numpy()[0, ::3],
+        lambda t: t.detach().view(-1),
+        lambda t: t.untyped_storage(),
+        lambda t: memoryview(t.numpy()),
+        lambda t: t.unbind(0)[0],
+        lambda t: np.asarray(t).T,
+    ]
+    kept: list[tuple[int, Any]] = []
+    for position, batch in enumerate(DataLoader[Any](Sized([5000] * 200), num_workers=1)):
+        if position < 16:
+            kept.append((position, makers[position % len(makers)](batch)))
+    for position, view in kept:
+        values = torch.tensor(list(view)[:50] if isinstance(view, torch.UntypedStorage) else np.asarray(view).ravel())
+        assert bool((values == position).all()), position
+
+
+def test_dropped_batches_are_not_copied() -> None:
+    """A consumer that drops each batch gets views all along, and the ring stays at its size."""
+    loader = DataLoader[Any](Sized([40_000] * 500), num_workers=2)
+    for batch in loader:
+        del batch
+    assert loader.stats()["data/ring_copies"] == 0
+
+
+def test_hoarding_is_copied_and_counted() -> None:
+    """A consumer that keeps all gets views as long as the ring can spare them, then copies, which are counted."""
+    loader = DataLoader[Any](Sized([40_000] * 100), num_workers=2)
+    kept = list(loader)
+    copies = loader.stats()["data/ring_copies"]
+    assert 50 < copies < 100
+    assert "copies: " in loader.explain()
+    del kept
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_growing_size(kind: str) -> None:
+    """Batches larger than the ring's slots come through segments of their own, and the ring grows after them."""
+    dataset = Sized(growing(60))
+    assert_same(collect(kind, dataset, num_workers=2, batch_size=1), collect("torch", dataset, batch_size=1))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_growing_batches_with_persistent_workers(kind: str) -> None:
+    """Grown rings serve the following epochs."""
+    dataset = Sized(growing(40))
+    run = run_loader(kind, dataset, epochs=3, num_workers=2, batch_size=1, persistent_workers=True)
+    expected = collect("torch", dataset, batch_size=1)
+    for epoch in run.epochs:
+        assert_same(epoch, expected)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("ring_bytes", [1, 4096 * 20, 3 << 20])
+def test_ring_bytes_bounds_the_ring(kind: str, ring_bytes: int) -> None:
+    """With a bounded ring all batches come too, however much larger than a slot they are."""
+    dataset = Sized(growing(40))
+    got = collect(kind, dataset, num_workers=1, batch_size=1, tuning=Tuning(ring_bytes=ring_bytes))
+    assert_same(got, collect("torch", dataset, batch_size=1))
+
+
+def test_ring_bytes_is_kept() -> None:
+    """`explain()` tells the size of the rings: within the bound, although the batches are larger."""
+    bound = 1 << 20
+    with DataLoader[Any](
+        Sized([700_000] * 20), num_workers=2, tuning=Tuning(ring_bytes=bound), persistent_workers=True
+    ) as loader:
+        list(loader)
+        (line,) = [line for line in loader.explain().splitlines() if line.startswith("memory:")]
+        assert f"{bound:,}" in line
+        sizes = line.split(" of ")[1].split(" bytes")[0]
+        assert all(0 < int(size.replace(",", "")) <= bound for size in sizes.split(", "))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_empty_batches(kind: str) -> None:
+    """Batches without a byte use no slot and arrive."""
+    got = collect(kind, Numbers(9, width=0), num_workers=2, batch_size=2)
+    assert [batch.shape for batch in got] == [(2, 0)] * 4 + [(1, 0)]
+
+
+def test_memory_goes_with_the_last_view() -> None:
+    """While one batch lives its segment is mapped; when it dies nothing is (the leak check looks too)."""
+
+    def segments() -> int:
+        return sum("memfd:asyncloader" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = segments()
+    (batch, *_) = collect("sync", Sized([50_000] * 10), num_workers=1)
+    gc.collect()
+    assert segments() == before + 1
+    assert int(batch.sum()) == 0
+    del batch, _
+    gc.collect()
+    assert segments() == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_hundred_large_batches() -> None:
+    """`list(loader)` over 200 batches of 38 MB (8 GB in all) equals torch's by checksum."""
+    n, shape = 200, (64, 3, 224, 224)
+    size = 3 * 224 * 224
+    pattern = torch.arange(size + n * 64, dtype=torch.float32)
+
+    class Large(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return pattern[index : index + size].view(3, 224, 224)
+
+    def checksum(batch: torch.Tensor) -> str:
+        return hashlib.sha1(batch.numpy().data).hexdigest()
+
+    dataset = Large(n * 64)
+    kept = list(DataLoader[Any](dataset, batch_size=64, num_workers=2))
+    assert len(kept) == n
+    assert all(batch.shape == shape for batch in kept)
+    got = [checksum(batch) for batch in kept]
+    del kept
+    torch_loader = torch.utils.data.DataLoader(dataset, batch_size=64, num_workers=0)
+    assert got == [checksum(batch) for batch in torch_loader]

@@ -1,0 +1,234 @@
+"""Lives of the facade's iterators: break, close, `with`, persistent workers, and what torch promises of `_iterator`."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from asyncloader import DataLoader, LoaderClosed
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import AsyncNumbers, Numbers, Pids
+from tests.helpers.running import Deaths, await_our_threads, collect
+
+
+def firsts(batches: list[Any]) -> list[float]:
+    return [float(batch[0, 0]) for batch in batches]
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncloader")]
+
+
+@pytest.mark.thorough
+def test_break_frees_the_workers() -> None:
+    """Leaving the loop with `break` ends the processes and the private loop's thread by themselves, while the loader
+    lives on. What comes next waits for that: the next iterator, before it forks, and `close()`.
+    """
+    loader = DataLoader[Any](Pids(100), num_workers=2)
+    deaths = Deaths([])
+    for batch in loader:
+        deaths = Deaths([int(batch[0])])
+        break
+    deaths.wait()
+    await_our_threads()
+    for _ in range(2):
+        for batch in loader:
+            deaths = Deaths([int(batch[0])])
+            break
+        batches = iter(loader)
+        assert deaths.ended()
+        deaths.close()
+        assert our_threads() == ["asyncloader-loop"]
+        del batches
+    loader.close()
+    assert our_threads() == []
+
+
+def test_exception_in_the_body_frees_the_workers() -> None:
+    """So does an exception, once nobody looks at its traceback any more."""
+    deaths = Deaths([])
+    try:
+        for batch in DataLoader[Any](Pids(100), num_workers=2):
+            deaths = Deaths([int(batch[0])])
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    gc.collect()
+    assert deaths.fds
+    deaths.wait()
+
+
+def test_exhaustion_ends_the_workers_before_the_loop_does() -> None:
+    """When a `for` loop is over the processes are gone, although the iterator is still there."""
+    batches = iter(DataLoader[Any](Numbers(5), num_workers=2))
+    assert len(list(batches)) == 5
+    assert not multiprocessing.active_children()
+    assert our_threads() == []
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_with_and_close(workers: int) -> None:
+    """`with` and `close()` return when the processes are gone; closing twice is fine; a closed loader says so."""
+    with DataLoader[Any](Pids(50), num_workers=workers, persistent_workers=bool(workers)) as loader:
+        batches = iter(loader)
+        deaths = Deaths([int(next(batches)[0])] if workers else [])
+    assert deaths.ended()
+    deaths.close()
+    loader.close()
+    with pytest.raises(LoaderClosed, match="closed; make a new loader"):
+        iter(loader)
+    if workers:
+        with pytest.raises(LoaderClosed):
+            next(batches)
+    assert our_threads() == []
+
+
+def test_close_ends_every_iterator() -> None:
+    """`close()` ends all iterators of the loader, not only the newest."""
+    loader = DataLoader[Any](Pids(50), num_workers=1)
+    several = [iter(loader) for _ in range(3)]
+    deaths = Deaths([int(next(batches)[0]) for batches in several])
+    loader.close()
+    assert deaths.ended()
+    deaths.close()
+    for batches in several:
+        with pytest.raises(LoaderClosed):
+            next(batches)
+
+
+def test_several_iterators_at_a_time() -> None:
+    """Iterators of one loader run side by side; zip stops with the shortest and leaves nothing."""
+    expected = collect("torch", Numbers(20), batch_size=3)
+    loader = DataLoader[Any](Numbers(20), batch_size=3, num_workers=1)
+    assert_same([list(pair) for pair in zip(loader, loader, loader, strict=True)], [[batch] * 3 for batch in expected])
+    assert our_threads() == []
+    assert [(x, y) for x in range(2) for y in firsts(list(loader))] == [
+        (x, y) for x in range(2) for y in firsts(expected)
+    ]
+
+
+def test_persistent_workers_are_one_iterator() -> None:
+    """As in torch: `_iterator` is the one iterator, `iter()` resets and returns it, the processes stay."""
+    for make in (torch.utils.data.DataLoader, DataLoader):
+        loader = make(Pids(10), num_workers=2, persistent_workers=True)
+        assert loader._iterator is None
+        first = iter(loader)
+        assert loader._iterator is first
+        pids = {int(batch[0]) for batch in first}
+        assert iter(loader) is first
+        assert {int(batch[0]) for batch in loader} == pids
+        next(iter(loader))
+        assert len(list(loader)) == 10
+        assert loader._iterator is first
+        deaths = Deaths(pids)
+        loader._iterator = None
+        del first
+        gc.collect()
+        deaths.wait()
+
+
+def test_iterator_that_the_loop_collects() -> None:
+    """An iterator in a cycle may be collected in the loop's own thread. Batches that were ready are let go, too: no
+    descriptor of one in a segment of its own stays open.
+    """
+    before = set(Path("/proc/self/fd").iterdir())
+    loader = DataLoader[Any](Pages(), num_workers=1, prefetch_factor=3)
+    batches: Any = iter(loader)
+    next(batches)
+    batches._queue.put(batches._queue.get())  # there is one that nobody takes
+    (loop,) = (thread for thread in threading.enumerate() if thread.name == "asyncloader-loop")
+    gc.disable()
+    try:
+        cycle: list[Any] = [batches]
+        cycle.append(cycle)
+        del batches, cycle
+        loader._asyncloader_state.bridge.call_soon(gc.collect)
+        loop.join()
+    finally:
+        gc.enable()
+    loader.close()
+    for thread in threading.enumerate():
+        if thread.name == "asyncloader-stop":
+            thread.join()
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+
+
+class Pages(Dataset[Any]):
+    """Each sample is larger than the one before, and than a slot."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros((index + 1) << 18)
+
+
+def test_without_persistent_workers_there_is_no_iterator() -> None:
+    """As in torch: `_iterator` stays None, each `iter()` is new."""
+    for workers in (0, 1):
+        loader = DataLoader[Any](Numbers(3), num_workers=workers)
+        one, two = iter(loader), iter(loader)
+        assert one is not two
+        assert loader._iterator is None
+        assert len(list(one)) == len(list(two)) == 3
+
+
+def test_abandoned_epochs_leave_no_stale_batch() -> None:
+    """A persistent loader that was left in the middle begins each epoch at its beginning."""
+    with DataLoader[Any](Numbers(30), num_workers=2, persistent_workers=True, batch_size=2) as loader:
+        for taken in [1, 3, 7, 1, 1, 2, 5, 14, 1, 1, 1, 1]:
+            got = [batch for batch, _ in zip(loader, range(taken), strict=False)]
+            assert firsts(got) == [200.0 * i for i in range(taken)]
+        assert firsts(list(loader)) == [200.0 * i for i in range(15)]
+        assert loader.stats()["data/ring_copies"] < 15
+
+
+def test_abandoned_stream_epochs() -> None:
+    """The same for an iterable dataset whose copies were left in the middle."""
+    from tests.helpers.datasets import UnevenStream
+
+    with DataLoader[Any](UnevenStream([9, 4]), num_workers=2, persistent_workers=True) as loader:
+        expected = [batch[0].tolist() for batch in loader]
+        for taken in (1, 5, 2, 12, 1):
+            got = [batch[0].tolist() for batch, _ in zip(loader, range(taken), strict=False)]
+            assert got == expected[:taken]
+        assert [batch[0].tolist() for batch in loader] == expected
+
+
+def test_iterators_know_their_length() -> None:
+    """`len(iterator)` is that of the sampler, as in torch."""
+    for workers in (0, 1):
+        assert len(iter(DataLoader[Any](Numbers(10), batch_size=3, num_workers=workers))) == 4
+
+
+def test_async_dataset_without_workers_leaves_no_thread() -> None:
+    """The private loop that serves an async dataset ends with its iterator: exhausted, dropped or closed."""
+    loader = DataLoader[Any](AsyncNumbers(5))
+    assert len(list(loader)) == 5
+    for _ in loader:
+        break
+    await_our_threads()
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    assert our_threads() == []
+    del batches
+
+
+def test_batches_outlive_everything() -> None:
+    """Batches stay as they are when the iterator, the loader and the workers are gone and memory is used anew."""
+    loader = DataLoader[Any](Numbers(60, 1000), num_workers=2, batch_size=3)
+    kept = [batch for batch, _ in zip(loader, range(7), strict=False)]
+    del loader
+    collect("sync", Numbers(60, 1000), num_workers=2, batch_size=3)
+    assert_same(kept, collect("torch", Numbers(60, 1000), batch_size=3)[:7])

@@ -1,0 +1,162 @@
+"""What a worker process is like: init function, seeds, threads, signals, names, environment."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from asyncloader import DataLoader
+from tests.helpers.comparing import assert_same
+from tests.helpers.datasets import Numbers, Pids
+from tests.helpers.running import BOTH, assert_like_torch, collect, outcomes
+
+
+class Facts(Dataset[Any]):
+    """What the process that fetches looks like."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return {
+            "threads": torch.get_num_threads(),
+            "sigint": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+            "sigterm": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+            "name": Path("/proc/self/comm").read_text().strip(),
+            "main thread": threading.current_thread() is threading.main_thread(),
+            "default collate": torch.utils.data.default_collate([index]).tolist(),
+            "daemon": __import__("multiprocessing").current_process().daemon,
+        }
+
+
+@pytest.mark.thorough
+@pytest.mark.spawns
+@pytest.mark.parametrize(("kind", "method"), [("sync", "fork"), ("sync", "spawn"), ("asyncio", "fork")])
+def test_worker_is_set_up_as_torchs(kind: str, method: str) -> None:
+    """One torch thread, SIGINT ignored, torch's thread name, datasets run in the main thread of a daemon process."""
+    batches = collect(kind, Facts(), num_workers=1, collate_fn=list, multiprocessing_context=method)
+    assert batches[0][0] == {
+        "threads": 1,
+        "sigint": True,
+        "sigterm": True,
+        "name": "pt_data_worker",
+        "main thread": True,
+        "default collate": [0],
+        "daemon": True,
+    }
+
+
+class Seeds(Dataset[Any]):
+    """The seeds that a worker began with, however many samples it has fetched."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        numpy_key: Any = np.random.get_state()
+        return info.seed, torch.initial_seed(), random.getstate()[1][:3], numpy_key[1][:3].tolist()
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_worker_seeds_are_torchs(kind: str) -> None:
+    """torch, random and numpy are seeded as in torch's workers, from a base seed drawn from `generator`."""
+    assert_like_torch(kind, Seeds(), num_workers=2, collate_fn=list)
+    assert_same(
+        collect(kind, Seeds(), num_workers=2, collate_fn=list, generator=torch.Generator().manual_seed(3)),
+        collect("torch", Seeds(), num_workers=2, collate_fn=list, generator=torch.Generator().manual_seed(3)),
+    )
+
+
+class Log:
+    """An init function that leaves its mark on the dataset, after seeding and worker info, before any fetch."""
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        dataset: Any = info.dataset
+        dataset.marks = [worker, info.id, info.seed, torch.initial_seed(), random.random()]
+
+
+class Marked(Dataset[Any]):
+    marks: list[Any]
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        return [index, *self.marks]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_worker_init_fn_comes_first(kind: str) -> None:
+    """It runs once in each worker, after seeding, and its changes to the worker's dataset are seen by every fetch."""
+    run = assert_like_torch(
+        kind,
+        Marked(),
+        epochs=2,
+        num_workers=2,
+        worker_init_fn=Log(),
+        collate_fn=list,
+        persistent_workers=True,
+    )
+    assert [batch[0][:3] for batch in run.epochs[0]] == [[i, i % 2, i % 2] for i in range(5)]
+    assert not hasattr(Marked(), "marks")
+
+
+def fail_in_second(worker: int) -> None:
+    if worker == 1:
+        raise KeyError("no such key")
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_error_of_worker_init_fn(kind: str) -> None:
+    """The error is raised instead of that worker's first batch, with torch's text; the other worker's batches come."""
+    options: dict[str, Any] = {"num_workers": 2, "worker_init_fn": fail_in_second, "batch_size": 2}
+    expected = outcomes("torch", Numbers(4), **options)
+    got = outcomes(kind, Numbers(4), **options)
+    assert_same(got[0], expected[0])
+    assert got[1][0] is expected[1][0] is KeyError
+    head = "Caught KeyError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n"
+    assert got[1][1].startswith(head)
+    assert expected[1][1].startswith(head)
+    assert "fail_in_second" in got[1][1]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_each_worker_is_a_process_of_its_own(kind: str) -> None:
+    """Batches come from as many child processes as there are workers; without workers from this one."""
+    pids = {int(batch[0]) for batch in collect(kind, Pids(8), num_workers=2)}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert {int(batch[0]) for batch in collect(kind, Pids(3), num_workers=0)} == {os.getpid()}
+
+
+def test_main_process_keeps_its_state() -> None:
+    """Iterating changes neither torch's thread number, nor signal handlers, nor worker information in this process."""
+
+    def state() -> Any:
+        return (
+            torch.get_num_threads(),
+            {n: signal.getsignal(n) for n in signal.valid_signals() if n not in (9, 19)},
+            get_worker_info(),
+            threading.current_thread().name,
+            Path("/proc/self/comm").read_text(),
+        )
+
+    before = state()
+    iterator = iter(DataLoader[Any](Numbers(9), num_workers=2))
+    next(iterator)
+    assert state() == before
+    del iterator
+    assert state() == before

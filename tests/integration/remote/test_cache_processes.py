@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, aclosing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncloader.transports import CachedTransport, MemoryTransport
+from asyncloader.transports.cache_layout import ROOT_NAME
+from asyncloader.transports.cache_usage import CacheCounts, CacheUsage
+from tests.conformance.transport_subject import drain
+from tests.helpers import cache_process
+from tests.helpers.cache_process import OBJECTS, content
+from tests.helpers.forking import fork
+from tests.helpers.running import PATIENCE_S, ROOT, environment, run_script
+
+LIMIT = 600_000  # about half of what the objects of `cache_process` take in all
+
+
+@contextmanager
+def started(role: str, folder: Path, *numbers: int) -> Generator[subprocess.Popen[str]]:
+    """Run a part of `cache_process`; it is killed at the end if it goes on."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", cache_process.__name__, role, str(folder), *map(str, numbers)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], PATIENCE_S)[0], "the process says nothing"
+    words = process.stdout.readline().strip()
+    assert words, process.communicate(timeout=PATIENCE_S)[1]
+    return words
+
+
+def go_on(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def finish(process: subprocess.Popen[str]) -> list[str]:
+    """The words of its last line; fails with the process's own words if it failed."""
+    words, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, errors
+    assert errors == ""
+    return words.split("\n")[-2].split()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=PATIENCE_S)
+
+
+def files(folder: Path, part: str) -> list[Path]:
+    return [file for file in (folder / ROOT_NAME / part).rglob("*") if file.is_file()]
+
+
+def disk_use(folder: Path) -> int:
+    found = files(folder, "objects") + files(folder, "fills")
+    return sum(-(-file.stat().st_size // 4096) * 4096 for file in found)
+
+
+def account(folder: Path) -> int:
+    """The usage that the cache has recorded."""
+    found = CacheUsage(str(folder / ROOT_NAME), None, CacheCounts())._append()
+    assert found is not None
+    return found
+
+
+async def read_all(folder: Path) -> CachedTransport:
+    """Read every object of `cache_process` through the cache, and compare."""
+    objects = {str(number): content(number, 0) for number in range(OBJECTS)}
+    async with CachedTransport(MemoryTransport(objects), "memory://shared", folder, LIMIT) as transport:
+        for path, data in objects.items():
+            assert await transport.read(path) == data
+    return transport
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_processes_that_fill_and_evict_together(tmp_path: Path, seed: int) -> None:
+    """Processes that read, stream, change and leave objects at once get the right bytes; the limit holds."""
+    with started("work", tmp_path, LIMIT, seed, 240) as one, started("work", tmp_path, LIMIT, seed + 100, 240) as two:
+        hits, misses, evictions = (
+            sum(numbers) for numbers in zip(*(map(int, finish(each)) for each in [one, two]), strict=True)
+        )
+        assert min(hits, misses, evictions) > 0
+    assert files(tmp_path, "fills") == []
+    assert 0 < disk_use(tmp_path) <= min(LIMIT, account(tmp_path))
+    asyncio.run(read_all(tmp_path))
+    assert disk_use(tmp_path) <= LIMIT
+
+
+@pytest.mark.chaos
+def test_processes_that_are_killed(tmp_path: Path) -> None:
+    """Whatever killed processes leave, the others go on; what is left is cleaned, and no byte is wrong."""
+    draw = random.Random(5)
+    with started("work", tmp_path, LIMIT, 7, 2400) as steady:
+        assert line(steady) == "turn"
+        for seed in range(8):
+            with started("work", tmp_path, LIMIT, 1000 + seed, 100_000) as victim:
+                for _ in range(draw.randrange(1, 8)):
+                    assert line(victim) == "turn"
+                kill(victim)  # while it does what follows
+        assert len(finish(steady)) == 3
+        assert disk_use(tmp_path) <= account(tmp_path)
+    asyncio.run(read_all(tmp_path))
+    assert files(tmp_path, "fills") == []
+    assert disk_use(tmp_path) <= min(LIMIT, account(tmp_path))
+
+
+def test_a_process_killed_in_the_middle_of_a_fill(tmp_path: Path) -> None:
+    """An incomplete object is never returned; the next process deletes it, and caches the object."""
+    data = content(1, 0) * 20
+    with started("fill", tmp_path) as process:
+        for _ in range(2):
+            assert line(process) == "chunk"
+            go_on(process)
+        assert line(process) == "chunk"
+        (left,) = files(tmp_path, "fills")
+        # While its writer lives nobody else writes the object, or takes the file away; everybody can read it.
+        asyncio.run(stream_once(tmp_path, data, hits=0))
+        assert files(tmp_path, "fills") == [left]
+        assert files(tmp_path, "objects") == []
+        kill(process)
+    assert left.exists()
+    asyncio.run(stream_once(tmp_path, data, hits=0))
+    assert files(tmp_path, "fills") == []
+    assert len(files(tmp_path, "objects")) == 1
+    asyncio.run(stream_once(tmp_path, data, hits=1))
+
+
+def test_two_processes_that_stream_the_same_object(tmp_path: Path) -> None:
+    """Both get the whole object, and one of them writes one file."""
+    with started("fill", tmp_path) as one, started("fill", tmp_path) as two:
+        words = {process: line(process) for process in [one, two]}
+        while "chunk" in words.values():
+            for process, word in words.items():
+                if word == "chunk":
+                    go_on(process)
+                    words[process] = line(process)
+        assert set(words.values()) == {"whole"}
+    assert files(tmp_path, "fills") == []
+    assert len(files(tmp_path, "objects")) == 1
+    asyncio.run(stream_once(tmp_path, content(1, 0) * 20, hits=1))
+
+
+@pytest.mark.parametrize("end", ["answered", "killed"])
+def test_processes_that_want_the_same_block(tmp_path: Path, end: str) -> None:
+    """One downloads it and the others wait; if that one is killed, one of those goes on, and nothing is left."""
+    size, block = len(content(1, 0) * 20), 1 << 20
+    with ExitStack() as stack:
+        first = stack.enter_context(started("part", tmp_path, block + 5, 10))
+        assert line(first) == f"range {block} {block}"
+        ranges = [(block + 100, 100), (2 * block - 1, 2)]  # of the other block of the second range nobody knows yet
+        later = [stack.enter_context(started("part", tmp_path, *each)) for each in ranges]
+        assert line(later[1]) == f"range {2 * block} {size - 2 * block}"
+        go_on(later[1])
+        if end == "killed":
+            kill(first)
+            ready, _, _ = select.select([each.stdout for each in later if each.stdout], [], [], PATIENCE_S)
+            heir = next(each for each in later if each.stdout is ready[0])
+            assert line(heir) == f"range {block} {block}"
+            go_on(heir)
+        else:
+            heir = None
+            go_on(first)
+            assert finish(first) == ["right", "0", "1"]
+        for process, missed in zip(later, [False, True], strict=True):
+            missed_too = missed or process is heir
+            assert finish(process) == ["right", str(int(not missed_too)), str(int(missed_too))]
+    assert files(tmp_path, "fills") == []
+    assert sorted(file.stat().st_size > 1000 for file in files(tmp_path, "objects")) == [False, True, True]
+
+
+async def stream_once(folder: Path, data: bytes, *, hits: int) -> None:
+    async with CachedTransport(MemoryTransport({"a": data}), "memory://fill", folder) as transport:
+        assert b"".join(await drain(transport.stream("a"))) == data
+        assert transport.cache_counts.hits == hits
+
+
+FULL_DISK = """
+    import asyncio, os, resource, warnings
+    from asyncloader.transports import CachedTransport, MemoryTransport
+    from asyncloader.transports.cache_layout import ROOT_NAME
+
+    objects = {f"small{n}": os.urandom(1000) for n in range(5)} | {f"large{n}": os.urandom(3 << 20) for n in range(5)}
+
+    async def drain(chunks):
+        return b"".join([chunk async for chunk in chunks])
+
+    async def main(way):
+        folder = f"cache-{way}"
+        transport = CachedTransport(MemoryTransport(objects), "memory://", folder)
+        async with transport:
+            async def get(path):
+                return await (transport.read(path) if way == "read" else drain(transport.stream(path)))
+
+            for path in ["small0", "large0", "large1", "small1", "small0"]:
+                assert await get(path) == objects[path], path
+            for found, path in zip(await asyncio.gather(*map(get, objects)), objects):
+                assert found == objects[path], path
+            assert transport.cache_counts.hits == 2, transport.cache_counts
+        left = [name for _, _, names in os.walk(f"{folder}/{ROOT_NAME}/objects") for name in names]
+        assert len(left) == 1, left
+        assert os.listdir(f"{folder}/{ROOT_NAME}/fills") == []
+
+    # No file may grow past 1 MiB: the system's answer is that of a full disk, but for its number.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for way in ["read", "stream"]:
+            asyncio.run(main(way))
+    for warning in caught:
+        print(warning.category.__name__, warning.message)
+"""
+
+
+@pytest.mark.thorough
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """Every byte is returned, cached objects stay, nothing incomplete is left, and each directory warns once."""
+    ended = run_script(tmp_path, FULL_DISK)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    first, second = ended.stdout.splitlines()
+    for text, way in [(first, "read"), (second, "stream")]:
+        assert text.startswith("RuntimeWarning caching in")
+        assert f"cache-{way}" in text
+        assert "File too large" in text
+
+
+READ_ONLY = """
+    import asyncio, os, warnings
+    from asyncloader.transports import CachedTransport, MemoryTransport
+
+    async def main():
+        transport = CachedTransport(MemoryTransport({"a": b"bytes"}), "memory://", "cache")
+        async with transport:
+            for _ in range(3):
+                assert await transport.read("a") == b"bytes"
+        assert transport.cache_counts.hits == 0
+
+    os.mkdir("cache", 0o555)
+    if not os.geteuid():
+        os.seteuid(65534)  # the superuser may write anywhere
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asyncio.run(main())
+        asyncio.run(main())
+    assert os.listdir("cache") == []
+    for warning in caught:
+        print(warning.category.__name__, warning.message)
+"""
+
+
+@pytest.mark.thorough
+def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
+    """Reads go on, with one warning in the process, and the directory stays as it is."""
+    tmp_path.chmod(0o755)
+    ended = run_script(tmp_path, READ_ONLY)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    (text,) = ended.stdout.splitlines()
+    assert text.startswith("RuntimeWarning caching in")
+    assert "Permission denied" in text
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+async def test_a_forked_child_uses_the_cache(tmp_path: Path) -> None:
+    """A transport in use works on in a forked child; a stream in progress stays the parent's, and is cached."""
+    data = content(2, 0) * 9
+
+    async def use() -> None:
+        async with transport:
+            assert await transport.read("b") == data
+            assert await transport.read("b") == data
+            assert transport.cache_counts.hits == 1
+
+    async with CachedTransport(MemoryTransport({"a": data, "b": data}), "memory://", tmp_path) as transport:
+        async with aclosing(transport.stream("a", chunk_size=1000)) as chunks:
+            found = [await anext(chunks)]
+            child = fork(lambda: asyncio.run(use()))
+            await asyncio.to_thread(child.wait)
+            found += await drain(chunks)
+        assert b"".join(found) == data
+        assert await transport.read("a") == await transport.read("b") == data
+        assert transport.cache_counts.hits == 2
+    assert len(files(tmp_path, "objects")) == 2
+    assert files(tmp_path, "fills") == []

@@ -1,0 +1,265 @@
+"""Every format in every way in which shards can be read: the same samples, and the same batches where order is fixed.
+
+A row is a format, a column a way. The samples are those that were written; batches of two workers are the same however
+these are started, at a service too, and behind a resume.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import AsyncDataLoader, DataLoader
+from tests.helpers.comparing import assert_same
+from tests.helpers.http_store import serving as serving_http
+from tests.helpers.rank_group import RankGroup
+from tests.helpers.running import run_async
+from tests.service import definitions
+from tests.service.serving import NodeProcess, serving
+from tests.service.test_pools import read
+from tests.unit.formats.mds_writer import shard_entry, write_index, write_shard
+from tests.unit.remote.shards import MAKERS, mds, mds_index, zstd_compress
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+SIZES = (12, 9, 15, 11)
+UNLUCKY = 13
+OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "num_workers": 2}
+COLUMNS = {
+    "n": "int",
+    "text": "str",
+    "whole": "str_int",
+    "real": "str_float",
+    "exact": "str_decimal",
+    "object": "json",
+    "raw": "bytes",
+    "small": "uint8",
+    "half": "float16",
+    "any_array": "ndarray",
+    "typed_array": "ndarray:int16",
+    "fixed_array": "ndarray:float32:2,3",
+}
+
+
+def of_every_column(numbers: Sequence[int]) -> bytes:
+    """An MDS shard with a column of each encoding."""
+    samples = [
+        {
+            "n": n,
+            "text": "x" * (n % 3),
+            "whole": n,
+            "real": n / 2,
+            "exact": n,
+            "object": {"n": [n, None]},
+            "raw": bytes([n]),
+            "small": n,
+            "half": n,
+            "any_array": ("int32", (2, 1), [n, n + 1]),
+            "typed_array": ("int16", (1, 3), [n, -n, 0]),
+            "fixed_array": ("float32", (2, 3), [n / 4] * 6),
+        }
+        for n in numbers
+    ]
+    return write_shard(COLUMNS, samples)
+
+
+def with_every_column(shards: Sequence[bytes]) -> bytes:
+    names = [f"shard.{number:05d}.mds" for number in range(len(shards))]
+    entries = zip(SIZES, shards, names, strict=True)
+    return write_index(*(shard_entry(COLUMNS, size, len(data), name) for size, data, name in entries))
+
+
+def packed(shards: Sequence[bytes]) -> bytes:
+    """The index of MDS shards that are compressed."""
+    index = json.loads(mds_index(*shards, counts=SIZES))
+    for entry, data in zip(index["shards"], shards, strict=True):
+        name = entry["raw_data"]["basename"] + ".zstd"
+        entry |= {"compression": "zstd:3", "zip_data": {"basename": name, "bytes": len(zstd_compress(data))}}
+    return json.dumps(index).encode()
+
+
+MDS: dict[str, tuple[Callable[[Sequence[int]], bytes], Callable[[Sequence[bytes]], bytes]]] = {
+    "mds": (mds, lambda shards: mds_index(*shards, counts=SIZES)),
+    "mds.zstd": (mds, packed),
+    "mds, every column": (of_every_column, with_every_column),
+}
+FORMATS = [*(name.removeprefix("a.") for name in MAKERS if name != "a.mds"), *MDS]
+
+
+def write(folder: Path, format: str) -> None:
+    """Write the shards, and an index if the format has one."""
+    first, made = 0, []
+    make = MDS[format][0] if format in MDS else MAKERS[f"a.{format}"]
+    for number, size in enumerate(SIZES):
+        made.append(make(range(first, first + size)))
+        name = f"shard.{number:05d}.mds" if format in MDS else f"s{number}.{format}"
+        if format == "mds.zstd":
+            (folder / f"{name}.zstd").write_bytes(zstd_compress(made[-1]))
+        else:
+            (folder / name).write_bytes(made[-1])
+        first += size
+    if format in MDS:
+        (folder / "index.json").write_bytes(MDS[format][1](made))
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards of a row."""
+    made = tmp_path_factory.mktemp("shards")
+    write(made, request.param)
+    return made
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    with serving(
+        tmp_path_factory.mktemp("node"), ["files", "unlucky_files"], "--open", "files", "--open", "unlucky_files"
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
+    with RankGroup(2, tmp_path_factory.mktemp("two")) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Any]:
+    """The batches of two workers."""
+    return read("sync", OPTIONS, definitions.files(str(folder)))[0]
+
+
+def numbers_of(batches: Sequence[Any]) -> list[int]:
+    return [int(number) for numbers, _ in batches for number in numbers]
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_without_workers(folder: Path, kind: str, expected: list[Any]) -> None:
+    """Each sample once, with the fields that workers find."""
+    (batches,) = read(kind, OPTIONS | {"num_workers": 0}, definitions.files(str(folder)))
+    assert sorted(numbers_of(batches)) == sorted(numbers_of(expected)) == [*range(sum(SIZES))]
+    assert sorted(field for _, fields in batches for field in fields) == sorted(
+        field for _, fields in expected for field in fields
+    )
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn", "asyncio"])
+def test_by_workers(folder: Path, way: str, expected: list[Any]) -> None:
+    """However they are started, and whichever loader asks."""
+    kind, method = ("asyncio", "forkserver") if way == "asyncio" else ("sync", way)
+    options: dict[str, Any] = OPTIONS | {"multiprocessing_context": method}
+    assert_same(read(kind, options, definitions.files(str(folder)))[0], expected)
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_at_a_service(folder: Path, kind: str, node: NodeProcess, expected: list[Any]) -> None:
+    """Whose node finds the same shards."""
+    assert_same(read(kind, OPTIONS | {"workers": node.tcp}, definitions.files(str(folder)))[0], expected)
+
+
+@pytest.mark.parametrize("places", ["local", "to a service", "from a service"])
+def test_resumed(folder: Path, places: str, node: NodeProcess, expected: list[Any]) -> None:
+    """By another loader, also at another place."""
+    here, there = node.unix if places == "from a service" else None, node.unix if places == "to a service" else None
+    served = definitions.files(str(folder))
+    with DataLoader[Any](served, **OPTIONS, workers=here) as loader:
+        batches = iter(loader)
+        head = [next(batches) for _ in range(5)]
+        state = loader.state_dict()
+    with DataLoader[Any](served, **OPTIONS, workers=there) as loader:
+        loader.load_state_dict(state)
+        assert_same([*head, *loader], expected)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_by_two_ranks(folder: Path, workers: int, two: RankGroup) -> None:
+    """As many batches on each, no sample twice."""
+    ranks = two("shards", f"{folder}/", num_workers=workers)
+    assert [end for ((_, end),) in ranks] == ["end", "end"]
+    first, second = ([int(n) for batch in batches for n in batch] for ((batches, _),) in ranks)
+    assert len(first) > 10
+    assert abs(len(first) - len(second)) < 2
+    assert len({*first, *second}) == len(first) + len(second)
+    assert {*first, *second} <= {*range(sum(SIZES))}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_from_a_cache(folder: Path, workers: int, tmp_path: Path, expected: list[Any]) -> None:
+    """The second epoch has what the first one had, in its own order, and asks the store for no data."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    options: dict[str, Any] = OPTIONS | {"num_workers": workers}
+
+    async def run() -> list[list[Any]]:
+        async with serving_http() as store:
+            for name, data in files.items():
+                store.put(name, data, etag='"v1"')
+            urls = [f"{store.url}/{name}" for name in (["index.json"] if "index.json" in files else sorted(files))]
+            served = definitions.listed_files(urls, str(tmp_path))
+            async with AsyncDataLoader[Any](served, **options) as loader:
+                first = [batch async for batch in loader]
+                store.asked.clear()
+                second = [batch async for batch in loader]
+                assert {asked.method for asked in store.asked} == {"HEAD"}
+                return [first, second]
+
+    for batches in run_async(run()):
+        assert sorted(numbers_of(batches)) == sorted(numbers_of(expected))
+
+
+@pytest.mark.parametrize("place", ["no workers", "local", "service"])
+def test_one_sample_that_raises(folder: Path, place: str, node: NodeProcess, expected: list[Any]) -> None:
+    """Is left out, and told."""
+    options: dict[str, Any] = OPTIONS | {"on_error": "skip", "num_workers": 0 if place == "no workers" else 2}
+    served = definitions.unlucky_files(str(folder))
+    with DataLoader[Any](served, **options, workers=node.tcp if place == "service" else None) as loader:
+        found = list(loader)
+        (skipped,) = loader.skipped_samples
+    assert sorted(numbers_of(found)) == sorted({*numbers_of(expected)} - {UNLUCKY})
+    assert "unlucky" in str(skipped.error)
+
+
+@pytest.mark.parametrize("place", ["no workers", "local", "service"])
+def test_a_shard_that_is_cut_off(
+    place: str, node: NodeProcess, tmp_path: Path, folder: Path, expected: list[Any]
+) -> None:
+    """It raises; where bad samples are skipped, all other shards are read, and a record says that something is lost."""
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        damaged = path.name.startswith(("s1.", "shard.00001"))
+        (tmp_path / path.name).write_bytes(data[: len(data) - len(data) // 4] if damaged else data)
+    served = definitions.files(str(tmp_path))
+    options: dict[str, Any] = OPTIONS | {
+        "num_workers": 0 if place == "no workers" else 2,
+        "workers": node.tcp if place == "service" else None,
+    }
+    with DataLoader[Any](served, **options) as loader, pytest.raises(Exception, match=r"s1\.|shard\.00001|index\.json"):
+        list(loader)
+    with DataLoader[Any](served, **options, on_error="skip") as loader:
+        found = numbers_of(list(loader))
+        assert loader.skipped_samples
+    others = {*range(SIZES[0]), *range(sum(SIZES[:2]), sum(SIZES))}
+    assert others <= {*found} < {*range(sum(SIZES))}
+    assert len(found) == len({*found})
+
+
+@pytest.mark.parametrize("place", ["no workers", "local", "service"])
+def test_a_sample_that_raises_is_named(folder: Path, place: str, node: NodeProcess) -> None:
+    """By its key and its shard: those of a record are those of the note on the error that is raised otherwise."""
+    served = definitions.unlucky_files(str(folder))
+    options: dict[str, Any] = OPTIONS | {
+        "num_workers": 0 if place == "no workers" else 2,
+        "workers": node.tcp if place == "service" else None,
+    }
+    with DataLoader[Any](served, **options, on_error="skip") as loader:
+        list(loader)
+        (skipped,) = loader.skipped_samples
+    assert re.fullmatch(rf"'.+' of '{re.escape(str(folder))}/(s1\..+|shard\.00001\.mds.*)'", skipped.index)
+    with DataLoader[Any](served, **options) as loader, pytest.raises(ValueError, match="unlucky") as raised:
+        list(loader)
+    assert any(note.startswith(f"while reading sample {skipped.index}") for note in raised.value.__notes__)

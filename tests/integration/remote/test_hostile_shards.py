@@ -1,0 +1,224 @@
+"""Hostile shards: an error with URL and offset, or skipped samples; nothing is written, memory stays bounded."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import struct
+import tarfile
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import pytest_asyncio
+
+from asyncloader.formats import Located, ShardError, ShardFormat
+from asyncloader.formats.tfrecord import crc32c, masked
+from asyncloader.remote.catalog import Shard, format_of
+from asyncloader.remote.reading import read_shard_range
+from asyncloader.remote.shard_splitting import CatalogRange
+from asyncloader.remote.stores import Stores
+from asyncloader.transports import MemoryTransport
+from tests.helpers.http_store import serving
+from tests.unit.remote.shards import drain, jsonl, mds, mds_entry, number_of, parquet, read_all, tar, zstd_compress
+
+pytestmark = pytest.mark.network
+
+MB = 1 << 20
+
+Serve: TypeAlias = Callable[[str, bytes], tuple[Stores, Shard]]
+
+
+@pytest_asyncio.fixture(params=["memory", "http"])
+async def serve(request: pytest.FixtureRequest) -> AsyncIterator[Serve]:
+    """Puts a shard into a store, and gives what reads it."""
+    if request.param == "memory":
+        async with MemoryTransport() as transport:
+
+            def put(path: str, data: bytes) -> tuple[Stores, Shard]:
+                transport.put(path, data)
+                return Stores(transport=transport), Shard(path, known(path))
+
+            yield put
+        return
+    stores = Stores()
+    async with serving() as store:
+
+        def put_http(path: str, data: bytes) -> tuple[Stores, Shard]:
+            store.put(path, data)
+            return stores, Shard(f"{store.url}/{path}", known(path))
+
+        yield put_http
+        await stores.aclose()
+
+
+def known(path: str) -> ShardFormat:
+    return ShardFormat("mds", None) if path.endswith(".mds") else format_of(path)
+
+
+async def fails(stores: Stores, shard: Shard, **options: Any) -> tuple[list[Located], ShardError]:
+    """The samples before the error, and the error."""
+    got: list[Located] = []
+    with pytest.raises(ShardError) as caught:
+        await drain(read_shard_range(stores, shard, CatalogRange(0), **options), got)
+    assert caught.value.url == shard.url
+    assert shard.url in str(caught.value)
+    return got, caught.value
+
+
+def members(*each: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for member, data in each:
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+async def test_tar_paths_are_only_names(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absolute paths, ``..`` and links are keys and nothing else. No file is created."""
+    monkeypatch.chdir(tmp_path)
+    link = tarfile.TarInfo("link.txt")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name in (f"{tmp_path}/absolute.txt", "../../up.txt", "./here.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            archive.addfile(member, io.BytesIO(b"evil"))
+        archive.addfile(link)
+    found = await read_all(*serve("a.tar", file.getvalue()))
+    assert [sample["txt"] for sample, _ in found] == [b"evil"] * 3
+    assert found[1].sample["__key__"] == "../../up"
+    assert not os.listdir(tmp_path)  # noqa: PTH208 - one name would be too many
+
+
+@cache
+def bomb(ending: str) -> bytes:
+    packed = (gzip.compress if ending == "gz" else zstd_compress)(b'{"n": 0}\n' + bytes(64 * MB))
+    assert len(packed) < MB
+    return packed
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+async def test_a_bomb_in_one_line(serve: Serve, ending: str) -> None:
+    """A few KB that hold a line of 64 MB: refused at the limit, without the memory for it."""
+    data = bomb(ending)
+    stores, shard = serve(f"a.jsonl.{ending}", data)
+    tracemalloc.start()
+    try:
+        got, error = await fails(stores, shard, max_sample_bytes=MB)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [number_of(sample) for sample, _ in got] == [0]
+    assert "max_sample_bytes=1,048,576" in str(error)
+    assert error.offset == 9
+    assert peak < 40 * MB
+
+
+@pytest.mark.thorough
+async def test_a_bomb_of_many_small_samples(serve: Serve) -> None:
+    """Each one is allowed, so all are given, some at a time: memory does not grow with what is inside."""
+    inside = tar(range(2000), size=20_000)
+    stores, shard = serve("a.tar.gz", gzip.compress(inside, 9))
+    count = 0
+    tracemalloc.start()
+    try:
+        async for batch in read_shard_range(stores, shard, CatalogRange(0), max_sample_bytes=MB):
+            count += len(batch)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert count == 2000
+    assert peak < len(inside) / 2
+
+
+def lying_tar(size: bytes) -> bytes:
+    """The second sample's first header claims `size`."""
+    data = bytearray(tar(range(3)))
+    at = 4 * 512
+    data[at + 124 : at + 136] = size
+    data[at + 148 : at + 156] = b" " * 8
+    data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("size", "match"),
+    [
+        (b"\x80" + (1 << 60).to_bytes(11, "big"), "max_sample_bytes"),
+        (b"00000777777\0", "truncated"),
+        (b"-0000000001\0", "impossible size"),
+    ],
+)
+async def test_a_tar_with_a_lying_size(serve: Serve, size: bytes, match: str) -> None:
+    """Refused before memory is set aside, after the samples before it; the offset is the header's, or the end's.
+
+    (Behind a header that cannot be read, nobody knows whether the sample before it was complete.)
+    """
+    stores, shard = serve("a.tar", lying_tar(size))
+    got, error = await fails(stores, shard, max_sample_bytes=MB)
+    assert [number_of(sample) for sample, _ in got] == ([] if match == "impossible size" else [0])
+    assert match in str(error)
+    assert error.offset is not None
+    assert error.offset >= 4 * 512
+
+
+async def test_a_tfrecord_with_a_lying_length(serve: Serve) -> None:
+    """Also with a valid checksum of the wrong length."""
+    head = struct.pack("<Q", 1 << 50)
+    stores, shard = serve("a.tfrecord", head + struct.pack("<I", masked(crc32c(head))) + b"x" * 100)
+    _, error = await fails(stores, shard)
+    assert "max_sample_bytes" in str(error)
+    assert error.offset == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "make"),
+    [("a.tar", tar), ("a.jsonl", jsonl), ("a.parquet", parquet), ("a.mds", mds)],
+)
+async def test_a_truncated_shard(serve: Serve, path: str, make: Callable[[range], bytes]) -> None:
+    """Truncated inside a sample: the complete samples, then an error with the offset."""
+    data = make(range(500))
+    stores, shard = serve(path, data[: len(data) * 2 // 3 + 5])
+    got, error = await fails(stores, shard._replace(mds=mds_entry(range(500)) if path == "a.mds" else None))
+    assert error.offset is not None
+    read = [number_of(sample) for sample, _ in got]
+    assert read == list(range(len(read)))
+    assert read or path == "a.parquet"  # which is read from its end
+
+
+@pytest.mark.parametrize("claim", [b"\xff\xff\xff\x7f", b"\x00\x00\x00\x00", b"\x10\x00\x00\x00"])
+async def test_a_parquet_file_with_a_lying_footer(serve: Serve, claim: bytes) -> None:
+    """A size that it cannot have, or one that leads into other bytes."""
+    data = parquet(range(100))
+    stores, shard = serve("a.parquet", data[:-8] + claim + b"PAR1")
+    got, error = await fails(stores, shard)
+    assert not got
+    assert error.offset is not None
+
+
+async def test_bad_samples_are_skipped_and_told_of(serve: Serve) -> None:
+    """Where their end is known; the others are read as if nothing had been."""
+    lines = jsonl(range(10)).splitlines(keepends=True)
+    lines[3], lines[7] = b"{nonsense\n", b'"no object"\n'
+    stores, shard = serve("a.jsonl", b"".join(lines))
+    told: list[ShardError] = []
+    found = await read_all(stores, shard, on_bad=told.append)
+    assert [number_of(sample) for sample, _ in found] == [0, 1, 2, 4, 5, 6, 8, 9]
+    assert [error.url for error in told] == [shard.url] * 2
+    assert told[0].offset == sum(map(len, lines[:3]))
+
+
+async def test_deep_json_is_an_error_not_a_crash(serve: Serve) -> None:
+    """Nested deeper than the parser goes."""
+    stores, shard = serve("a.jsonl", json.dumps({"n": 0}).encode() + b"\n" + b"[" * 200_000 + b"\n")
+    got, error = await fails(stores, shard)
+    assert len(got) == 1
+    assert error.offset == 9

@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge, RangeOutOfBounds, ReadFailed
+from asyncloader.transports.http import HttpTransport
+from asyncloader.transports.retry import RetryPolicy
+from tests.conformance.transport_subject import drain
+from tests.helpers.http_store import Fault, HttpStore, broken, change, chunked, serving, status
+
+pytestmark = pytest.mark.network
+
+CONTENT = bytes(range(256)) * 8192  # 2 MiB: more than the buffers of both ends, so an answer is cut in its middle
+OTHER = bytes(reversed(CONTENT))
+SOON = RetryPolicy(budget_s=60, first_delay_s=0.001, cap_s=0.01)
+NEVER = RetryPolicy(budget_s=0)
+
+
+@pytest_asyncio.fixture
+async def store() -> AsyncIterator[HttpStore]:
+    async with serving() as store:
+        yield store
+
+
+def opened(store: HttpStore, retry: RetryPolicy = SOON, **options: Any) -> HttpTransport:
+    return HttpTransport(store.url, retry=retry, **options)
+
+
+async def usual(store: HttpStore, request: web.Request) -> None:
+    """No fault."""
+
+
+def raw(answer: bytes) -> Fault:
+    """Send these bytes as the answer, and end the connection."""
+
+    async def fault(store: HttpStore, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.write(answer)
+        request.transport.close()
+        return web.StreamResponse()
+
+    return fault
+
+
+# ------------------------------------------------------------------------------------------------ what is retried
+
+
+@pytest.mark.parametrize("code", [408, 429, 500, 502, 503, 504])
+async def test_a_retryable_status_is_retried(store: HttpStore, code: int) -> None:
+    """Requests to failing servers are retried until they succeed, and the counts say what happened."""
+    store.put("a", b"data")
+    store.faults["a"] += [status(code), status(code, Retry_After="0"), status(code, Retry_After="soon")]
+    async with opened(store) as transport:
+        assert await transport.read("a") == b"data"
+        assert transport.retries.kinds == {f"status {code}": 3}
+        assert (transport.retries.resumed, transport.retries.given_up) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(400, ReadFailed), (401, AccessDenied), (403, AccessDenied), (404, ObjectNotFound), (410, ObjectNotFound)],
+)
+async def test_a_status_that_is_not_retryable_fails_at_once(store: HttpStore, code: int, kind: type[Exception]) -> None:
+    """One request is made, and the error has the URL and the status."""
+    store.put("dir/a b", b"data")
+    store.faults["dir/a b"].append(status(code))
+    async with opened(store) as transport:
+        with pytest.raises(kind, match=f"'dir/a b'.*{store.url}/dir/a%20b answered {code}"):
+            await transport.read("dir/a b")
+        assert transport.retries.total == 0
+    assert len(store.asked) == 1
+
+
+async def test_a_server_that_asks_for_too_much_time(store: HttpStore) -> None:
+    """A Retry-After past the budget ends the read at once, and the error says so."""
+    store.put("a", b"data")
+    store.faults["a"].append(status(503, Retry_After="3600"))
+    async with opened(store) as transport:
+        with pytest.raises(ReadFailed, match=r"status 503.*tried once: the server asks to wait 3600 s") as caught:
+            await transport.read("a")
+        assert caught.value.path == "a"
+        assert transport.retries.given_up == 1
+    assert len(store.asked) == 1
+
+
+async def test_the_budget_ends_a_read_without_progress(store: HttpStore) -> None:
+    """A server that never recovers is given up after the budget; the error says how often it was asked."""
+    store.put("a", b"data")
+    store.faults["a"].extend([status(503)] * 1000)
+    async with opened(store, retry=RetryPolicy(budget_s=0.3, first_delay_s=0.01, cap_s=0.1)) as transport:
+        with pytest.raises(ReadFailed, match=r"tried \d+ times: no progress for 0.3 s, the retry budget"):
+            await transport.read("a")
+        assert transport.retries.total == len(store.asked) - 1 > 0
+
+
+async def test_a_loop_that_stood_still_uses_no_budget_up(store: HttpStore) -> None:
+    """If the loop is blocked or the process stopped for longer than the budget, one failure does not end a read."""
+
+    async def stand_still(store: HttpStore, request: web.Request) -> web.StreamResponse:
+        time.sleep(0.3)  # noqa: ASYNC251 - as an evaluation in the body of an ``async for``
+        return web.Response(status=503)
+
+    store.put("a", b"data")
+    store.faults["a"].append(stand_still)
+    async with opened(store, RetryPolicy(budget_s=0.2, first_delay_s=0.001, cap_s=0.01)) as transport:
+        assert await transport.read("a") == b"data"
+        assert transport.retries.kinds == {"status 503": 1}
+
+
+async def test_nobody_listens() -> None:
+    """A refused connection is retried, then reported with the address and the system's error."""
+    async with serving() as gone:
+        url = gone.url
+    async with HttpTransport(url, retry=RetryPolicy(budget_s=0.1, first_delay_s=0.01)) as transport:
+        with pytest.raises(ReadFailed, match=r"no connection to 127\.0\.0\.1") as caught:
+            await transport.size("a")
+        assert caught.value.errno
+        assert transport.retries.kinds["connection"] > 0
+
+
+# ----------------------------------------------------------------------------------------------- broken downloads
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", [broken(1 << 20), broken(1 << 20, stall=True), broken(-1), broken(-1, stall=True)])
+async def test_a_broken_read_gives_the_object(store: HttpStore, fault: Fault) -> None:
+    """Resets and stalls, before the answer and in its middle: the bytes are right in the end."""
+    store.put("a", CONTENT)
+    store.faults["a"] += [fault, fault]
+    # A reset at once may be met by aiohttp's own second try on a connection that it had kept.
+    async with opened(store, first_byte_s=1.0, stalled_s=1.0) as transport:
+        assert await transport.read("a") == CONTENT
+        assert transport.retries.total >= 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stall", [False, True])
+async def test_a_broken_stream_goes_on_where_it_broke(store: HttpStore, stall: bool) -> None:
+    """The rest is asked for by Range and If-Range from the first byte on that was not given; none comes twice."""
+    store.put("a", CONTENT)
+    seen = asyncio.Event()
+    store.faults["a"].append(broken(1 << 20, when=seen, stall=stall))
+    async with opened(store, stalled_s=1.0) as transport:
+        async with aclosing(transport.stream("a", chunk_size=1000)) as chunks:
+            got = [await anext(chunks) for _ in range(10)]
+            seen.set()
+            got += await drain(chunks)
+        assert b"".join(got) == CONTENT
+        assert transport.retries.resumed == 1
+    first, second = store.asked
+    assert first.range is None
+    start = int((second.range or "").removeprefix("bytes=").partition("-")[0])
+    assert 10_000 <= start <= 1 << 20
+    assert second.headers["If-Range"] == store.objects["a"].etag
+
+
+@pytest.mark.thorough
+async def test_a_broken_range_is_resumed_within_itself(store: HttpStore) -> None:
+    """A resumed request ends where the range ends."""
+    store.put("a", CONTENT)
+    store.faults["a"].append(broken(1 << 19, stall=True))
+    async with opened(store, stalled_s=1.0) as transport:
+        assert await transport.read_range("a", 1000, 1 << 20) == CONTENT[1000 : 1000 + (1 << 20)]
+    first, second = store.ranges_asked("a")
+    assert first == f"bytes=1000-{999 + (1 << 20)}"
+    assert second == f"bytes={1000 + (1 << 19)}-{999 + (1 << 20)}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("call", "new"),
+    [
+        (lambda transport: transport.read("a"), OTHER),
+        (lambda transport: drain(transport.stream("a")), None),
+        (lambda transport: transport.read_range("a", 5, (2 << 20) - 5), OTHER[5 : 2 << 20]),
+    ],
+    ids=["read", "stream", "range"],
+)
+async def test_a_changed_object_is_never_mixed(
+    store: HttpStore, call: Callable[[HttpTransport], Awaitable[Any]], new: bytes | None
+) -> None:
+    """An object that is replaced between the parts of its download: a stream that has returned some fails, and a read
+    takes the new one, not the halves of two.
+    """
+    store.put("a", CONTENT)
+    store.faults["a"] += [broken(1 << 20, stall=True), change(OTHER)]
+    async with opened(store, stalled_s=0.5) as transport:
+        if new is None:
+            with pytest.raises(ReadFailed, match=r"'a'.*changed while it was read"):
+                await call(transport)
+        else:
+            assert await call(transport) == new
+        assert await transport.read("a") == OTHER
+
+
+async def test_ranges_of_one_call_are_of_one_version(store: HttpStore) -> None:
+    """An object that is replaced between two requests of `read_ranges` is an error."""
+    big = CONTENT * 2
+    store.put("a", big)
+    store.faults["a"] += [usual, change(bytes(len(big)))]
+    async with opened(store) as transport:
+        with pytest.raises(ReadFailed, match=r"'a'.*changed between the requests"):
+            await transport.read_ranges("a", [(0, 10), (3 << 20, 10)])
+
+
+async def test_without_a_validator_a_read_begins_again(store: HttpStore) -> None:
+    """Without an ETag the whole object is fetched again: here another one, and never a mixture."""
+    store.put("a", CONTENT, etag="")
+    store.faults["a"] += [broken(1 << 20, stall=True), change(OTHER)]
+    async with opened(store, stalled_s=0.5) as transport:
+        assert await transport.read("a") == OTHER
+        assert transport.retries.resumed == 0
+    assert store.ranges_asked("a") == [None, None]
+
+
+@pytest.mark.parametrize("etag", ["", 'W/"weak"'])
+async def test_without_a_strong_validator_a_stream_begins_again(store: HttpStore, etag: str) -> None:
+    """Bytes that were given cannot be taken back, so they are read again and compared."""
+    store.put("a", CONTENT, etag=etag)
+    store.faults["a"].append(broken(1 << 20, stall=True))
+    async with opened(store, stalled_s=0.5) as transport:
+        assert b"".join(await drain(transport.stream("a"))) == CONTENT
+        assert transport.retries.resumed == 1
+    assert store.ranges_asked("a") in ([None, None], [None, f"bytes=0-{len(CONTENT) - 1}"])
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_server_without_ranges_is_resumed_by_skipping(store: HttpStore, known: bool) -> None:
+    """The same ETag on the whole object proves it too; a changed one is noticed as well."""
+    store.ranges = False
+    store.put("a", CONTENT)
+    store.faults["a"] += [broken(1 << 20, stall=True), *([] if known else [change(OTHER)])]
+    async with opened(store, stalled_s=0.5) as transport:
+        if known:
+            assert await transport.read("a") == CONTENT
+            assert transport.retries.resumed == 1
+        else:
+            assert await transport.read("a") == OTHER  # nothing of the other one was returned
+
+
+# ------------------------------------------------------------------------------------------------- lying servers
+
+
+async def test_a_body_shorter_than_stated(store: HttpStore) -> None:
+    """An answer that ends before its stated length is broken, however often it comes."""
+    store.put("a", b"12345")
+    store.faults["a"].extend([broken(5, stated=5)] * 1000)
+    async with opened(store, retry=RetryPolicy(budget_s=0.2, first_delay_s=0.01)) as transport:
+        with pytest.raises(ReadFailed, match="'a'"):
+            await transport.read("a")
+        assert transport.retries.kinds["broken body"] > 0
+
+
+async def test_a_body_without_an_end(store: HttpStore) -> None:
+    """Without length and chunks a broken connection looks like the end, so such an answer is refused."""
+    store.put("a", b"12345")
+    store.faults["a"].append(chunked(close=True))
+    async with opened(store) as transport:
+        with pytest.raises(ReadFailed, match="states neither Content-Length nor chunks"):
+            await transport.read("a")
+
+
+async def test_an_object_without_a_length(store: HttpStore) -> None:
+    """A chunked answer is read to its end, and counted against `max_bytes` as it comes."""
+    store.put("a", CONTENT)
+    store.faults["a"] += [chunked(), chunked()]
+    async with opened(store) as transport:
+        assert await transport.read("a") == CONTENT
+        with pytest.raises(ObjectTooLarge, match="more than max_bytes=5,000"):
+            await transport.read("a", max_bytes=5000)
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["", "Content-Range: bytes 1-5/9\r\n", "Content-Range: bytes 0-4/3\r\n", "Content-Range: bytes 0-9/99\r\n"],
+)
+async def test_another_range_than_asked(store: HttpStore, head: str) -> None:
+    """An answer with other bytes than asked for, or that contradicts itself, is refused."""
+    store.faults["a"].append(raw(f"HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\n{head}\r\n12345".encode()))
+    async with opened(store) as transport:
+        with pytest.raises(ReadFailed, match="'a'"):
+            await transport.read_range("a", 0, 5)
+
+
+async def test_a_server_that_hangs_up_in_the_handshake() -> None:
+    """It is retried, and the error says what happened although the system has no text for it."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        url = "https://{}:{}".format(*server.sockets[0].getsockname())
+        retry = RetryPolicy(budget_s=0.1, first_delay_s=0.001)
+        async with HttpTransport(url, retry=retry) as transport:
+            with pytest.raises(ReadFailed, match=r"no connection to 127\.0\.0\.1:[0-9]+: [A-Z]\w+.*tried"):
+                await transport.read("a")
+            assert transport.retries.total > 0
+
+
+async def test_what_is_not_http(store: HttpStore) -> None:
+    """An answer that is no HTTP fails at once."""
+    store.faults["a"].append(raw(b"220 smtp.example.org ready\r\n\r\n"))
+    async with opened(store) as transport:
+        with pytest.raises(ReadFailed, match="not legal HTTP"):
+            await transport.read("a")
+
+
+@pytest.mark.parametrize("start", [1 << 20, (1 << 20) + 1])
+async def test_a_server_that_ignores_range(store: HttpStore, start: int) -> None:
+    """Up to `range_gap` bytes before the range are read over; more is an error."""
+    store.ranges = False
+    store.put("a", CONTENT)
+    async with opened(store) as transport:
+        if start <= transport.range_gap:
+            assert await transport.read_range("a", start, 10) == CONTENT[start : start + 10]
+        else:
+            with pytest.raises(ReadFailed, match="it ignores Range"):
+                await transport.read_range("a", start, 10)
+        with pytest.raises(RangeOutOfBounds):
+            await transport.read_range("a", 5, len(CONTENT))
+
+
+async def test_an_encoded_body(store: HttpStore) -> None:
+    """Compressed bytes are not taken for the object's, unless asked for; nothing is ever decompressed here."""
+    store.put("a", b"\x1f\x8b not really", Content_Encoding="gzip")
+    async with opened(store) as transport:
+        for call in (transport.read("a"), transport.read_range("a", 0, 3), transport.size("a")):
+            with pytest.raises(ReadFailed, match="its bytes are encoded \\('gzip'\\)"):
+                await call
+    async with opened(store, encoded=True) as transport:
+        assert await transport.read("a") == b"\x1f\x8b not really"
+        assert await transport.size("a") == 13
+    assert {asked.headers["Accept-Encoding"] for asked in store.asked} == {"identity"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("header", ["Repr-Digest", "x-goog-hash", "Content-MD5"])
+async def test_a_declared_digest_is_checked(store: HttpStore, header: str) -> None:
+    """Bytes with a wrong digest are fetched again, and are an error if they stay wrong."""
+
+    def declared(data: bytes) -> str:
+        md5 = base64.b64encode(hashlib.md5(data).digest()).decode()
+        sha = base64.b64encode(hashlib.sha256(data).digest()).decode()
+        return {"Repr-Digest": f"sha-256=:{sha}:", "x-goog-hash": f"crc32c=AAAAAA==,md5={md5}"}.get(header, md5)
+
+    store.put("good", CONTENT, **{header: declared(CONTENT)})
+    store.put("bad", CONTENT, **{header: declared(OTHER)})
+    store.faults["good"].append(broken(1 << 20, stall=True))
+    retry = RetryPolicy(budget_s=1, first_delay_s=0.2)
+    async with opened(store, retry=retry, stalled_s=0.5) as transport:
+        assert await transport.read("good") == CONTENT
+        with pytest.raises(ReadFailed, match="digest that the server declared"):
+            await transport.read("bad")
+        assert transport.retries.kinds["wrong digest"] > 0
+        with pytest.raises(ReadFailed, match=r"digest that the server declared; [0-9,]+ bytes were given already$"):
+            await drain(transport.stream("bad"))
+    async with opened(store, retry=NEVER, verify=False) as transport:
+        assert await transport.read("bad") == CONTENT
+
+
+async def test_size_without_head(store: HttpStore) -> None:
+    """A server that refuses HEAD is asked for one byte; an empty object has none to give."""
+    store.heads = False
+    store.put("a", CONTENT)
+    store.put("empty", b"")
+    async with opened(store) as transport:
+        assert await transport.size("a") == len(CONTENT)
+        assert await transport.size("empty") == 0
+        with pytest.raises(ObjectNotFound):
+            await transport.size("b")

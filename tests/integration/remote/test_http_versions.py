@@ -1,0 +1,262 @@
+"""Streams over HTTP from any byte, and the versions of objects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from asyncloader.transports import (
+    CachedTransport,
+    HttpTransport,
+    ObjectNotFound,
+    RangeOutOfBounds,
+    ReadFailed,
+    RetryPolicy,
+    SizeUnknown,
+)
+from tests.conformance.transport_subject import drain
+from tests.helpers.http_store import Fault, HttpStore, broken, change, chunked, serving, status
+
+pytestmark = pytest.mark.network
+
+CONTENT = bytes(range(256)) * 8192
+OTHER = bytes(reversed(CONTENT))
+SOON = RetryPolicy(budget_s=60, first_delay_s=0.001, cap_s=0.01)
+OLD = {"Last_Modified": "Tue, 03 Nov 2026 08:00:00 GMT", "Date": "Sat, 21 Nov 2026 18:00:00 GMT"}
+
+
+@pytest_asyncio.fixture
+async def store() -> AsyncIterator[HttpStore]:
+    async with serving() as store:
+        store.put("a", CONTENT)
+        yield store
+
+
+def opened(store: HttpStore, **options: Any) -> HttpTransport:
+    return HttpTransport(store.url, retry=SOON, **options)
+
+
+async def streamed(transport: HttpTransport, start: int, path: str = "a") -> bytes:
+    return b"".join(await drain(transport.stream(path, start=start)))
+
+
+def answer(code: int, body: bytes = b"", **headers: str) -> Fault:
+    """Send a given response."""
+
+    async def fault(store: HttpStore, request: web.Request) -> web.StreamResponse:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.Response(status=code, body=body, headers=named)
+
+    return fault
+
+
+# ------------------------------------------------------------------------------------------- from any byte on
+
+
+async def test_only_what_is_wanted_is_asked_for(store: HttpStore) -> None:
+    """The bytes before the start do not travel; from byte 0 on the object is asked for as a whole."""
+    async with opened(store) as transport:
+        for start in [0, 1, len(CONTENT) - 1]:
+            assert await streamed(transport, start) == CONTENT[start:]
+    assert store.ranges_asked("a") == [None, "bytes=1-", f"bytes={len(CONTENT) - 1}-"]
+
+
+async def test_a_server_without_ranges(store: HttpStore) -> None:
+    """It sends the whole object, and the bytes before the start are dropped; also if it does not state its size."""
+    store.ranges = False
+    async with opened(store) as transport:
+        for start in [1, 1_500_000, len(CONTENT)]:
+            assert await streamed(transport, start) == CONTENT[start:]
+            store.faults["a"].append(chunked())
+            assert await streamed(transport, start) == CONTENT[start:]
+
+
+async def test_a_start_past_the_end_of_an_object_without_ranges(store: HttpStore) -> None:
+    """It is an error also where only the end of the bytes shows how long the object is."""
+    store.ranges = False
+    async with opened(store) as transport:
+        for fault in [None, chunked()]:
+            if fault:
+                store.faults["a"].append(fault)
+            with pytest.raises(RangeOutOfBounds, match=r"'a'.*it has 2,097,152 bytes") as caught:
+                await streamed(transport, len(CONTENT) + 1)
+            assert caught.value.size == len(CONTENT)
+
+
+async def test_a_broken_stream_from_the_middle(store: HttpStore) -> None:
+    """It goes on from the byte where it broke, by Range and If-Range, as one from the beginning does."""
+    seen = asyncio.Event()
+    store.faults["a"].append(broken(500_000, when=seen))
+    async with opened(store) as transport:
+        async with aclosing(transport.stream("a", start=1_000_000, chunk_size=1000)) as chunks:
+            got = [await anext(chunks)]
+            seen.set()
+            got += await drain(chunks)
+        assert b"".join(got) == CONTENT[1_000_000:]
+        assert transport.retries.resumed == 1
+    first, second = store.ranges_asked("a")
+    assert first == "bytes=1000000-"
+    assert second is not None
+    assert 1_000_000 < int(second.removeprefix("bytes=").removesuffix("-2097151")) <= 1_500_000
+    assert store.asked[1].headers["If-Range"] == store.objects["a"].etag
+
+
+async def test_a_broken_stream_from_the_middle_of_what_changed(store: HttpStore) -> None:
+    """The object is another one when it is asked for the rest: an error, never a mixture."""
+    seen = asyncio.Event()
+    store.faults["a"] += [broken(500_000, when=seen), change(OTHER)]
+    async with opened(store) as transport, aclosing(transport.stream("a", start=5, chunk_size=1000)) as chunks:
+        await anext(chunks)
+        seen.set()
+        with pytest.raises(ReadFailed, match="changed while it was read"):
+            await drain(chunks)
+
+
+async def test_failures_before_the_first_byte(store: HttpStore) -> None:
+    """A stream from the middle whose first request fails still begins at its start."""
+    store.faults["a"] += [status(503), broken(-1), broken(0)]
+    async with opened(store) as transport:
+        assert await streamed(transport, 7) == CONTENT[7:]
+    asked = store.ranges_asked("a")
+    assert asked[0] == "bytes=7-"
+    assert set(asked) <= {"bytes=7-", "bytes=7-2097151"}  # once the end is known, it is named
+
+
+@pytest.mark.parametrize("size", [len(CONTENT) - 1, len(CONTENT), len(CONTENT) + 1])
+async def test_416_without_a_size(store: HttpStore, size: int) -> None:
+    """If a server refuses the range without a reason, the size is requested, and decides."""
+    store.put("a", bytes(size))
+    store.faults["a"].append(status(416))
+    async with opened(store) as transport:
+        start = len(CONTENT)
+        if size == start:
+            assert await streamed(transport, start) == b""
+        else:
+            error, text = (RangeOutOfBounds, "has 2,097,151 bytes") if size < start else (ReadFailed, "answered 416")
+            with pytest.raises(error, match=text):
+                await streamed(transport, start)
+    assert [asked.method for asked in store.asked] == ["GET", "HEAD"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (answer(206, CONTENT[5:9], Content_Range="bytes 5-8/*"), "does not state the object's size"),
+        (answer(206, CONTENT[4:], Content_Range=f"bytes 4-{len(CONTENT) - 1}/{len(CONTENT)}"), "bytes from 5 on"),
+        (answer(206, CONTENT[5:]), "no Content-Range"),
+        (answer(404), "does not exist"),
+    ],
+    ids=["no size", "other bytes", "no range", "missing"],
+)
+async def test_answers_that_are_not_used(store: HttpStore, fault: Fault, text: str) -> None:
+    """An answer whose bytes are not certainly those from the start to the end is refused."""
+    store.faults["a"].append(fault)
+    async with opened(store) as transport:
+        with pytest.raises((ReadFailed, ObjectNotFound), match=text):
+            await streamed(transport, 5)
+
+
+async def test_a_server_that_gives_less_than_asked_for(store: HttpStore) -> None:
+    """A part that ends before the object does is followed by the next one."""
+    etag = store.objects["a"].etag or ""
+    store.faults["a"].append(answer(206, CONTENT[5:9], Content_Range=f"bytes 5-8/{len(CONTENT)}", ETag=etag))
+    async with opened(store) as transport:
+        assert await streamed(transport, 5) == CONTENT[5:]
+    assert store.ranges_asked("a") == ["bytes=5-", "bytes=9-2097151"]
+
+
+async def test_a_part_of_what_has_no_length(store: HttpStore) -> None:
+    """An object that came in chunks and broke is not over where a part of it is that states no size either."""
+    etag = store.objects["a"].etag or ""
+
+    async def break_off(store: HttpStore, request: web.Request) -> web.StreamResponse:
+        head = web.StreamResponse(headers={"ETag": etag})
+        head.enable_chunked_encoding()
+        await head.prepare(request)
+        await head.write(CONTENT[:1000])
+        assert request.transport is not None
+        request.transport.close()
+        return head
+
+    part = answer(206, CONTENT[1000:2000], Content_Range="bytes 1000-1999/*", ETag=etag)
+    store.faults["a"] += [break_off, part] * 2
+    async with opened(store) as transport:
+        for read in [transport.read("a"), streamed(transport, 0)]:
+            with pytest.raises(ReadFailed, match="gives a part and does not state the object's size"):
+                await read
+
+
+# --------------------------------------------------------------------------------------------------- versions
+
+
+@pytest.mark.parametrize(
+    ("etag", "headers", "known"),
+    [
+        ('"strong"', {}, '"strong"'),
+        ('W/"weak"', {}, None),
+        ("", OLD, OLD["Last_Modified"]),
+        ("", {"Last_Modified": OLD["Date"], "Date": OLD["Date"]}, None),
+        ('W/"weak"', OLD, f'W/"weak" {OLD["Last_Modified"]}'),
+        ("", {}, None),
+    ],
+    ids=["strong", "weak", "old", "new", "weak and old", "nothing"],
+)
+async def test_what_proves_a_version(store: HttpStore, etag: str, headers: dict[str, str], known: str | None) -> None:
+    """A strong ETag does, or a date long past; anything else might stand for other bytes as well."""
+    store.put("a", b"data", etag=etag, **headers)
+    async with opened(store) as transport:
+        assert await transport.info("a") == (4, known)
+        assert await transport.read_with_info("a") == (b"data", (4, known))
+    assert [asked.method for asked in store.asked] == ["HEAD", "GET"]
+
+
+async def test_the_version_without_head(store: HttpStore) -> None:
+    """A server that serves no HEAD is asked for one byte, and its answer tells as much; so for no bytes at all."""
+    store.heads = False
+    store.put("empty", b"")
+    async with opened(store) as transport:
+        assert await transport.info("a") == (len(CONTENT), store.objects["a"].etag)
+        assert (await transport.info("empty")).size == 0
+    assert store.ranges_asked("a") == [None, "bytes=0-0"]
+
+
+async def test_the_version_of_an_error_page(store: HttpStore) -> None:
+    """An ETag on an answer that refuses a range describes that answer, and is not taken for the object's."""
+    store.put("empty", b"")
+    store.faults["empty"] += [status(405), answer(416, b"page", Content_Range="bytes */0", ETag='"page"')]
+    async with opened(store) as transport:
+        assert await transport.info("empty") == (0, None)
+
+
+async def test_a_read_that_is_resumed_knows_its_version(store: HttpStore) -> None:
+    """The version is that of all bytes, over as many requests as they took."""
+    store.faults["a"].append(broken(1_000_000))
+    async with opened(store) as transport:
+        data, info = await transport.read_with_info("a")
+        assert (data, info.etag) == (CONTENT, store.objects["a"].etag)
+
+
+@pytest.mark.thorough
+async def test_a_size_that_the_server_does_not_state(store: HttpStore, tmp_path: Path) -> None:
+    """`size` raises. Objects are still read, also through a cache."""
+
+    async def sizeless(store: HttpStore, request: web.Request) -> web.StreamResponse | None:
+        return web.Response(status=405) if request.method == "HEAD" else await chunked()(store, request)
+
+    store.faults["a"].extend([sizeless] * 50)
+    inner = opened(store)
+    with pytest.raises(SizeUnknown, match=r"'a'.*answered 200, but it does not state the object's size"):
+        await inner.info("a")
+    async with CachedTransport(inner, store.url, tmp_path) as transport:
+        for _ in range(2):
+            assert await transport.read("a") == CONTENT
+            assert b"".join(await drain(transport.stream("a"))) == CONTENT
+        with pytest.raises(SizeUnknown):
+            await transport.size("a")

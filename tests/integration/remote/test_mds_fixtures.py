@@ -1,0 +1,54 @@
+"""MDS datasets that MosaicML's own writer has made (``tests/data/mds``): read whole, in ranges, and by their index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncloader import AsyncDataLoader, RemoteIterableDataset
+
+DATA = Path(__file__).parents[2] / "data" / "mds"
+
+
+def expected(number: int) -> dict[str, Any]:
+    """What the writer was given."""
+    return {
+        "number": number,
+        "text": f"sample {number} ü",
+        "data": bytes(range(number)),
+        "weight": np.float32(number / 4),
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3) + number,
+        "any": np.full((number % 3 + 1, 2), number, np.float64),
+    }
+
+
+def same(sample: dict[str, Any]) -> bool:
+    """Whether a sample is what was written under its number."""
+    return all(
+        np.array_equal(sample[name], value) and getattr(sample[name], "dtype", None) == getattr(value, "dtype", None)
+        for name, value in expected(int(sample["number"])).items()
+    )
+
+
+@pytest.mark.parametrize("kind", ["plain", "zstd"])
+async def test_samples_are_what_was_written(kind: str) -> None:
+    """Every field of every sample, in order, with its type; the length is the index's."""
+    dataset = RemoteIterableDataset(str(DATA / kind))
+    samples = [sample async for sample in dataset]
+    assert [sample["number"] for sample in samples] == list(range(12))
+    assert all(map(same, samples))
+    assert len(dataset) == 12
+
+
+async def test_shards_are_cut_at_samples() -> None:
+    """Four small shards, cut into more ranges than there are shards, give each sample once."""
+    dataset = RemoteIterableDataset(DATA / "plain")
+    assert sum(len(assignment) for assignment in (await dataset.plan(2, 0, 1, None)).assignments) > 4
+    async with AsyncDataLoader(dataset, batch_size=5, collate_fn=list) as loader:
+        batches = [batch async for batch in loader]
+    assert [len(batch) for batch in batches] == [5, 5, 2]
+    assert sorted(sample["number"] for batch in batches for sample in batch) == list(range(12))
+    assert all(same(sample) for batch in batches for sample in batch)

@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from asyncloader.transports import (
+    AccessDenied,
+    InvalidPath,
+    ObjectNotFound,
+    ObjectStoreTransport,
+    ObjectTooLarge,
+    RangeOutOfBounds,
+    ReadFailed,
+    RetryPolicy,
+    Transport,
+)
+from tests.conformance.transport_subject import drain
+from tests.helpers.http_store import Fault, HttpStore, broken, change, status
+from tests.helpers.object_stores import SOON, BucketStore, serving_bucket, warm_up
+
+pytestmark = pytest.mark.network
+
+CONTENT = bytes(range(256)) * (16 << 10)  # 4 MiB
+A = BucketStore.key("a")
+ONCE = RetryPolicy(budget_s=0)
+
+
+async def usual(store: HttpStore, request: web.Request) -> None:
+    """No fault."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def obstore_threads() -> None:
+    warm_up()
+
+
+@pytest_asyncio.fixture
+async def store() -> AsyncIterator[BucketStore]:
+    async with serving_bucket() as store:
+        store.put(A, CONTENT)
+        yield store
+
+
+# ------------------------------------------------------------------------------------------- what is retryable
+
+
+@pytest.mark.parametrize("code", [408, 429, 500, 503])
+async def test_answers_that_say_not_now_are_asked_again(store: BucketStore, code: int) -> None:
+    """The read succeeds as soon as the store does, and each retry is counted by what had failed."""
+    store.faults[A].extend([status(code), status(code)])
+    async with store.transport() as transport:
+        assert await transport.read("a") == CONTENT
+        assert transport.retries.snapshot() | {"waited_s": 0} == {
+            "retries": 2,
+            "kinds": {f"status {code}": 2},
+            "resumed": 0,
+            "given_up": 0,
+            "waited_s": 0,
+        }
+
+
+async def test_a_connection_that_breaks_before_the_answer_is_made_again(store: BucketStore) -> None:
+    """A reset before the first byte is retryable."""
+    store.faults[A].append(broken(-1))
+    async with store.transport() as transport:
+        assert await transport.read_range("a", 1, 2) == CONTENT[1:3]
+        assert transport.retries.kinds == {"connection": 1}
+
+
+@pytest.mark.parametrize("way", ["read", "read_range", "stream"])
+async def test_a_broken_download_goes_on_where_it_broke(store: BucketStore, way: str) -> None:
+    """The next request names the bytes that are missing and the version that they must be of."""
+    store.faults[A].append(broken(3_000_000))
+    async with store.transport() as transport:
+        if way == "read":
+            data = await transport.read("a")
+        elif way == "read_range":
+            data = await transport.read_range("a", 0, len(CONTENT))
+        else:
+            data = b"".join(await drain(transport.stream("a", chunk_size=100_000)))
+        assert data == CONTENT
+        assert (transport.retries.total, transport.retries.resumed) == (1, 1)
+    _, second = store.asked
+    first, last = (int(each) for each in (second.range or "").removeprefix("bytes=").split("-"))
+    assert 0 < first <= 3_000_000
+    assert last == len(CONTENT) - 1
+    assert second.headers["If-Match"] == store.objects[A].etag
+
+
+async def test_a_stream_that_breaks_after_every_part_arrives(store: BucketStore) -> None:
+    """Received bytes count as progress: many breaks do not use up a budget that one outage would."""
+    store.faults[A].extend([broken(200_000)] * 15)
+    async with store.transport() as transport:
+        assert b"".join(await drain(transport.stream("a", start=5, chunk_size=65_536))) == CONTENT[5:]
+        assert transport.retries.resumed == 15
+
+
+async def test_a_small_body_that_breaks_is_read_again(store: BucketStore) -> None:
+    """Bytes that were not returned yet are fetched again."""
+    store.put(BucketStore.key("small"), b"x" * 5000)
+    store.faults[BucketStore.key("small")].append(broken(2000))
+    async with store.transport() as transport:
+        assert await transport.read("small") == b"x" * 5000
+        assert transport.retries.kinds == {"broken body": 1}
+
+
+@pytest.mark.parametrize("after", [-1, 0, 1_000_000])
+async def test_a_store_that_stalls_is_asked_again(store: BucketStore, after: int) -> None:
+    """Silence before the head, behind it and in the middle of the body ends after `stalled_s`."""
+    store.faults[A].append(broken(after, stall=True))
+    async with store.transport(stalled_s=0.2) as transport:
+        assert await transport.read("a") == CONTENT
+        assert transport.retries.total == 1
+
+
+@pytest.mark.thorough
+async def test_a_slow_consumer_is_no_stall(store: BucketStore) -> None:
+    """A stream whose consumer pauses for longer than `stalled_s` continues, without a retry."""
+    async with store.transport(stalled_s=0.2) as transport, aclosing(transport.stream("a", chunk_size=1000)) as chunks:
+        data = await anext(chunks)
+        await asyncio.sleep(0.5)
+        data += b"".join(await drain(chunks))
+        assert data == CONTENT
+        assert transport.retries.total == 0
+
+
+async def test_the_budget_ends(store: BucketStore) -> None:
+    """A long outage is an error with path, root, status and number of attempts; the original is its cause."""
+    store.faults[A].extend([status(503)] * 1000)
+    policy = RetryPolicy(budget_s=0.3, first_delay_s=0.01, cap_s=0.05)
+    async with store.transport(retry=policy) as transport:
+        with pytest.raises(ReadFailed, match=r"'a'.*s3://bucket/root: .*503.*no progress for 0.3 s") as caught:
+            await transport.read("a")
+        assert caught.value.path == "a"
+        assert type(caught.value.__cause__).__module__ == "obstore.exceptions"
+        assert transport.retries.given_up == 1
+        assert transport.retries.total >= 2
+
+
+async def test_no_budget_means_one_request(store: BucketStore) -> None:
+    """obstore makes no attempts of its own on top of the policy's."""
+    store.faults[A].extend([status(503)] * 5)
+    async with store.transport(retry=ONCE) as transport:
+        with pytest.raises(ReadFailed, match="retries are off"):
+            await transport.read("a")
+    assert len(store.asked) == 1
+
+
+# --------------------------------------------------------------------------------------- what is not retryable
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(400, ReadFailed), (401, AccessDenied), (403, AccessDenied), (404, ObjectNotFound), (501, ReadFailed)],
+)
+async def test_answers_about_the_request_itself_fail_at_once(
+    store: BucketStore, code: int, error: type[Exception]
+) -> None:
+    """One request; the text names the path, the root and the status."""
+    store.faults[A].append(status(code))
+    async with store.transport() as transport:
+        with pytest.raises(error, match=rf"'a'.*s3://bucket/root.*{code}"):
+            await transport.read("a")
+        assert transport.retries.total == 0
+    assert len(store.asked) == 1
+
+
+def ignore_conditions(data: bytes) -> Fault:
+    """Another version of the object, sent although the old one was requested."""
+
+    async def fault(store: HttpStore, request: web.Request) -> web.StreamResponse:
+        store.put(A, data)
+        first = int(request.headers["Range"].removeprefix("bytes=").partition("-")[0])
+        span = f"bytes {first}-{len(data) - 1}/{len(data)}"
+        headers = {"ETag": store.objects[A].etag or "", "Content-Range": span}
+        return web.Response(status=206, body=data[first:], headers=headers)
+
+    return fault
+
+
+@pytest.mark.parametrize("second", [change(CONTENT[::-1]), ignore_conditions(CONTENT[::-1])], ids=["412", "206"])
+async def test_an_object_that_changes_is_an_error(store: BucketStore, second: Fault) -> None:
+    """Bytes of two versions are never mixed, also by a store that does not know If-Match."""
+    store.faults[A].extend([broken(2_000_000), second])
+    given: list[bytes] = []
+
+    async def take(transport: Transport) -> None:
+        async with aclosing(transport.stream("a", chunk_size=50_000)) as chunks:
+            async for chunk in chunks:
+                given.append(chunk)  # noqa: PERF401 - it has to have what came before the error
+
+    async with store.transport() as transport:
+        with pytest.raises(ReadFailed, match=r"'a'.*the object changed while it was read") as caught:
+            await take(transport)
+        assert caught.value.path == "a"
+        assert CONTENT.startswith(b"".join(given))
+        assert await transport.read("a") == CONTENT[::-1]
+
+
+@pytest.mark.parametrize("second", [change(CONTENT[::-1]), ignore_conditions(CONTENT[::-1])], ids=["412", "206"])
+async def test_a_read_takes_the_object_as_it_is_then(store: BucketStore, second: Fault) -> None:
+    """It has returned nothing yet, and begins again."""
+    store.faults[A].extend([broken(2_000_000), second])
+    async with store.transport() as transport:
+        assert await transport.read("a") == CONTENT[::-1]
+
+
+async def test_parts_of_two_versions_are_an_error(store: BucketStore) -> None:
+    """Ranges that took two requests are of one version, or fail."""
+    store.faults[A].extend([usual, change(CONTENT[::-1])])
+    async with store.transport() as transport:
+        with pytest.raises(ReadFailed, match="changed between the requests"):
+            await transport.read_ranges("a", [(0, 10), (4_000_000, 10)])
+
+
+async def test_a_weak_etag_proves_nothing(store: BucketStore) -> None:
+    """Without a strong one, a read begins again, as does a stream, which compares; and `info` knows no version."""
+    store.put(A, CONTENT, etag='W/"1"')
+    store.faults[A].extend([broken(2_000_000), broken(2_000_000)])
+    async with store.transport() as transport:
+        assert (await transport.read_with_info("a")) == (CONTENT, (len(CONTENT), None))
+        assert transport.retries.resumed == 0
+        store.faults[A].append(broken(2_000_000))
+        assert b"".join(await drain(transport.stream("a", chunk_size=50_000))) == CONTENT
+        store.faults[A].extend([broken(2_000_000), change(CONTENT[:1000] + bytes(len(CONTENT) - 1000), etag='W/"1"')])
+        with pytest.raises(ReadFailed, match="changed while it was read"):
+            await drain(transport.stream("a", chunk_size=50_000))
+        assert (await transport.info("a")).etag is None
+
+
+async def test_a_server_without_ranges_is_refused(store: BucketStore) -> None:
+    """A server that answers a range with the whole object is no object store; there is no retry."""
+    store.ranges = False
+    async with store.transport() as transport:
+        with pytest.raises(ReadFailed, match=r"'a'.*non-partial"):
+            await transport.read_range("a", 10, 10)
+    assert len(store.asked) == 1
+
+
+async def test_large_objects_are_refused_by_their_head(store: BucketStore) -> None:
+    """The size is known before the bytes come; the connection is dropped even while the error is kept."""
+    async with store.transport() as transport:
+        with pytest.raises(ObjectTooLarge) as caught:
+            await transport.read("a", max_bytes=1000)
+        assert caught.value.size == len(CONTENT)
+        with pytest.raises(RangeOutOfBounds) as other:
+            await transport.read_range("a", 5, len(CONTENT))
+        assert other.value.size == len(CONTENT)
+
+
+@pytest.mark.thorough
+async def test_nobody_listens() -> None:
+    """A refused connection is retried until the budget is used up; then the error names the address."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        store = BucketStore()
+        store.url = f"http://127.0.0.1:{port}"
+        async with store.transport(retry=RetryPolicy(budget_s=1.5, first_delay_s=0.01)) as transport:
+            with pytest.raises(ReadFailed, match=rf"no connection.*127.0.0.1:{port}.*tried \d+ times"):
+                await transport.read("a")
+            assert set(transport.retries.kinds) == {"connection"}
+
+
+# ------------------------------------------------------------------------------------------- other stores
+
+
+@pytest.mark.parametrize("scheme", ["s3", "s3a", "gs"])
+async def test_stores_of_one_protocol(store: BucketStore, scheme: str) -> None:
+    """Amazon's and Google's stores are read and listed alike."""
+    async with store.transport(scheme) as transport:
+        assert await transport.read_range("a", 255, 3) == CONTENT[255:258]
+        assert (await transport.info("a")).etag == store.objects[A].etag
+        assert await drain(transport.list()) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "url", ["az://bucket/root", "azure://bucket/root", "abfss://bucket@acme.dfs.core.windows.net/root"]
+)
+async def test_azure(store: BucketStore, url: str) -> None:
+    """Azure's store is read by the container in the URL, and the account there or in the configuration."""
+    options: dict[str, Any] = {
+        "endpoint": store.url,
+        "skip_signature": True,
+        "retry": SOON,
+        "config": {} if "@" in url else {"account_name": "acme"},
+    }
+    async with ObjectStoreTransport(url, **options) as transport:
+        assert await transport.read("a") == CONTENT
+        assert await transport.size("a") == len(CONTENT)
+        with pytest.raises(ObjectNotFound, match=f"'b' does not exist in {url}: "):
+            await transport.read("b")
+
+
+# ----------------------------------------------------------------------------------------------- listings
+
+
+async def test_listing_in_pages_survives_failures(store: BucketStore) -> None:
+    """Pages come in any order and fail in between; the paths are all there, sorted, each once."""
+    store.page = 7
+    names = [f"{number % 10}/{number:03}" for number in range(100)]
+    for name in names:
+        store.put(BucketStore.key(name), b"1")
+    for key in ["bucket", "bucket/"]:
+        store.faults[key].extend([usual, status(503), usual, broken(-1), usual])
+    async with store.transport() as transport:
+        assert await drain(transport.list()) == sorted([*names, "a"])
+        assert await drain(transport.list("3/01")) == ["3/013"]
+
+
+async def test_folders_of_a_console_are_not_listed(store: BucketStore) -> None:
+    """Empty objects whose names end with a slash are no objects; empty objects that are, are."""
+    for name, data in {"dir/": b"", "dir/x": b"1", "none/": b"", "empty": b"", "e.txt": b"", "e.txt/y": b""}.items():
+        store.put(BucketStore.key(name), data)
+    async with store.transport() as transport:
+        listed = await drain(transport.list())
+        assert listed == ["a", "dir/x", "e.txt", "e.txt/y", "empty"]
+        for path in listed:
+            await transport.read(path)
+
+
+async def test_names_that_are_no_paths(store: BucketStore) -> None:
+    """One name that obstore cannot hold ends a listing, with the name; a prefix without it is listed."""
+    store.put(BucketStore.key("x//y"), b"1")
+    store.put(BucketStore.key("z/1"), b"1")
+    async with store.transport() as transport:
+        with pytest.raises(InvalidPath, match=r"x//y.*open the transport at a prefix without it"):
+            await drain(transport.list())
+        assert await drain(transport.list("z/")) == ["z/1"]
+
+
+async def test_listing_a_bucket_that_does_not_exist(store: BucketStore) -> None:
+    """A wrong bucket name is an error, not an empty listing."""
+    for key in ["bucket", "bucket/"]:
+        store.faults[key].append(status(404))
+    async with store.transport() as transport:
+        with pytest.raises(ObjectNotFound, match="the listing does not exist in s3://bucket/root") as caught:
+            await drain(transport.list())
+        assert caught.value.path is None

@@ -1,0 +1,187 @@
+"""A transport's error is no bad sample: nothing is left out for it, whatever `on_error` says."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import pytest_asyncio
+
+from asyncloader import AsyncDataLoader, Dataset, RemoteIterableDataset
+from asyncloader.transports import AccessDenied, MemoryTransport, ObjectNotFound, ReadFailed, RetryPolicy
+from tests.helpers.http_store import HttpStore, broken, serving, status
+from tests.unit.remote.shards import MAKERS, jsonl, mds_index, number_of
+
+pytestmark = pytest.mark.network
+
+SOON = RetryPolicy(budget_s=0.3, first_delay_s=0.001, cap_s=0.01)
+EVENTUALLY = RetryPolicy(budget_s=30, first_delay_s=0.001, cap_s=0.01)
+COUNT = 400
+
+
+@pytest_asyncio.fixture
+async def store() -> AsyncIterator[HttpStore]:
+    async with serving() as store:
+        yield store
+
+
+def loader_of(store: HttpStore, urls: list[str], retry: RetryPolicy = SOON, **options: Any) -> AsyncDataLoader[Any]:
+    dataset = RemoteIterableDataset([f"{store.url}/{url}" for url in urls], storage_options={"retry": retry})
+    return AsyncDataLoader(dataset, batch_size=10, seed=1, decode=number_of, **options)
+
+
+def minus_one(index: Any, error: Exception) -> int:
+    return -1
+
+
+def put(store: HttpStore, url: str) -> tuple[str, str]:
+    """Serve a shard of `COUNT` samples; return the data set's URL and the shard's."""
+    data, shard = MAKERS[url](range(COUNT)), url
+    if url == "a.mds":
+        url, shard = "set/index.json", "set/shard.00000.mds"
+        store.put(url, mds_index(data, counts=[COUNT]))
+    store.put(shard, data, etag='W/"1"')
+    return url, shard
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("on_error", ["skip", minus_one], ids=["skip", "function"])
+@pytest.mark.parametrize("url", sorted(MAKERS))
+async def test_a_reset_loses_nothing(store: HttpStore, url: str, on_error: Any, workers: int) -> None:
+    """In the middle of a shard, from a server with a weak ETag alone."""
+    url, shard = put(store, url)
+    store.faults[shard] += [broken(len(store.objects[shard].data) // 2)] * (1 if workers else 3)
+    async with loader_of(store, [url], EVENTUALLY, on_error=on_error, num_workers=workers) as loader:
+        got = [number async for batch in loader for number in batch.tolist()]
+        assert sorted(got) == list(range(COUNT))
+        assert not loader.skipped_samples
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip", minus_one], ids=["raise", "skip", "function"])
+async def test_an_outage_is_raised_and_reading_goes_on(store: HttpStore, on_error: Any) -> None:
+    """It is longer than the budget, when shards are opened: an error each time, and then all samples."""
+    urls = [f"{n}.jsonl" for n in range(4)]
+    for number, url in enumerate(urls):
+        store.put(url, jsonl(range(100 * number, 100 * number + 100)))
+    got: list[int] = []
+    async with loader_of(store, urls, on_error=on_error) as loader:
+        batches = aiter(loader)
+        got += (await anext(batches)).tolist()
+        for url in urls:
+            store.faults[url].extend([status(503)] * 10_000)
+
+        async def read_on() -> None:
+            while True:
+                got.extend((await anext(batches)).tolist())
+
+        with pytest.raises(ReadFailed, match="503"):
+            await read_on()
+        store.faults.clear()
+        async for batch in batches:
+            got += batch.tolist()
+        assert sorted(got) == list(range(400))
+        assert not loader.skipped_samples
+
+
+class Away(MemoryTransport):
+    """Has a part that cannot be read while it is away. Whoever tries waits until it is `gone`, and gets an error."""
+
+    def __init__(self, objects: Mapping[str, bytes], part: range) -> None:
+        super().__init__(objects)
+        self.part, self.away = part, True
+        self.gone, self.failed = asyncio.Event(), asyncio.Event()
+
+    async def look(self, position: int) -> None:
+        if self.away and position in self.part:
+            await self.gone.wait()
+            self.failed.set()
+            raise ReadFailed("the store is away")
+
+    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().stream(path, start=start, chunk_size=self.part.start)) as chunks:
+            async for chunk in chunks:
+                await self.look(start)
+                yield chunk
+                start += len(chunk)
+
+    async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
+        wanted = list(ranges)
+        await self.look(wanted[0][0])
+        return await super().read_ranges(path, wanted)
+
+
+async def extend(got: list[int], batches: AsyncIterator[Any]) -> None:
+    async for batch in batches:
+        got += batch.tolist()
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+@pytest.mark.parametrize("url", ["a.jsonl", "a.tar", "a.parquet"])
+async def test_what_failed_while_the_consumer_was_away(url: str, lasts: bool) -> None:
+    """Training a step. An outage that is over when the consumer comes back is not its business; one that lasts is."""
+    data, part = MAKERS[url](range(COUNT)), range(1024 if url == "a.jsonl" else 8192, 1 << 30)  # behind some samples
+    if url == "a.parquet":
+        footer = pq.read_metadata(io.BytesIO(data))
+        rows = footer.row_group(1).column(0)
+        part = range(rows.dictionary_page_offset or rows.data_page_offset, len(data) - footer.serialized_size - 8)
+    transport = Away({url: data}, part)
+    dataset = RemoteIterableDataset(url, transport=transport, read_ahead=1, shuffle_buffer=0)
+    async with AsyncDataLoader[Any](dataset, batch_size=3, seed=1, decode=number_of) as loader:
+        batches = aiter(loader)
+        got = (await anext(batches)).tolist()
+        transport.gone.set()
+        await transport.failed.wait()
+        transport.away = lasts
+        if lasts:
+            with pytest.raises(ReadFailed, match="the store is away"):
+                await extend(got, batches)
+            transport.away = False
+        await extend(got, batches)
+        assert sorted(got) == list(range(COUNT))
+
+
+async def test_refused_credentials_and_missing_shards(store: HttpStore) -> None:
+    """The first says nothing about the shard, and is raised; the second does, and is skipped."""
+    for number in range(2):
+        store.put(f"{number}.jsonl", jsonl(range(10 * number, 10 * number + 10)))
+    async with loader_of(store, ["0.jsonl", "gone.jsonl", "1.jsonl"], on_error="skip") as loader:
+        got = [number async for batch in loader for number in batch.tolist()]
+        assert sorted(got) == list(range(20))
+        assert len(loader.skipped_samples) == 1
+    store.faults["1.jsonl"].extend([status(403)] * 20)
+    async with loader_of(store, ["0.jsonl", "1.jsonl"], on_error="skip") as loader:
+        with pytest.raises(AccessDenied):
+            async for _ in loader:
+                pass
+
+
+class Raising(Dataset[Any]):
+    """Its samples 3 and 5 cannot be had, in different ways."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 8
+
+    async def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise ObjectNotFound("it is not there")
+        if index == 5:
+            raise self.error
+        return index
+
+
+@pytest.mark.parametrize("on_error", ["skip", "refill", minus_one], ids=["skip", "refill", "function"])
+async def test_map_datasets(on_error: Any) -> None:
+    """A missing object is its sample's fault, as is any error of a user's own client; an outage is not."""
+    with pytest.raises(ReadFailed, match="reset"):
+        [batch async for batch in AsyncDataLoader(Raising(ReadFailed("reset")), 8, seed=1, on_error=on_error)]
+    loader = AsyncDataLoader(Raising(ConnectionResetError("mine")), 8, seed=1, on_error=on_error)
+    batches = [batch.tolist() async for batch in loader]
+    assert len(batches[0]) == (6 if on_error == "skip" else 8)

@@ -1,0 +1,161 @@
+"""States of loaders over shards: resumed epochs equal uninterrupted ones, and invalid states are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import StateError, Stateful
+from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
+from asyncloader.remote.worker_stream import LocalAssignments
+from asyncloader.transports import ObjectNotFound
+from tests.helpers.remote_folders import ALL, SIZES, dataset_of, epochs_of, flat, make_shards, resumed, with_method
+from tests.helpers.running import BOTH, run_async
+from tests.helpers.seeded_runs import Stepwise
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_states_in_the_middle(kind: str, workers: int, tars: str) -> None:
+    """After any batch, the resumed epoch equals the uninterrupted one."""
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 5}
+    (batches,) = epochs_of(kind, dataset, **options)
+    for steps in (0, 1, 3, len(batches)):
+        assert resumed(kind, dataset, steps, **options) == batches
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_states_between_epochs(workers: int, tars: str) -> None:
+    """Saved at the end of an epoch: the next epoch follows."""
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5})
+    with Stepwise("sync", dataset, **options) as run:
+        run.epoch()
+        state = run.loader.state_dict()
+        second = [batch.tolist() for batch in run.epoch()]
+    with Stepwise("sync", dataset, **options) as run:
+        run.loader.load_state_dict(state)
+        assert [batch.tolist() for batch in run.epoch()] == second
+
+
+def test_torch_mode_resumes(tars: str) -> None:
+    """The state has the base seed that the order was drawn with."""
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    torch.manual_seed(3)
+    (batches,) = epochs_of("sync", dataset, batch_size=4, num_workers=2)
+    torch.manual_seed(3)
+    assert resumed("sync", dataset, 2, batch_size=4, num_workers=2) == batches
+
+
+@pytest.mark.thorough
+def test_out_of_order_resumes(tars: str) -> None:
+    """With ``in_order=False`` each sample still comes once, for any `snapshot_every_n_steps`."""
+    for every in (1, 4, 0):
+        options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "in_order": False}
+        batches = resumed("sync", dataset_of(tars), 3, **options, snapshot_every_n_steps=every)
+        assert sorted(flat(batches)) == ALL
+
+
+def begin_with(run: Stepwise, state: dict[str, Any]) -> None:
+    run.loader.load_state_dict(state)
+    run.epoch()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_states_that_do_not_fit(workers: int, tars: str, tmp_path: Path) -> None:
+    """Other shards, another shuffle buffer, a part that is broken: StateError, from both loaders, before any batch."""
+    options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5})
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    with Stepwise("sync", dataset, **options) as run:
+        run.begin()
+        run.take(2)
+        state = run.loader.state_dict()
+    worker = state["workers"]["cursors"][0]["iterator"]
+    assert {"key", "plan", "done", "back", "returned"} == set(state["workers"]["leases"])
+
+    def spoiled(**assignments: Any) -> dict[str, Any]:
+        changed: dict[str, Any] = state | {
+            "workers": state["workers"] | {"leases": state["workers"]["leases"] | assignments}
+        }
+        return changed
+
+    def with_stream(**fields: Any) -> dict[str, Any]:
+        first = state["workers"]["cursors"][0] | {"iterator": worker | fields}
+        changed: dict[str, Any] = state | {
+            "workers": state["workers"] | {"cursors": [first, *state["workers"]["cursors"][1:]]}
+        }
+        return changed
+
+    (tmp_path / "other").mkdir()
+    other = dataset_of(make_shards(tmp_path / "other", SIZES), shuffle_buffer=6)
+    cases = [
+        (other, state, "of other shards"),
+        (dataset_of(tars, shuffle_buffer=7), state, "shuffled differently"),
+        (dataset_of(tars), state, "shuffled differently"),
+        (dataset, spoiled(done=99), "the state is broken"),
+        (dataset, spoiled(back=[[[77, 0, None, False]]]), "the state is broken"),
+        (dataset, spoiled(plan=7), "of other shards"),
+        (dataset, spoiled(key=-7), "the state is broken"),
+        (dataset, {**state, "workers": {k: v for k, v in state["workers"].items() if k != "leases"}}, "which are left"),
+        (dataset, state | {"workers": state["workers"] | {"leases": 5}}, "the state is broken"),
+        (dataset, with_stream(todo=[[0, "x", None, False]]), "the state is broken"),
+        (dataset, with_stream(batch="x"), "the state is broken"),
+    ]
+    for kind in BOTH:
+        for data, bad, words in cases:
+            with Stepwise(kind, data, **options) as run, pytest.raises(StateError, match=words):
+                begin_with(run, bad)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_buffer_that_cannot_be_filled_again(kind: str, workers: int, tmp_path: Path) -> None:
+    """Its error is raised also with ``on_error="skip"``: it does not belong to a sample."""
+    options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5, "on_error": "skip"})
+    dataset = dataset_of(make_shards(tmp_path, SIZES), shuffle_buffer=6)
+    with Stepwise(kind, dataset, **options) as run:
+        run.begin()
+        run.take(2)
+        state = run.loader.state_dict()
+    for path in tmp_path.glob("*.tar"):
+        path.write_bytes(bytes(path.stat().st_size))  # ends at once
+    with Stepwise(kind, dataset, **options) as run, pytest.raises(StateError, match="the shards are not the same"):
+        begin_with(run, state)
+    for path in tmp_path.glob("*.tar"):
+        path.unlink()
+    with Stepwise(kind, dataset, **options) as run, pytest.raises(ObjectNotFound):
+        begin_with(run, state)
+
+
+def test_states_of_other_numbers_of_workers(tars: str) -> None:
+    """As for any stream."""
+    with Stepwise("sync", dataset_of(tars), batch_size=4, seed=5) as run:
+        run.begin()
+        run.take(2)
+        state = run.loader.state_dict()
+    with (
+        Stepwise("sync", dataset_of(tars), batch_size=4, seed=5, num_workers=2) as run,
+        pytest.raises(StateError, match="num_workers"),
+    ):
+        run.loader.load_state_dict(state)
+
+
+def test_a_worker_stream_is_stateful(tars: str) -> None:
+    """A worker stream implements the protocol of stateful streams."""
+    dataset = dataset_of(tars)
+
+    async def run() -> bool:
+        plan = await dataset.plan(1, 0, 1, None)
+        worker: Any = dataset.open_worker_stream(
+            LocalAssignments(ShardAssigner(AssignmentLog(plan.assignments), [StreamStart()]), 0)
+        )
+        return isinstance(worker, Stateful)
+
+    assert run_async(run())

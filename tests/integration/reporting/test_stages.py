@@ -1,0 +1,241 @@
+"""`stats()` and `metrics()`: where a batch's time goes, in real workers and without, and while nothing comes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
+from asyncloader.telemetry.counters import STAGES
+from tests.helpers.datasets import AsyncNumbers, Numbers
+from tests.helpers.http_store import serving, status
+from tests.helpers.running import KINDS, run_async
+
+PER_SAMPLE_S = 0.002
+STEADY = {"sampler", "fetch", "collate", "wait", "consumer"}
+WITH_WORKERS = {"queue", "write", "transfer", "order", "start_process", "start_import", "start_dataset", "first_read"}
+
+
+class Slow(Dataset[Any]):
+    """Each sample takes at least `PER_SAMPLE_S`."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(PER_SAMPLE_S)
+        return torch.full((8,), index)
+
+
+class SlowStream(IterableDataset[Any]):
+    """The same as a stream."""
+
+    def __iter__(self) -> Any:
+        for index in range(24):
+            time.sleep(PER_SAMPLE_S)
+            yield torch.full((8,), index)
+
+
+def decode_slowly(sample: Any) -> Any:
+    """Takes twice as long."""
+    time.sleep(2 * PER_SAMPLE_S)
+    return sample
+
+
+def collate_slowly(samples: list[Any]) -> Any:
+    """Takes three times as long."""
+    time.sleep(3 * PER_SAMPLE_S)
+    return torch.stack(samples)
+
+
+def stages(stats: dict[str, float]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for key, value in stats.items():
+        if key.startswith("stage/"):
+            _, stage, figure = key.split("/")
+            found.setdefault(stage, {})[figure] = value
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Slow, SlowStream, AsyncNumbers])
+def test_each_batch_is_in_each_stage(kind: str, workers: int, dataset: Any) -> None:
+    """Where it passes; and what is slow is in the stage that it belongs to."""
+    data = dataset(24) if dataset is AsyncNumbers else dataset()
+    batches = 24 // 4 * (workers if dataset is SlowStream and workers else 1)
+    options: dict[str, Any] = {"decode": decode_slowly, "collate_fn": collate_slowly}
+    loader = (DataLoader if kind == "sync" else AsyncDataLoader)(data, batch_size=4, num_workers=workers, **options)
+    collect_from(kind, loader)
+    found = stages(loader.stats())
+    timed = set(found)
+    assert timed - {"sampler"} == (STEADY | {"decode"} | (WITH_WORKERS if workers else set())) - {"sampler"}
+    assert ("sampler" in timed) == (dataset is not SlowStream)
+    first = found["first_read"]["count"] if workers else 0
+    assert 0 <= first <= workers
+    for stage in timed - {"queue", "fetch"} - {each for each in timed if each.startswith(("start_", "first_"))}:
+        assert found[stage]["count"] == batches, stage
+    assert found["fetch"]["count"] + first == batches
+    assert found["collate"]["p50_s"] >= 0.9 * 3 * PER_SAMPLE_S
+    assert found["decode"]["sum_s"] >= 24 * 2 * PER_SAMPLE_S
+    if dataset is not AsyncNumbers:
+        assert found["fetch"]["p50_s"] >= 0.9 * 4 * PER_SAMPLE_S
+        assert found["fetch"]["p50_s"] <= found["fetch"]["p95_s"] <= found["fetch"]["p99_s"]
+
+
+def collect_from(kind: str, loader: Any) -> list[Any]:
+    if kind == "sync":
+        return list(loader)
+
+    async def all_of_it() -> list[Any]:
+        async with loader:
+            return [batch async for batch in loader]
+
+    return run_async(all_of_it(), kind)
+
+
+def test_an_interval_counts_what_is_new() -> None:
+    """Sums, rates and quantiles, and each call begins the next interval; other calls do not."""
+    loader = DataLoader(Numbers(12), batch_size=4)
+    list(loader)
+    assert loader.stats(interval=True)["data/batches"] == 3
+    assert loader.stats(interval=True)["data/batches"] == 0
+    list(loader)
+    list(loader)
+    assert loader.stats()["data/batches"] == 9
+    newest = loader.stats("train/", interval=True)
+    assert newest["train/data/batches"] == newest["train/stage/fetch/count"] == 6
+    assert all(key.startswith("train/") for key in newest)
+    assert not stages(loader.stats(interval=True))
+
+
+def test_what_a_dead_worker_counted_is_kept(tmp_path: Path) -> None:
+    """Its replacement, and the workers of the next epoch, add to it."""
+    loader = DataLoader[Any](DiesOnce(tmp_path / "died"), batch_size=4, num_workers=1, seed=1)
+    for epoch in (1, 2):
+        list(loader)
+        found = stages(loader.stats())
+        assert found["fetch"]["count"] + found["first_read"]["count"] == 6 * epoch
+        assert found["start_process"]["count"] == 1 + epoch
+    assert loader.stats()["data/worker_restarts"] == 1
+
+
+class DiesOnce(Numbers):
+    """Kills its process at a sample, once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(24)
+        self.path = path
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13 and not self.path.exists():
+            import os
+            import signal
+
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_counts_move_while_nothing_comes(workers: int) -> None:
+    """Requests and retries of a store that fails show while the consumer waits for the first batch, and so does its
+    waiting.
+    """
+    async with serving() as store:
+        store.put("a.jsonl", b'{"n": 1}\n' * 8)
+        dataset = RemoteIterableDataset(f"{store.url}/a.jsonl")
+        await dataset.plan(workers or 1, 0, 1, None)  # asks for the size: what fails below is the read
+        asked = len(store.asked)
+        store.faults["a.jsonl"].extend([status(503)] * 3)
+        context = "fork" if workers else None
+        async with AsyncDataLoader(
+            dataset, batch_size=8, num_workers=workers, multiprocessing_context=context
+        ) as loader:
+            other = AsyncDataLoader(Numbers(8), batch_size=8)
+            waiting = asyncio.ensure_future(anext(aiter(loader)))
+            while not waiting.done() and not loader.stats()["store/retries"]:  # noqa: ASYNC110 - counters have no event
+                await asyncio.sleep(0)
+            early = loader.stats()
+            assert not waiting.done()
+            assert early["data/batches"] == 0
+            assert early["data/wait_s"] > 0
+            assert len((await waiting)["n"]) == 8
+            assert [len(batch) async for batch in other] == [8]
+            stats = loader.stats()
+    assert stats["store/retries"] == 3
+    assert stats["store/requests"] == len(store.asked) - asked
+    assert stats["store/bytes"] >= 8 * 9
+    assert other.stats()["store/requests"] == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_every_request_is_counted(workers: int) -> None:
+    """Those for the sizes of shards, which the main process asks for, and those of the reads; in a `for` loop, too."""
+    async with serving() as store:
+        for name in "abc":
+            store.put(f"{name}.jsonl", b'{"n": 1}\n' * 8)
+        dataset = RemoteIterableDataset(f"{store.url}/{{a,b,c}}.jsonl")
+        context = "fork" if workers else None
+        loader = DataLoader[Any](dataset, batch_size=8, num_workers=workers, multiprocessing_context=context)
+        assert len(await asyncio.to_thread(list, loader)) == 3
+        assert loader.stats()["store/requests"] == len(store.asked) >= 6
+
+
+def test_stats_may_be_asked_for_in_any_thread() -> None:
+    """While another thread waits for a batch that does not come."""
+    gate = threading.Event()
+
+    def held(samples: list[int]) -> list[int]:
+        gate.wait(60)
+        return samples
+
+    loader = DataLoader(Numbers(4), batch_size=4, collate_fn=held)
+    thread = threading.Thread(target=list, args=(loader,))
+    thread.start()
+    while not loader.stats()["data/wait_s"]:
+        pass
+    gate.set()
+    thread.join()
+    assert loader.stats()["data/batches"] == 1
+
+
+def test_metrics_are_what_stats_says() -> None:
+    """With a type for each, and the stages of each worker apart."""
+    loader = DataLoader(Numbers(24), batch_size=4, num_workers=2, decode=decode_slowly)
+    list(loader)
+    stats, metrics = loader.stats(), {metric.name: metric for metric in loader.metrics()}
+    batches = metrics["asyncloader_data_batches"]
+    assert (batches.type, batches.unit, batches.samples) == (
+        "counter",
+        "batches",
+        [("asyncloader_data_batches_total", {}, 6)],
+    )
+    assert metrics["asyncloader_data_wait_seconds"].samples[0].name == "asyncloader_data_wait_seconds_total"
+    assert metrics["asyncloader_data_queue_depth"].type == "gauge"
+    stage = metrics["asyncloader_stage_seconds"]
+    decoded = [sample for sample in stage.samples if sample.labels["stage"] == "decode"]
+    assert {sample.labels["worker"] for sample in decoded} == {"0", "1"}
+    totals = [sample.value for sample in decoded if sample.name.endswith("_count")]
+    assert sum(totals) == stats["stage/decode/count"] == 6
+    assert {sample.labels["stage"] for sample in stage.samples} <= set(STAGES)
+    assert {sample.labels["worker"] for sample in stage.samples if sample.labels["stage"] == "wait"} == {"main"}
+
+
+def test_the_start_of_workers_counts_once_an_epoch_that_starts_them() -> None:
+    """With persistent workers the first one alone; without workers there is none."""
+    for persistent, starts in ((False, 3), (True, 1)):
+        loader = DataLoader(Numbers(8), batch_size=4, num_workers=1, persistent_workers=persistent)
+        for _ in range(3):
+            list(loader)
+        stats = loader.stats()
+        assert stats["stage/start_process/count"] == stats["stage/first_read/count"] == starts
+        assert stats["data/startup_s"] > 0
+        loader.close()

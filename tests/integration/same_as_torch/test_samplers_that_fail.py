@@ -1,0 +1,85 @@
+"""A sampler that cannot begin: its error comes once, as with torch, and then the epoch is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import AsyncDataLoader, DataLoader
+from tests.helpers.running import run_async
+
+Found = list[str]
+
+
+class Unborn:
+    """Each `__iter__` raises; counts them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[Any]:
+        self.calls += 1
+        raise PermissionError("no order")
+
+
+def steps(make: Any, options: dict[str, Any]) -> Found:
+    """What comes of ``iter(loader)`` and of four calls of ``next``."""
+    found: Found = []
+    try:
+        batches = iter(make(range(8), **options))
+    except PermissionError:
+        return ["error of iter"]
+    for _ in range(4):
+        try:
+            found.append(str(next(batches)))
+        except PermissionError:
+            found.append("error")
+        except StopIteration:
+            found.append("end")
+    return found
+
+
+async def async_steps(options: dict[str, Any]) -> Found:
+    found: Found = []
+    async with AsyncDataLoader[Any](range(8), **options) as loader:  # type: ignore[arg-type]
+        try:
+            batches = aiter(loader)
+        except PermissionError:
+            return ["error of iter"]
+        for _ in range(4):
+            try:
+                found.append(str(await anext(batches)))
+            except PermissionError:
+                found.append("error")
+            except StopAsyncIteration:
+                found.append("end")
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's iterator
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("how", [{"sampler": 1}, {"sampler": 1, "batch_size": None}, {"batch_sampler": 1}], ids=str)
+def test_its_error_comes_once(how: dict[str, Any], workers: int) -> None:
+    """From ``iter`` or from the first ``next``, wherever torch's comes from; the sampler is not asked again."""
+    options = {name: Unborn() if value == 1 else value for name, value in how.items()} | {"num_workers": workers}
+    expected = steps(torch.utils.data.DataLoader, options)
+    for sampler in (options.get("sampler"), options.get("batch_sampler")):
+        if isinstance(sampler, Unborn):
+            sampler.calls = 0
+            assert steps(DataLoader, options) == expected
+            assert sampler.calls == 1
+            assert run_async(async_steps(options)) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_its_error_comes_once_with_a_seed(workers: int) -> None:
+    """The same where the sampler's order is cut into the ranks' shares."""
+    options: dict[str, Any] = {"sampler": Unborn(), "seed": 1, "num_workers": workers}
+    for found in (steps(DataLoader, options), run_async(async_steps(options))):
+        assert found in (["error of iter"], ["error", "end", "end", "end"])

@@ -1,0 +1,310 @@
+"""What a state means: before the first batch, in the middle, on the last batch, after the end."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import AsyncDataLoader, DataLoader
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import BOTH
+from tests.helpers.seeded_datasets import AllDraws, Rows
+from tests.helpers.seeded_runs import Stepwise, epochs_of
+from tests.helpers.state_parts import Failing, StreamOfCursors
+from tests.processes import children_of
+
+N = 22
+SEEDED: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 7}
+STEPS = 6
+PLACES = [(0, False), (2, False), (2, True)]
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture(params=PLACES, ids=["inline", "workers", "persistent"])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Where the samples are made."""
+    workers, persistent = request.param
+    return {**SEEDED, "num_workers": workers, "persistent_workers": persistent}
+
+
+@pytest.fixture(scope="module")
+def epochs() -> list[list[Any]]:
+    """Epochs 0 to 3."""
+    return epochs_of("sync", AllDraws(N), 4, **SEEDED)
+
+
+def resumed(kind: str, state: dict[str, Any], count: int, **options: Any) -> list[list[Any]]:
+    """The epochs of a new loader that begins with the state."""
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.loader.load_state_dict(state)
+        return [run.epoch() for _ in range(count)]
+
+
+# ------------------------------------------------------------------------------------------- the position
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("taken", range(STEPS + 1))
+def test_any_position(kind: str, taken: int, options: dict[str, Any], epochs: list[list[Any]]) -> None:
+    """The state counts what was delivered: the rest of the epoch follows, on the last batch none, then whole epochs."""
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.epoch()
+        run.begin()
+        run.take(taken)
+        state = run.loader.state_dict()
+    assert (state["epoch"], state["step"], state["finished"]) == (1, taken, False)
+    got = resumed("sync", state, 2, **options | {"num_workers": 0, "persistent_workers": False})
+    assert_same(got, [epochs[1][taken:], epochs[2]])
+    assert_same(resumed(kind, state, 2, **options), got)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_before_the_first_iterator(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
+    """A loader that was never iterated has a state: the epoch that it would begin. Nothing is started for it."""
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.loader.set_epoch(2)
+        processes = children_of(os.getpid())
+        state = run.loader.state_dict()
+        assert children_of(os.getpid()) == processes
+    assert (state["epoch"], state["step"]) == (2, 0)
+    assert_same(resumed(kind, state, 2, **options), epochs[2:4])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BOTH)
+def test_after_the_end(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
+    """Once the consumer was told of the end, the state means the next epoch."""
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.epoch()
+        state = run.loader.state_dict()
+    assert state["finished"]
+    assert_same(resumed(kind, state, 2, **options), epochs[1:3])
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_it_is_the_same_at_every_place(kind: str, options: dict[str, Any]) -> None:
+    """The state does not tell how many workers there were, nor what they fetched ahead."""
+    states: list[dict[str, Any]] = []
+    for other in (options, SEEDED):
+        with Stepwise(kind, AllDraws(N), **other) as run:
+            run.begin()
+            run.take(3)
+            states.append(run.loader.state_dict())
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_ranks_have_the_same_state(kind: str) -> None:
+    """For a map dataset every rank's state is the same, and loads into another number of ranks: only the number itself
+    differs, which errors name.
+    """
+    states: list[dict[str, Any]] = []
+    for world in (1, 2, 4):
+        for rank in range(world):
+            options: dict[str, Any] = {"batch_size": 8 // world, "seed": 1, "rank": rank, "world_size": world}
+            with Stepwise(kind, Rows(64), **options) as run:
+                run.begin()
+                run.take(3)
+                states.append(run.loader.state_dict())
+    assert [state["world_size"] for state in states] == [1, 2, 2, 4, 4, 4, 4]
+    assert all(state == states[0] | {"world_size": state["world_size"]} for state in states)
+    with Stepwise(kind, Rows(64), batch_size=4, seed=1, rank=1, world_size=2) as run:
+        run.loader.load_state_dict(states[0])
+        run.begin()
+        assert run.step().tolist() == [28, 29, 30, 31]
+
+
+# ------------------------------------------------------------------------------------------- the dictionary
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_fresh_dictionary_each_time(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
+    """States are independent of one another, of what follows, and of what the caller does to them."""
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.begin()
+        run.take(2)
+        one, two = run.loader.state_dict(), run.loader.state_dict()
+        assert one == two
+        assert one is not two
+        one.clear()
+        assert run.loader.state_dict() == two
+        run.take(1)
+        assert run.loader.state_dict()["step"] == 3
+        assert two["step"] == 2
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.loader.load_state_dict(two)
+        two.clear()
+        assert_same(run.epoch(), epochs[0][2:])
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_it_equals_what_was_loaded(kind: str, options: dict[str, Any]) -> None:
+    """Right after loading, the state is the one that was loaded; also a finished one, and with an iterator about."""
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.begin()
+        run.take(2)
+        middle = run.loader.state_dict()
+        run.rest()
+        finished = run.loader.state_dict()
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        for state in (middle, finished, middle):
+            run.loader.load_state_dict(state)
+            assert run.loader.state_dict() == state
+        run.begin()
+        assert run.loader.state_dict() == middle, "an iterator that has given nothing stands where it began"
+        run.step()
+        run.loader.load_state_dict(finished)
+        assert run.loader.state_dict() == finished
+
+
+def test_it_passes_through_json_and_a_careful_torch_load() -> None:
+    """States are plain values: equal after JSON, and after ``torch.load(weights_only=True)``."""
+    for dataset, options in ((Rows(N), SEEDED), (StreamOfCursors(N), {"batch_size": 4}), (Rows(N), {"shuffle": True})):
+        with Stepwise("sync", dataset, num_workers=1, **options) as run:
+            run.begin()
+            run.take(2)
+            state = run.loader.state_dict()
+        assert json.loads(json.dumps(state)) == state
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True) == state
+
+
+def test_it_is_small() -> None:
+    """It does not grow with the dataset, the epoch's length or what was delivered."""
+    sizes: list[int] = []
+    for length in (100, 1 << 30):
+        with Stepwise("sync", Rows(length), **SEEDED) as run:
+            run.begin()
+            run.take(20)
+            sizes.append(len(json.dumps(run.loader.state_dict())))
+    assert max(sizes) - min(sizes) < 20
+
+
+def test_far_positions_are_sought() -> None:
+    """A position far into a huge epoch is found without what lies before it: the first batch comes at once."""
+    with Stepwise("sync", Rows(1 << 40), **SEEDED) as run:
+        state = run.loader.state_dict() | {"step": 1 << 37}
+        run.loader.load_state_dict(state)
+        run.begin()
+        got = run.step().tolist()
+    order = run.loader.sampler.iter_from(4 << 37)
+    assert got == [next(order) for _ in range(4)]
+
+
+# ------------------------------------------------------------------------------------------- which iterator speaks
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_the_newest_iterator_speaks(kind: str) -> None:
+    """Of several iterators the state is the newest one's, whichever is read."""
+    with Stepwise(kind, Rows(N), num_workers=1, **SEEDED) as run:
+        one = run.begin()
+        run.take(3)
+        two = run.begin()
+        assert run.loader.state_dict()["step"] == 0
+        run.step(one)
+        assert run.loader.state_dict()["step"] == 0
+        run.step(two)
+        assert run.loader.state_dict()["step"] == 1
+        del one
+        assert run.loader.state_dict()["step"] == 1
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_state_is_used_once(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
+    """The next iterator begins from a loaded state, the one after it does not."""
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.begin()
+        run.take(4)
+        run.loader.load_state_dict(run.loader.state_dict())
+        run.begin()
+        assert_same(run.step(), epochs[0][4])
+        run.begin()
+        assert_same(run.rest(), epochs[0])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BOTH)
+def test_back_to_an_earlier_state(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
+    """The loader that saved a state can go back to it, across epochs, as often as one likes."""
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.begin()
+        run.take(3)
+        state = run.loader.state_dict()
+        run.rest()
+        for _ in range(2):
+            run.epoch()
+            run.loader.load_state_dict(state)
+            assert_same(run.epoch(), epochs[0][3:])
+            assert_same(run.epoch(), epochs[1])
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_an_empty_state(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
+    """``load_state_dict({})`` takes no position, and forgets one that was loaded and not used."""
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.begin()
+        run.take(3)
+        state = run.loader.state_dict()
+        run.loader.load_state_dict(state)
+        run.loader.load_state_dict({})
+        assert run.loader.state_dict()["step"] == 0
+        assert_same(run.epoch(), epochs[0])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BOTH)
+def test_another_epoch_set_after_loading(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
+    """A position belongs to its epoch: setting the same one keeps it, another one begins at its beginning."""
+    with Stepwise(kind, AllDraws(N), **options) as run:
+        run.loader.set_epoch(1)
+        run.begin()
+        run.take(3)
+        state = run.loader.state_dict()
+    for epoch, expected in ((1, epochs[1][3:]), (2, epochs[2])):
+        with Stepwise(kind, AllDraws(N), **options) as run:
+            run.loader.load_state_dict(state)
+            run.loader.set_epoch(epoch)
+            assert_same(run.epoch(), expected)
+
+
+@pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
+def test_the_length_stays_the_whole_epochs(make: Any) -> None:
+    """``len(loader)`` is the epoch's also when less of it is to come, as trainers count on."""
+    loader = make(Rows(N), **SEEDED)
+    loader.load_state_dict(loader.state_dict() | {"step": 4})
+    assert len(loader) == STEPS
+    loader.close()
+
+
+# ------------------------------------------------------------------------------------------- errors in between
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_is_past_once_the_next_batch_came(kind: str, workers: int) -> None:
+    """A consumer that caught a sample's error and went on does not meet it again; one that stopped there does."""
+    options: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": workers}
+    with Stepwise(kind, Failing(10, bad=(4,)), **options) as run:
+        run.begin()
+        run.take(2)
+        with pytest.raises(KeyError):
+            run.step()
+        at_the_error = run.loader.state_dict()
+        assert run.step().tolist() == [6, 7]
+        past_it = run.loader.state_dict()
+    assert (at_the_error["step"], past_it["step"]) == (2, 4)
+    for state, expected in ((at_the_error, [4, 5, 6, 7, 8, 9]), (past_it, [8, 9])):
+        with Stepwise(kind, Rows(10), **options) as run:
+            run.loader.load_state_dict(state)
+            assert torch.cat(run.epoch()).tolist() == expected

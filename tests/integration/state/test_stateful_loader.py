@@ -1,0 +1,279 @@
+"""StatefulDataLoader: what a state means at each moment of an epoch, and what comes after it. Without torchdata."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import RandomSampler
+
+from asyncloader import (
+    DataLoader,
+    DeviceOptions,
+    Recovery,
+    StateError,
+    StatefulDataLoader,
+    StatefulDistributedSampler,
+    StatefulRandomSampler,
+    Tuning,
+)
+from tests.helpers.stateful_cases import (
+    MOMENTS,
+    ROWS,
+    WORKERS,
+    Batches,
+    Counting,
+    Order,
+    OrderOfIterators,
+    Plain,
+    Rows,
+    Stream,
+    StreamOfIterators,
+    plain,
+    resumed,
+    uninterrupted,
+)
+from tests.pairwise import quickly
+
+pytestmark = pytest.mark.filterwarnings("ignore:neither the dataset nor its iterator has state_dict")
+
+
+def _generator() -> torch.Generator:
+    # A resumed process has seeded its own otherwise.
+    return torch.Generator().manual_seed(torch.initial_seed())
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "sequential": lambda: {"dataset": Rows(), "batch_size": 2},
+    "shuffle": lambda: {"dataset": Rows(), "batch_size": 2, "shuffle": True, "drop_last": True},
+    "shuffle, generator": lambda: {"dataset": Rows(), "batch_size": 2, "shuffle": True, "generator": _generator()},
+    "shuffle, no batches": lambda: {"dataset": Rows(), "batch_size": None, "shuffle": True},
+    "replacement": lambda: {
+        "dataset": Rows(),
+        "batch_size": 8,
+        "sampler": StatefulRandomSampler(Rows(), replacement=True, num_samples=70),
+    },
+    "torch's sampler": lambda: {
+        "dataset": Rows(),
+        "batch_size": 2,
+        "sampler": RandomSampler(Rows(), generator=_generator()),
+    },
+    "distributed": lambda: {
+        "dataset": Rows(),
+        "batch_size": 2,
+        "sampler": StatefulDistributedSampler(Rows(), 2, 1, seed=3),
+    },
+    "sampler": lambda: {"dataset": Rows(), "batch_size": 2, "sampler": Order()},
+    "sampler, every 2": lambda: {"dataset": Rows(), "batch_size": 2, "sampler": Order(), "snapshot_every_n_steps": 2},
+    "sampler's iterator": lambda: {"dataset": Rows(), "batch_size": 2, "sampler": OrderOfIterators()},
+    "batch sampler": lambda: {"dataset": Rows(), "batch_sampler": Batches()},
+    "map dataset": lambda: {"dataset": Counting(), "batch_size": 2},
+    "stream": lambda: {"dataset": Stream(), "batch_size": 2},
+    "stream, every 3": lambda: {"dataset": Stream(), "batch_size": 2, "snapshot_every_n_steps": 3},
+    "stream's iterator, never": lambda: {
+        "dataset": StreamOfIterators(),
+        "batch_size": 2,
+        "snapshot_every_n_steps": None,
+    },
+    "stream without a state": lambda: {"dataset": Plain(), "batch_size": 2},
+}
+
+FEW = ["shuffle", "shuffle, generator", "sampler", "map dataset", "stream", "stream without a state"]
+"""With workers, too: those where workers make a difference."""
+
+
+def _check(case: str, workers: str, moments: tuple[str, ...]) -> None:
+    def make() -> Any:
+        return StatefulDataLoader(**CASES[case](), **WORKERS[workers])
+
+    run = uninterrupted(make)
+    expected = {moment: run.left(moment) for moment in moments}
+    assert {moment: resumed(make, run.states[moment], len(expected[moment])) for moment in moments} == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_moment(case: str) -> None:
+    """A state resumes to the batches that were left of the epoch, and to the epochs after it, wherever it was taken.
+
+    On the last batch in the loop that is no batch, after the loop a whole new epoch.
+    """
+    _check(case, "0", MOMENTS)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", quickly(FEW, "map dataset", "stream"))
+def test_each_moment_with_workers(case: str) -> None:
+    """The same with workers that live for an epoch."""
+    _check(case, "2", ("new", "iter", "within", "last", "end"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", FEW)
+def test_each_moment_with_persistent_workers(case: str) -> None:
+    """The same with workers that live as long as the loader."""
+    _check(case, "2 persistent", ("within", "end", "later"))
+
+
+def test_workers_draw_as_in_torchdata() -> None:
+    """With workers torchdata draws two permutations an epoch and uses the second: the same seed, the same batches."""
+    torch.manual_seed(3)
+    expected = [plain(StatefulDataLoader(Rows(), None, sampler=order)) for order in _permutations(6)]
+    torch.manual_seed(3)
+    loader = StatefulDataLoader(Rows(), 1, shuffle=True, num_workers=2)
+    got = [[int(batch) for batch in loader] for _ in range(3)]
+    assert got == [expected[1], expected[3], expected[5]]
+    torch.manual_seed(3)
+    loader = StatefulDataLoader(Rows(), 1, shuffle=True)
+    assert [[int(batch) for batch in loader] for _ in range(3)] == expected[:3]
+
+
+def _permutations(count: int) -> list[list[int]]:
+    sampler = StatefulRandomSampler(Rows())
+    return [list(sampler) for _ in range(count)]
+
+
+# -------------------------------------------------------------------------------------------------- the two methods
+
+
+def test_state_right_after_loading() -> None:
+    """A loaded state is the loader's state until an iterator is made."""
+    loader = StatefulDataLoader(Rows(), 2, shuffle=True)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    other = StatefulDataLoader(Rows(), 2, shuffle=True)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert other.state_dict() is not state
+
+
+def test_loading_drops_the_iterator_and_counts_once() -> None:
+    """A loaded state is for the next `iter()` alone; iterators made before go on, and speak for nobody."""
+    loader = StatefulDataLoader(Rows(), 2)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    assert plain(iterator) == [[2, 3], [4, 5], [6, 7], [8, 9], [10]]
+    loader.load_state_dict(state)
+    assert plain(loader) == [[2, 3], [4, 5], [6, 7], [8, 9], [10]]
+    assert len(plain(loader)) == 6
+
+
+def test_an_empty_state() -> None:
+    """`load_state_dict({})` forgets a position: the next epoch is a whole one."""
+    loader = StatefulDataLoader(Rows(), 2)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    loader.load_state_dict({})
+    assert loader.state_dict()["step"] == 0
+    assert len(plain(loader)) == 6
+
+
+def test_asking_for_a_state_changes_nothing() -> None:
+    """Before the first batch no worker is started and nothing drawn; states taken earlier stay as they were."""
+    torch.manual_seed(2)
+    loader = StatefulDataLoader(Rows(), 2, shuffle=True, num_workers=2)
+    drawn = torch.get_rng_state()
+    first = loader.state_dict()
+    kept = copy.deepcopy(first)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert loader._iterator is None
+    list(loader)
+    assert first == kept
+    assert loader.state_dict() != kept
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_states_are_json(case: str) -> None:
+    """A state survives JSON, if the user's own states do."""
+
+    def make() -> Any:
+        return StatefulDataLoader(**CASES[case]())
+
+    run = uninterrupted(make)
+    state = json.loads(json.dumps(run.states["within"]))
+    assert resumed(make, state, 2) == run.left("within")[:2]
+
+
+def test_what_is_read_again_is_said() -> None:
+    """Loading the state of a stream without one of its own warns how many batches will be read and dropped."""
+    loader = StatefulDataLoader(Plain(), 2)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    other = StatefulDataLoader(Plain(), 2)
+    with pytest.warns(UserWarning, match="3 batches that were delivered already will be read again"):
+        other.load_state_dict(loader.state_dict())
+    assert plain(other) == [[6, 7], [8, 9], [10]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(StatefulDataLoader(Plain(), 2).state_dict())
+        StatefulDataLoader(Stream(), 2).load_state_dict(StatefulDataLoader(Stream(), 2).state_dict())
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
+def test_other_numbers_of_workers(before: int, after: int) -> None:
+    """A stream's state is that of its workers' copies and fits as many only; the order of a map dataset fits any."""
+    loader = StatefulDataLoader(Stream(), 2, num_workers=before)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(StateError, match=f"num_workers={before}, but this loader has num_workers={after}"):
+        StatefulDataLoader(Stream(), 2, num_workers=after).load_state_dict(loader.state_dict())
+    loader = StatefulDataLoader(Rows(), 2, num_workers=before, sampler=Order())
+    iterator = iter(loader)
+    next(iterator)
+    rest = StatefulDataLoader(Rows(), 2, num_workers=after, sampler=Order())
+    rest.load_state_dict(loader.state_dict())
+    assert plain(rest) == plain(iterator)
+
+
+def test_states_of_torchdata_are_refused() -> None:
+    """The layout is ours: one of torchdata's is named as such."""
+    with pytest.raises(StateError, match="looks like one of torchdata's"):
+        StatefulDataLoader(Rows(), 2).load_state_dict({"_snapshot": {}, "_steps_since_snapshot": 1})
+
+
+# ------------------------------------------------------------------------------------------------- the constructor
+
+
+def test_signature() -> None:
+    """torch's arguments in torch's order, then torchdata's one and our own, with their defaults; no seeded mode."""
+    parameters = inspect.signature(StatefulDataLoader).parameters
+    torchs = inspect.signature(torch.utils.data.DataLoader).parameters
+    assert list(parameters)[: len(torchs)] == list(torchs)
+    assert all(parameters[name].kind == parameter.kind for name, parameter in torchs.items())
+    own = {name: parameter.default for name, parameter in parameters.items() if name not in torchs}
+    assert own == {
+        "snapshot_every_n_steps": 1,
+        "concurrency": None,
+        "decode": None,
+        "on_error": "raise",
+        "max_worker_restarts": None,
+        "device": None,
+        "recovery": Recovery(),
+        "tuning": Tuning(),
+        "device_options": DeviceOptions(),
+    }
+    assert isinstance(StatefulDataLoader(Rows()), DataLoader)
+
+
+def test_shuffle_draws_once_from_the_global_generator() -> None:
+    """The sampler's seed is drawn when the loader is made, each iterator's base seed when that is made; no more."""
+    torch.manual_seed(4)
+    loader = StatefulDataLoader(Rows(), 2, shuffle=True)
+    list(loader)
+    list(loader)
+    after = torch.rand(())
+    torch.manual_seed(4)
+    for _ in range(3):
+        torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(torch.rand(()), after)
+    assert len(loader) == -(-ROWS // 2)
