@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime as dt
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import against, chart, gpu_report, remote, report, sections, service, service_delays, shared
+from . import against, chart, days, gpu_report, remote, report, sections, service, service_delays, shared
 from .harness import ROOT, JobFailed, Results, run_job, run_rounds, verify
 from .plan import ROWS, Job, jobs
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 PICTURE = PAGE.with_suffix(".svg")
+ROUNDS = PAGE.with_suffix(".json")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -30,7 +32,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--save",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help=f"write {PAGE.relative_to(ROOT)} and its picture",
+        help=f"write {PAGE.relative_to(ROOT)} and its picture, over these rounds and those of the day before",
     )
     parser.add_argument(
         "--against",
@@ -91,9 +93,8 @@ def main(arguments: list[str]) -> int:
         command = " ".join(["python -m tests.benchmarks", *arguments])
         try:
             save(
-                results,
+                *days.add(ROUNDS, "transport", dt.datetime.now(dt.UTC).date().isoformat(), results),
                 command,
-                options.rounds,
                 shared.section(shared.measure(quick=False, log=lambda row: log(str(row)))),
                 remote.section(options.quick, 1 if options.quick else 3, log, command),
             )
@@ -128,10 +129,12 @@ def compare(options: argparse.Namespace, seconds: float, log: Callable[[str], No
     return 1 if comparison.short() else 0
 
 
-def save(results: Results, command: str, rounds: int, memory: str = "", remotes: str = "", page: Path = PAGE) -> None:
+def save(
+    results: Results, dates: list[str], command: str, memory: str = "", remotes: str = "", page: Path = PAGE
+) -> None:
     """Write the page, with the sections on memory and on remote objects, and its picture beside it."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    text = report.page(results, command, rounds, memory, remotes)
+    text = report.page(results, dates, command, memory, remotes)
     # What other commands measured stays: this machine need not have a card.
     before = page.read_text(encoding="utf-8") if page.exists() else ""
     for title in (service.TITLE, service_delays.TITLE, gpu_report.TITLE):

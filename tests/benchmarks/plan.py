@@ -104,6 +104,7 @@ METRICS = (
     Metric("large", "large/sum", "the same, consumer sums the whole batch", "batches/s"),
     Metric("small", "small/touch", "32 samples, dict of 2 small arrays and an int", "batches/s"),
     Metric("ints", "ints/touch", "256 trivial ints", "batches/s"),
+    Metric("photos", "photos/touch", "32 JPEGs of 3x224x224, decoded by Pillow", "batches/s"),
     Metric("inline", "inline/large/touch", "no workers: 64 x float32 3x224x224, touched", "batches/s"),
     Metric("inline", "inline/large/sum", "no workers: the same, summed", "batches/s"),
     Metric("inline", "inline/small/touch", "no workers: 32 samples, dict", "batches/s"),
@@ -127,8 +128,10 @@ METRICS = (
     Metric("statistics", "statistics/decode", "statistics of a decoded sample", "µs", False, 1e6),
 )
 ROWS = tuple(dict.fromkeys(metric.row for metric in METRICS))
-THROUGHPUT = {"large": ("large",), "small": ("small", "cpu"), "ints": ("ints",)}
+THROUGHPUT = {"large": ("large",), "small": ("small", "cpu"), "ints": ("ints",), "photos": ("photos",)}
 """The rows that each throughput job feeds."""
+INLINE = ("large", "small", "ints")
+"""The workloads that are measured without workers, too."""
 
 
 def _floors() -> tuple[Floor, ...]:
@@ -137,6 +140,7 @@ def _floors() -> tuple[Floor, ...]:
         "large/sum": (3.0, 3.0),
         "small/touch": (10.0, 8.0),
         "ints/touch": (8.0, 6.0),
+        "photos/touch": (0.95, 0.95),
         "inline/large/touch": (0.95, 0.95),
         "inline/large/sum": (0.95, 0.95),
         "inline/small/touch": (0.95, 0.95),
@@ -190,10 +194,10 @@ def jobs(rows: tuple[str, ...], seconds: float, peers: bool, full: bool) -> list
     for workload, feeds in THROUGHPUT.items():
         if set(feeds) & set(rows):
             extra = {"small": (ASYNC_PLAIN, TORCH_FILE_SYSTEM), "ints": (ASYNC_PLAIN,)}.get(workload, ())
-            loaders = (TORCH, *OURS, *extra, *(PEERS if peers else ()))
+            loaders = (TORCH, *OURS, *extra, *(PEERS if peers and workload != "photos" else ()))
             planned += [Job("throughput", workload, loader, seconds=seconds, full=full) for loader in loaders]
     if "inline" in rows:
-        planned += [Job("inline", workload, ",".join((TORCH, *OURS))) for workload in THROUGHPUT]
+        planned += [Job("inline", workload, ",".join((TORCH, *OURS))) for workload in INLINE]
     if "first" in rows:
         starts = ("fork", "spawn", "forkserver")
         planned += [Job("first_batch", "small", each, start) for start in starts for each in (TORCH, *OURS)]

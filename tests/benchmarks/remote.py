@@ -8,6 +8,7 @@ The files, from the top down: `remote_plan` says what is measured and wanted, `r
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import os
 import re
 import statistics
@@ -17,12 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import remote_report, sections
+from . import days, remote_report, sections
 from .harness import PEER_ATTEMPTS, ROOT, JobFailed, Results, run_job
 from .remote_plan import LATENCIES, OURS, Row, rows
 from .remote_store import running_store
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
+ROUNDS = PAGE.with_suffix(".json")
 MODULE = "tests.benchmarks.remote"
 
 
@@ -75,12 +77,17 @@ def _attempt(row: Row, store: str, seconds: float, results: Results) -> dict[str
 
 
 def section(quick: bool, rounds: int, log: Callable[[str], None], command: str) -> str:
-    """Measure all rows and give the section of the page. Errors as `measure`."""
+    """Measure all rows and give the section of the page, over these rounds and those of the day before.
+
+    Raises:
+        JobFailed, RuntimeError: as `measure`.
+    """
     return _section(measure(rows(), rounds, 1.5 if quick else 3.0, log), command)
 
 
 def _section(measured: Measured, command: str) -> str:
-    return remote_report.section(measured.results, command, measured.rounds, measured.load)
+    kept = days.add(ROUNDS, "remote", dt.datetime.now(dt.UTC).date().isoformat(), measured.results)
+    return remote_report.section(*kept, command, measured.load)
 
 
 def save(text: str, page: Path = PAGE) -> None:

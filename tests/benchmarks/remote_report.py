@@ -142,24 +142,25 @@ def tables(results: Results) -> list[str]:
     return [table for table in (verdict_table(results), rate_table(results), tar_table(results)) if table]
 
 
-def section(results: Results, command: str, rounds: int, load: float) -> str:
+def section(results: Results, dates: list[str], command: str, load: float) -> str:
     """The section of the page.
 
     Args:
         results: of all rounds.
-        command: that made them.
-        rounds: how many.
-        load: on average the processes that wanted to run, ours included.
+        dates: the days on which they were measured.
+        command: the command of the last day.
+        load: on average the processes that wanted to run on that day, ours included.
     """
+    rounds = max(map(len, results.values.values()))
     cores = len(os.sched_getaffinity(0))
     return "\n\n".join(
         [
             TITLE,
             (
                 f"Samples read by {WORKERS} workers in batches of {BATCH}, from a store on this machine that waits "
-                f"before it answers. Written by `{command}`: medians of {rounds} interleaved rounds, on {cores} cores "
-                f"that the store shares, with {load:.1f} processes that wanted to run on average. Rates hold for this "
-                "machine only; the ratios are of one run."
+                f"before it answers. Written by `{command}`: medians of {rounds} interleaved rounds, measured on "
+                f"{' and '.join(dates)}, on {cores} cores that the store shares, with {load:.1f} processes that "
+                "wanted to run on average. Rates hold for this machine only; the ratios are of one run."
             ),
             *tables(results),
             *_failures(results),

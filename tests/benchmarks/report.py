@@ -222,7 +222,7 @@ def limits_part(results: Results) -> list[str]:
     return ["## Costs of seeded mode, of states and of statistics", table] if table else []
 
 
-def page(results: Results, command: str, rounds: int, memory: str = "", remotes: str = "") -> str:
+def page(results: Results, dates: list[str], command: str, memory: str = "", remotes: str = "") -> str:
     """The page `docs/reference/benchmarks.md`."""
     parts = [
         "# Benchmarks",
@@ -230,14 +230,15 @@ def page(results: Results, command: str, rounds: int, memory: str = "", remotes:
         (
             "Ratios to torch's `DataLoader` over the same dataset in the same run: 2 workers, persistent, "
             "after a warm-up epoch. The samples are views of one preallocated array and cost next to "
-            "nothing, so that transport is what is measured. Absolute rates hold for this machine only."
+            "nothing, but for the photos, so that transport is what is measured. Absolute rates hold for this "
+            "machine only."
         ),
         "![Batches per second of every loader as a multiple of torch's](benchmarks.svg)",
         "## Against torch, with the floor of each row",
         floor_table(results),
         (
-            f"Medians of {rounds} interleaved rounds; *rounds* gives the smallest and the largest ratio of a "
-            "single round. For times, memory and CPU less is better."
+            f"Medians of {len(results.memcpy)} interleaved rounds, measured on {' and '.join(dates)}; *rounds* gives "
+            "the smallest and the largest ratio of a single round. For times, memory and CPU less is better."
         ),
         *limits_part(results),
         "## Every loader, batches per second",

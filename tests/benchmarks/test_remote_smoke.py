@@ -218,7 +218,7 @@ def test_section_is_put_in_its_place(tmp_path: Path) -> None:
     page, text = tmp_path / "page.md", ""
     page.write_text("# Title\n\n## Before\n\nx\n\n## Memory bandwidth\n\ny\n")
     for factor in (1.0, 2.0):
-        text = remote_report.section(fake_results(factor), "command", 2, 1.5)
+        text = remote_report.section(fake_results(factor), ["2026-01-01"], "command", 1.5)
         remote.save(text, page)
         assert text.startswith(remote_report.TITLE)
         assert page.read_text() == f"# Title\n\n## Before\n\nx\n\n{text}\n\n## Memory bandwidth\n\ny\n"

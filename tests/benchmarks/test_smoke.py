@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from . import chart, harness, report
+from . import chart, days, harness, report
 from .__main__ import parse, save
 from .child import check_positions
 from .harness import JobFailed, Results, tree_memory
@@ -45,7 +45,7 @@ def collect(loader: str, name: str, workers: int) -> list[Any]:
     kept: list[Any] = []
 
     def clone(batch: Any) -> float:
-        kept.append({key: leaf.clone() for key, leaf in batch.items()} if name == "small" else batch.clone())
+        kept.append({key: leaf.clone() for key, leaf in batch.items()} if isinstance(batch, dict) else batch.clone())
         return consumer.consume(batch)
 
     def schedule() -> Iterator[Pass]:
@@ -145,9 +145,17 @@ def test_limits_bound_the_measured_number() -> None:
 def test_page_and_picture(tmp_path: Path) -> None:
     """The page has a line for each floor and says which are short; the picture is well-formed XML."""
     results = fake_results(20.0)
-    save(results, "python -m tests.benchmarks", 2, "## Memory", "## Remote", tmp_path / "benchmarks.md")
+    save(
+        results,
+        ["2026-01-01", "2026-01-02"],
+        "python -m tests.benchmarks",
+        "## Memory",
+        "## Remote",
+        tmp_path / "benchmarks.md",
+    )
     text = (tmp_path / "benchmarks.md").read_text()
     assert "## Memory\n\n## Remote\n" in text
+    assert "Medians of 1 interleaved rounds, measured on 2026-01-01 and 2026-01-02;" in text
     bound = [verdict.ok for verdict in report.verdicts(results) if verdict.floor.bound is not None]
     bound += [verdict.ok for verdict in report.limit_verdicts(results)]
     assert text.count("| ok |") == sum(bound) > 0
@@ -156,6 +164,27 @@ def test_page_and_picture(tmp_path: Path) -> None:
     names = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {ASYNC, FACADE, TORCH} <= names
     assert chart.draw(results) == chart.draw(results)
+
+
+def test_the_page_has_the_rounds_of_two_days(tmp_path: Path) -> None:
+    """A second measurement of a day replaces the first, a third day the oldest, and other parts of the file stay."""
+    file = tmp_path / "benchmarks.json"
+
+    def add(part: str, day: str, *rates: float) -> tuple[list[float], list[str]]:
+        results = Results(memcpy=list(rates), checksums={("ints", TORCH): "00"})
+        for rate in rates:
+            results.add("ints/touch", TORCH, rate)
+        merged, dates = days.add(file, part, day, results)
+        assert merged.memcpy == merged.values["ints/touch", TORCH]
+        assert merged.checksums == results.checksums
+        return merged.memcpy, dates
+
+    assert add("a", "2026-01-01", 1.0, 2.0) == ([1.0, 2.0], ["2026-01-01"])
+    assert add("a", "2026-01-01", 3.0) == ([3.0], ["2026-01-01"])
+    assert add("b", "2026-01-01", 4.0) == ([4.0], ["2026-01-01"])
+    assert add("a", "2026-01-03", 5.0, 6.0) == ([3.0, 5.0, 6.0], ["2026-01-01", "2026-01-03"])
+    assert add("a", "2026-01-04", 7.0) == ([5.0, 6.0, 7.0], ["2026-01-03", "2026-01-04"])
+    assert add("b", "2026-01-04", 8.0) == ([4.0, 8.0], ["2026-01-01", "2026-01-04"])
 
 
 def test_rows_select_jobs() -> None:

@@ -1,15 +1,17 @@
 """The datasets that the benchmarks load, and what must arrive.
 
 A sample is a view of one preallocated array and costs next to nothing, so that transport is what is
-measured. Its values follow from its position alone, and no two samples are equal: the first element names
-the sample, and the expected content can be computed without any loader.
+measured; the photos alone are decoded, as in training. A sample's values follow from its position alone, and
+no two samples are equal: the first element, or the label, names the sample, and the expected content can be computed without any loader.
 """
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,41 @@ class IntSamples(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
+
+
+class Photos(Dataset[dict[str, Any]]):
+    """Sample i is a dict: a JPEG of 3 x 224 x 224 that is decoded when it is asked for, one of 16, and the label i."""
+
+    def __init__(self, samples: int) -> None:
+        self.files = photo_files()
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": torch.from_numpy(decoded(self.files[index % len(self.files)])), "label": index}
+
+
+def photo_files() -> list[bytes]:
+    """Sixteen JPEG files of about 20 KB: smooth noise, as a photo's. No two are equal."""
+    from PIL import Image
+
+    files: list[bytes] = []
+    for number in range(16):
+        coarse = np.random.default_rng(number).integers(0, 256, (28, 28, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(coarse).resize((224, 224), Image.Resampling.BICUBIC).save(file, "JPEG", quality=95)
+        files.append(file.getvalue())
+    return files
+
+
+def decoded(file: bytes) -> npt.NDArray[np.uint8]:
+    """The image as uint8 of (3, 224, 224)."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(file)) as image:
+        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 
 @dataclass(frozen=True)
@@ -156,6 +193,19 @@ def _touch_ints(batch: Any) -> float:
     return float(batch[0]) + float(batch[-1])
 
 
+def _touch_photos(batch: Any) -> float:
+    return float(batch["label"][0]) + float(batch["image"][-1, 0, 112, 112])
+
+
+def _expected_photos(positions: Sequence[int]) -> float:
+    return float(positions[0]) + _photo_centres()[positions[-1] % 16]
+
+
+@cache
+def _photo_centres() -> list[float]:
+    return [float(decoded(file)[0, 112, 112]) for file in photo_files()]
+
+
 WORKLOADS = {
     "large": Workload(
         name="large",
@@ -190,6 +240,16 @@ WORKLOADS = {
         stamp_scale=1.0,
         consumers={"touch": Consumer(_touch_ints, lambda positions: float(positions[0] + positions[-1]))},
     ),
+    "photos": Workload(
+        name="photos",
+        dataset=Photos,
+        batch_size=32,
+        batches=32,
+        inline_batches=8,
+        stamp=lambda batch: batch["label"],
+        stamp_scale=1.0,
+        consumers={"touch": Consumer(_touch_photos, _expected_photos)},
+    ),
 }
 
 BATCH_BYTES = 64 * IMAGE_ELEMENTS * 4  # of the large workload
@@ -222,6 +282,7 @@ class Checksum:
 def reference_checksum(name: str, batches: int) -> str:
     """The checksum of an epoch, from the definition of the samples: no dataset, no loader involved."""
     checksum = Checksum()
+    files = photo_files() if name == "photos" else []
     for index in range(WORKLOADS[name].samples(batches)):
         if name == "large":
             start = IMAGE_STRIDE * index
@@ -234,6 +295,9 @@ def reference_checksum(name: str, batches: int) -> str:
                 ("tokens", np.arange(index, index + TOKENS, dtype=np.int64)),
             ]
             checksum.add_sample(leaves)
+        elif name == "photos":
+            label = np.asarray(index, dtype=np.int64)
+            checksum.add_sample([("image", decoded(files[index % len(files)])), ("label", label)])
         else:
             checksum.add_sample([("", np.asarray(index, dtype=np.int64))])
     return str(checksum)

@@ -1,0 +1,50 @@
+"""Keeps the rounds of each day in a file beside the page: its medians are over the last two days that were measured.
+
+A machine's speed differs from one day to the next by more than within a day, so that one day's figures promise too much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from .harness import Results
+
+MOST_DAYS = 2
+
+
+def add(file: Path, part: str, today: str, results: Results) -> tuple[Results, list[str]]:
+    """Save today's rounds in the place of those that were measured earlier today; return them with the day's before.
+
+    Args:
+        file: JSON; it need not exist.
+        part: the name of the measurements, which are kept apart from those of other names.
+        today: the date, as YYYY-MM-DD.
+        results: today's.
+
+    Returns:
+        The rounds of the days that are kept, the oldest first, and their dates. A row that was not measured on one of
+        these days has the rounds of the other.
+    """
+    parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    days = {**parts.get(part, {}), today: _packed(results)}
+    parts[part] = {day: days[day] for day in sorted(days)[-MOST_DAYS:]}
+    file.write_text(json.dumps(parts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    merged = Results()
+    for day in parts[part].values():
+        for metric, loader, rounds in day["values"]:
+            merged.values.setdefault((metric, loader), []).extend(rounds)
+        merged.checksums |= {(workload, loader): checksum for workload, loader, checksum in day["checksums"]}
+        merged.memcpy += day["memcpy"]
+        merged.failures += day["failures"]
+    return merged, list(parts[part])
+
+
+def _packed(results: Results) -> dict[str, object]:
+    """The fields of `Results`, with lists for the dictionaries that have pairs as keys."""
+    fields = dataclasses.asdict(results)
+    return {
+        name: [[*key, value] for key, value in field.items()] if isinstance(field, dict) else field
+        for name, field in fields.items()
+    }
