@@ -1,6 +1,6 @@
 """Keeps the rounds of each day in a file beside the page: its medians are over the last two days that were measured.
 
-A machine's speed differs from one day to the next by more than within a day, so that one day's figures promise too much.
+A machine's speed differs more from one day to the next than within a day: figures of a single day promise too much.
 """
 
 from __future__ import annotations

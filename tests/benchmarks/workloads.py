@@ -1,8 +1,9 @@
 """The datasets that the benchmarks load, and what must arrive.
 
 A sample is a view of one preallocated array and costs next to nothing, so that transport is what is
-measured; the photos alone are decoded, as in training. A sample's values follow from its position alone, and
-no two samples are equal: the first element, or the label, names the sample, and the expected content can be computed without any loader.
+measured; the photos alone are decoded, as in training. A sample's values follow from its position alone,
+and no two samples are equal: the first element, or the label, names the sample, and the expected content
+can be computed without any loader.
 """
 
 from __future__ import annotations
