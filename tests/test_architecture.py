@@ -264,6 +264,22 @@ def test_class_names_are_unique() -> None:
     assert {name for name, number in found.items() if number > 1} == PARTS_OF_DATALOADER2
 
 
+def test_every_module_has_a_test_of_its_name_or_says_where_it_is_tested() -> None:
+    """Whoever changes a module finds the tests to run."""
+    named = {path.stem.removeprefix("test_") for path in TESTS if path.stem.startswith("test_")}
+    without = {
+        module.removeprefix("asyncloader.")
+        for module, path in MODULES.items()
+        if not path.stem.startswith("__")
+        and not any(name == path.stem or name.startswith(f"{path.stem}_") for name in named)
+    }
+    listed: dict[str, str] = {}
+    for modules in tomllib.loads((ROOT / "tests" / "tested_by.toml").read_text()).values():
+        listed |= modules
+    assert listed.keys() == without
+    assert not {place for place in listed.values() if not (ROOT / "tests" / place).exists()}
+
+
 def test_files_are_short() -> None:
     """One file, one job: at most 500 lines."""
     lengths = {path: len(path.read_text().splitlines()) for path in [*MODULES.values(), *TESTS]}
