@@ -1,11 +1,11 @@
-"""Definitions: functions, known by name on both sides, that make the dataset which a service reads.
+"""Definitions: functions that make a dataset, and that both the loader and the service import by name.
 
     @asyncloader.definition
     def train(root: str = "/data"):
         return Images(root)
 
-Calling one only notes its arguments. A loader without `workers=` then makes the dataset itself; with `workers=` it
-sends the name and the arguments, and the service, where the same module is installed, makes it.
+Calling a definition only stores the arguments. A loader without `workers=` then makes the dataset itself; a loader
+with `workers=` sends the name and the arguments, and the service, where the same module is installed, makes it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from typing import Any, NamedTuple
 from asyncloader.service.fingerprint import fingerprint
 
 FUNCTIONS = ("collate_fn", "worker_init_fn", "decode")
-"""The loader's arguments that run in workers, and so come with the definition."""
+"""The loader's arguments that run in workers, so a definition returns them beside the dataset."""
 
 _PLAIN = (str, int, float, bool, type(None), list, dict)
 
 
 class Made(NamedTuple):
-    """What a definition made: the dataset, and the functions that run in workers, by the loader's names for them."""
+    """The result of a definition: the dataset, and the functions that run in workers, by the names of the loader's
+    arguments.
+    """
 
     dataset: Any
     functions: Mapping[str, Any]
 
 
 class Defined:
-    """A definition with its arguments: what a loader takes in the place of a dataset."""
+    """A definition with its arguments. A loader takes it in the place of a dataset."""
 
     def __init__(self, made_by: Definition, arguments: dict[str, Any]) -> None:
         self.definition = made_by
         self.arguments = arguments
 
     def make(self) -> Made:
-        """Make the dataset here.
+        """Make the dataset in this process.
 
         Raises:
             TypeError: the definition returned neither a dataset, nor a dataset and a dictionary of functions.
@@ -66,8 +68,10 @@ class Defined:
         """The arguments as JSON.
 
         Raises:
-            TypeError: one of them is no plain value.
+            TypeError: an argument is no plain value.
         """
+        # One by one, so that the error names the argument. NaN is refused because it equals nothing: a node could not
+        # compare it with its own argument.
         for name, value in self.arguments.items():
             try:
                 json.dumps(value, allow_nan=False)
@@ -84,7 +88,7 @@ class Defined:
 
 
 class Definition:
-    """A function that makes a dataset, with a name that a service can be asked for. Calling it makes a `Defined`."""
+    """A function that makes a dataset, known to a service by its name. Calling it makes a `Defined`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -93,10 +97,10 @@ class Definition:
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the arguments.
+        """Store the arguments.
 
         Raises:
-            TypeError: the function does not take these.
+            TypeError: the function does not take these arguments, or has parameters without names.
         """
         bound = inspect.signature(self.function).bind(*args, **kwargs)
         if any(
@@ -111,15 +115,14 @@ class Definition:
         return tuple(inspect.signature(self.function).parameters)
 
     def fingerprint(self) -> str:
-        """Says which code this is: see `fingerprint.py`. The files are read at the first call only: an edit that comes
-        later does not change the code that runs.
-        """
+        """Identify the code of this definition; see `fingerprint.py`."""
+        # Kept from the first call: a later edit of the files does not change the code that this process has imported.
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self.function)
         return self._fingerprint
 
     def check(self, fingerprint: str, where: str) -> None:
-        """Raise ValueError if the code is not that with this fingerprint, which was found where the text says."""
+        """Raise ValueError if this code has another fingerprint. `where` says where the other one was computed."""
         if fingerprint != self.fingerprint():
             raise ValueError(
                 f"the definition {self.name} differs: its source has the fingerprint {fingerprint:.16} {where}, and "
@@ -128,7 +131,7 @@ class Definition:
             )
 
     def convert(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Check arguments against the signature and annotations; texts become what the annotation says.
+        """Check arguments against the signature and annotations, and convert texts to the annotated types.
 
         Raises:
             ValueError: an argument is unknown, missing or of another type. The text names the argument.
@@ -142,27 +145,27 @@ class Definition:
             signature.bind(**given)
         except TypeError as error:
             raise ValueError(f"{self.name}{signature}: {error}") from None
-        return {name: _converted(self.name, name, value, hints.get(name, Any)) for name, value in given.items()}
+        return {name: _convert(self.name, name, value, hints.get(name, Any)) for name, value in given.items()}
 
     def __repr__(self) -> str:
         return f"<definition {self.function.__module__}.{self.name}>"
 
 
 def definition(function: Callable[..., Any]) -> Definition:
-    """Make a function that returns a dataset a `Definition`, for use as decorator.
+    """Turn a function that returns a dataset into a `Definition`. For use as decorator.
 
     The function returns the dataset, or the dataset and a dictionary of functions that run in workers (`collate_fn`,
-    `worker_init_fn`, `decode`). It stands at the top of a module that is installed where the workers are, and its
+    `worker_init_fn`, `decode`). It stands at the top level of a module that is installed where the workers run, and its
     arguments are plain values: numbers, texts, and lists and dictionaries of these.
     """
     return Definition(function)
 
 
 def load_definition(target: str) -> Definition:
-    """Return the definition that ``"module:name"`` names. Modules are found from the current folder, too.
+    """Return the definition that ``"module:name"`` names. Modules are also searched in the current folder.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no definition has this name.
     """
     module_name, _, name = target.partition(":")
     if not name:
@@ -180,11 +183,12 @@ def load_definition(target: str) -> Definition:
         known = [key for key, value in vars(module).items() if isinstance(value, Definition)]
         what = f"it has {', '.join(known)}" if known else "decorate a function with @asyncloader.definition"
         raise ValueError(f"{target!r}: {module_name} has no definition {name!r}; {what}")  # noqa: TRY004
-    found.fingerprint()  # of the files that were imported just now, and not of those that a loader finds later
+    # Now, while the files are those that were just imported: they may be edited before the first loader comes.
+    found.fingerprint()
     return found
 
 
-def _converted(owner: str, name: str, value: Any, hint: Any) -> Any:
+def _convert(owner: str, name: str, value: Any, hint: Any) -> Any:
     kinds = (
         typing.get_args(hint)
         if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
@@ -195,6 +199,7 @@ def _converted(owner: str, name: str, value: Any, hint: Any) -> Any:
         plain = typing.get_origin(kind) or kind
         if plain is Any or (plain is type(None) and value is None):
             return value
+        # A caller may give 1 for a float. An integer of more than 1,024 bits would raise OverflowError.
         if plain is float and type(value) is int and abs(value) < 1 << 1000:
             return float(value)
         if plain in _PLAIN and type(value) is plain:
@@ -203,6 +208,7 @@ def _converted(owner: str, name: str, value: Any, hint: Any) -> Any:
             return Path(value)
     if type(value) is not str:
         raise ValueError(problem)
+    # A text, from a command line or a configuration file: a second pass, because a union may accept texts as they are.
     for kind in kinds:
         plain = typing.get_origin(kind) or kind
         if plain is bool and value.lower() in ("true", "false"):

@@ -1,4 +1,4 @@
-"""Says what to install where the service's requirements are missing."""
+"""Checks that the requirements of the extra `service` are installed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""The fingerprint of a definition: equal on two machines if the code that makes the dataset is.
+"""The fingerprint of a definition: equal on two machines if the code that makes the dataset is equal.
 
-Data path: none; before a worker of a service is there.
-
-It covers the whole module that has the definition, as its helpers and its dataset's class stand there, and the modules
-of the same package that it imports, and those that these import. Other packages are not covered: an environment has too
-many of them, and most have nothing to do with the data.
+It covers the whole module that contains the definition, because helpers and the dataset's class are usually defined
+there, and the modules of the same package that this module imports, directly or through others. Other packages are not
+covered: an environment has too many of them, and most have nothing to do with the data.
 """
 
 from __future__ import annotations
@@ -23,25 +21,24 @@ from typing import Any
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
-    """The fingerprint of the code that this function is part of.
-
-    Sources are compared as texts with any line endings, for bytecode and syntax trees differ between versions of
-    Python. Where there is no source, as in an installation of .pyc files, the function's bytecode stands for it.
-    """
+    """Compute the fingerprint of the code that this function is part of: 16 hexadecimal digits."""
     module = inspect.unwrap(function).__module__
-    name = _imported_as(module)
+    name = _import_name(module)
     parts = _sources(name, _source_of_module(function, module))
-    if not parts:
+    if not parts:  # an installation of .pyc files has no source; its bytecode differs between versions of Python
         parts[""] = f"bytecode of Python {sys.hexversion:x}: {_bytecode(inspect.unwrap(function).__code__)}"
     whole = hashlib.sha256()
+    # Sources, and neither bytecode nor syntax trees: those differ between versions of Python. Lines are joined again
+    # because a checkout may convert line endings. Each part is hashed with its length, or parts could run together.
     for part in (parts.pop(name, ""), *(f"{each}\n{text}" for each, text in sorted(parts.items()))):
         data = "\n".join(part.splitlines()).encode(errors="surrogatepass")
         whole.update(len(data).to_bytes(8, "little") + data)
     return whole.hexdigest()[:16]
 
 
-def _imported_as(module: str) -> str:
-    """A module's name where it is imported: a program's main module has another one there."""
+def _import_name(module: str) -> str:
+    """The name under which another process imports this module."""
+    # The program that was started is "__main__" here, and a node imports it by the name of its file.
     if module != "__main__":
         return module
     main: Any = sys.modules[module]
@@ -50,7 +47,8 @@ def _imported_as(module: str) -> str:
 
 
 def _source_of_module(function: Callable[..., Any], module: str) -> str | None:
-    for thing in (sys.modules.get(module), inspect.unwrap(function)):  # of a notebook there is the function's cell only
+    # A notebook's module has no source; the cell that defines the function has.
+    for thing in (sys.modules.get(module), inspect.unwrap(function)):
         try:
             return inspect.getsource(thing)  # type: ignore[arg-type]
         except (OSError, TypeError):
@@ -59,11 +57,11 @@ def _source_of_module(function: Callable[..., Any], module: str) -> str | None:
 
 
 def _sources(module: str, source: str | None) -> dict[str, str]:
-    """The source of a module, and of those of the same package that it leads to, by name.
+    """Return the sources of a module and of the modules of the same package that its imports lead to, by name.
 
-    Nothing is imported for this: a module that is imported late, or never on this machine, is part of it, too. A
-    package's own `__init__` is part of it if it is imported by name, for others often import the whole package there.
+    A package's own `__init__` is included only if it is imported by name: it often imports the whole package.
     """
+    # Files are found and read, not imported: a function may import a module late, or never on this machine.
     top = module.partition(".")[0]
     found: dict[str, str] = {}
     if source is None:
@@ -72,7 +70,7 @@ def _sources(module: str, source: str | None) -> dict[str, str]:
     while left:
         name, text, is_package = left.pop()
         found[name] = text
-        for imported in _imported(text, name if is_package else name.rpartition(".")[0]):
+        for imported in _imported_names(text, name if is_package else name.rpartition(".")[0]):
             if imported.partition(".")[0] == top and "." in module and imported not in found:
                 spec = _spec(imported)
                 more = _text(spec, imported)
@@ -82,12 +80,13 @@ def _sources(module: str, source: str | None) -> dict[str, str]:
     return found
 
 
-def _imported(source: str, package: str) -> Iterator[str]:
-    """The names that this source imports, of which some may be no modules."""
-    # Not by `ast`: CPython 3.11 counts its depth for all threads together, and raises SystemError in two that parse.
+def _imported_names(source: str, package: str) -> Iterator[str]:
+    """Yield the names that this source imports. Some may be functions or classes instead of modules."""
+    # Not with `ast`: CPython 3.11 counts the parser's depth for all threads together, and when two threads parse at a
+    # time it may raise SystemError.
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-    except (tokenize.TokenError, SyntaxError):  # of a cell that has a magic command
+    except (tokenize.TokenError, SyntaxError):  # a notebook's cell with a magic command
         return
     words: list[str] = []
     for token in tokens:
@@ -96,31 +95,34 @@ def _imported(source: str, package: str) -> Iterator[str]:
             continue
         statement, words = words, []
         if statement[:1] == ["import"]:
-            yield from _listed(statement[1:])
+            yield from _split_names(statement[1:])
         elif statement[:1] == ["from"] and "import" in statement:
             at = statement.index("import")
             base = "".join(statement[1:at])
+            # A relative import that leads out of the package raises ImportError; it would raise when executed, too.
             try:
                 base = resolve_name(base, package) if base.startswith(".") else base
             except ImportError:
                 continue
             yield base
-            yield from (f"{base}.{name}" for name in _listed(statement[at + 1 :]))
+            yield from (f"{base}.{name}" for name in _split_names(statement[at + 1 :]))
 
 
 _BETWEEN = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 """Tokens between statements."""
 
 
-def _listed(words: list[str]) -> Iterator[str]:
-    """The names in ``a.b as c, d``, with parentheses around it or without."""
+def _split_names(words: list[str]) -> Iterator[str]:
+    """Yield ``a.b`` and ``d`` of ``a.b as c, d``, with or without parentheses."""
     text = " ".join(word for word in words if word not in "()")
     names = ("".join(each.partition(" as ")[0].split()) for each in text.split(","))
-    return filter(None, names)  # the last comma may have nothing behind it
+    return filter(None, names)  # nothing may follow the last comma
 
 
 def _spec(module: str) -> Any:
     """Find a module's file without importing the module; None: no such file exists."""
+    # `importlib.util.find_spec("a.b")` would import `a`. The path of a package that is imported already is taken from
+    # there, because the package may have extended it.
     parts = module.split(".")
     top = sys.modules.get(parts[0])
     places = list(getattr(top, "__path__", ())) or None
@@ -142,5 +144,6 @@ def _text(spec: Any, module: str) -> str | None:
 
 
 def _bytecode(code: CodeType) -> str:
+    # Nested functions and classes are constants; the `repr` of a code object has its address, which differs.
     constants = [_bytecode(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
     return repr((code.co_code, constants, code.co_names, code.co_varnames))

@@ -1,9 +1,7 @@
-"""Datasets that travel: what an engine's nodes get as bytes, where a service's nodes import a definition.
+"""Datasets sent as pickles to an engine's nodes, where the nodes of `asyncloader serve` import a definition.
 
-Data path: none; before a loader's first epoch.
-
-An engine sends them over a channel of its own, which it trusts as much as the program that it runs. Nothing of this
-comes over a service's connections.
+An engine sends the pickles over its own channel, which it trusts as much as the program that it runs. No pickle travels
+over a service's connections.
 """
 
 from __future__ import annotations
@@ -17,14 +15,15 @@ from asyncloader.service.definition import Defined, Definition, load_definition
 
 
 class PickledDefinition(Definition):
-    """A definition that has its code with it.
+    """A definition that contains its code.
 
     Args:
-        data: a pickled function of no arguments, which returns what a definition's does.
+        data: a pickled function without arguments, which returns the same as the function of a definition.
     """
 
     def __init__(self, data: bytes) -> None:
         self.data = data
+        # Named by its content, so a loader that pickles the same dataset again finds the processes that have it.
         self.name = f"pickled-{hashlib.sha256(data).hexdigest()[:32]}"
         self.function = self._make
 
@@ -32,26 +31,28 @@ class PickledDefinition(Definition):
         return pickle.loads(self.data)()
 
     def fingerprint(self) -> str:
-        """As `Definition`; the name says it."""
+        """Return the name, which is a hash of the code."""
         return self.name
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
 
-def pickled(dataset: Any, functions: Mapping[str, Any]) -> Defined:
+def pickle_definition(dataset: Any, functions: Mapping[str, Any]) -> Defined:
     """Pack a dataset, or a definition with its arguments, and the loader's functions that run in workers.
 
-    What is defined in `__main__`, which no node can import, travels with its code.
+    Code of `__main__`, which no node can import, is pickled with it.
 
     Raises:
-        Exception: as `cloudpickle.dumps`: a part of them cannot be pickled.
+        Exception: as `cloudpickle.dumps`: a part cannot be pickled.
     """
     import cloudpickle
 
     made: Callable[[], Any] = _Made(dataset, functions)
     if isinstance(dataset, Defined):
         by = dataset.definition
+        # A definition in a module that nodes can import is sent by its name, so that each process makes the dataset;
+        # otherwise the dataset is made here, and sent.
         if isinstance(by, PickledDefinition) and not functions:
             return dataset
         if isinstance(by, PickledDefinition) or by.function.__module__ == "__main__":
@@ -71,7 +72,7 @@ class _Made:
 
 
 class _Named:
-    """Has each process make a dataset, instead of one that is sent."""
+    """Makes the dataset in the process that unpickles this, from a definition that it imports."""
 
     def __init__(self, target: str, arguments: dict[str, Any], fingerprint: str) -> None:
         self._target = target

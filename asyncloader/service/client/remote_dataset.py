@@ -170,14 +170,14 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
     check_extra()
     from asyncloader.service.client.connect import ask_facts
     from asyncloader.service.client.machine_service import shared_service
-    from asyncloader.service.pickled import pickled
+    from asyncloader.service.pickled import pickle_definition
     from asyncloader.service.placement.engine import engine_service
     from asyncloader.service.protocol.address import Service
 
     if workers == "shared":
         workers = shared_service(defined)
     if engine is not None:
-        defined = pickled(defined, functions)
+        defined = pickle_definition(defined, functions)
         workers = engine_service(engine, defined)
         arguments = arguments | dict.fromkeys(functions)
     service = workers if isinstance(workers, Service) else Service(workers)

@@ -1,1 +1,1 @@
-"""Where the workers of a service run: fleets of agents and nodes."""
+"""Places a service's nodes on machines, and decides how many there should be."""

@@ -1,8 +1,6 @@
-"""Starts a node in a process of its own, for an engine, and tells it what to serve.
+"""Starts a node in a separate process, for an engine, and sends it the definitions to serve.
 
-Data path: none; before a node of a service is there.
-
-The actor that an engine runs on a machine uses this. It imports little, to be there soon: `agent_node.py` is the node.
+The actor that an engine runs on a machine uses this. `agent_node.py` is the program of the node.
 """
 
 from __future__ import annotations
@@ -26,17 +24,18 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 
 SETUP, READY, SERVE, SERVING, LOOK, LOAD, DRAIN, DRAINED = range(1, 9)
-"""Frames to the node, each with its answer: an `AgentSetup`, and where the node is; a pickled definition, in a file
-whose descriptor comes along, and that it is served; a look, and its `Load`; that it should drain, and that it has."""
+"""Requests to the node and their answers, in pairs: an `AgentSetup`, and the node's addresses; a file with a pickled
+definition, passed as a descriptor, and nothing; nothing, and the node's `Load`; nothing, and nothing once it has drained.
+"""
 
 
 class AgentSetup(NamedTuple):
-    """What a node is started with.
+    """The options of a node.
 
     Attributes:
         host: the address of its machine in the engine's network.
         workers: processes for each dataset.
-        credentials: what loaders must have, and what it shows.
+        credentials: the token and the certificates of the service.
     """
 
     host: str
@@ -45,24 +44,25 @@ class AgentSetup(NamedTuple):
 
 
 _ANSWER_S = 30.0
-"""Seconds that a node may take to answer, besides those in which it drains."""
+"""Seconds that a node may take to answer, besides the time for draining."""
 _START_S = 100.0  # it imports torch, perhaps from a file system that is slow at first
 
 
 class AgentNode:
-    """A node in a process of its own. All of this blocks; any thread may call it, and waits for the others.
+    """A node in a separate process. All methods block; any thread may call them, and they wait for each other.
 
-    A node that does not answer in time is killed: it may have stopped for good, and its engine starts another one.
+    A node that does not answer in time is killed, and its engine starts another.
 
     Raises:
-        OSError: it cannot be started; and from each method, it has ended.
+        OSError: the node cannot be started; and from each method, the node has ended.
     """
 
     def __init__(self, setup: AgentSetup) -> None:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
-        self._lock = threading.Lock()  # one question at a time
-        with theirs:
+        # One request at a time: answers have no number, so the next answer must be that of this request.
+        self._lock = threading.Lock()
+        with theirs:  # the child has its own copy; with another copy open here, the end of the child would not be seen
             path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "asyncloader.service.placement.agent_node", str(theirs.fileno())],
@@ -72,25 +72,26 @@ class AgentNode:
         try:
             self._channel.send_all(wire.pack(SETUP, pickle.dumps(setup)))
             self.addresses: tuple[str, ...] = pickle.loads(self._answer(READY, _START_S))
+            """First the address for all machines, then, on Linux, one for this machine alone."""
         except BaseException:
             self.close()
             raise
-        """Where it is: for all machines first, then for this one alone, if there is such an address."""
 
     def serve(self, data: bytes) -> None:
-        """Have it serve this pickled definition. Returns once it does."""
+        """Have the node serve this pickled definition, and wait until it does."""
+        # In a file: a dataset may be larger than the largest frame.
         with tempfile.TemporaryFile() as file:
             file.write(data)
             file.flush()
             self._ask(SERVE, SERVING, file.fileno())
 
     def load(self) -> Load:
-        """What its processes have done so far."""
+        """Ask for the totals of the node's processes."""
         load: Load = pickle.loads(self._ask(LOOK, LOAD))
         return load
 
     def drain(self) -> None:
-        """Have it finish what is in work, and send its loaders elsewhere. Returns once it has, some seconds at most."""
+        """Have the node finish its tasks and send its loaders elsewhere. Waits for that, `DRAIN_S` at most."""
         self._ask(DRAIN, DRAINED, more=DRAIN_S)
 
     def _ask(self, question: int, due: int, fd: int = -1, more: float = 0.0) -> bytes:
@@ -103,7 +104,7 @@ class AgentNode:
         poll.register(self._channel.fileno(), select.POLLIN)
         while not self._channel.ended:
             if not poll.poll(1000 * max(0.0, deadline - monotonic())):
-                self.process.kill()  # a late answer would be taken for that of the next question
+                self.process.kill()  # a late answer would be taken for the answer to the next request
                 self.process.wait()
                 raise ConnectionError(f"the node did not answer for {seconds:.0f} seconds, and was ended")
             for kind, body in self._channel.receive():
@@ -112,7 +113,7 @@ class AgentNode:
         raise ConnectionError(f"the node has ended (exit code {self._exit_code()}); its log says why")
 
     def _exit_code(self) -> int | None:
-        """Of a node that has closed its end. One that lives on regardless is killed."""
+        """Wait for the end of a node whose connection is closed, and return its exit code. Kills it after a time."""
         try:
             return self.process.wait(_ANSWER_S)
         except subprocess.TimeoutExpired:
@@ -120,6 +121,6 @@ class AgentNode:
             return self.process.wait()
 
     def close(self) -> None:
-        """End it, and wait for that."""
-        self._channel.close()
+        """End the node, and wait for its end."""
+        self._channel.close()  # the node ends with its channel
         self._exit_code()

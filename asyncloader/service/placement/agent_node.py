@@ -1,9 +1,7 @@
 """The node that an engine's agent starts: `python -m asyncloader.service.placement.agent_node DESCRIPTOR`.
 
-Data path: as of `node/server.py`.
-
-The descriptor is a socket to the agent. The agent is trusted: what comes over this socket is unpickled. The node ends
-with the socket, so with the agent, however that ended.
+The descriptor is a socket to the agent. The agent is trusted: its messages are unpickled. The node ends when the socket
+is closed, so also when the agent is killed.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ async def _serve(setup: AgentSetup, channel: Channel) -> None:
                 figures = node.figures()
                 load = Load(figures["busy_seconds"], figures["tasks"], setup.workers)
                 channel.send_all(wire.pack(LOAD, pickle.dumps(load)))
-            elif kind == DRAIN:
+            elif kind == DRAIN:  # in a task: draining takes seconds, and this is a callback of the loop
                 draining.append(loop.create_task(drain()))
         if channel.ended:
             loop.remove_reader(channel.fileno())
@@ -76,6 +74,8 @@ async def _serve(setup: AgentSetup, channel: Channel) -> None:
     try:
         host = f"[{setup.host}]" if ":" in setup.host else setup.host
         addresses = [await node.listen(f"tcp://{host}:0")]
+        # A loader on this machine may use the Unix socket. Its name is abstract, so no file is left behind, and random,
+        # so two nodes never share it.
         if sys.platform == "linux":
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             name = f"asyncloader-{secrets.token_hex(8)}"

@@ -1,7 +1,4 @@
-"""Engines: what places a service's nodes on machines, and says where they are.
-
-Data path: none; before a node of a service is there.
-"""
+"""Interface of an engine, which places a service's nodes on machines and knows their addresses, as Ray's does."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ class EngineNode(NamedTuple):
     """A node that is ready.
 
     Attributes:
-        address: where this process reaches it.
-        workers: how many processes it has for a dataset.
+        address: at which this process reaches it.
+        workers: processes that it has for each dataset.
     """
 
     address: str
@@ -28,7 +25,7 @@ class EngineNode(NamedTuple):
 
 
 class Credentials(NamedTuple):
-    """What an engine's nodes ask for, and what they show: as the attributes of `Service`."""
+    """The token and the certificates of an engine's nodes. The fields are those of `Service`."""
 
     token: str
     tls_ca: str | None = None
@@ -41,19 +38,19 @@ class Engine(Protocol):
     """Places nodes, and replaces those that die. Any thread may call its methods."""
 
     def serve(self, what: PickledDefinition) -> Credentials:
-        """Start what is missing, and have each node serve this, those that come later, too. Blocks, some seconds."""
+        """Start missing nodes, and have each node serve this definition, later nodes included. Blocks for seconds."""
         ...
 
     def left(self) -> None:
-        """A loader has gone that called `serve`."""
+        """Note that a loader which called `serve` is closed. Called once for each call of `serve`."""
         ...
 
     def nodes(self) -> Sequence[EngineNode]:
-        """The nodes that are ready now, as far as is known. Does not block."""
+        """Return the nodes that are ready, as last reported. Does not block."""
         ...
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """Have this called, in any thread, when `nodes` has changed. Returns what ends that."""
+        """Call `changed`, in any thread, when `nodes` has changed. Returns a function that ends this."""
         ...
 
 
@@ -62,37 +59,38 @@ class EngineService(Service):
     """The service that an engine runs. Its addresses change.
 
     Attributes:
-        engine: it.
+        engine: the engine.
     """
 
     engine: Engine = field(kw_only=True)
     _left: Callable[[], object] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # A loader that is dropped without `close` must not keep the nodes. `finalize` calls once, whichever comes first.
         left = weakref.finalize(self, self.engine.left)
-        left.atexit = False
+        left.atexit = False  # an engine may be unusable while the interpreter ends
         object.__setattr__(self, "_left", left)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Those of the nodes that are ready now."""
+        """The addresses of the nodes that are ready."""
         return tuple(node.address for node in self.engine.nodes())
 
     @property
     def remote(self) -> bool:
-        """True: it may be, later."""
+        """True: nodes that come later may be on other machines."""
         return True
 
     def workers_at(self, address: str) -> int:
-        """As `Service`."""
+        """How many processes the node at this address has for a dataset."""
         return next((node.workers for node in self.engine.nodes() if node.address == address), 1)
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """As `Service`."""
+        """Call `changed` when nodes come or go. See `Engine.watch`."""
         return self.engine.watch(changed)
 
     def close(self) -> None:
-        """As `Service`."""
+        """Report to the engine that the loader is closed. Idempotent."""
         self._left()
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 import asyncloader
-from asyncloader.service.fingerprint import _imported, fingerprint
+from asyncloader.service.fingerprint import _imported_names, fingerprint
 from tests.service import definitions
 
 SHAPES = '''
@@ -34,7 +34,7 @@ PACKAGE = "one.two.three"
 
 
 def parsed(source: str) -> Iterator[str]:
-    """As `_imported`, by a syntax tree."""
+    """As `_imported_names`, by a syntax tree."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
@@ -48,12 +48,12 @@ def test_imports_are_found() -> None:
     """In every form in which Python has them, and nowhere else."""
     sources = [path.read_text() for path in Path(asyncloader.__file__).parent.rglob("*.py")]
     for source in (SHAPES.replace("    raise ValueError from u\n", ""), *sources):
-        assert sorted(_imported(source, PACKAGE)) == sorted(parsed(source))
+        assert sorted(_imported_names(source, PACKAGE)) == sorted(parsed(source))
 
 
 def test_a_cell_that_is_no_python_has_no_imports() -> None:
     """As one with a magic command that a bracket or a quote is missing in."""
-    assert list(_imported("%run (\nimport a", "")) == []
+    assert list(_imported_names("%run (\nimport a", "")) == []
 
 
 def test_threads_at_a_time() -> None:
