@@ -47,7 +47,7 @@ from asyncloader.service.protocol.handshake import (
 )
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import PlanRequest, messages, read_request
-from asyncloader.service.protocol.sockets import bound, check_peer
+from asyncloader.service.protocol.sockets import bind, check_peer
 from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.segment import memory_limit
 
@@ -176,7 +176,7 @@ class Node:
         Raises:
             OSError: it cannot.
         """
-        sock, name = await bound(address)
+        sock, name = await bind(address)
         sock.listen(1024)
         if sock.family == socket.AF_UNIX:
             self._paths.append(address.removeprefix("unix:"))

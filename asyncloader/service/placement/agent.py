@@ -24,9 +24,8 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 
 SETUP, READY, SERVE, SERVING, LOOK, LOAD, DRAIN, DRAINED = range(1, 9)
-"""Requests to the node and their answers, in pairs: an `AgentSetup`, and the node's addresses; a file with a pickled
-definition, passed as a descriptor, and nothing; nothing, and the node's `Load`; nothing, and nothing once it has drained.
-"""
+"""Requests to the node and their answers, in pairs: an `AgentSetup`, and the node's addresses; the descriptor of a file
+with a pickled definition, and nothing; nothing, and the node's `Load`; nothing, and nothing once it has drained."""
 
 
 class AgentSetup(NamedTuple):

@@ -66,7 +66,8 @@ class EngineService(Service):
     _left: Callable[[], object] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # A loader that is dropped without `close` must not keep the nodes. `finalize` calls once, whichever comes first.
+        # A loader that is dropped without `close` must not keep the nodes. `finalize` calls once, whichever comes
+        # first.
         left = weakref.finalize(self, self.engine.left)
         left.atexit = False  # an engine may be unusable while the interpreter ends
         object.__setattr__(self, "_left", left)

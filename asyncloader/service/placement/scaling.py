@@ -57,8 +57,8 @@ class Scaling:
         self._seen.append((now, dict(loads)))
         found = self._measure()
         if found is not None:
-            # The maximum over the last `calm_s`: a measurement that is not above a later one never is the maximum again,
-            # so it is dropped. The rest falls, and its first is the maximum.
+            # The maximum over the last `calm_s`: a measurement that is not above a later one never is the maximum
+            # again, so it is dropped. The rest falls, and its first is the maximum.
             while self._found and self._found[-1][1] <= found:
                 self._found.pop()
             self._found.append((now, found))

@@ -1,1 +1,1 @@
-"""What a loader and a node of a service send each other."""
+"""The messages between a loader and a node of a service: framing, encoding, checks, and the connection."""

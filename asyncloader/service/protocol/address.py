@@ -1,4 +1,4 @@
-"""Where a service is: addresses, and what its nodes ask for."""
+"""The addresses of a service, its token and its certificates."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class Service:
-    """Where a service is, and how to connect to it.
+    """The addresses of a service, and how to connect to it.
 
     Attributes:
-        url: addresses, separated by commas: ``tcp://host:port``, ``unix:/path``, or ``dns+tcp://name:port``, which is
-            all addresses of that name. One without a scheme has that of the one before: ``tcp://a:7070,b:7070``.
-        token: what the service asks for; None: the environment's ``ASYNCLOADER_TOKEN``, or what is in the file that
-            ``ASYNCLOADER_TOKEN_FILE`` names; without either, none.
-        tls_ca: file with the certificates that nodes' certificates are checked against; None: no TLS.
-        tls_cert: file with the certificate that this side shows; None: none.
-        tls_key: file with its key.
-        wait: seconds to look for a node before an error is raised; and to go on while connections are made, and end
-            again before any node delivers a batch. While the loader's other workers deliver, one that finds no node
-            looks on. A node that is at a task for long is waited for all the same: `timeout` and `worker_timeout` of
-            the loader bound that. One that says that it makes the dataset is waited for ten minutes, or `wait` if that
-            is more.
-        share: ``"epoch"``: batches are made once at each node for all loaders that read the same dataset with the same
-            seed in the same epoch, and that ask for this; None: this loader's are its own.
+        url: addresses, separated by commas: ``tcp://host:port``, ``unix:/path``, or ``dns+tcp://name:port``, which
+            stands for all addresses of that name. An address without a scheme has the scheme of the address before it:
+            ``tcp://a:7070,b:7070``.
+        token: the token that the service demands; None: the environment's ``ASYNCLOADER_TOKEN``, or the content of the
+            file that ``ASYNCLOADER_TOKEN_FILE`` names; without either, no token.
+        tls_ca: file with the authorities' certificates that nodes' certificates are checked against; None: no TLS.
+        tls_cert: file with the loader's own certificate; None: it has none.
+        tls_key: file with the key of `tls_cert`.
+        wait: seconds to look for a node before an error is raised. Also the seconds to go on if nodes accept
+            connections, but all of these end before any node delivers a batch. While other workers of the loader
+            deliver, a worker that finds no node keeps looking. A node that works on a task for a long time is not given
+            up: the loader's `timeout` and `worker_timeout` bound that. For a node that reports that it makes the
+            dataset the loader waits ten minutes, or `wait` if that is longer.
+        share: ``"epoch"``: each node makes every batch once for all loaders that read the same dataset with the same
+            seed in the same epoch and that have this option; None: batches are made for this loader alone.
     """
 
     url: str
@@ -39,7 +40,7 @@ class Service:
     tls_key: str | None = None
     wait: float = 60.0
     share: str | None = None
-    greeting_s: ClassVar[float] = 3.0  # until a node answers at all
+    greeting_s: ClassVar[float] = 3.0  # until the first answer of a node
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.strip():
@@ -62,11 +63,11 @@ class Service:
 
     @property
     def remote(self) -> bool:
-        """Whether it may be on another machine."""
+        """Whether nodes may be on other machines."""
         return any(not address.startswith("unix:") for address in self.addresses)
 
     def secret(self) -> str | None:
-        """The token, wherever it is given.
+        """Return the token from wherever it is given; None: no token is given.
 
         Raises:
             OSError: the file cannot be read.
@@ -79,17 +80,17 @@ class Service:
         return os.environ.get("ASYNCLOADER_TOKEN") or None
 
     def workers_at(self, address: str) -> int:
-        """How many processes the node there has, as far as is known."""
+        """How many processes the node at this address has, for the distribution of workers. 1: not known."""
         del address
         return 1
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """Have this called, in any thread, when `addresses` has changed. Returns what ends that."""
+        """Call `changed`, in any thread, when `addresses` has changed. Returns a function that ends this."""
         del changed
         return _nothing
 
     def close(self) -> None:
-        """The loader that this was made for is closed. Idempotent."""
+        """Release what belongs to the loader that this was made for. Idempotent."""
 
     def __repr__(self) -> str:  # without the token
         return f"Service({self.url!r})"

@@ -1,6 +1,6 @@
-"""The types of a user's objects that batches from a service may contain. Needs nothing that must be installed.
+"""Registers the user's types whose objects batches from a service may contain. `unpacking` makes objects of no others.
 
-Data path: none; `unpacking` makes only objects of these types.
+It does not import msgspec: a program may register its types without the extra `service`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def register_batch_type(kind: _T) -> _T:
 
 
 def is_named_tuple(kind: type) -> bool:
-    """Whether the type is that of a named tuple."""
+    """Whether the type is a named tuple."""
     return issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
 
 
 def name_of(kind: type) -> str:
-    """The type's name among all of them."""
+    """Return the name under which a type is registered and sent."""
     return f"{kind.__module__}.{kind.__qualname__}"

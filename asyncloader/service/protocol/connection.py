@@ -1,9 +1,9 @@
-"""One connection between a loader and a service's node: sends and receives messages on a non-blocking socket.
+"""Sends and receives messages on a non-blocking socket between a loader and a service's node.
 
 Data path: worker -> node -> [connection] -> connection -> [connection] -> ring -> consumer.
 
 A batch's bytes are sent from the slot where the worker wrote them, and received into the slot where the consumer reads
-them; neither side copies them otherwise. It is the same for plain sockets and for TLS.
+them. Neither side makes another copy, with or without TLS.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import NamedTuple
 
 from asyncloader.service.protocol.frames import HEADER_BYTES, MOST_BODY, Header, pack_header, unpack_header
 
-_READ = 1 << 12  # small, because what it reads of a payload is copied once more
-_TURN = 4 << 20  # bytes after which others have a turn
-_MESSAGE_BYTES = 400  # that an unsent message takes besides its own
-_WAKE = 1 << 18  # bytes of a payload that are worth a wake-up
+_READ = 1 << 12  # small, because payload bytes that it reads are copied once more
+_TURN = 4 << 20  # bytes after which other connections of the event loop have a turn
+_MESSAGE_BYTES = 400  # memory of an unsent message, besides its bytes
+_WAKE = 1 << 18  # bytes of a payload that are worth a wake-up of the event loop
 _MOST_FDS = 4
 _FD_BYTES = socket.CMSG_SPACE(_MOST_FDS * 4)
 
 
 class Message(NamedTuple):
-    """A message that was received whole. Its payload is where `Link.place` wanted it."""
+    """A complete message. Its payload is in the memory that `Link.place` returned for it."""
 
     header: Header
     body: bytes
@@ -49,15 +49,16 @@ class Link:
         sock.setblocking(False)
         self._unix = sock.family == socket.AF_UNIX
         if not self._unix:
+            # A task is a small message, which Nagle's algorithm would hold back until the one before is acknowledged.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.most_body = most_body
         self.place: Callable[[Header], memoryview] | None = None
-        """Says where a payload goes; None: there must be none."""
+        """Returns the memory for a message's payload; None: messages with payloads are refused."""
         self.most_payload = 0
         self.ended = False
         self.received = 0
-        """Bytes, so far."""
+        """Bytes received so far."""
         self.queued = 0
         """Bytes of unsent messages, without their payloads."""
         self.fds: deque[int] = deque()
@@ -75,11 +76,12 @@ class Link:
 
     @property
     def unread(self) -> int:
-        """Bytes that have come and were not read yet. The socket may not count as readable for them.
+        """Bytes that the kernel has received and that were not read yet.
 
         Raises:
             OSError: the link is closed.
         """
+        # Not `select`: below the number of `_wake_at`, the socket does not count as readable.
         return int.from_bytes(fcntl.ioctl(self.sock, termios.FIONREAD, bytes(4)), sys.byteorder)
 
     # -------------------------------------------------------------------------------------------- sending
@@ -95,16 +97,16 @@ class Link:
         sent: Callable[[], None] | None = None,
         fd: int = -1,
     ) -> bool:
-        """Send a message, after those still unsent. Returns whether everything is sent.
+        """Send a message, after those that are still unsent. Returns whether everything is sent.
 
         Args:
             kind: of the message.
             body: its body.
             epoch: of the header.
             task: of the header.
-            payload: its bytes, which must stay as they are until `sent` is called.
-            sent: called once all of it was sent, or the link is closed.
-            fd: a descriptor to pass with it; a duplicate is kept until then.
+            payload: its bytes, which must not change until `sent` is called.
+            sent: called once the whole message was sent, or the link was closed.
+            fd: a descriptor to pass with it; the caller may close its own at once.
 
         Raises:
             ConnectionError: the other end is closed.
@@ -119,7 +121,7 @@ class Link:
         return self.flush()
 
     def flush(self) -> bool:
-        """Send what is unsent; returns whether nothing is left. Errors as `send`."""
+        """Send unsent messages; returns whether none is left. Errors as `send`."""
         while self._unsent:
             data, sent, fd, cost = self._unsent[0]
             try:
@@ -131,6 +133,7 @@ class Link:
             if fd >= 0:
                 os.close(fd)
             if number < data.nbytes:
+                # The descriptor went with the first byte. The number counts until the whole message is sent.
                 self._unsent[0] = data[number:], sent, -1, cost
                 continue
             self._unsent.popleft()
@@ -145,13 +148,14 @@ class Link:
     # ------------------------------------------------------------------------------------------ receiving
 
     def receive(self) -> Iterator[Message]:
-        """Read what is there, a few megabytes at most, and give the messages that are complete. Sets `ended`.
+        """Read received bytes, a few megabytes at most, and yield the complete messages. Sets `ended`.
 
         Raises:
-            ValueError: what came is no message, or over a limit. The connection is of no use any more.
+            ValueError: the bytes are no message, or over a limit. The connection cannot be used any more.
         """
         until = self.received + _TURN
-        yield from self._split()  # what an earlier caller left
+        # A caller that waits for one answer leaves the iterator after it: complete messages may be left from then.
+        yield from self._split()
         while not self.ended:
             if self._reading is not None:
                 header, body, target = self._reading
@@ -167,9 +171,12 @@ class Link:
                 if self._fill() is None:
                     break
                 yield from self._split()
+            # Bytes that OpenSSL has decrypted already do not make the socket readable: the loop would not wake for
+            # them.
             if self.received >= until and not (self._tls and self.sock.pending()):  # type: ignore[attr-defined]
                 break
-        # On every way out: after a turn, too, fewer bytes may be missing than the socket was told to wait for.
+        # Also after a full turn: if fewer bytes are missing than the number set before, the socket would never count as
+        # readable again.
         self._wake_at(1 if self._reading is None else self._reading[0].payload - self._got)
 
     def _split(self) -> Iterator[Message]:
@@ -184,7 +191,7 @@ class Link:
                 del rest[:end]
                 yield Message(header, body)
                 continue
-            assert self.place is not None  # or the limit were 0
+            assert self.place is not None  # otherwise the limit was 0, and the header was refused
             target = self.place(header).cast("B")
             there = min(header.payload, len(rest) - end)
             target[:there] = rest[end : end + there]
@@ -196,9 +203,10 @@ class Link:
                 self._reading, self._got = (header, bytearray(body), target), there
 
     def _fill(self) -> int | None:
-        """Read a piece into the rest. None: nothing is there."""
+        """Read up to `_READ` bytes into the rest. None: no byte was received, or the connection has ended."""
         try:
             if self._unix:
+                # Without CLOEXEC, a process that another thread starts at this moment would inherit the descriptors.
                 data, ancillary, _, _ = self.sock.recvmsg(_READ, _FD_BYTES, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
                 for level, kind, given in ancillary:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -221,11 +229,13 @@ class Link:
         return self._count(number, b"")
 
     def _wake_at(self, nbytes: int) -> None:
-        """Have the loop told when so many bytes are there, or a good part of them: a batch comes in many packets."""
+        """Let the socket count as readable once this number of bytes, or `_WAKE` of them, has been received."""
+        # A batch arrives in many packets, and each would wake the event loop. Not for TLS, where OpenSSL may already
+        # hold a part of the missing bytes, nor for Unix sockets, which are readable from the first byte on.
         wanted = min(nbytes, _WAKE)
         if wanted != self._waking and not (self._tls or self._unix):
             self._waking = wanted
-            with contextlib.suppress(OSError):  # the end is told in any case
+            with contextlib.suppress(OSError):  # a closed connection is readable whatever the number
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _count(self, number: int, data: bytes) -> int | None:
@@ -239,7 +249,7 @@ class Link:
     # -------------------------------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Close the socket, and let go of what was to be sent. Idempotent."""
+        """Close the socket, and drop unsent messages. Idempotent."""
         self.ended = True
         with contextlib.suppress(OSError):
             self.sock.close()
@@ -249,6 +259,6 @@ class Link:
             if fd >= 0:
                 os.close(fd)
             if sent is not None:
-                sent()
+                sent()  # the payload's slot is free again, although the bytes were not sent
         while self.fds:
             os.close(self.fds.popleft())

@@ -1,4 +1,4 @@
-"""Cuts the stream between a loader and a service into messages, and packs them. Pure: no sockets.
+"""Packs and reads the headers of the messages between a loader and a service. Pure: no sockets.
 
 Data path: worker -> node -> [frames] -> connection -> [frames] -> ring -> consumer.
 
@@ -39,7 +39,7 @@ assert HEADER_BYTES == 32
 
 
 class Header(NamedTuple):
-    """What stands before a message."""
+    """The first 32 bytes of a message."""
 
     kind: int
     body: int

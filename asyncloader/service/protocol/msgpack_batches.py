@@ -1,10 +1,10 @@
-"""Encodes batches for a service: the same leaves as in shared memory, in a typed structure instead of a pickle.
+"""Encodes batches for a service: the leaves are those of local workers, the structure is typed instead of a pickle.
 
 Data path: collate -> [msgpack_batches: encode] -> slot -> connection -> slot -> [msgpack_batches: build] -> consumer.
 
-A template is the length of a table (4 bytes, little-endian), the table, and the structure; all of it packed by
-`msgpack_values.py`. The table says where each leaf is and what it is, with dtypes by name, so that both sides may have
-torch versions with different dtypes. A structure of more than 32 KB is at an offset among the leaves.
+A template is the length of a table (4 bytes, little-endian), the table, and the structure, both packed as MessagePack.
+The table has the place and the kind of each leaf, with dtypes by name, so that both sides may have torch versions with
+different dtypes. A structure of more than 32 KB is stored at an offset among the leaves.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class BatchEncoder(Encoder):
         return [LEAF, number]
 
     def _tensor(self, tensor: torch.Tensor) -> list[Any]:
+        # The same reduction as for local workers. Any other form than a single buffer is a call, which is not sent.
         reduced = self._reduce_tensor(tensor)
         if len(reduced) != 2 or len(reduced[1]) != 1 or not isinstance(reduced[1][0], pickle.PickleBuffer):
             raise Unsendable(
@@ -88,15 +89,15 @@ class BatchEncoder(Encoder):
 
 
 class BatchTemplate(Template):
-    """The decoding side. Neither its pickle-free structure nor its numbers are trusted: it is checked before the task
-    counts as answered, so that a batch which cannot be made is another worker's task, and no error in its place.
-    """
+    """A `Template` of a sender that is not trusted. Raises ValueError if its structure or its numbers are invalid."""
 
     __slots__ = ("_tree",)
 
     def __init__(self, template: bytes) -> None:
         super().__init__(template)
         self._tree: Any = None
+        # Checked at once, before the task counts as answered: then another worker can do the task again. Later, when
+        # the consumer takes the batch, it could only be an error.
         if self._inside < 0:
             self._read_tree(self._structure)
 
@@ -105,10 +106,10 @@ class BatchTemplate(Template):
         check(self._tree, [WireLeaf(spec.nbytes if isinstance(spec, Raw) else None) for spec in self._specs])
 
     def with_structure(self, memory: Callable[[], Memory]) -> Self:
-        """As `Template`: read it, if it is among the leaves, and check it."""
+        """Read and check a structure that is among the leaves. See `Template`."""
         if self._inside < 0:
             return self
-        made = copy.copy(self)
+        made = copy.copy(self)  # the template may serve later batches, whose structures differ
         made._read_tree(self._structure_in(memory()))
         return made
 
@@ -130,6 +131,7 @@ def _spec(kind: int, values: list[Any]) -> LeafSpec:
         fields[2] = _CODES[name]
     make: Any = LEAF_SPECS[kind]
     spec: LeafSpec = make(*fields)
+    # The table's type allows an integer, a text or sizes in every field. Which of them is right depends on the kind.
     for name, value in spec._asdict().items():
         if type(value) is not (tuple if name in ("shape", "stride") else int):
             raise ValueError(f"no part of a batch can be {spec!r:.200}")

@@ -1,15 +1,13 @@
-"""Packs plain values as MessagePack with their types, without anything that must be executed to read them.
+"""Packs plain values as MessagePack with their types, so that reading them executes no code of the sender.
 
 Data path: loader -> [msgpack_values] -> connection -> unpacking -> worker, and back.
 
 MessagePack's own types stand for themselves: None, booleans, integers of 64 bits, floats and strings; bytes are its
-extension 0. Every other value is an array whose first element says what the rest is: ``[0, 1, 2]`` is the list
-``[1, 2]``, ``[1, 1, 2]`` the tuple ``(1, 2)``. What is in no table here cannot be packed, and the error says where.
+extension 0. Every other value is an array whose first element is a `Kind`: ``[0, 1, 2]`` is the list ``[1, 2]``,
+``[1, 1, 2]`` the tuple ``(1, 2)``. Types that are in no table here cannot be packed, and the error names their place.
 
-Bytes are an extension because msgspec does not tell them and strings apart in a union (`unpacking.py`).
-
-Named tuples and dataclasses are packed by name. Those of the loader itself are known; a user's must be registered where
-they are unpacked, by `batch_types.register_batch_type`.
+Named tuples and dataclasses are packed by name. Those of the loader itself are known; a user's types must be registered
+in the process that unpacks them, by `batch_types.register_batch_type`.
 """
 
 from __future__ import annotations
@@ -34,26 +32,27 @@ from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS, sparse_par
 
 
 class Kind:
-    """What an array stands for, by its first element."""
+    """The first element of an array: the type of the packed value."""
 
     LIST, TUPLE, DICT, SET, FROZENSET, ORDERED, BIG, COMPLEX, BYTEARRAY = range(9)
     NAMED, SCALAR, ARRAY, TENSOR, SIZE, DTYPE, LEAF, SPARSE = range(9, 17)
 
 
 LEAF: Final = Kind.LEAF
-"""An array ``[LEAF, number, ...]``: a part of a batch whose bytes are elsewhere (`msgpack_batches.py`)."""
+"""An array ``[LEAF, number, ...]``: a part of a batch whose bytes are in the payload (`msgpack_batches.py`)."""
 
 MOST_ARRAYS: Final = 100_000
-"""Containers of a value, at most, and one more for each 8 bytes that it is sent in: an empty one is sent as one byte,
-and takes about 80. Numbers and texts need no such limit."""
+"""Containers of a value, at most, and another for each 8 bytes of its packed form: an empty container is packed in one
+byte, and takes about 80 bytes of memory. Numbers and texts need no such limit."""
 _ARRAY_BYTES = 8
 _MOST_ARRAYS_EVER = 1 << 20  # counting them takes half a second
 MOST_KEYS: Final = 1 << 20
-"""Keys of a value's sets and dictionaries that are not texts, at most. The hashes of texts are secret; those of numbers
-are not, and may be chosen so that a key takes 20 times as long. The worst that was tried takes 0.8 seconds."""
+"""Keys of a value's sets and dictionaries that are not texts, at most. Python's hashes of texts are secret. Those of
+numbers are not, and a sender can choose numbers so that a key takes 20 times as long. The worst keys tried take 0.8
+seconds."""
 DEPTH: Final = 64
 """Containers in containers, at most."""
-BYTES = 0  # MessagePack extension
+BYTES = 0  # MessagePack extension: msgspec cannot distinguish MessagePack's own bytes from strings in a union
 _PLAIN = frozenset([type(None), bool, float, str])
 SECRETLY_HASHED = frozenset([type(None), bool, str, bytes])
 ARRAY_KINDS = frozenset("biufcMmSU")
@@ -70,8 +69,8 @@ class Unsendable(TypeError):
     """A value that cannot be packed.
 
     Attributes:
-        path: how to get to it from the value that was given, as in ``["meta"][0]``.
-        what: the value's type, and what may be done.
+        path: its place in the value that was given, as in ``["meta"][0]``.
+        what: the value's type, and possible remedies.
     """
 
     def __init__(self, what: str) -> None:
@@ -88,11 +87,13 @@ def pack(value: Any, special: Callable[[Any], Any] | None = None) -> bytes:
 
     Args:
         value: the value.
-        special: called with what has no place in the tables above; returns what stands for it, or None.
+        special: called with values other than plain numbers, texts and containers; returns the packed form, or None.
 
     Raises:
         Unsendable: a part of it cannot be packed.
     """
+    # The limits of the reader are checked here, too: an error at the sample names the cause, and a refused message
+    # would end the connection instead.
     try:
         made = msgspec.msgpack.encode(_flat(value, _Packing(special)))
     except RecursionError:
@@ -101,6 +102,7 @@ def pack(value: Any, special: Callable[[Any], Any] | None = None) -> bytes:
         raise Unsendable(
             f"contains a text that is not valid Unicode, {error.object!r:.60}, and cannot be sent"
         ) from None
+    # The first check is cheap, and enough for nearly all values; the second decodes the bytes.
     if _may_be_deep(made) and not _is_shallow(made):
         raise Unsendable(f"is nested more than {DEPTH} levels deep, and cannot be sent")
     if len(made) > MOST_ARRAYS and (most := too_many_arrays(made)):
@@ -109,6 +111,8 @@ def pack(value: Any, special: Callable[[Any], Any] | None = None) -> bytes:
 
 
 def _tree_type() -> Any:
+    # A union without maps, nested `DEPTH` times: so the decoder itself refuses maps, whose keys Python would hash, and
+    # deeper nesting.
     scalars: Any = None | bool | int | float | str | Ext
     made = scalars
     for _ in range(DEPTH):
@@ -117,7 +121,7 @@ def _tree_type() -> Any:
 
 
 decoder = msgspec.msgpack.Decoder[Any](_tree_type())
-"""Reads what was packed, as a tree: lists of lists, numbers, texts and extensions."""
+"""Reads a packed value as a tree: lists of lists, numbers, texts and extensions."""
 
 _ARRAY_HEADS = bytes([*range(0x90, 0xA0), 0xDC, 0xDD])
 _SCALARS_SENT = re.compile(
@@ -141,10 +145,11 @@ _SIZED = {
     0xDC: (2, 0),
     0xDD: (4, 0),
 }
-"""By the first byte: of how many bytes the size is that follows, and how many come after it besides."""
+"""By the first byte of a long text, extension or array: the bytes of its size, and further bytes of its head."""
 
 
 def _may_be_deep(data: bytes) -> bool:
+    # Counts bytes that may begin an array; those inside of numbers and texts are counted, too.
     return len(data) > DEPTH and len(data) - len(data.translate(None, _ARRAY_HEADS)) > DEPTH
 
 
@@ -157,23 +162,28 @@ def _is_shallow(data: bytes) -> bool:
 
 
 def too_many_arrays(data: bytes) -> int:
-    """Return how many containers there may be, if there are more of them; else 0. Takes about a nanosecond per byte."""
+    """Return the permitted number of containers if the packed value has more; else 0.
+
+    Takes about a nanosecond per byte.
+    """
     most = min(MOST_ARRAYS + len(data) // _ARRAY_BYTES, _MOST_ARRAYS_EVER)
     if len(data) - len(data.translate(None, _ARRAY_HEADS)) <= most:
         return 0
-    at = found = 0  # such bytes may be part of a number or a text: the data must be read to tell
+    # There are many bytes that may begin an array. They may also be part of numbers or texts, so the heads are read in
+    # order. One regular expression skips a thousand short scalars: a Python loop would take too long for 64 MiB.
+    at = found = 0
     while at < len(data) and found <= most:
         scalars = _SCALARS_SENT.match(data, at)
         if scalars is not None and scalars.end() > at:
             at = scalars.end()
             continue
-        head, found = data[at], found + 1  # long texts and bytes are counted, too: then this loop is bounded as well
+        head, found = data[at], found + 1  # long texts and bytes count as well, so this loop is bounded
         if 0x90 <= head < 0xA0:
             at += 1
         elif head in _SIZED:
             size, more = _SIZED[head]
             at += 1 + size + more + (0 if head in (0xDC, 0xDD) else int.from_bytes(data[at + 1 : at + 1 + size], "big"))
-        else:  # a map, or cut off: the decoder says so
+        else:  # a map, or truncated: the decoder refuses it
             return 0
     return most if found > most else 0
 
@@ -182,7 +192,7 @@ def too_many_arrays(data: bytes) -> int:
 
 
 class _Packing:
-    """The packing of one value: what it has no table for, and how many keys it has had."""
+    """State while one value is packed: the function for special types, and the number of keys so far."""
 
     __slots__ = ("_keys", "special")
 
@@ -191,7 +201,7 @@ class _Packing:
         self._keys = 0
 
     def check_keys(self, values: Any) -> None:
-        """Count the keys of a set or dictionary. Raises Unsendable."""
+        """Count the keys of a set or dictionary. Raises Unsendable if they are too many."""
         if not SECRETLY_HASHED.issuperset(map(type, values)):
             self._keys += len(values)
             if self._keys > MOST_KEYS:
@@ -209,6 +219,7 @@ def _flat(value: Any, packing: _Packing) -> Any:
     if kind is dict or kind is OrderedDict:
         packing.check_keys(value)
         return [Kind.DICT if kind is dict else Kind.ORDERED, *_pairs(value, packing)]
+    # Before `special`, which takes dense tensors only: the parts of a sparse tensor become leaves one by one.
     if isinstance(value, torch.Tensor) and value.layout in SPARSE_LAYOUTS and kind is torch.Tensor:
         return _sparse_parts(value, packing)
     if packing.special is not None and (made := packing.special(value)) is not None:
@@ -266,7 +277,7 @@ def _fields(value: Any, names: Sequence[str], packing: _Packing) -> list[Any]:
 
 
 def init_fields(kind: Any) -> list[str]:
-    """The fields that a dataclass is made of."""
+    """Return the names of the fields that a dataclass's constructor takes."""
     return [field.name for field in dataclasses.fields(kind) if field.init]
 
 

@@ -1,4 +1,4 @@
-"""The sockets that a node listens at, and who is at the other end of a Unix socket."""
+"""Opens the sockets at which a node listens, and checks the user at the other end of a Unix socket."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _XUCRED = struct.Struct("@IIh16I")  # version, user, number of groups, groups
 
 
 class OtherUser(PermissionError):
-    """The other end of a Unix socket is another user's. To connect again is of no use: `final`."""
+    """The other end of a Unix socket is another user's. Connecting again would not help: `final`."""
 
     final = True
 
 
 def server_tls(cert: str, key: str | None, ca: str | None) -> ssl.SSLContext:
-    """A node's side of TLS: it shows a certificate, and, given `ca`, asks loaders for one that these have signed."""
+    """Make a node's side of TLS. With `ca`, loaders must show a certificate that these authorities have signed."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(cert, key)
@@ -38,12 +38,12 @@ def server_tls(cert: str, key: str | None, ca: str | None) -> ssl.SSLContext:
 
 
 def check_peer(sock: socket.socket) -> None:
-    """Check that the other end of a Unix socket is a process of this process's user, whoever that is, root included.
+    """Check that the other end of a Unix socket is a process of this process's user. Root is no exception.
 
-    Of a listener, the user is the one that it had when it began to listen.
+    For a listening process, the kernel reports the user at the time when it began to listen.
 
     Raises:
-        OtherUser: it is another user's, or the system does not say whose.
+        OtherUser: it is another user's, or the system does not report the user.
     """
     theirs, ours = _user_of_peer(sock), os.geteuid()
     if theirs is None:
@@ -59,7 +59,7 @@ def check_peer(sock: socket.socket) -> None:
 
 
 def _user_of_peer(sock: socket.socket) -> int | None:
-    """The user at the other end, as the kernel noted it; None if this system does not say."""
+    """Return the user at the other end, which the kernel stored at connection; None: this system does not report it."""
     if hasattr(socket, "SO_PEERCRED"):
         _, user, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         return int(user)
@@ -70,10 +70,10 @@ def _user_of_peer(sock: socket.socket) -> int | None:
 
 
 def read_address(address: str) -> str | tuple[str, int]:
-    """The path of ``unix:/path``, or host and port of ``tcp://host:port``, where ``tcp://`` may be left out.
+    """Return the path of ``unix:/path``, or host and port of ``tcp://host:port``, where ``tcp://`` may be omitted.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the address has neither form.
     """
     if address.startswith("unix:/"):
         return address.removeprefix("unix:")
@@ -84,22 +84,21 @@ def read_address(address: str) -> str | tuple[str, int]:
     raise ValueError(f"--listen {address} is no address: give host:port or unix:/path")
 
 
-async def bound(address: str) -> tuple[socket.socket, str]:
-    """Bind a socket. Returns it, and the address with the port that it got.
+async def bind(address: str) -> tuple[socket.socket, str]:
+    """Bind a socket to an address. Returns the socket, and the address with its actual port.
 
     Raises:
         ValueError: it is no address.
-        OSError: something else is there.
+        OSError: the address is in use, or not available.
     """
     place = read_address(address)
     if isinstance(place, str):
-        path = place
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            await _unlink_stale(path)
-            mask = os.umask(0o177)  # for this user alone, from the beginning
+            await _unlink_stale(place)
+            mask = os.umask(0o177)  # for this user alone from the moment in which the file exists
             try:
-                sock.bind(path)
+                sock.bind(place)
             finally:
                 os.umask(mask)
         except BaseException:
@@ -110,6 +109,7 @@ async def bound(address: str) -> tuple[socket.socket, str]:
     family, kind, protocol, _, where = found[0]
     sock = socket.socket(family, kind, protocol)
     try:
+        # A node that is started again must not wait until the old node's connections have left TIME_WAIT.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(where)
     except BaseException:
@@ -120,12 +120,15 @@ async def bound(address: str) -> tuple[socket.socket, str]:
 
 
 async def _unlink_stale(path: str) -> None:
-    """Remove the socket of a node that was killed; one that answers is left, and the bind fails."""
+    """Remove the socket file of a node that was killed. The file of a living node stays, so that binding fails."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(probe, path)
         except ConnectionRefusedError:
-            Path(path).unlink()  # noqa: ASYNC240 - it waits for no disk
-        except OSError:  # nothing is there; or what is, is no socket, and the bind says so
+            # No process listens at it. Linux also refuses a file that is no socket: that is the user's, and `bind`
+            # raises.
+            if Path(path).is_socket():  # noqa: ASYNC240 - it waits for no disk
+                Path(path).unlink()  # noqa: ASYNC240
+        except OSError:  # no such file; or no socket, or a socket that cannot be used: then `bind` raises
             return

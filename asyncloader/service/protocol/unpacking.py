@@ -1,10 +1,9 @@
-"""Reads values that `msgpack_values.py` has packed, sent by a peer that has the token and is not trusted.
+"""Reads values that `msgpack_values.py` has packed. The sender has the token, and is not trusted.
 
 Data path: connection -> [unpacking] -> worker; connection -> [unpacking] -> consumer.
 
-MessagePack's maps, whose keys Python would hash, are refused by the decoder itself. The type of a decoded value is
-checked before it is hashed, compared or printed. How much memory and time a value takes is bounded by the bytes that
-were sent for it: see `MOST_ARRAYS` and `MOST_KEYS`.
+The type of a decoded value is checked before it is hashed, compared or printed. The memory and the time that a value
+takes are bounded by the bytes of its packed form: see `MOST_ARRAYS` and `MOST_KEYS`.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.leaves import DTYPES, sparse_part_names
 
 _LIST, _TUPLE = Kind.LIST, Kind.TUPLE
-_SAME_HASH = 16
-_MOST_DIGITS = 1 << 20  # of an integer, hexadecimal
+_SAME_HASH = 16  # keys of a dictionary that may have the same hash
+_MOST_DIGITS = 1 << 20  # of an integer, hexadecimal, which takes linear time to read; decimal digits would not
 _MOST_NAME = 300
 _ARRAY_DTYPE = re.compile(r"[<>|=]?(?:[biufcSU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[a-zA-Zμ]{1,2}(?:/[0-9]{1,9})?\])?)")
 _SCALARS = frozenset([type(None), bool, int, float, str])
-# Those of batches, and no others: made of bytes, a tensor of a quantized dtype has no quantizer, and to print or
-# compare it is a segmentation fault.
+# The dtypes of batches, and no others: a tensor of a quantized dtype that is made of bytes has no quantizer, and
+# printing or comparing it is a segmentation fault.
 _TENSOR_DTYPES = {DTYPE_NAMES[dtype]: dtype for dtype in DTYPES}
 
 
@@ -58,17 +57,18 @@ def unpack(data: bytes | memoryview) -> Any:
     """Return the value that was packed. The bytes are not trusted.
 
     Raises:
-        ValueError: they are no packed value, or of a type that is not registered here.
+        ValueError: they are no packed value, or the value's type is not registered in this process.
     """
     return build(decode(data), ())
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Return the tree that `build` makes the value of: lists of lists, numbers, texts and extensions.
+    """Return the tree from which `build` makes the value: lists of lists, numbers, texts and extensions.
 
     Raises:
-        ValueError: the bytes are not MessagePack, or of too many containers.
+        ValueError: the bytes are not MessagePack, or have too many containers.
     """
+    # Before decoding: afterwards the memory is already taken.
     if len(data) > MOST_ARRAYS and (most := too_many_arrays(bytes(data))):
         raise ValueError(f"broken stream: a value of more than {most:,} containers in {len(data):,} bytes")
     try:
@@ -78,26 +78,26 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 class WireLeaf(NamedTuple):
-    """Stands for a leaf that a batch's value is checked with.
+    """Stands for a leaf when a batch's structure is checked without the leaves' bytes.
 
     Attributes:
-        nbytes: of a buffer; None: it is a tensor.
+        nbytes: size of the buffer; None: the leaf is a tensor.
     """
 
     nbytes: int | None
 
 
 def build(tree: Any, leaves: Sequence[Any]) -> Any:
-    """Return the value of a decoded tree, whose leaves are these. Errors as `unpack`."""
+    """Return the value of a decoded tree with these leaves. Errors as `unpack`."""
     return _Builder(leaves, dry=False).value(tree, DEPTH)
 
 
 def check(tree: Any, leaves: Sequence[WireLeaf]) -> None:
-    """Check that `build` will make a value of this tree, but for what constructors of registered types raise, and for
-    sparse tensors, whose indices are among the leaves' bytes. Calls nothing of the user's.
+    """Check that `build` will succeed with this tree. Constructors of registered types may still raise, and the indices
+    of sparse tensors, which are among the leaves' bytes, may be invalid. Calls no code of the user.
 
     Raises:
-        ValueError: it will not.
+        ValueError: `build` would fail.
     """
     _Builder(leaves, dry=True).value(tree, DEPTH)
 
@@ -112,7 +112,7 @@ class _Builder:
 
     Args:
         leaves: of the batch; for a dry run `WireLeaf`s.
-        dry: whether only to check: what needs the leaves' bytes or the user's types is a `WireLeaf` then.
+        dry: whether only to check: a `WireLeaf` then stands for values that need the leaves' bytes or the user's types.
     """
 
     __slots__ = ("_dry", "_keys", "_leaves")
@@ -123,7 +123,7 @@ class _Builder:
         self._keys = 0
 
     def value(self, tree: Any, depth: int) -> Any:
-        """The value of this part of the tree."""
+        """Make the value of this part of the tree."""
         if type(tree) is not list:
             if type(tree) is not Ext:
                 return tree  # None, a number or a text: the decoder makes no others
@@ -133,12 +133,14 @@ class _Builder:
         if not tree or not depth:
             raise _Broken("nested too deeply" if tree else "an empty packed value")
         tag = tree[0]
+        # Here and below not `isinstance`: a bool is an int, too, and would be taken for a kind or a size.
         if type(tag) is not int or not 0 <= tag <= Kind.SPARSE:
             raise _Broken("a packed value of no known kind")
         try:
             if tag == LEAF:
                 return self._leaf(tree)
             values = tree[1:]
+            # A long list of numbers, as of indices, is taken without a call for each.
             if len(values) < 8 or not _SCALARS.issuperset(map(type, values)):
                 depth -= 1
                 values = [self.value(each, depth) for each in values]
@@ -147,7 +149,7 @@ class _Builder:
             return tuple(values) if tag == _TUPLE else _BUILD[tag](self, values)
         except (_Broken, _Unregistered):
             raise
-        except Exception as error:  # too few values, a constructor that raises
+        except Exception as error:  # too few values, or a constructor raises: any type of error is possible
             text = f"{type(error).__name__}: {error}"
             raise _Broken(f"a packed value that cannot be read ({text:.200})") from None
 
@@ -173,7 +175,8 @@ class _Builder:
     # ------------------------------------------------------------------------------------------ containers
 
     def _check_keys(self, keys: list[Any]) -> None:
-        """Raise ValueError unless these may be hashed and compared, in bounded time."""
+        """Raise ValueError unless these can be hashed and compared in bounded time."""
+        # The sender does not know the hashes of texts and bytes, so it cannot choose keys that collide.
         if SECRETLY_HASHED.issuperset(map(type, keys)):
             return
         if not all(map(_is_key, keys)):
@@ -182,7 +185,8 @@ class _Builder:
         if self._keys > MOST_KEYS:
             raise _Broken("too many keys that are not texts")
         if self._dry and not _SCALARS.issuperset(map(type, keys)):
-            return  # some are placeholders, which are all alike
+            return  # some keys may be placeholders, whose hashes are equal
+        # A set compares a new key with all keys of the same hash: a million equal hashes would take hours.
         hashes = sorted(map(hash, keys))
         if any(map(operator.eq, hashes, hashes[_SAME_HASH:])):
             raise _Broken("keys that share a hash")
@@ -201,7 +205,7 @@ class _Builder:
         if type(name) is not str or len(name) > _MOST_NAME:
             raise _Broken("a type without a name")
         kind: Any = OURS.get(name) or REGISTERED.get(name)
-        if self._dry and name not in OURS:
+        if self._dry and name not in OURS:  # a dry run calls no constructor of the user
             return WireLeaf(None)
         if kind is None:
             raise _Unregistered(
@@ -227,6 +231,7 @@ class _Builder:
             return WireLeaf(None)
         special: dict[str, Any] = {"is_coalesced": coalesced} if layout is torch.sparse_coo else {"layout": layout}
         make: Any = torch.sparse_coo_tensor if layout is torch.sparse_coo else torch.sparse_compressed_tensor
+        # Without the check, indices out of range would be memory errors in later operations.
         return make(*parts, checked, **special, check_invariants=True)
 
 
@@ -247,7 +252,7 @@ _KEYS = frozenset([*_SCALARS, bytes, complex, torch.dtype])
 
 
 def _array_dtype(name: Any) -> np.dtype[Any]:
-    # numpy would also read "i4,i4" and much more, at length.
+    # numpy's own parser also accepts structures such as "i4,i4", nested, and may take long.
     dtype = np.dtype(name) if type(name) is str and len(name) < 40 and _ARRAY_DTYPE.fullmatch(name) else None
     if dtype is None or dtype.kind not in ARRAY_KINDS:
         raise _Broken("an array of a dtype that is none")
@@ -261,6 +266,7 @@ def _dimensions(shape: Any) -> tuple[int, ...]:
         or any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape)
     ):
         raise _Broken("a shape that is none")
+    # Without the zeros: the strides of an empty tensor are products of its other sizes, and must not overflow either.
     if math.prod(n for n in shape if n) >= 1 << 62:
         raise _Broken("a shape that is too large")
     return tuple(shape)
@@ -268,7 +274,7 @@ def _dimensions(shape: Any) -> tuple[int, ...]:
 
 def _shape(shape: Any, itemsize: int, nbytes: int) -> tuple[int, ...]:
     checked = _dimensions(shape)
-    # An element of an empty text has no bytes; of those there may be one, or the number is unbounded.
+    # An element of dtype "U0" or "S0" has no bytes, so the bytes do not bound their number: at most one is accepted.
     if math.prod(checked) * itemsize != nbytes or (not itemsize and math.prod(checked) > 1):
         raise _Broken(f"an array of shape {checked[:8]} in {nbytes} bytes")
     return checked
@@ -277,6 +283,7 @@ def _shape(shape: Any, itemsize: int, nbytes: int) -> tuple[int, ...]:
 def _array(name: Any, shape: Any, data: Any) -> np.ndarray[Any, Any]:
     dtype = _array_dtype(name)
     checked = _shape(shape, dtype.itemsize, len(_checked_bytes(data)))
+    # A `bytearray`, because an array over bytes would be read-only.
     return np.ndarray(checked, dtype, bytearray(data))
 
 
@@ -285,7 +292,7 @@ def _tensor(name: Any, shape: Any, data: Any) -> torch.Tensor:
     if dtype is None:
         raise _Broken("a tensor of a dtype that batches do not have")
     checked = _shape(shape, dtype.itemsize, len(_checked_bytes(data)))
-    if not data:
+    if not data:  # `frombuffer` refuses an empty buffer
         return torch.empty(checked, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=dtype).view(checked)
 
