@@ -15,7 +15,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from asyncloader import AsyncDataLoader, RemoteIterableDataset
 from asyncloader.dataloader2 import DataLoader2
 from asyncloader.service.node.metrics_endpoint import MetricsEndpoint
-from asyncloader.service.protocol.sockets import bound
+from asyncloader.service.protocol.sockets import bind
 from asyncloader.transports import open_transport
 from tests.helpers.datasets import Numbers, Sized
 from tests.helpers.http_store import Stored, serving
@@ -76,7 +76,7 @@ async def test_no_name_waits_for_it(monkeypatch: pytest.MonkeyPatch, refusing: C
         async with open_transport(url) as transport:
             assert await transport.read("a") == b"data"
         assert names == ["localhost"]
-        sock, address = await bound("tcp://localhost:0")
+        sock, address = await bind("tcp://localhost:0")
         sock.close()
         assert "localhost" not in address
         endpoint = MetricsEndpoint(cast("Any", None))
