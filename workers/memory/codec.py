@@ -4,15 +4,15 @@ Data path: worker: collate -> [codec: encode] -> ring -> reorder -> [codec: deco
 
 Encoding an object gives a *template* and *leaves*. Leaves are the bytes of tensors and arrays, wherever in the object
 they are; each is written once, directly to its offset in the slot. The template is pickle (protocol 5) in which every
-leaf is an out-of-band buffer, with a table that says where each leaf is and what it is. Batches of the same shapes have
+leaf is an out-of-band buffer, with a table of the leaves' offsets, sizes and types. Batches of the same shapes have
 the same template, so a worker sends it once and then only says "same".
 
 Decoding builds a tensor over each leaf and has the unpickler insert them: the `buffers` argument of `pickle.loads`
 takes any objects, and passes each to whatever the pickled buffer was an argument of.
 
-What is not a plain dense CPU tensor (sparse, quantized, nested, subclasses, `requires_grad`) is pickled by its own
-rules; the storages that those rules meet become leaves, too, and of a tensor's storage only its own elements. Tensors
-that overlap still do so afterwards.
+A tensor that is not plain, dense and on the CPU (sparse, quantized, nested, subclasses, `requires_grad`) is pickled by
+its own rules; the storages that those rules meet become leaves, too, and of a tensor's storage only its own elements.
+Tensors that overlap still do so afterwards.
 
 This is pickle between our own processes; nothing from elsewhere is ever decoded here.
 """
@@ -204,8 +204,8 @@ class Encoder:
         return _leaf, (self.placeholder(Leaf(0, view.spec, None)),)
 
     def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
-        """Reduce an array as numpy does. One that is read-only comes out writable, as from torch's workers: that its
-        memory here belongs to a file or an image says nothing about its copy.
+        """Reduce an array as numpy does. A read-only array comes out writable, as from torch's workers: its memory here
+        may belong to a file or an image, but its copy does not.
         """
         reduced: Any = array.__reduce_ex__(5)
         if array.flags.writeable or not isinstance(reduced[1][0], pickle.PickleBuffer):
@@ -250,14 +250,14 @@ class _Dispatch(dict[type, Any]):
         if found is None and issubclass(kind, torch.Tensor):
             found = self._tensor
         elif found is None and not issubclass(kind, type):
-            found = _BY_OWN_RULES  # what the pickler does for a KeyError, which would come for each object
+            found = _BY_OWN_RULES  # the pickler would do the same after a KeyError, but it would ask for each object
         if found is None:
             raise KeyError(kind)
         self[kind] = found
         return found
 
     def forget(self) -> None:
-        """Forget what was found: a user may have registered other functions since."""
+        """Forget the reductions that were found: a user may have registered other functions since."""
         if len(self) > self._own:
             for kind in list(self)[self._own :]:
                 del self[kind]
@@ -371,8 +371,10 @@ class Template:
         return self._with_leaves(anchor, self._leaves_in(anchor))
 
     def copy_out(self, anchor: Memory) -> Any:
-        """As `build`, in private memory. Each leaf has an allocation of its own: a user who keeps the labels of each
-        batch keeps no images. Leaves that overlap share one. The bytes are copied with the GIL released.
+        """Return the object, with leaves in private memory, copied with the GIL released.
+
+        Each leaf has an allocation of its own, so that labels which are kept do not keep the images; leaves that
+        overlap share their allocation. Errors as `build`.
         """
         self._check_extent(anchor)
         return self._with_leaves(anchor, self._private_leaves(anchor))
@@ -393,7 +395,7 @@ class Template:
         return b"" if anchor is None else bytes(_bytes(anchor, self._inside, self._size))
 
     def _leaves_in(self, anchor: Memory | None) -> list[Any]:
-        """Build the leaves. What they need of the anchor must be there."""
+        """Build the leaves. The anchor must be as long as `_extent`."""
         if self._simple:
             # Only dense tensors of common types: this loop determines the loader's speed on small batches.
             ndarray, from_numpy = np.ndarray, torch.from_numpy

@@ -41,7 +41,10 @@ def grown_slot_bytes(nbytes: int) -> int:
 
 
 def fit_slot_bytes(nbytes: int, slots: int, ring_bytes: int | None) -> int:
-    """As `grown_slot_bytes`, but at most what fits into `ring_bytes` (None: no bound). At least one page."""
+    """Return `grown_slot_bytes`, or less, so that all slots fit into `ring_bytes`.
+
+    Without `ring_bytes` there is no bound. A slot has at least one page.
+    """
     wanted = grown_slot_bytes(nbytes)
     if ring_bytes is None:
         return wanted

@@ -2,8 +2,8 @@
 
 Data path: worker: collate -> [leaves] -> codec -> ring -> [leaves] -> consumer.
 
-The worker writes a leaf once, to its offset in the slot. A `LeafSpec` says where it is and what it is, and the consumer
-builds a tensor, a storage or a buffer over it.
+The worker writes a leaf once, to its offset in the slot. A `LeafSpec` has its offset, size and type; from that the
+consumer builds a tensor, a storage or a buffer over it.
 
 Sparse and quantized tensors and typed storages are pickled by parts that are plain tensors, which become leaves.
 torch's own pickling would work, but has side effects in a process that lives long.
@@ -224,7 +224,7 @@ SPARSE_LAYOUTS = frozenset(_PARTS)
 
 
 def sparse_part_names(layout: torch.layout) -> tuple[str, ...]:
-    """Return what the parts of a tensor of this layout are called."""
+    """Return the names of the parts of a tensor of this layout."""
     return _PARTS[layout]
 
 

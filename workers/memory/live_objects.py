@@ -1,7 +1,7 @@
 """A set of the objects of one kind that exist in this process, for hooks that run at a fork or at exit.
 
-`weakref.WeakSet` would not do: it is iterated in Python code, and fails if another thread adds an object meanwhile. A
-lock would be held, in the child of a fork, by a thread that does not exist there.
+`weakref.WeakSet` would not do: it is iterated in Python code, and fails if another thread adds an object at the same
+time. A lock would be held, in the child of a fork, by a thread that does not exist there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LiveObjects(Generic[T]):
         self._references.add(weakref.ref(each, self._references.discard))
 
     def __iter__(self) -> Iterator[T]:
-        """Those that exist now; what is added from now on does not come."""
-        # The copy is one step of the interpreter, as is each change.
+        """Iterate over the objects that exist now; later additions do not come."""
+        # The copy is one step of the interpreter, as is each change: no other thread can come in between.
         for reference in self._references.copy():
             each = reference()
             if each is not None:

@@ -2,8 +2,8 @@
 
 Data path: without workers: fetch -> [recycle: collate] -> consumer.
 
-An allocator returns large blocks (over 32 MiB in glibc) to the system with every `free`, and gets them anew, page by
-page and zeroed, with the next batch: 2 GB/s instead of 20. So large batches are stacked into memory that is kept. The
+An allocator returns large blocks (over 32 MiB in glibc) to the system with every `free`. The next batch would get them
+page by page and zeroed: 2 GB/s instead of 20. So large batches are stacked into memory that is kept. The
 consumer's hold on it is a lease, as on a ring's slot.
 """
 
@@ -30,7 +30,7 @@ _KEPT = 2
 
 
 class Recycler:
-    """Hands out blocks of private memory, and reuses each once its last view is gone.
+    """Hands out blocks of private memory, and reuses each once its last view has died.
 
     One thread at a time calls `take`; views may die in any thread.
     """
@@ -45,7 +45,7 @@ class Recycler:
         """Return a block of `nbytes`, with arbitrary content. It is reused once the anchor dies.
 
         Raises:
-            MemoryError: there is no memory.
+            MemoryError: the system has no memory for the block.
         """
         while self._released:
             self._free.append(self._leases.pop(self._released.popleft().slot)[1])

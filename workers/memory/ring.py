@@ -1,7 +1,7 @@
 r"""Manages one worker's ring: a fixed number of slots in one shared segment, and the consumer's leases on them.
 
-Data path: scheduler -> worker -> [ring] -> reorder -> consumer, and back to the ring when the consumer's views are
-gone.
+Data path: scheduler -> worker -> [ring] -> reorder -> consumer, and back to the ring when the consumer's views have
+died.
 
 States of a slot, all of them known to the main process alone:
 
@@ -15,18 +15,15 @@ cannot leave a lock held or a list half changed.
 *No deadlock by construction.* A ring has more slots than credits. A task holds at most one slot from its assignment
 until its batch is delivered, so tasks hold at most `credits` slots. `may_lend` is true only while fewer than
 ``slots - credits`` slots are leased or retired; otherwise the caller copies the batch out and gives the slot back at
-once. Hence a free slot is left for every task that the credits allow, however many batches the consumer keeps. (A task
-that finds none all the same, while an abandoned epoch still drains, writes to a one-off segment.)
+once. Hence a free slot is left for every task that the credits allow, however many batches the consumer keeps. (While
+an abandoned epoch still drains, a task may find no free slot nevertheless; it writes to a one-off segment.)
 
 Leases: the *anchor* of a lease is one ctypes array laid over the slot. Every tensor of the batch is built on the anchor
 and keeps it alive, also through slices, `detach()`, `.numpy()` and whatever else shares its storage. So the anchor dies
-exactly when the last view is gone, and a `Lease`, a weak reference to it, reports that. The callback of the weak
-reference is `deque.append` itself: it takes no lock and runs no Python code, so it may run in any thread, inside the
-garbage collector, or after a fork (where it appends to the child's copy, which is never read).
+exactly when the last view dies, and a `Lease`, a weak reference to it, reports that.
 
-Threads: `take` and `give_back` may be called by the loop thread while `lend` and `may_lend` are called by the one
-consumer thread. They share `_free`, a deque whose `append` and `pop` are atomic; everything about leases belongs to the
-consumer's side.
+Threads: `take` and `give_back` may be called by the loop thread while the consumer thread calls `lend` and `may_lend`.
+They share `_free` alone; everything about leases belongs to the consumer's side.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ class Ring:
         slots: number of slots.
         slot_bytes: size of each, a multiple of the page.
         credits: slots that tasks may hold at a time, less than `slots`.
-        number: distinguishes this ring from earlier ones of the same worker.
+        number: distinguishes this ring from the worker's earlier rings.
 
     Raises:
         RingMemoryError: there is no memory for a ring of this size.
@@ -81,12 +78,16 @@ class Ring:
             self.close_fd()
             raise
         # Last in, first out: the slot freed last is the warmest in the caches, and slots that are never needed are
-        # never touched.
+        # never touched. The loop thread and the consumer thread share the deque without a lock: `append` and `pop` are
+        # atomic.
         self._free: deque[int] = deque(reversed(range(slots)))
         self._generation = [0] * slots
         self._leases: dict[int, Lease] = {}  # slot -> its current lease
         self._released: deque[Lease] = deque()
         self._retired: set[int] = set()
+        # The weak references' callback. A built-in method, not a function of ours: it takes no lock and runs no Python
+        # code, so it may run in any thread, inside the garbage collector, or in a forked child, where it appends to a
+        # copy that is never read.
         self._append_released = self._released.append
         self.locked = False
         """Whether its pages are locked, see `lock_pages`."""
@@ -104,7 +105,7 @@ class Ring:
 
     @property
     def worn(self) -> bool:
-        """Whether so many slots are retired that no slot can ever be lent again: the ring should be replaced."""
+        """Whether retired slots fill the headroom: no slot can ever be lent again, so the ring should be replaced."""
         return len(self._retired) >= self.slots - self.credits
 
     @property
@@ -117,9 +118,10 @@ class Ring:
     def reusable(self) -> bool:
         """Whether the ring may be given to another worker: no slot is assigned. Leased slots stay leased.
 
-        Any thread. Meanwhile a thread that delivers may move slots from leased to free, and one that forks from leased
-        to retired. Counted in the order below, a moved slot is missed rather than counted twice.
+        Any thread.
         """
+        # At the same time, the thread that delivers may move slots from leased to free, and a thread that forks from
+        # leased to retired. In this order a moved slot is missed, and the ring refused, rather than counted twice.
         there = len(self._free)
         there += len(self._retired)
         there += len(self._leases)
@@ -151,7 +153,7 @@ class Ring:
 
         Args:
             lock: locks a range of memory, given its address and its length in bytes; returns a function that unlocks
-                it. That is called before the memory is unmapped, once the last view is gone. A ring of more than
+                it, and is called before the memory is unmapped, once the last view has died. A ring of more than
                 `LOCK_BYTES` is locked in several ranges.
             bind: called first, with the ring's address and length, to choose the NUMA node of new pages; None: the
                 kernel chooses.
@@ -239,9 +241,10 @@ class Ring:
 
     def retire(self) -> None:
         """Retire the leased slots: after a fork the child may look into them as long as it lives."""
+        # A copy: the hook runs in whichever thread forks, while the consumer thread lends and reclaims.
         for slot, lease in list(self._leases.items()):
             if lease() is None:
-                continue  # the last view is gone; `reclaim` will free it
+                continue  # the last view has died; `reclaim` will free it
             self._generation[slot] += 1
             self._retired.add(slot)
             self._leases.pop(slot, None)

@@ -36,7 +36,7 @@ CREDIT_BYTES = 256 << 20
 samples in flight of a megabyte each."""
 
 RUN_AHEAD_BYTES = 64 << 20
-"""Memory per ring for batches that wait for an earlier one, if the user set no `ring_bytes`."""
+"""Memory per ring for batches that wait for an earlier batch, if the user set no `ring_bytes`."""
 
 
 class RingManager:
@@ -46,8 +46,8 @@ class RingManager:
         credits: tasks that the worker may have outstanding, as long as slots for them fit into `ring_bytes` or, without
             a bound, into `CREDIT_BYTES`.
         ring_bytes: upper bound on the ring's size; None: no bound.
-        reorder_window: batches that may wait for an earlier one, in addition to the credits. They get slots as long as
-            these fit into `ring_bytes` or, without a bound, into `RUN_AHEAD_BYTES`.
+        reorder_window: batches that may wait for an earlier batch, in addition to the credits. They get slots as long
+            as these fit into `ring_bytes` or, without a bound, into `RUN_AHEAD_BYTES`.
         workers: number of workers with such a ring, to check that the rings of all of them fit.
         least_credits: tasks that may be outstanding however large batches are; default: `credits`.
 
@@ -80,12 +80,12 @@ class RingManager:
         self._slotless: set[tuple[int, int]] = set()  # unanswered tasks without a slot
         self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
         self._grown = True  # the first ring has to be sent
-        self._inherited = False  # `ring` comes from an earlier worker; this one has not got it yet
+        self._inherited = False  # `ring` comes from an earlier worker, and has not been sent to this worker yet
         self._number = -1  # of the newest ring
 
     @property
     def reorder_window(self) -> int:
-        """Batches that may wait for an earlier one, in addition to the credits."""
+        """Batches that may wait for an earlier batch, in addition to the credits."""
         return self._ahead
 
     @property
@@ -110,6 +110,7 @@ class RingManager:
         """
         if self._inherited:
             self._inherited = False
+            # Asked now, and not in `successor`: slots that an abandoned epoch still held then are free by now.
             if self.ring is not None and self.ring.reusable:
                 return self.ring
             self._grown = True
@@ -154,6 +155,8 @@ class RingManager:
         Raises:
             ValueError: the worker was not assigned this slot, or the slot is smaller. Nothing is changed.
         """
+        # Everything is checked before anything changes: the caller treats a wrong answer as a broken worker, and frees
+        # the slots of all its tasks.
         held = self._held.get((epoch, seq))
         if slot < wire.ONEOFF or (held is not None and slot >= 0 and (slot != held[1] or nbytes > held[0].slot_bytes)):
             given = "none" if held is None else f"slot {held[1]} of {held[0]!r}"

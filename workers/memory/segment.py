@@ -4,7 +4,7 @@ Data path: worker -> [segment, under the ring] -> consumer.
 
 A segment is a file descriptor without a name (`memfd_create`; where that is missing, POSIX shared memory that is
 unlinked at once). Once mapped, the descriptor may be closed: the pages live as long as a mapping in any process, and
-are freed with the last one even after SIGKILL.
+are freed with the last mapping, even after SIGKILL.
 
 Mappings are never closed explicitly. `mmap.close()` succeeds under a live ``torch.frombuffer`` tensor and leaves it
 dangling; dropping the last reference unmaps at the right time.
@@ -36,11 +36,12 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 class Mapping(mmap.mmap):
     """A mapped segment.
 
-    Unless it is watched, no Python code runs when it is unmapped. The last view may die inside torch, in a daemon
-    thread, while the interpreter is shutting down. Python code would release the GIL there; a thread that cannot get it
-    back is ended, and in the middle of C++ code that aborts the process.
+    Unless it is watched, no Python code runs when it is unmapped.
     """
 
+    # This class has no `__del__`: the last view may die inside torch, in a daemon thread, while the interpreter is
+    # shutting down. Python code would release the GIL there; a thread that cannot get it back is ended, and in the
+    # middle of C++ code that aborts the process.
     before_unmapping: Callable[[], None] | None = None
 
     def watch(self, before_unmapping: Callable[[], None]) -> None:
@@ -50,7 +51,7 @@ class Mapping(mmap.mmap):
 
 
 class _Watched(Mapping):
-    # Not a weak reference: its callback would run only after the pages are gone.
+    # Not a weak reference's callback: it would run only after the pages were unmapped.
     def __del__(self) -> None:
         if self.before_unmapping is not None:
             self.before_unmapping()
@@ -116,7 +117,7 @@ def reserve(fd: int, offset: int, nbytes: int) -> None:
     """Allocate the pages of this range now. Idempotent.
 
     Raises:
-        RingMemoryError: there is no memory for it. What was reserved before stays usable.
+        RingMemoryError: the memory does not suffice. Pages that were reserved before stay usable.
     """
     if not hasattr(os, "posix_fallocate"):
         return  # macOS: only `check_room` protects
@@ -138,7 +139,7 @@ def written(nbytes: int, write: Callable[[Mapping, int], None]) -> int:
     """Return the descriptor of a new segment for one batch, which `write` wrote at offset 0.
 
     Raises:
-        RingMemoryError: there is not so much memory.
+        RingMemoryError: the memory does not suffice.
     """
     if nbytes >= _CHECKED_BYTES:
         check_room(nbytes, "one batch")  # first: the kernel would overcommit, and then kill a process
