@@ -30,8 +30,8 @@ class Bootstrap:
     """The target of a worker's `Process`: called in the new process.
 
     Args:
-        started: when the main process began to start this one. All times are those of `perf_counter`, which is the same
-            clock in all processes of a machine.
+        started: when the main process began to start this process. All times are those of `perf_counter`, which is the
+            same clock in all processes of a machine.
         entered: when this process began; None: with the call, as it was forked.
         gc_stopped: whether the collector was paused then.
     """
@@ -63,7 +63,7 @@ def _unpickled(started: float) -> Bootstrap:
 
 
 def _age() -> float:
-    """Seconds since this process was created, to a hundredth; 0 where the system does not tell."""
+    """Seconds since this process was created, to a hundredth; 0 where /proc cannot be read."""
     try:
         born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return float(Path("/proc/uptime").read_text().split()[0]) - born
@@ -98,7 +98,7 @@ class _GcPause:
         """Whether the collector was on before the pause; None while no worker is being forked."""
 
     def end_in_child(self) -> None:
-        """End the pause in a forked child, also in one that another thread forked meanwhile."""
+        """End the pause in a forked child, also in a child that another thread forked during the pause."""
         if self.enabled is None:
             return
         gc.freeze()

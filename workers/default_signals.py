@@ -3,8 +3,8 @@
 Data path: pool start-up -> [default_signals] -> worker.
 
 A forked process inherits the program's handlers: those of Python, those that libraries set in C, and the descriptor
-that Python's handlers write to, which wakes the *main* process's event loop. In a worker they would do what they are
-meant to do in the main process, such as write a checkpoint, or have the main process do it.
+that Python's handlers write to, which wakes the *main* process's event loop. In a worker they would do the main
+process's work, such as write a checkpoint, or have the main process do it.
 
 So signals are blocked while a worker is forked, and in the child until the handlers are the default ones. Signals that
 are ignored stay so (``nohup``, SIGPIPE), except SIGTERM, by which the loader ends a busy worker. The user may set a
@@ -57,11 +57,12 @@ def set_worker_signals() -> None:
     event loop. Signals that were blocked for the fork arrive now.
     """
     signal.set_wakeup_fd(-1)
-    # By its own means: else it would take its handlers for set, and not set them where `worker_init_fn` asks for it.
+    # Through `disable`, not by setting the default handlers: faulthandler would believe that its handlers are set, and
+    # would not set them when `worker_init_fn` asks for it.
     reports_crashes = faulthandler.is_enabled()
     faulthandler.disable()
     for each in signal.valid_signals():
-        with contextlib.suppress(RuntimeError):  # one of those of a crash
+        with contextlib.suppress(RuntimeError):  # faulthandler refuses the signals of crashes
             faulthandler.unregister(each)
     for number in _handled() | {signal.SIGTERM}:
         # A library's handler may hide that a signal is ignored: Debian's torch, as it is imported, sets one for SIGHUP.
@@ -69,7 +70,7 @@ def set_worker_signals() -> None:
         signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if reports_crashes:
-        with contextlib.suppress(Exception):  # there is no standard error
+        with contextlib.suppress(Exception):  # standard error is closed
             faulthandler.enable()
     mask, _fork.mask = _fork.mask, None
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Pickles what a worker's task raised, so that the main process can raise it.
+"""Pickles the exception of a worker's task, so that the main process can raise it.
 
 Data path: worker: fetch -> [error_pickle] -> answer -> consumer.
 """

@@ -20,7 +20,7 @@ class _Relay(logging.Handler):
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        if threading.current_thread() is not threading.main_thread():  # only that one may use the channel
+        if threading.current_thread() is not threading.main_thread():  # the channel is the main thread's
             logging.getLogger().callHandlers(record)
             return
         line = record.levelno, record.getMessage(), getattr(record, "store", None), getattr(record, "silent", False)
@@ -29,6 +29,6 @@ class _Relay(logging.Handler):
 
 
 def relay_log(send: Callable[[bytes], None]) -> None:
-    """Have what this process logs as `asyncloader` sent to the main process, in frames given to `send`."""
+    """Send the lines that this process logs as `asyncloader` to the main process, in frames given to `send`."""
     log = logging.getLogger("asyncloader")
     log.handlers[:], log.propagate = [_Relay(send)], False

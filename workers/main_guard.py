@@ -43,7 +43,7 @@ def leave_if_importing_main(start_method: str) -> None:
     text = f"{_ADVICE.format(path=_path() or 'the program')}."
     if threading.current_thread() is threading.main_thread():
         raise SystemExit(text)
-    # An event loop waits for this thread, and would show on 40 lines what the exit came through.
+    # An event loop that waits for this thread would print 40 lines of the calls that the exit came through.
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
     os._exit(1)

@@ -4,10 +4,11 @@
 by this process: what Python, its libraries and the dataset allocated, but neither ring pages nor files. A forked worker
 starts with all memory of its parent, so only the growth is meaningful.
 
-`MemoryKills` (in the main process, at a worker's start and at its death) tells whether a SIGKILL came from the
+`MemoryKills` (in the main process, at a worker's start and at its death) finds out whether a SIGKILL came from the
 out-of-memory killer or from outside. The kernel counts its kills in the control group of the killed process, before the
-signal arrives. The counter covers all processes of the group, so the kill of another process is attributed to this one.
-Where there is no counter (macOS, no memory controller, a kernel before 4.13), memory is assumed not to have run out.
+signal arrives. The counter covers all processes of the group, so the kill of another process is attributed to this
+worker. Where there is no counter (macOS, no memory controller, a kernel before 4.13), memory is assumed not to have run
+out.
 """
 
 from __future__ import annotations

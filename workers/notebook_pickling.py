@@ -1,13 +1,14 @@
-"""Sends what a session defines in `__main__` to its workers by value, as they cannot import it.
+"""Sends functions and classes that a session defines in `__main__` to its workers by value.
 
 Data path: main process: dataset, task index, state -> [notebook_pickling] -> spawned worker.
 
 A session is a program whose `__main__` lies in no file: a notebook's kernel, an interactive interpreter, ``python -c``,
-a program read from standard input. Its functions and classes are pickled by cloudpickle, code and all.
+a program read from standard input. Its workers cannot import it, so its functions and classes are pickled by
+cloudpickle, code and all.
 
-The worker sets each as an attribute of its own `__main__`, so that plain pickle finds it there: whatever the worker
-sends back refers to it by name, and arrives as an object of the session's own class. For the same reason each is sent
-to a worker only once.
+The worker sets each as an attribute of its own `__main__`, so that plain pickle finds it there: objects that the worker
+sends back refer to it by name, and arrive as objects of the session's own class. For the same reason each is sent to a
+worker only once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MAIN = "__main__"
 
 
 def in_session() -> bool:
-    """Whether a process that is spawned now cannot import this one's `__main__`."""
+    """Whether a process that is spawned now cannot import the `__main__` of this process."""
     main = sys.modules[_MAIN]
     if getattr(main, "__spec__", None) is not None:
         return False
@@ -54,22 +55,22 @@ def file_of_main_hidden() -> Generator[None]:
 
 
 class SessionPickler(pickle.Pickler):
-    """Pickles by value what is defined in `__main__`, if cloudpickle is installed.
+    """Pickles functions and classes of `__main__` by value, if cloudpickle is installed.
 
     Args:
         file: what to write to.
         reducers: a dispatch table that goes before cloudpickle's.
-        known: what the worker has, by name: pickled by reference.
+        known: the objects that the worker has, by name; they are pickled by reference.
 
     Raises:
-        ImportError: (`dump`) cloudpickle is not installed, and something is defined in `__main__`.
+        ImportError: (`dump`) cloudpickle is not installed, and a function or class is defined in `__main__`.
     """
 
     def __init__(self, file: io.BytesIO, reducers: Mapping[type, Any], known: Mapping[str, Any]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._known = known
         self.sent: dict[str, Any] = {}
-        """What has been pickled by value and has a name in `__main__`."""
+        """The objects that were pickled by value and have a name in `__main__`."""
         self._by_value: Any = None
         tables: list[Any] = [reducers, copyreg.dispatch_table]
         try:
@@ -86,7 +87,7 @@ class SessionPickler(pickle.Pickler):
         if type(obj) is not FunctionType and not issubclass(type(obj), type):
             return NotImplemented
         name = obj.__qualname__
-        in_main = obj.__module__ == _MAIN and "<" not in name  # what is local has no name to refer to it by
+        in_main = obj.__module__ == _MAIN and "<" not in name  # a local object has no name by which it could be found
         named = in_main and vars(sys.modules[_MAIN]).get(name) is obj
         if named and self._known.get(name) is obj:
             return NotImplemented
@@ -116,7 +117,7 @@ def _define(name: str, named: bool, make: Callable[..., Any], arguments: tuple[A
 
 
 def dump_message(known: dict[str, Any], value: Any) -> bytes:
-    """Pickle what is sent to a worker that has started; `known` is what it has from the session, and is brought up to
+    """Pickle a value for a worker that has started; `known` are the session's objects that it has, and is brought up to
     date.
     """
     data = pickle.dumps(value, 5)

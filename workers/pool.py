@@ -56,11 +56,11 @@ class WorkerPool:
         setup: the set-up that all workers share.
         credits: outstanding tasks per worker, as long as batches are small.
         ring_bytes: upper bound on the size of each ring; None: no bound.
-        reorder_window: batches that may wait for an earlier one, in addition to the credits.
+        reorder_window: batches that may wait for an earlier batch, in addition to the credits.
         worker_timeout: seconds that a worker may spend on one task; None: no limit.
         least_credits: outstanding tasks per worker, however large batches are; default: `credits`.
         kept: cache that page-locked rings are taken from and returned to; None: every pool makes its own.
-        statistics: get what the workers count; None: nobody does.
+        statistics: get the workers' counters; None: the counters are not read.
 
     Raises:
         RingMemoryError: rings of this size can never fit.
@@ -126,7 +126,7 @@ class WorkerPool:
         """Start processes for these workers. Blocks; any thread. Pass each to `adopt` or `discard`.
 
         Raises:
-            LoaderClosed: the pool was stopped meanwhile.
+            LoaderClosed: the pool was stopped while they were made.
         """
         made: list[WorkerHandle] = []
         try:
@@ -135,14 +135,17 @@ class WorkerPool:
                     made.append(process)
                     if self._statistics is not None:
                         self._statistics.add_worker(process.worker_id, process.recorder, process.node)
-                    with self._making:  # `stop` ends what is in `_spare` by then; a later process is ended here
+                    # `stop` ends the processes that are in `_spare` when it gets the lock. A process that was made
+                    # later is ended here.
+                    with self._making:
                         self._spare.add(process)
                         if self._stopped:
                             raise LoaderClosed("the workers were stopped")
         except BaseException:
             with self._making:
                 if not self._stopped:
-                    self._spare.update(made)  # Ctrl-C may have struck before the last one was added
+                    # `discard` ends spare processes only, and Ctrl-C may have struck before the last process was added.
+                    self._spare.update(made)
             for process in made:
                 self.discard(process)
             raise
@@ -174,7 +177,7 @@ class WorkerPool:
         return True
 
     def obstacle(self) -> str:
-        """See `WorkerSource.obstacle`."""
+        """Why a dead worker cannot be replaced; empty if it can. See `WorkerSource.obstacle`."""
         return self._source.obstacle()
 
     @property
@@ -190,7 +193,7 @@ class WorkerPool:
         return self._failed or not all(p.alive for p in self.processes)
 
     async def look(self, processes: Sequence[WorkerHandle], seconds: float) -> dict[int, Report]:
-        """See `WorkerSource.look`."""
+        """Report what these workers' threads are doing, by worker number. See `WorkerSource.look`."""
         return await self._source.look(processes, seconds)
 
     def __repr__(self) -> str:
@@ -219,8 +222,10 @@ class WorkerPool:
             self._listen_to(loop, process)
         places_changed = partial(self._places_changed, weakref.ref(self), loop)
         self._unwatch = self._source.watch(places_changed)
-        places_changed()  # perhaps before this epoch
+        places_changed()  # for changes between the epochs, when nothing was watched
         if self._used:
+            # The number goes up before any task is sent: answers to the tasks of an epoch that was abandoned name an
+            # older epoch, and are discarded.
             self.epoch += 1
             for process, start in zip(self.processes, starts, strict=True):
                 process.started = False
@@ -235,6 +240,8 @@ class WorkerPool:
             if this is not None and this._loop is loop:
                 this._source.rebalance(this.processes)
 
+        # The source may call this in any thread; the workers belong to the loop's. Between the call and `move` the pool
+        # may be freed, or attached to another loop: hence the weak reference and the comparison.
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(move)
 
@@ -270,7 +277,7 @@ class WorkerPool:
 
     @property
     def reorder_window(self) -> int:
-        """Batches that any worker may have ready ahead of an earlier one, limited by the memory of its ring."""
+        """Batches that any worker may have ready ahead of an earlier batch, limited by the memory of its ring."""
         return min(manager.reorder_window for manager in self.rings)
 
     @property
@@ -279,8 +286,9 @@ class WorkerPool:
         return min(manager.credits for manager in self.rings)
 
     def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
-        """Send a task, with a slot if one is free. `suspect`: capture what the task writes to standard error."""
+        """Send a task, with a slot if any slot is free. `suspect`: capture what the task writes to standard error."""
         process, manager = self.processes[worker], self.rings[worker]
+        # The worker reads its frames in order: the capture and a larger ring go before the task that uses them.
         if suspect and (stderr := process.suspected()) is not None:
             self._send(process, wire.pack(wire.SUSPECT), [stderr])
         grown = manager.replacement()
@@ -307,7 +315,7 @@ class WorkerPool:
             if not process.channel.send(frame, fds or ()) and self._loop is not None:
                 self._loop.add_writer(process.channel.fileno(), self._on_writable, process)
         except ConnectionError:
-            pass  # it is dying; its pidfd reports that
+            pass  # it is dying; its pidfd reports the death, after which all of its tasks are assigned again
 
     def _on_writable(self, process: WorkerHandle) -> None:
         try:
@@ -320,7 +328,9 @@ class WorkerPool:
     def _on_readable(self, process: WorkerHandle) -> None:
         self._drain_or_end(process)
         if process.channel.ended and self._loop is not None:
-            self._loop.remove_reader(process.channel.fileno())  # whether and how it died is reported by the pidfd
+            # The end of the socket is no death: the worker may have closed its end, or a child of it may hold it open.
+            # The pidfd reports deaths. A reader that stayed would be called for the end again and again.
+            self._loop.remove_reader(process.channel.fileno())
 
     def _drain_or_end(self, process: WorkerHandle) -> None:
         try:
@@ -340,13 +350,16 @@ class WorkerPool:
         # Frames that it sent before it died are still in the socket.
         before = -1
         while not self._failed and not process.channel.ended and process.channel.received != before:
-            before = process.channel.received  # stops when nothing new comes: a child may hold the other end open
+            # Not until the socket's end: a child of the worker may hold the other end open.
+            before = process.channel.received
             self._drain_or_end(process)
         self._on_exited(process, process.death())
         process.release()
 
     def _on_timeout(self, worker: int, seconds: float) -> None:
         process, loop = self.processes[worker], self._loop
+        # The kill is reported by the pidfd, like every death. A process that hangs in a system call ignores SIGKILL:
+        # after a while it counts as dead, so that its tasks go to another worker.
         process.kill_for(
             f"The loader killed it: it was at one task for {seconds:.1f} seconds, and worker_timeout is "
             f"{self._worker_timeout:g}."
@@ -367,10 +380,11 @@ class WorkerPool:
         self._on_exited(process, WorkerDied(process.worker_id, process.pid, None, process.kill_reason))
 
     def _on_exited(self, process: WorkerHandle, death: WorkerDied) -> None:
-        """The worker is gone: stop listening, void its tasks, and report the death."""
+        """Stop listening to a worker that has ended, void its tasks, and report the death."""
         worker = process.worker_id
         if self._loop is not None:
             self._unlisten(self._loop, process)
+        # Before the listener is called, which has a replacement made: `adopt` takes a vacant id only, and a new ring.
         self.rings[worker].abandon()
         self._vacant.add(worker)
         if self._watchdog is not None:
@@ -446,17 +460,16 @@ class WorkerPool:
                     manager.close()
 
     def _keep_rings(self, kept: KeptRings) -> None:
-        for process, manager in zip(
-            self.processes, self.rings, strict=False
-        ):  # fewer processes than rings if start-up failed
-            if not process.left:
+        # Not strict: start-up may have failed with fewer processes than rings.
+        for process, manager in zip(self.processes, self.rings, strict=False):
+            if not process.left:  # a child of a killed worker, or a pending write, may still change its ring
                 manager.abandon()
         if self.processes:
             kept.keep(self._ring_options, [manager.successor() for manager in self.rings])
 
 
 class Stoppable(Protocol):
-    """What the exit hook needs of a pool."""
+    """The methods of a pool that the exit hook calls."""
 
     def detach(self) -> None:
         """Stop listening."""
@@ -488,6 +501,7 @@ def install_exit_hook() -> None:
 
 def _stop_all() -> None:
     pools = list(_pools)
+    # All are asked before the first is waited for, so that their workers end at the same time.
     for pool in pools:
         with contextlib.suppress(Exception):
             pool.detach()

@@ -38,7 +38,7 @@ from asyncloader.workers.starting import start
 from asyncloader.workers.stderr_capture import make_capture_file, read_tail
 
 _TRACE_LINES = 40  # lines of a dead worker's stack trace in its error
-_FORKSERVER_REPORTS = 5.0  # seconds to wait for the fork server to report the exit code of a child that is gone
+_FORKSERVER_REPORTS = 5.0  # seconds to wait for the fork server to report the exit code of a child that has ended
 
 
 class WorkerProcess:
@@ -53,7 +53,7 @@ class WorkerProcess:
 
     Raises:
         OSError: the process could not be started.
-        WorkerDied: nor could the fork server start it.
+        WorkerDied: the fork server has ended, and could not start it.
     """
 
     def __init__(
@@ -79,19 +79,20 @@ class WorkerProcess:
         """It was asked to end."""
         self.dialect: Dialect = PICKLE
         self._session = {**setup.sent} if isinstance(setup, Payload) and setup.sent is not None else None
-        self.process: Any = None  # the fork hook of another thread may read it before there is one
+        self.process: Any = None  # set at once: a thread that forks runs the fork hook, which reads it
         self._pidfd: int | None = None
         with contextlib.ExitStack() as undo:  # if no descriptors are left
             records = segment.create(BLOCK_BYTES)
             undo.callback(os.close, records)
             self.recorder = Recorder(segment.map_segment(records, BLOCK_BYTES))
-            """What the worker counts; readable at any time."""
+            """The worker's counters; readable at any time."""
             self.stacks, theirs_stacks = stack_pipe()
             undo.callback(self.stacks.close)
             undo.callback(os.close, theirs_stacks)
             ours, theirs = channel_pair()
             undo.pop_all()
         self.channel = Channel(ours)
+        # Before the process is started: a fork in another thread from now on closes the descriptors in its child.
         _install_fork_hook()
         _processes.add(self)
         links = Links(
@@ -116,6 +117,7 @@ class WorkerProcess:
             self._close()
             raise
         finally:
+            # The worker's ends: while this process held them open, the end of the channel would never be seen.
             theirs.close()
             os.close(theirs_stacks)
             os.close(records)
@@ -170,7 +172,7 @@ class WorkerProcess:
         return WorkerDied(self.worker_id, self.pid, self.process.exitcode, reason, advice, trace)
 
     def distrust(self, error: ValueError) -> bool:
-        """As `WorkerHandle`."""
+        """Return False: the process is ours, so a frame that cannot be read is an error of the loader."""
         del error
         return False
 
@@ -194,6 +196,8 @@ class WorkerProcess:
     def request_stop(self) -> None:
         """Ask the worker to end. Does not wait; an idle worker ends at once."""
         self.asked = True
+        # Both: if STOP did not fit into a full socket, the worker sees the end of the socket behind its tasks.
+        # `shutdown`, not `close`: a sibling of the worker may hold a copy of this end.
         with contextlib.suppress(OSError):
             self.channel.send(wire.pack(wire.STOP))
         with contextlib.suppress(OSError):
@@ -213,7 +217,7 @@ class WorkerProcess:
             _ = self.process.exitcode
 
     def release(self) -> None:
-        """Reap the process, which must have ended, and close what this side holds. Idempotent."""
+        """Reap the process, which must have ended, and close this side's descriptors. Idempotent."""
         if self.released:
             return
         self.process.join()
@@ -273,7 +277,7 @@ def _forget_all() -> None:
 
 
 async def look(processes: Sequence[WorkerProcess], seconds: float) -> list[Report]:
-    """What these do: their state, and the stacks of all threads. See `stacks.ask`."""
+    """Report the state of these processes, and the stacks of all their threads. See `stacks.ask`."""
     reports = await ask([Target(each.pid, each.death_fd, each.stacks) for each in processes], seconds)
     for process in processes:
         process.stacks.clear()  # or they would be reported again if it died
@@ -282,7 +286,7 @@ async def look(processes: Sequence[WorkerProcess], seconds: float) -> list[Repor
 
 def hang_up(processes: Sequence[WorkerProcess], seconds: float) -> None:
     """Ask workers to end and wait for that, `seconds` at most. For finalizers: takes no lock and needs no other thread,
-    although another thread may be ending the same workers meanwhile.
+    although another thread may be ending the same workers at the same time.
     """
     poll, watched = select.poll(), set[int]()
     try:
@@ -290,9 +294,8 @@ def hang_up(processes: Sequence[WorkerProcess], seconds: float) -> None:
             process.asked = True
             with contextlib.suppress(OSError):  # another thread has closed it
                 process.channel.sock.shutdown(socket.SHUT_WR)
-                fd = os.dup(
-                    process.death_fd
-                )  # a copy: another thread may close the original at any moment, and its number be reused
+                # A copy: another thread may close the original at any moment, and its number be reused.
+                fd = os.dup(process.death_fd)
                 watched.add(fd)
                 poll.register(fd, select.POLLIN)
         deadline = monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Measures a worker's use of the CPUs: the time that it computes, and the time that it could but has none.
+"""Measures a worker's use of the CPUs: the time that it computes, and the time that it waits for a CPU.
 
 Data path: beside the worker's tasks. The figures go into its `Recorder`, for the verdict on what bounds a run.
 """

@@ -95,8 +95,8 @@ class Payload:
         fds: the collected descriptors.
         owners: kept alive until `close`.
         sent: see the attribute.
-        beginning: replaces what was pickled.
-        environ: the environment to be set before the user's objects are unpickled; None: that which the process has.
+        beginning: replaces these parts of the pickled set-up.
+        environ: the environment to be set before the user's objects are unpickled; None: it stays as it is.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class Payload:
         self.fds = fds
         self._owners = owners
         self.sent = sent
-        """What the workers get by value from the `__main__` of a session; None: this is no session."""
+        """The objects of a session's `__main__` that the workers get by value; None: this is no session."""
         self._beginning = beginning
         self._environ = environ
 
     def beginning(self, setup: WorkerSetup, environ: dict[str, str] | None) -> Payload:
-        """The payload of processes that begin as `setup` says, and are otherwise as those before them. It is valid
-        until this one is closed.
+        """Return the payload of processes that begin as `setup` says, and are otherwise as the processes before them.
+        It is valid until the original payload is closed.
         """
         beginning = Beginning(setup.starts, setup.attachment, setup.rng_state)
         return Payload(self.fd, self.nbytes, self.fds, None, self.sent, beginning, environ)

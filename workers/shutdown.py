@@ -184,7 +184,7 @@ def run(
         The processes that were given up because SIGKILL did not end them. A `RuntimeWarning` names them.
 
     Raises:
-        BaseException: what was raised meanwhile (KeyboardInterrupt), after all processes have ended nevertheless.
+        BaseException: raised while it waited (KeyboardInterrupt). All processes have ended nevertheless.
     """
     driver = _Driver(processes, clock, wait)
     try:
@@ -296,7 +296,7 @@ def _still_booting(process: WorkerProcess) -> bool:
 
 
 def _try(action: Callable[[], object]) -> None:
-    # If a signal cannot be sent, the process advances to the next state all the same, and is given up at last.
+    # If a signal cannot be sent, the process advances to the next state nevertheless, and is given up at last.
     with contextlib.suppress(Exception):
         action()
 

@@ -3,8 +3,8 @@
 Data path: pool -> [source] -> worker process, or a service's.
 
 `WorkerHandle` is one worker as the pool sees it, `WorkerSource` makes and ends them. `LocalWorkers` makes processes of
-this machine; a service's client makes connections to workers elsewhere. The pool, its rings, what reads the answers and
-all above it are the same for both.
+this machine; a service's client makes connections to workers elsewhere. The pool, its rings, the code that reads the
+answers and all above it are the same for both.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class WorkerHandle(Protocol):
     retired: bytes | None
     """Set once it announced that it leaves because of its memory limit: its saved RNG state."""
     tasks: int
-    """How many it was sent."""
+    """Number of tasks that it was sent."""
     answers: int
-    """How many of them it has answered, with answers that could be read."""
+    """Number of these tasks that it has answered, with answers that could be read."""
     outstanding: int
-    """How many it will answer yet: an epoch's end voids the others."""
+    """Number of tasks that it has yet to answer: an epoch's end voids the others."""
 
     @property
     def worker_id(self) -> int:
@@ -57,12 +57,12 @@ class WorkerHandle(Protocol):
 
     @property
     def place(self) -> str:
-        """How a report calls it, as in "pid 17"."""
+        """Its name in a report, as in "pid 17"."""
         ...
 
     @property
     def node(self) -> str:
-        """The address of the service's node where it is; empty: on this machine."""
+        """The address of the service's node that runs it; empty: it runs on this machine."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class WorkerHandle(Protocol):
 
     @property
     def channel(self) -> Any:
-        """A `Channel`, or what looks like one."""
+        """A `Channel`, or an object with its methods."""
         ...
 
     @property
@@ -82,7 +82,7 @@ class WorkerHandle(Protocol):
 
     @property
     def recorder(self) -> Recorder:
-        """What it counts."""
+        """Its counters."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class WorkerHandle(Protocol):
 
     @property
     def lost(self) -> bool:
-        """It may be well, and only the connection to it is gone. Known after `death`."""
+        """It may still run, and only the connection to it has ended. Known after `death`."""
         ...
 
     @property
@@ -107,7 +107,7 @@ class WorkerHandle(Protocol):
 
     @property
     def released(self) -> bool:
-        """What this side held is closed."""
+        """Whether this side's descriptors are closed."""
         ...
 
     @property
@@ -134,8 +134,10 @@ class WorkerHandle(Protocol):
         ...
 
     def distrust(self, error: ValueError) -> bool:
-        """It has sent what cannot be read. Returns whether it ends for that, and its tasks go to another worker. False:
-        it is a process of ours, and the error is one of the loader's.
+        """Decide on a worker that has sent a frame which cannot be read.
+
+        Returns whether it is ended for that, and its tasks go to another worker. False: it is a process of ours, and
+        the error is the loader's own.
         """
         ...
 
@@ -160,7 +162,7 @@ class WorkerHandle(Protocol):
         ...
 
     def release(self) -> None:
-        """Close what this side holds; it has ended. Idempotent."""
+        """Close this side's descriptors; the worker has ended. Idempotent."""
         ...
 
 
@@ -171,41 +173,44 @@ class WorkerSource(Protocol):
     """"fork" if workers must be made in the iterating thread."""
 
     def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
-        """Make these workers, one at each step. Blocks; any thread. Close it in the end.
+        """Make these workers, one at each step. Blocks; any thread. Close the generator in the end.
 
         Raises:
-            Exception: one cannot be made.
+            Exception: a worker cannot be made.
         """
         ...
 
     def obstacle(self) -> str:
-        """Why a worker cannot be replaced by one that has what the others have; empty if it can."""
+        """Why a replacement cannot be made, because it would differ from the other workers; empty if it can."""
         ...
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """Have this called, in any thread, when there may be a better place for a worker. Returns what ends that."""
+        """Have this called, in any thread, when a better place for a worker may have appeared. Returns a function that
+        ends the calls.
+        """
         ...
 
     def rebalance(self, workers: Sequence[Any]) -> None:
-        """Of all these, end those soon that would be made anew at a better place. In the loop's thread."""
+        """End soon those of these workers whose replacements would get a better place. In the loop's thread."""
         ...
 
     async def look(self, workers: Sequence[Any], seconds: float) -> dict[int, Report]:
-        """What these do, by their numbers: the stacks of their threads, or why there are none. Takes about so many
-        seconds at most. Those that are gone are left out.
+        """Report what these workers do: the stacks of their threads, or why these could not be had.
+
+        Takes about `seconds` at most. The keys are the workers' numbers; workers that have ended are left out.
         """
         ...
 
     def end(self, workers: Sequence[Any]) -> None:
-        """End all of these, and wait for that, a few seconds at most."""
+        """End all of these workers and wait until they have ended, a few seconds at most."""
         ...
 
     def hang_up(self, workers: Sequence[Any]) -> None:
-        """Make them end and wait for that; for finalizers. `end` follows."""
+        """End these workers and wait until they have ended; for finalizers. `end` follows."""
         ...
 
     def close(self) -> None:
-        """Close what the source itself holds. No worker is left."""
+        """Close the source's own descriptors. No worker is left."""
         ...
 
 
@@ -216,14 +221,14 @@ def _nothing() -> None:
 class LocalWorkers:
     """Worker processes of this machine.
 
-    A worker that is made later, to replace another, gets the set-up that the first ones were given, not the main
-    process's objects as they are by then. A forked one cannot: `obstacle` says so if they have changed.
+    A replacement that is made later gets the set-up that the first workers were given, not the main process's objects
+    as they are by then. A forked replacement cannot: `obstacle` says so if the objects have changed.
 
     Args:
         context: a multiprocessing context (or `torch.multiprocessing`).
         replaces: workers may be replaced, so their pickled set-up is kept.
-        passes_environ: each worker gets the environment that this process has at that moment. The fork server has that
-            of its own start, which is as the user expects only where the user chose it.
+        passes_environ: each worker gets the environment that this process has at that moment. The fork server has the
+            environment of its own start, which the user expects only where the user chose the fork server.
     """
 
     def __init__(self, context: Any, *, replaces: bool = False, passes_environ: bool = False) -> None:
@@ -232,7 +237,8 @@ class LocalWorkers:
         self._lifeline: Lifeline | None = None
         self._replaces = replaces
         self._passes_environ = passes_environ
-        self._lock = threading.Lock()  # the threads that make replacements, and the one that closes this
+        # Held for the payload's count of users: several threads may make replacements while another closes the source.
+        self._lock = threading.Lock()
         self._payload: Payload | None = None
         self._dataset: Any = None
         self._marks: dict[str, Any] = {}
@@ -240,7 +246,7 @@ class LocalWorkers:
         self._closed = False
 
     def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
-        """As `WorkerSource`.
+        """Start these worker processes, one at each step. Blocks; with fork, call it in the iterating thread.
 
         Raises:
             Exception: the set-up cannot be pickled (spawn, forkserver); the cause names the part.
@@ -265,16 +271,16 @@ class LocalWorkers:
                 self._let_go()
 
     def _note(self, dataset: Any) -> None:
-        """Before the first fork: note the dataset that all workers are to have."""
-        # Datapipes are seeded anew, and datasets of ours plan each epoch, in the main process, too; the workers get the
-        # seeds and the plan.
+        """Note, before the first fork, the dataset that all workers are to have."""
+        # Datapipes are seeded, and datasets of ours plan, in the main process at each epoch; these changes do not
+        # count, because the workers get the seeds and the plan.
         ours = assigns_shards(dataset) or hasattr(type(dataset), "_asyncloader_epoch_message")
         changes = isinstance(dataset, (IterDataPipe, MapDataPipe)) or ours
         if self._replaces and self._dataset is None and not changes:
             self._dataset, self._marks = dataset, marks(dataset)
 
     def obstacle(self) -> str:
-        """As `WorkerSource`."""
+        """Why a forked replacement would have another dataset than the other workers; empty if it would not."""
         changed = "" if self._dataset is None else changed_since(self._marks, self._dataset)
         return changed and (
             f"It was not replaced, because {changed} has changed in the main process since the workers were started: "
@@ -284,7 +290,7 @@ class LocalWorkers:
         )
 
     def _pickled(self, setup: WorkerSetup) -> Payload:
-        """The set-up that all workers get, with the beginning of this one. `_let_go` must follow."""
+        """Return the set-up of all workers, with the beginning that `setup` names. `_let_go` must follow."""
         with self._lock:
             if self._payload is None:
                 self._payload = dump(setup)
@@ -300,28 +306,28 @@ class LocalWorkers:
                 self._payload = None
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """As `WorkerSource`: there is this machine only."""
+        """Do nothing: all workers are on this machine."""
         del changed
         return _nothing
 
     def rebalance(self, workers: Sequence[WorkerProcess]) -> None:
-        """As `WorkerSource`."""
+        """Do nothing: all workers are on this machine."""
 
     async def look(self, workers: Sequence[WorkerProcess], seconds: float) -> dict[int, Report]:
-        """As `WorkerSource`."""
+        """Report what these workers do, by their numbers: the stacks of their threads. See `stacks.ask`."""
         there = [worker for worker in workers if not worker.released]
         return {worker.worker_id: report for worker, report in zip(there, await look(there, seconds), strict=True)}
 
     def end(self, workers: Sequence[WorkerProcess]) -> None:
-        """As `WorkerSource`: see `shutdown.py`."""
+        """End all of these workers within 8 seconds. See `shutdown.py`."""
         shutdown.run(list(workers))
 
     def hang_up(self, workers: Sequence[WorkerProcess]) -> None:
-        """As `WorkerSource`: see `process.hang_up`."""
+        """End these workers without a lock or another thread. See `process.hang_up`."""
         hang_up(workers, shutdown.BUDGET)
 
     def close(self) -> None:
-        """As `WorkerSource`."""
+        """Close the payload, once no thread makes a process from it, and the lifeline."""
         self._let_go(closed=True)
         if self._lifeline is not None:
             self._lifeline.close()

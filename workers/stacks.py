@@ -8,8 +8,8 @@ they also answer for a process whose Python code cannot run any more. The main p
 
 - The pipe never blocks: both ends are non-blocking, and what does not fit is lost.
 - A signal is sent only to a worker that has announced a handler for it (the first line in the pipe names the signal)
-  and, where the kernel tells, still has it: the default action of every suitable signal is to end the process. It is
-  sent through a pidfd, so never to another process that got the number of one that ended.
+  and that, where /proc can be read, still has it: the default action of every suitable signal is to end the process. It
+  is sent through a pidfd, so never to another process that got the number of a process that has ended.
 - A worker that is stopped (SIGSTOP), or waits for a disk that does not answer, gives no stack: its report says so.
 
 Handlers are installed in workers only; the main process's own `faulthandler` and handlers are unchanged. A call in C
@@ -55,7 +55,7 @@ def install(fd: int) -> int | None:
     if number is None:
         return None
     faulthandler.register(number, file=fd, all_threads=True, chain=False)
-    with contextlib.suppress(OSError):  # the reader is gone, and will not ask for stacks
+    with contextlib.suppress(OSError):  # the main process has closed its end, and will not ask for stacks
         os.write(fd, b"stacks on signal %d\n" % number)
     return number
 
@@ -76,7 +76,7 @@ def _free_signal() -> int | None:
 
 
 class StackReader:
-    """The read end of a worker's pipe: keeps the last 64 KiB of what the worker wrote, without the greeting."""
+    """The read end of a worker's pipe: keeps the last 64 KiB that the worker wrote, without the greeting."""
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
@@ -92,7 +92,7 @@ class StackReader:
         return self._fd
 
     def read(self) -> int:
-        """Read what is in the pipe, without blocking. Returns the number of bytes."""
+        """Read the pipe until it is empty, without blocking. Returns the number of bytes."""
         came = 0
         for _ in range(_READS_AT_ONCE if self._fd >= 0 else 0):
             try:
@@ -114,15 +114,15 @@ class StackReader:
         del self._kept[:-_KEPT_BYTES]
 
     def text(self) -> str:
-        """Return what was read since `clear`, at most the last 64 KiB."""
+        """Return the text that was read since `clear`, at most the last 64 KiB."""
         return self._kept.decode(errors="replace")
 
     def clear(self) -> None:
-        """Forget what was read."""
+        """Forget the text."""
         self._kept.clear()
 
     def close(self) -> None:
-        """Close the descriptor; what was read stays. Idempotent."""
+        """Close the descriptor; the text stays. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -143,7 +143,7 @@ def stack_pipe() -> tuple[StackReader, int]:
 
 
 class Target(NamedTuple):
-    """A worker to ask. Its reader may be closed meanwhile, in the loop's thread; no other code may read from it."""
+    """A worker to ask. The loop's thread may close its reader during `ask`; no other code may read from it."""
 
     pid: int
     death_fd: int
@@ -157,13 +157,13 @@ class Report(NamedTuple):
     state: str
     """`process_state` when the worker was asked."""
     text: str
-    """The stacks of all its threads, or a sentence that says why there are none."""
+    """The stacks of all its threads, or a sentence that says why they could not be had."""
 
 
 async def ask(targets: Sequence[Target], seconds: float) -> list[Report]:
     """Ask all workers for their stacks at once, and wait for the answers without blocking the loop.
 
-    An answer is complete when nothing came for 0.1 s. What a reader held before is discarded.
+    An answer is complete when nothing came for 0.1 s. Text that a reader held before is discarded.
 
     Args:
         targets: the workers.
@@ -193,7 +193,7 @@ class _StackRequest:
         self._quiet: asyncio.TimerHandle | None = None
         self._state = process_state(target.pid)
         self._why_not = ""
-        # A duplicate: the reader may be closed meanwhile (the worker is replaced), and its number be reused.
+        # A duplicate: while the answer is awaited the worker may be replaced, its reader closed, and the number reused.
         self._stderr_capture = -1
         self.answer: asyncio.Future[None] = self._loop.create_future()
 
@@ -284,7 +284,7 @@ def _ended(death_fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-# ------------------------------------------------------------------------------------------- what the kernel says
+# ----------------------------------------------------------------------------------------- states from the kernel
 
 _STATES = {
     "R": "running",
@@ -298,7 +298,7 @@ _STATES = {
 
 
 def process_state(pid: int) -> str:
-    """Describe what the process's main thread is doing; "unknown" if it is gone, or the system does not tell."""
+    """Describe the state of the process's main thread; "unknown" if it has ended, or /proc cannot be read."""
     try:
         # pid (command) state ...: the command may hold spaces and brackets, so split after the last
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
@@ -308,7 +308,7 @@ def process_state(pid: int) -> str:
 
 
 def _catches(pid: int, number: int) -> bool | None:
-    """Whether the process has a handler for the signal; None where the system does not tell."""
+    """Whether the process has a handler for the signal; None where /proc cannot be read."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
@@ -330,7 +330,7 @@ def crash_trace(text: str, n: int) -> str:
     last lines of the text would say little.
 
     Args:
-        text: what a worker wrote (`StackReader.text`).
+        text: a worker's output (`StackReader.text`).
         n: maximal number of calls.
 
     Returns:
@@ -340,7 +340,7 @@ def crash_trace(text: str, n: int) -> str:
     if not mark:
         return ""
     lines = (mark + crash).splitlines()
-    # If the failing thread is unknown to Python, no thread is marked as current: take the first one.
+    # If the failing thread is unknown to Python, no thread is marked as current: take the first thread.
     starts = [at for at, line in enumerate(lines) if line.startswith("Current thread ")]
     starts = starts or [at for at, line in enumerate(lines) if line.startswith("Thread ")]
     trace = lines[:1]
@@ -354,8 +354,8 @@ def crash_trace(text: str, n: int) -> str:
 
 
 def worker_calls(text: str) -> str:
-    """Remove from the stacks what every worker has: our own waiting thread, and the calls that led to the worker's
-    entry point (in a forked worker those of the main process).
+    """Remove from the stacks the parts that every worker has: our own waiting thread, and the calls that led to the
+    worker's entry point (in a forked worker those of the main process).
     """
     blocks = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text)
     kept = [re.sub(r"(\n *File [^\n]* in worker_main)(\n *File [^\n]*)+", r"\1", block) for block in blocks]

@@ -20,9 +20,6 @@ from asyncloader.workers.setup_payload import preload_in_fork_server
 def start(process: Any, context: Any, worker_id: int) -> None:
     """Start a process that was made by this multiprocessing context.
 
-    Signals are blocked for a fork alone: the child unblocks them. A fork server would never do so, nor hear which of
-    its children have ended; a spawned process would not be ended by SIGTERM.
-
     Raises:
         WorkerDied: the fork server has ended.
         SystemExit: this process still imports its main module; see `leave_if_importing_main`.
@@ -31,6 +28,8 @@ def start(process: Any, context: Any, worker_id: int) -> None:
     method = context.get_start_method()
     leave_if_importing_main(method)
     if method == "fork":
+        # Signals are blocked for a fork alone: the child unblocks them. A fork server would keep them blocked for ever,
+        # and get no SIGCHLD for its children; a spawned process would not be ended by SIGTERM.
         with gc_paused(), signals_blocked():
             process.start()
         return
@@ -53,7 +52,7 @@ def start(process: Any, context: Any, worker_id: int) -> None:
 
 
 def _forget_fork_server() -> None:
-    """In a forked child, whose parent's fork server is no child of its own: have the next start begin another one."""
+    """Make the next start begin a fork server. For a forked child: the fork server that it knows is its parent's."""
     server: Any = forkserver._forkserver
     alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
     server._forkserver_address = server._forkserver_pid = None

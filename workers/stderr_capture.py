@@ -1,4 +1,4 @@
-"""Captures what a suspected task writes to standard error, to be read if the worker dies over it again.
+"""Captures the standard error of a suspected task, to be read if the worker dies over it again.
 
 Data path: beside a task that has killed a worker before. Other tasks write to their process's standard error as usual,
 and nothing is captured.
@@ -43,7 +43,7 @@ def captured_stderr(fd: int) -> Generator[None]:
         finally:
             _flush()
             os.dup2(real, 2)
-            with contextlib.suppress(OSError):  # its reader is gone
+            with contextlib.suppress(OSError):  # no process reads it any more
                 _pass_on(fd, real)
     finally:
         os.close(real)

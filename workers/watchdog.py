@@ -5,11 +5,9 @@ Data path: beside the pool, in the loop's thread; only with a `worker_timeout`.
 There is one timer for all workers. It is set for the earliest possible deadline; when it fires, the deadlines are
 computed again, so answers need not touch the timer. While no worker has a task there is no timer.
 
-A worker is not blamed for delays of the main process: frames that it has sent but that were not read yet are read
-first; and if the loop itself was held up (by a long call in its thread, or because the whole job was suspended), every
-worker's time starts again. Nor is it blamed for other workers or a slow consumer: while it waits for an assignment that
-depends on them, its time does not count. A worker that hangs is still found: it can only wait within a task, and the
-others either get past that task sooner or later, or time out themselves.
+A worker is blamed neither for delays of the main process nor for other workers or a slow consumer: while it waits for
+an assignment that depends on them, its time does not count. A worker that hangs is still found: it can only wait within
+a task, and the others either get past that task sooner or later, or time out themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class TaskWatchdog:
         seconds: time limit per task.
         workers: number of workers.
         concurrent: a worker carries out all of its tasks at a time; else only the oldest unanswered one.
-        catch_up: called with a worker's id before its deadline is checked: reads what it has sent.
+        catch_up: called with a worker's id before its deadline is checked: reads the frames that it has sent.
         on_timeout: called with a worker's id and the seconds that its task took so far. Its tasks are forgotten.
     """
 
@@ -56,7 +54,7 @@ class TaskWatchdog:
         self._starting = [True] * workers
         self._waiting = [False] * workers  # for an assignment from the main process
         self._timer: asyncio.Handle | None = None
-        # When the timer fires. Kept here because a uvloop handle does not tell a time less than a millisecond away.
+        # When the timer fires. Kept here because a uvloop handle reports no time that is less than a millisecond away.
         self._due = 0.0
 
     def starts(self, worker: int) -> None:
@@ -99,7 +97,7 @@ class TaskWatchdog:
             self._since[worker] = self._loop.time()
 
     def forget(self, worker: int) -> None:
-        """The worker is gone, or its tasks are void: drop its deadlines."""
+        """Drop the deadlines of a worker that has ended, or whose tasks are void."""
         self._tasks[worker].clear()
 
     def close(self) -> None:
@@ -136,6 +134,8 @@ class TaskWatchdog:
         now = self._loop.time()
         reached = now + _RESOLUTION
         self._timer = None
+        # The loop itself was held up, by a long call in its thread, or because the whole job was suspended: the workers
+        # may have been suspended with it, so their times start again.
         if now - self._due > _HELD_UP:
             self._since = [now] * len(self._since)
             self._arm()
@@ -143,6 +143,7 @@ class TaskWatchdog:
         for worker in range(len(self._tasks)):
             due = self._deadline(worker)
             if due is not None and due <= reached:
+                # Its answer may lie in the socket, unread because this thread was busy.
                 self._catch_up(worker)
                 due = self._deadline(worker)
             if due is not None and due <= reached:

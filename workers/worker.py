@@ -45,7 +45,7 @@ from asyncloader.workers.task_runner import TaskRunner
 
 @runtime_checkable
 class Program(Protocol):
-    """What a process does instead of one worker's tasks: a service's, which serves several workers."""
+    """The main function of a process that has more than one worker, as a service's processes have."""
 
     def run(self, channel: Channel, recorder: Recorder, entered: float) -> None:
         """Do it, until the main process closes the channel."""
@@ -127,7 +127,7 @@ def _serve_blocking(runner: TaskRunner) -> None:
         # Read the socket before each task: a STOP takes effect before the tasks that are queued.
         _receive(channel, inbox, wait=not inbox)
         if channel.ended:
-            return  # the answers are not wanted: the main process leaves, or is gone
+            return  # the main process leaves, or has ended: it reads no more answers
         if not inbox:
             continue
         kind, body = inbox.popleft()
@@ -146,7 +146,7 @@ def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], *, wait: bool) -
         before = channel.received
         for kind, body in channel.receive(wait=wait):
             if kind == wire.STOP:
-                inbox.clear()  # their answers are not wanted
+                inbox.clear()  # the main process reads no more answers
             # A RESET waits for the tasks queued before it: torch's workers also finish the tasks of an abandoned epoch,
             # and the random numbers drawn there change those of the next epoch.
             inbox.append((kind, body))
@@ -154,7 +154,7 @@ def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], *, wait: bool) -
 
 
 def serve_async(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine on an event loop of its own, uvloop's where there is one."""
+    """Run a coroutine on an event loop of its own, uvloop's where uvloop is installed."""
     with asyncio.Runner(loop_factory=_loop_factory()) as loop_runner:
         loop_runner.run(serve())
 
@@ -271,7 +271,7 @@ def tune(*, concurrent: bool) -> None:
     them again, and in a forked worker their pages stay shared.
 
     A few hundred samples in flight are some ten thousand objects, which survive every collection of the youngest
-    generation; so the collector runs only after several times as many allocations. Their buffers are allocated and
+    generation; so the collector runs only after five times that number of allocations. Their buffers are allocated and
     freed by the megabyte, and glibc would return the pages and fault them in again each time; so the heap keeps its
     peak size. Together this saves a third of the CPU time of a remote read.
 
@@ -286,7 +286,7 @@ def tune(*, concurrent: bool) -> None:
     if sys.platform.startswith("linux") and not any(
         name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
     ):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another libc has none
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's alone
         if mallopt is not None:
             for setting, value in _SETTINGS:
                 mallopt(setting, value)

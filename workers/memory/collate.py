@@ -4,8 +4,8 @@ Data path: worker: fetch -> [collate] -> codec -> ring.
 
 torch's `collate(batch, collate_fn_map=...)` walks the samples and makes the structure of the batch (dictionaries, named
 tuples, sequences, a user's own mapping types); this module only supplies the functions for the types at the bottom.
-They do not stack: they record what is to be stacked and return a placeholder. The stacking happens once the offset in
-shared memory is known, with ``out=`` that memory.
+They do not stack: they record the tensors to be stacked and return a placeholder. The stacking happens once the offset
+in shared memory is known, with ``out=`` that memory.
 
 Values, dtypes and errors are torch's: whatever is not a plain case goes through torch's own functions and is copied
 once.
@@ -36,7 +36,7 @@ _FLOATS = frozenset([float, int])
 
 
 def _collate_tensor_private(batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
-    """As torch's function for tensors, but into private memory, because the result is copied to the slot anyway."""
+    """Stack into private memory, unlike torch's function for tensors: the result is copied to the slot anyway."""
     elem = batch[0]
     if elem.is_nested or elem.layout is not torch.strided:
         return _TORCH_MAP[torch.Tensor](batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]

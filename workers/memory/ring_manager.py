@@ -110,7 +110,7 @@ class RingManager:
         """
         if self._inherited:
             self._inherited = False
-            # Asked now, and not in `successor`: slots that an abandoned epoch still held then are free by now.
+            # Asked now, not in `successor`: then, batches on their way to the consumer may still have held slots.
             if self.ring is not None and self.ring.reusable:
                 return self.ring
             self._grown = True
@@ -155,8 +155,7 @@ class RingManager:
         Raises:
             ValueError: the worker was not assigned this slot, or the slot is smaller. Nothing is changed.
         """
-        # Everything is checked before anything changes: the caller treats a wrong answer as a broken worker, and frees
-        # the slots of all its tasks.
+        # Checked before anything changes: after a ValueError the task is as unanswered as before.
         held = self._held.get((epoch, seq))
         if slot < wire.ONEOFF or (held is not None and slot >= 0 and (slot != held[1] or nbytes > held[0].slot_bytes)):
             given = "none" if held is None else f"slot {held[1]} of {held[0]!r}"

@@ -177,7 +177,7 @@ def check_room(nbytes: int, what: str, advice: str = RING_ADVICE) -> None:
     """Check that `nbytes` can fit at all, before anything is allocated.
 
     Raises:
-        RingMemoryError: `nbytes` exceed what the machine, or this process's control group, can hold.
+        RingMemoryError: `nbytes` exceed the memory of the machine, or of this process's control group.
     """
     limit, reason = memory_limit()
     if limit is not None and nbytes > limit:

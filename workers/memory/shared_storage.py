@@ -243,7 +243,7 @@ def _overlapping(views: list[StorageView]) -> list[list[StorageView]]:
     owners = np.repeat(np.arange(len(runs)), [len(begin) for begin, _ in runs])
     order = np.argsort(starts, kind="stable")
     owners = owners[order]
-    # A run that begins before the end of any earlier one overlaps, perhaps through others, with its predecessor.
+    # A run that begins before the end of any earlier run overlaps, perhaps through others, with its predecessor.
     joined = starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]
     root = list(range(len(groups)))
 
