@@ -281,8 +281,11 @@ def test_every_module_has_a_test_of_its_name_or_says_where_it_is_tested() -> Non
 
 
 def test_files_are_short() -> None:
-    """One file, one job: at most 500 lines."""
-    lengths = {path: len(path.read_text().splitlines()) for path in [*MODULES.values(), *TESTS]}
+    """One file, one job: at most 500 lines, besides comments, which nobody should save on."""
+    lengths = {
+        path: sum(not line.lstrip().startswith("#") for line in path.read_text().splitlines())
+        for path in [*MODULES.values(), *TESTS]
+    }
     assert not {path: length for path, length in lengths.items() if length > 500}
 
 
