@@ -9,9 +9,13 @@ third of a frozen dataclass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from asyncloader.errors import WorkerDied
+
+if TYPE_CHECKING:
+    from asyncloader.workers.fetch.dataset_state import PackedCursor
+    from asyncloader.workers.fetch.sample_errors import SkippedSample
 
 
 class PositionedIndex(NamedTuple):
@@ -199,7 +203,7 @@ class WorkerFailure:
 
     __slots__ = ("busy", "error", "records")
 
-    def __init__(self, error: Any, busy: float, records: bytes) -> None:
+    def __init__(self, error: Any, busy: float, records: Sequence[SkippedSample]) -> None:
         self.error = error
         self.busy = busy
         self.records = records
@@ -209,8 +213,8 @@ class AllDropped(NamedTuple):
     """A task's outcome if all of its samples were dropped, so that there is no batch."""
 
     busy: float
-    cursor: bytes
-    records: bytes
+    cursor: PackedCursor | None
+    records: Sequence[SkippedSample]
 
 
 class Notice(NamedTuple):

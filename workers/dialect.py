@@ -9,9 +9,12 @@ trust each other.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from asyncloader.workers.error_pickle import pickle_error
+from asyncloader.workers.fetch.dataset_state import CursorPacker, CursorPickler, PackedCursor
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.memory.codec import Encoder, Template
 
@@ -50,12 +53,20 @@ class Dialect(Protocol):
         """Make what encodes a worker's batches."""
         ...
 
-    def from_pickle(self, data: bytes) -> bytes:
-        """Turn the worker's own pickle of a cursor, or of records of samples that raised, into what is sent."""
+    def cursor_packer(self) -> CursorPacker:
+        """Make the function that packs the cursors of a worker's dataset."""
         ...
 
-    def to_pickle(self, data: bytes, *, records: bool = False) -> bytes:
-        """Turn a cursor that was received, or records of samples, into a pickle of this process's own."""
+    def load_cursor(self, data: bytes) -> PackedCursor:
+        """Return a cursor that was received. It is checked here, and unpacked when its value is asked for."""
+        ...
+
+    def dump_records(self, records: Sequence[SkippedSample]) -> bytes:
+        """Pack the records of samples that raised. An index that cannot be packed is replaced by its `repr`."""
+        ...
+
+    def load_records(self, data: bytes) -> Sequence[SkippedSample]:
+        """Unpack records of samples."""
         ...
 
 
@@ -90,14 +101,22 @@ class PickleDialect:
         """As `Dialect`."""
         return Encoder()
 
-    def from_pickle(self, data: bytes) -> bytes:
-        """The same."""
-        return data
+    def cursor_packer(self) -> CursorPacker:
+        """As `Dialect`."""
+        return CursorPickler()
 
-    def to_pickle(self, data: bytes, *, records: bool = False) -> bytes:
-        """The same."""
-        del records
-        return data
+    def load_cursor(self, data: bytes) -> PackedCursor:
+        """As `Dialect`. Nothing is checked: a worker of ours is trusted."""
+        return PackedCursor(data)
+
+    def dump_records(self, records: Sequence[SkippedSample]) -> bytes:
+        """As `Dialect`."""
+        try:
+            return pickle.dumps(records, 5)
+        except Exception:  # an index that cannot be pickled (inherited by fork)
+            return pickle.dumps([each._replace(index=repr(each.index)) for each in records], 5)
+
+    load_records = loads
 
 
 PICKLE: Dialect = PickleDialect()

@@ -10,8 +10,11 @@ is read completely before its task counts as answered, so that a broken answer i
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from time import perf_counter
 
+from asyncloader.workers.fetch.dataset_state import PackedCursor
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.memory.codec import Template
@@ -37,7 +40,7 @@ class Inbox:
         self._rings = rings
         self._dialect = process.dialect
         self._template: Template | None = None
-        self._records = b""  # bad-sample records of the task that is answered next
+        self._records: Sequence[SkippedSample] = ()  # of the task that is answered next
 
     def frame(
         self, kind: int, body: bytes, epoch: int, listener: Listener | None, watchdog: TaskWatchdog | None
@@ -67,7 +70,7 @@ class Inbox:
                     watchdog.started(self._worker)
                 if listener is not None:
                     listener.on_started(
-                        self._worker, self._dialect.load_error(error) if error else None, self._kept(cursor)
+                        self._worker, self._dialect.load_error(error) if error else None, self._cursor(cursor)
                     )
         elif kind == wire.RETIRING and self._dialect.trusted:
             process.retired = body
@@ -83,7 +86,7 @@ class Inbox:
             if listener is not None:
                 listener.on_log(*self._dialect.loads(body))
         elif kind == wire.BAD_SAMPLES:
-            self._records = self._dialect.to_pickle(wire.unpack_answer(body)[3], records=True)
+            self._records = self._dialect.load_records(wire.unpack_answer(body)[3])
         elif kind in _ANSWERS:
             self._answer_without_batch(kind, body, epoch, listener, watchdog)
         else:
@@ -100,10 +103,10 @@ class Inbox:
         return sent_epoch
 
     def _result(self, body: bytes, epoch: int, listener: Listener | None, watchdog: TaskWatchdog | None) -> None:
-        result, data, cursor = wire.unpack_result(body)
+        result, data, packed = wire.unpack_result(body)
         fd = self._process.channel.take_fd() if result.slot == wire.ONEOFF else None
         try:
-            cursor = self._kept(cursor)
+            cursor = self._cursor(packed)
             ring, template = self._checked(result, data, fd, epoch)
         except BaseException:
             if fd is not None:
@@ -162,17 +165,17 @@ class Inbox:
             self._process.outstanding = 0
             if watchdog is not None:
                 watchdog.forget(worker)
-            listener.on_exhausted(worker, seq, self._kept(payload))
+            listener.on_exhausted(worker, seq, self._cursor(payload))
         elif kind == wire.ALL_DROPPED:
-            listener.on_empty_batch(worker, seq, busy, self._kept(payload), records)
+            listener.on_empty_batch(worker, seq, busy, self._cursor(payload), records)
         else:
             listener.on_error(worker, seq, busy, self._dialect.load_error(payload), records)
         self._process.answers += 1  # only now: one that cannot be read is none
 
-    def _kept(self, cursor: bytes) -> bytes:
-        return self._dialect.to_pickle(cursor) if cursor else b""
+    def _cursor(self, data: bytes) -> PackedCursor | None:
+        return self._dialect.load_cursor(data) if data else None
 
-    def _answered(self, current: bool, seq: int, watchdog: TaskWatchdog | None) -> bytes:
+    def _answered(self, current: bool, seq: int, watchdog: TaskWatchdog | None) -> Sequence[SkippedSample]:
         """Note that a task of the current epoch or an older one was answered. Returns its records of bad samples."""
         self._process.outstanding = self._rings.outstanding
         if watchdog is not None and current:
@@ -181,5 +184,5 @@ class Inbox:
             watchdog.cleared(self._worker)
         if self._process.suspect is not None:
             self._process.cleared()
-        records, self._records = self._records, b""
+        records, self._records = self._records, ()
         return records

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from asyncloader.errors import WorkerDied
+from asyncloader.workers.fetch.dataset_state import PackedCursor
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory.codec import Template
 from asyncloader.workers.memory.ring import Ring
@@ -25,9 +28,9 @@ class Answer(NamedTuple):
     template: Template
     ring: Ring | None
     fd: int | None
-    cursor: bytes = b""
-    records: bytes = b""
-    """Pickled records of samples that were dropped or replaced."""
+    cursor: PackedCursor | None = None
+    records: Sequence[SkippedSample] = ()
+    """The samples that were dropped or replaced."""
     arrived: float = 0.0
     """When it was received, by `perf_counter`."""
 
@@ -43,23 +46,25 @@ class Listener(ABC):
     """Receives a pool's notifications. Called in the loop's thread, never concurrently."""
 
     @abstractmethod
-    def on_started(self, worker: int, error: Any, cursor: bytes) -> None:
-        """The worker has begun the epoch: with an error as in `on_error`, or None, and its dataset's pickled cursor."""
+    def on_started(self, worker: int, error: Any, cursor: PackedCursor | None) -> None:
+        """The worker has begun the epoch: with an error as in `on_error`, or None, and its dataset's cursor."""
 
     @abstractmethod
     def on_answer(self, worker: int, answer: Answer) -> None:
         """The worker made a batch."""
 
     @abstractmethod
-    def on_error(self, worker: int, seq: int, busy: float, error: Any, records: bytes) -> None:
+    def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:
         """A task raised; `error` is an exception, or torch's wrapper of one."""
 
     @abstractmethod
-    def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
+    def on_exhausted(self, worker: int, seq: int, cursor: PackedCursor | None) -> None:
         """The worker's copy of an iterable dataset is exhausted; `cursor` is its final state."""
 
     @abstractmethod
-    def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, records: bytes) -> None:
+    def on_empty_batch(
+        self, worker: int, seq: int, busy: float, cursor: PackedCursor | None, records: Sequence[SkippedSample]
+    ) -> None:
         """A task was carried out, but all of its samples were dropped; `cursor` is the state after it."""
 
     @abstractmethod

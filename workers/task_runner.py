@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import pickle
 import warnings
 from collections.abc import Callable
 from time import perf_counter, process_time
@@ -29,7 +28,7 @@ from asyncloader.workers.dialect import PICKLE, Dialect
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
-from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.dataset_state import PackedCursor, is_stateful
 from asyncloader.workers.fetch.error_notes import add_note, note_collation
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
@@ -173,21 +172,18 @@ class TaskRunner:
         if self._starting:
             self._starting = False
             self._time("start_dataset", perf_counter() - self._ready)
-        cursor = b""
+        cursor = None
         if self._start_error is None and self._reader is not None and not self.asynchronous:
             try:
-                cursor = self._sent_cursor(self._reader.first_cursor())
+                cursor = self._reader.first_cursor()
             except Exception as error:  # the user's `state_dict`
                 self._start_error = self._dump_start_error(error)
-        self.channel_send(wire.pack_started(self._epoch, self._start_error or b"", cursor))
+        self.channel_send(wire.pack_started(self._epoch, self._start_error or b"", _bytes(cursor)))
 
     def _dump_start_error(self, error: Exception) -> bytes:
         if isinstance(error, StopIteration):  # a `for` loop would take it for the end of an empty epoch
             error = not_the_end(error, "the worker's start-up code")
         return self._dialect.dump_error(error, self.worker_id)
-
-    def _sent_cursor(self, cursor: bytes) -> bytes:
-        return self._dialect.from_pickle(cursor) if cursor else b""
 
     def _start(self, setup: WorkerSetup) -> None:
         self._epoch = self._assignments.epoch = setup.attachment
@@ -203,6 +199,7 @@ class TaskRunner:
             assignments=self._assignments,
             time=self._time,
             draw_check=self._draw_check,
+            pack_cursor=self._dialect.cursor_packer(),
         )
         install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
         self.asynchronous = reader.asynchronous
@@ -414,16 +411,22 @@ class TaskRunner:
             raise
 
     def _answer(
-        self, epoch: int, seq: int, written: tuple[int, list[int]], encoded: Encoded, cursor: bytes, busy: float
+        self,
+        epoch: int,
+        seq: int,
+        written: tuple[int, list[int]],
+        encoded: Encoded,
+        cursor: PackedCursor | None,
+        busy: float,
     ) -> None:
         slot, fds = written
-        cursor = self._sent_cursor(cursor)
+        data = _bytes(cursor)
         same = encoded.template == self._last_template
         result = wire.Result(
-            *(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy, same, len(cursor), perf_counter())
+            *(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy, same, len(data), perf_counter())
         )
         try:
-            self.channel_send(wire.pack_result(result, encoded.template, cursor), fds)
+            self.channel_send(wire.pack_result(result, encoded.template, data), fds)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -443,11 +446,7 @@ class TaskRunner:
 
     def _send_skipped_samples(self, epoch: int, seq: int, records: list[SkippedSample]) -> None:
         """Send the records of a task's bad samples. The task's answer must follow."""
-        try:
-            payload = pickle.dumps(records, 5)
-        except Exception:  # an index that cannot be pickled (inherited by fork): send its text
-            payload = pickle.dumps([each._replace(index=repr(each.index)) for each in records], 5)
-        self.channel_send(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, self._dialect.from_pickle(payload)))
+        self.channel_send(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, self._dialect.dump_records(records)))
 
     def _answer_error(
         self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, records: list[SkippedSample]
@@ -455,13 +454,13 @@ class TaskRunner:
         if records:
             self._send_skipped_samples(epoch, seq, records)
         if isinstance(error, NoSamples):
-            cursor = self._reader.cursor() if self._reader is not None else b""
-            self.channel_send(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), self._sent_cursor(cursor)))
+            cursor = self._reader.cursor() if self._reader is not None else None
+            self.channel_send(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), _bytes(cursor)))
             return
         if isinstance(error, EndOfData):
             self._ended = True
-            cursor = self._reader.last_cursor() if self._reader is not None else b""
-            self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), self._sent_cursor(cursor)))
+            cursor = self._reader.last_cursor() if self._reader is not None else None
+            self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), _bytes(cursor)))
             return
         if isinstance(error, _StartError):
             payload = error.payload
@@ -474,6 +473,10 @@ class TaskRunner:
     def channel_send(self, frame: bytes, fds: list[int] | None = None) -> None:
         """Send a frame; waits while the socket is full."""
         self.channel.send_all(frame, fds or ())
+
+
+def _bytes(cursor: PackedCursor | None) -> bytes:
+    return b"" if cursor is None else cursor.data
 
 
 def _count(samples: Any) -> int:

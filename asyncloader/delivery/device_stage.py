@@ -17,7 +17,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
@@ -34,6 +34,8 @@ from asyncloader.errors import warn_aside
 from asyncloader.events import Action
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.fetch.dataset_state import PackedCursor
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory.ring import Ring
@@ -46,8 +48,8 @@ class OnDevice(NamedTuple):
 
     ready: Ready
     result: wire.Result
-    cursor: bytes
-    records: bytes
+    cursor: PackedCursor | None
+    records: Sequence[SkippedSample]
 
 
 class DeviceStage(Stage):

@@ -21,7 +21,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -33,6 +33,8 @@ from asyncloader.cpus import use_one_core
 from asyncloader.delivery.opener import Opener
 from asyncloader.events import Action, Deliver, Fail
 from asyncloader.telemetry.counters import Recorder
+from asyncloader.workers.fetch.dataset_state import PackedCursor
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 
@@ -197,8 +199,8 @@ class Pinned(NamedTuple):
 
     batch: Any
     result: wire.Result
-    cursor: bytes
-    records: bytes
+    cursor: PackedCursor | None
+    records: Sequence[SkippedSample]
 
 
 def torch_pin(device: str | None) -> Callable[[Any], Any]:

@@ -35,6 +35,7 @@ from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.tracebacks import hide_our_frames
 
@@ -63,7 +64,7 @@ class AsyncInlineIterator(Generic[B_co]):
         self._in_threads = not is_async_dataset(epoch.reader.dataset)
         self._owner = os.getpid()
         self._lock = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
-        self._pending: asyncio.Future[tuple[Any, Any, bytes]] | None = None
+        self._pending: asyncio.Future[tuple[Any, Any, PackedCursor | None]] | None = None
         self._records: list[SkippedSample] = []  # of the pending batch
         self._agreeing = False  # while waiting for the other ranks
         self._ended: str | None = None  # why there are no more batches, as in async_iterator.py
@@ -166,7 +167,7 @@ class AsyncInlineIterator(Generic[B_co]):
             return epoch.dropped(cursor, self._records)
         return epoch.delivered(index, batch, cursor, self._records, perf_counter() - begin)
 
-    async def _next(self) -> tuple[Any, Any, bytes]:
+    async def _next(self) -> tuple[Any, Any, PackedCursor | None]:
         """A batch, its index, and the dataset's cursor after it."""
         agreement = self._epoch.agreement
         try:
@@ -183,7 +184,7 @@ class AsyncInlineIterator(Generic[B_co]):
                 await in_daemon(agreement.fail)
             raise
 
-    async def _agreed_next(self) -> tuple[Any, Any, bytes]:
+    async def _agreed_next(self) -> tuple[Any, Any, PackedCursor | None]:
         epoch = self._epoch
         try:
             with UnexpectedCancellation("the dataset's or sampler's"):

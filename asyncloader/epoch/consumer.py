@@ -8,7 +8,6 @@ the batch is raised.
 
 from __future__ import annotations
 
-import pickle
 import warnings
 import weakref
 from collections import deque
@@ -282,7 +281,7 @@ class Consumer:
         for notice in list(self._notices):
             if isinstance(notice, WorkerBegun):  # it came while this item was waited for, and the state needs it
                 self._progress.begun(notice.worker, notice.cursor)
-        self._progress.failed(item.seq, item.worker, getattr(item.outcome, "cursor", b""))
+        self._progress.failed(item.seq, item.worker, getattr(item.outcome, "cursor", None))
 
     def abandon(self, item: Deliver) -> None:
         """Free the memory of an item whose delivery was interrupted by Ctrl-C and will not be continued."""
@@ -349,7 +348,7 @@ class Consumer:
             return
         if first:
             if outcome.records:
-                self._skipped.add(pickle.loads(outcome.records))
+                self._skipped.add(outcome.records)
             if self._first:
                 self._first = False
                 self._statistics.first_batch(self._begun)
@@ -369,12 +368,12 @@ class Consumer:
             if waited is not None:
                 self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
                 if outcome.records:
-                    self._skipped.add(pickle.loads(outcome.records))
+                    self._skipped.add(outcome.records)
             # Moved: raised, it refers to frames that refer to the outcome.
             delivery.error, outcome.error = outcome.error, None
             return
         if isinstance(outcome, AllDropped):
-            batch, records = None, pickle.loads(outcome.records)
+            batch, records = None, outcome.records
         else:
             assert isinstance(outcome, Poisoned)
             try:
@@ -386,7 +385,7 @@ class Consumer:
         if failed and isinstance(outcome, AllDropped):
             self._failed(item)
         else:
-            self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, AllDropped) else b"")
+            self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, AllDropped) else None)
         if waited is not None:
             self._skipped.add(records)
         if failed:

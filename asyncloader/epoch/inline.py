@@ -42,6 +42,7 @@ from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData
+from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
@@ -108,7 +109,8 @@ class InlineEpoch:
         self.source = config.source
         self.agreement = progress.agreement
         self._tasks = 0
-        self._cursor: bytes | None = None  # that of a batch that is read, and neither delivered nor failed
+        self._read = False  # a batch was read, and is neither delivered nor failed
+        self._cursor: PackedCursor | None = None  # after that batch
         self._given = 0  # indices that were passed to the prefetcher
         self._fresh = True
         self.reader = _make_reader(torch_iter, progress, self._recorder)
@@ -271,7 +273,9 @@ class InlineEpoch:
         self._recorder.time("pin", perf_counter() - began)
         return batch
 
-    def delivered(self, index: Any, batch: Any, cursor: bytes, records: list[SkippedSample], waited: float) -> Any:
+    def delivered(
+        self, index: Any, batch: Any, cursor: PackedCursor | None, records: list[SkippedSample], waited: float
+    ) -> Any:
         """Record that the consumer gets this batch, and return it.
 
         Raises:
@@ -279,7 +283,7 @@ class InlineEpoch:
         """
         if records:
             self._record(records)
-        self._cursor = None
+        self._read = False
         self.progress.delivered(self._tasks, 0, cursor)
         self._tasks += 1
         nbytes = _batch_nbytes(batch)
@@ -292,7 +296,7 @@ class InlineEpoch:
         self.statistics.batch(_count_samples(self._config, index, records), nbytes, 0, waited, waited, 1)
         return batch
 
-    def dropped(self, cursor: bytes, records: list[SkippedSample]) -> Any:
+    def dropped(self, cursor: PackedCursor | None, records: list[SkippedSample]) -> Any:
         """Record that all samples of a batch were dropped, and return `NO_BATCH`.
 
         Raises:
@@ -303,7 +307,7 @@ class InlineEpoch:
         if ranks > 1:
             self.failed(records)
             raise without_batch(ranks) from None
-        self._cursor = None
+        self._read = False
         self.progress.delivered(self._tasks, 0, cursor)
         self._tasks += 1
         self._record(records)
@@ -315,16 +319,16 @@ class InlineEpoch:
         Raises:
             TooManySkippedSamples: as in `delivered`.
         """
-        cursor, self._cursor = self._cursor, None
-        if cursor is None:  # else what failed is a step after the reader's
+        read, self._read = self._read, False
+        if not read:  # else the reader has counted the batch, and a later step failed
             self.reader.failed()
-        self.progress.failed(self._tasks, 0, cursor or b"")
+        self.progress.failed(self._tasks, 0, self._cursor if read else None)
         self._tasks += 1
         self._record(records)
 
-    def cursor(self) -> bytes:
+    def cursor(self) -> PackedCursor | None:
         """`DatasetReader.cursor`, after each batch."""
-        self._cursor = self.reader.cursor()
+        self._cursor, self._read = self.reader.cursor(), True
         return self._cursor
 
     def finish(self) -> None:

@@ -52,6 +52,8 @@ from asyncloader.events import (
 from asyncloader.remote.assignment import Reply, ShardAssigner
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import UnexpectedCancellation
+from asyncloader.workers.fetch.dataset_state import PackedCursor
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
@@ -62,10 +64,10 @@ _log = logging.getLogger("asyncloader")
 
 
 class WorkerBegun(NamedTuple):
-    """A worker began the epoch; the pickled cursor says at which state of its dataset."""
+    """A worker began the epoch; the cursor says at which state of its dataset."""
 
     worker: int
-    cursor: bytes
+    cursor: PackedCursor
 
 
 class Pipeline(Listener):
@@ -76,7 +78,7 @@ class Pipeline(Listener):
         scheduler: a fresh one for this epoch.
         sink: receives the items for the consumer; must not block.
         source: an async source of indices; None if the consumer passes them in, or the dataset is iterable.
-        ends: filled with each worker's final state of an iterable dataset (a pickled cursor).
+        ends: filled with each worker's final state of an iterable dataset.
         respawner: starts replacements for workers that died.
         loss: what a replacement does not have of its predecessor, for the warning; empty: it makes the same batches.
         replays: whether a stream without a state may be read again from its beginning.
@@ -92,7 +94,7 @@ class Pipeline(Listener):
         scheduler: Scheduler,
         sink: Callable[[Action], None],
         source: AsyncIterable[Any] | None = None,
-        ends: dict[int, bytes] | None = None,
+        ends: dict[int, PackedCursor | None] | None = None,
         *,
         respawner: WorkerRespawner,
         loss: str = "",
@@ -209,12 +211,12 @@ class Pipeline(Listener):
 
     # ---------------------------------------------------------------------------------- called by the pool
 
-    def on_started(self, worker: int, error: Any, cursor: bytes) -> None:
+    def on_started(self, worker: int, error: Any, cursor: PackedCursor | None) -> None:
         """See `Listener`."""
         if worker not in self._unbegun:
             return  # a replacement: it begins behind answers that are not delivered yet
         self._unbegun.discard(worker)
-        if cursor:
+        if cursor is not None:
             self.notices.append(WorkerBegun(worker, cursor))
             if self._resume_points is not None:
                 self._resume_points.began(worker, cursor)
@@ -237,7 +239,7 @@ class Pipeline(Listener):
             self._statistics.came_from_node(worker, result.nbytes, result.busy)
         if result.slot == wire.ONEOFF:
             self._note_oneoff(worker, result.nbytes)
-        if answer.cursor:
+        if answer.cursor is not None:
             self._late_tasks = None  # it changes the state of the dataset's copy that makes it
         self._completed(worker, result.seq, answer)
 
@@ -263,21 +265,23 @@ class Pipeline(Listener):
         self._statistics.oversize += 1
         self._statistics.ring_needed = max(needed, self._statistics.ring_needed)
 
-    def on_error(self, worker: int, seq: int, busy: float, error: Any, records: bytes) -> None:
+    def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:
         """See `Listener`."""
         if self._resume_points is not None:
             self._resume_points.failed(worker)
         self._completed(worker, seq, WorkerFailure(error, busy, records))
 
-    def on_empty_batch(self, worker: int, seq: int, busy: float, cursor: bytes, records: bytes) -> None:
+    def on_empty_batch(
+        self, worker: int, seq: int, busy: float, cursor: PackedCursor | None, records: Sequence[SkippedSample]
+    ) -> None:
         """See `Listener`."""
         if self._resume_points is not None:
             self._resume_points.answered(worker, cursor)
         self._completed(worker, seq, AllDropped(busy, cursor, records))
 
-    def on_exhausted(self, worker: int, seq: int, cursor: bytes) -> None:
+    def on_exhausted(self, worker: int, seq: int, cursor: PackedCursor | None) -> None:
         """See `Listener`."""
-        if cursor:
+        if cursor is not None:
             self._ends[worker] = cursor
         self._handle(Exhausted(worker, seq))
 

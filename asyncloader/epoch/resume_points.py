@@ -8,10 +8,9 @@ worker's last *answer*. (A saved state resumes behind the last *delivery*; see `
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 
-from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor
 from asyncloader.workers.fetch.setup import EpochStart
 
 
@@ -43,10 +42,10 @@ class ResumePoints:
         self._answered = [0] * len(starts)
         self._errors = [0] * len(starts)  # behind the last batch, of assigned shards
         self._made = [False] * len(starts)  # whether a batch came
-        self._cursors = [b""] * len(starts)
+        self._cursors: list[PackedCursor | None] = [None] * len(starts)
 
-    def began(self, worker: int, cursor: bytes) -> None:
-        """Record the pickled cursor with which a worker's copy of the dataset began."""
+    def began(self, worker: int, cursor: PackedCursor) -> None:
+        """Record the cursor with which a worker's copy of the dataset began."""
         if not self._answered[worker]:
             self._cursors[worker] = cursor
 
@@ -55,17 +54,17 @@ class ResumePoints:
         self._answered[worker] += not self._assigns
         self._errors[worker] += self._assigns
 
-    def answered(self, worker: int, cursor: bytes) -> None:
-        """Record that a worker made a batch; `cursor` is its pickled cursor if it took one."""
+    def answered(self, worker: int, cursor: PackedCursor | None) -> None:
+        """Record that a worker made a batch, and its cursor if it took one."""
         self._answered[worker] += 1
         self._errors[worker] = 0
         self._made[worker] = True
-        if cursor:
+        if cursor is not None:
             self._cursors[worker] = cursor
 
     def _cursor(self, worker: int) -> Cursor | None:
-        data = self._cursors[worker]
-        return Cursor(*pickle.loads(data)) if data else self._starts[worker].cursor
+        cursor = self._cursors[worker]
+        return self._starts[worker].cursor if cursor is None else cursor.value
 
     def obstacle(self, worker: int) -> str:
         """Why a replacement cannot resume where the worker was; empty if it can."""

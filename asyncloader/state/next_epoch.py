@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
@@ -110,6 +109,6 @@ def _dataset_at_rest(config: EpochConfig, *, itself: bool) -> Cursor | None:
 
 
 def _taken(bookmark: Bookmark) -> Cursor | None:
-    data = bookmark.initial()
-    cursor = Cursor(*pickle.loads(data)) if data else None
+    packed = bookmark.initial()
+    cursor = None if packed is None else packed.value
     return None if cursor is None or cursor.problem else cursor

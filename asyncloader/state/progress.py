@@ -6,7 +6,6 @@ Data path: consumer -> [progress] -> checkpoint. Costs a few additions per batch
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -22,7 +21,7 @@ from asyncloader.samplers.index_stream import IndexStream, StateLog
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.schema import VERSION
 from asyncloader.state.tally import Tally
-from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
 _NO_STEPS: frozenset[int] = frozenset()
@@ -73,9 +72,9 @@ class Progress:
         """The `workers` part of that state, where the dataset continues from it."""
         self.generator_then: tuple[torch.Generator, torch.Tensor] | None = None
         """The sampler's generator, and its state at the end of the epoch before."""
-        self._inherited: list[bytes] = []
-        self.ends: dict[int, bytes] = {}
-        """Pickled cursors of the workers whose copies of the dataset have ended. Any thread may add one."""
+        self._inherited: list[PackedCursor | None] = []
+        self.ends: dict[int, PackedCursor | None] = {}
+        """The cursors of the workers whose copies of the dataset have ended. Any thread may add a cursor."""
         self.drained: dict[str, Any] | None = None
         """The state of an async sampler at the end of the epoch before."""
         self.undrained: dict[str, Any] | None = None
@@ -86,7 +85,7 @@ class Progress:
         self._tally = tally
         self._tallied = False
         self._streams = streams
-        self._cursors: list[bytes] = []
+        self._cursors: list[PackedCursor | None] = []
         self._given: list[int] = []
         self._next_worker = 0
         self.agreement: Agreement | None = None
@@ -98,7 +97,7 @@ class Progress:
         self._astray = False  # indices did not come from the stream
         self.seeds: dict[str, Any] | None = None
         """The seeds of a loaded state; once the epoch has begun, those that it uses."""
-        self.live: Callable[[], Callable[[], bytes] | None] | None = None
+        self.live: Callable[[], Callable[[], PackedCursor | None] | None] | None = None
         """A weak reference to a function that takes the dataset's current cursor, where nothing is read ahead."""
         self._previous: tuple[Any, ...] = ()  # the position before the last delivery, without the steps beyond it
         self._added: set[int] | None = None  # the steps that the last delivery added; None: the next one
@@ -141,7 +140,7 @@ class Progress:
     @property
     def iterates_itself(self) -> bool:
         """Whether the dataset is its own iterator, as far as its states show."""
-        return any(Cursor(*pickle.loads(data)).itself for data in self._cursors if data)
+        return any(cursor.value.itself for cursor in self._cursors if cursor is not None)
 
     @property
     def first_step(self) -> int:
@@ -204,13 +203,13 @@ class Progress:
             shared_seed = shared_seed if self.seeds["shared"] is None else self.seeds["shared"]
         if self._expects["mode"] == "torch":
             self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
-        self._cursors, self._given, self._next_worker = [b""] * workers, [0] * workers, 0
+        self._cursors, self._given, self._next_worker = [None] * workers, [0] * workers, 0
         saved = None if self._resumed is None else self._resumed["workers"]
         if saved is None:
             saved_cursors = [None] * workers if self.carried is None else self.carried["cursors"]
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
             if new_workers and len(self._inherited) == workers:
-                found = [Cursor(*pickle.loads(data)) if data else None for data in self._inherited]
+                found = [_value(cursor) for cursor in self._inherited]
             assigned = self.carried is not None and "leases" in self.carried
             starts = [
                 EpochStart(
@@ -218,7 +217,7 @@ class Progress:
                 )
                 for each in found
             ]
-            self._cursors = [pickle.dumps(tuple(start.cursor), 5) if start.cursor else b"" for start in starts]
+            self._cursors = [_packed(start.cursor) for start in starts]
             if len(self._inherited) == workers:
                 self._cursors = self._inherited
             return base_seed, starts
@@ -228,7 +227,7 @@ class Progress:
             # A cursor with a problem cannot be used: the stream must be read again.
             cursor = None if saved_cursor is None or saved_cursor["problem"] else Cursor(**saved_cursor)
             if cursor is not None:
-                self._cursors[worker] = pickle.dumps(tuple(cursor), 5)
+                self._cursors[worker] = pickle_cursor(cursor)
             starts.append(
                 EpochStart(
                     shared_seed,
@@ -245,8 +244,7 @@ class Progress:
         """Let persistent workers continue with their datasets from the end of the epoch before, if it was completed."""
         if before._finished and before._streams is not None:
             assigned = before.assignment is not None
-            alone = [_later(Cursor(*pickle.loads(data)), assigned) if data else None for data in before._cursors]
-            self._inherited = [b"" if cursor is None else pickle.dumps(tuple(cursor), 5) for cursor in alone]
+            self._inherited = [_packed(_later(_value(cursor), assigned)) for cursor in before._cursors]
 
     def base_seed_drawn(self) -> None:
         """Undo the draw of the base seed if this epoch follows another: persistent workers would have kept their first
@@ -256,9 +254,9 @@ class Progress:
             generator, state = self.generator_then
             generator.set_state(state)
 
-    def begun(self, worker: int, cursor: bytes) -> None:
+    def begun(self, worker: int, cursor: PackedCursor | None) -> None:
         """Record the cursor of a worker's copy of the dataset when it began, if it has a state."""
-        if cursor and self._streams is not None and not self._cursors[worker]:
+        if cursor is not None and self._streams is not None and self._cursors[worker] is None:
             self._cursors[worker] = cursor
 
     # ----------------------------------------------------------------------------------------- per batch
@@ -279,7 +277,7 @@ class Progress:
                 step, beyond = _marked(step, beyond, each)
             self._step, self._beyond, stream.unclaimed = step, beyond, []
 
-    def delivered(self, task: int, worker: int = 0, cursor: bytes = b"") -> None:
+    def delivered(self, task: int, worker: int = 0, cursor: PackedCursor | None = None) -> None:
         """Record that the user gets the task's batch. A repeated call, as after Ctrl-C, has no effect."""
         failed = self._failed
         if task != self._delivered:
@@ -293,7 +291,7 @@ class Progress:
         if self._step == self._total:
             self._complete()
 
-    def _mark(self, task: int, worker: int, cursor: bytes) -> None:
+    def _mark(self, task: int, worker: int, cursor: PackedCursor | None) -> None:
         at, beyond = self._step, self._beyond
         added: set[int] | None = None
         passed: AbstractSet[int] = _NO_STEPS
@@ -324,7 +322,7 @@ class Progress:
         self.padding = 0 if padding is None else padding[1]
         if self._streams is not None:
             self._given[worker] += 1
-            if cursor:
+            if cursor is not None:
                 self._cursors[worker] = cursor
         self._delivered = task
 
@@ -342,7 +340,7 @@ class Progress:
                 at += 1
         return at, added
 
-    def failed(self, task: int, worker: int = 0, cursor: bytes = b"") -> None:
+    def failed(self, task: int, worker: int = 0, cursor: PackedCursor | None = None) -> None:
         """Record that the user gets an error instead of the batch. Idempotent.
 
         A stream has read on, so that is its place. A map dataset's batch counts as done once the next batch or error
@@ -371,7 +369,8 @@ class Progress:
         """Record that the user has seen the end of the epoch."""
         self._finished = True
         for worker, cursor in self.ends.items():
-            self._cursors[worker] = cursor or self._cursors[worker]
+            if cursor is not None:
+                self._cursors[worker] = cursor
         self._complete()
 
     def _complete(self) -> None:
@@ -436,13 +435,11 @@ class Progress:
         }
 
     def _worker_states(self, streams: dict[str, Any], finished: bool) -> dict[str, Any]:
-        cursors: list[dict[str, Any] | None] = [
-            None if not data else Cursor(*pickle.loads(data))._asdict() for data in self._cursors
-        ]
+        cursors = [None if cursor is None else cursor.value._asdict() for cursor in self._cursors]
         take = None if finished or self._failed is not None or self.live is None else self.live()
-        if take is not None and (data := take()):
+        if take is not None and (live := take()) is not None:
             # In the consumer's process the dataset may share its generators with the consumer, which has drawn since.
-            now = Cursor(*pickle.loads(data))
+            now = live.value
             if now.batches == self._given[0] and not now.problem:
                 cursors = [now._asdict()]
         assignment = self.saved_assignment  # unchanged if the epoch was not planned yet
@@ -457,6 +454,14 @@ class Progress:
             "given": list(self._given),
             "cursors": cursors,
         }
+
+
+def _value(cursor: PackedCursor | None) -> Cursor | None:
+    return None if cursor is None else cursor.value
+
+
+def _packed(cursor: Cursor | None) -> PackedCursor | None:
+    return None if cursor is None else pickle_cursor(cursor)
 
 
 def _later(cursor: Cursor | None, assigned: bool) -> Cursor | None:

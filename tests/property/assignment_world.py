@@ -110,7 +110,7 @@ class Worker:
                 self._ended = True
                 self.outbox.append(("end", seq, self._reader.last_cursor()))
         except Exception as error:
-            self.outbox.append(("error", seq, error, b""))
+            self.outbox.append(("error", seq, error, None))
 
     async def kill(self, sent: int) -> None:
         """Kill it; only the first `sent` of its frames have left the process."""

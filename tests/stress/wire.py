@@ -115,7 +115,7 @@ def _read_answer(kind: int, body: bytes) -> None:
         wire.unpack_result(body)
     elif kind == wire.STARTED:
         _, error, cursor = wire.unpack_started(body)
-        _ = error and PLAIN.load_error(error), cursor and PLAIN.to_pickle(cursor)
+        _ = error and PLAIN.load_error(error), cursor and PLAIN.load_cursor(cursor)
     elif kind == wire.ASK:
         PLAIN.loads(wire.unpack_ask(body)[3])
     elif kind == wire.ERROR:
@@ -166,8 +166,8 @@ def targets(node: OneNode | None) -> dict[str, Target]:
         "request": Target(whole(REQUEST), read_request, 4),
         "plan": Target(whole(*messages(plan)), _read_plan, 5),
         "error": Target(whole(error, PLAIN.dump_error(RingMemoryError(1, 2, "x", "y"), 1)), PLAIN.load_error, 5),
-        "cursor": Target(whole(pack(tuple(CURSOR))), PLAIN.to_pickle, 3),
-        "records": Target(whole(pack([SKIPPED])), lambda data: PLAIN.to_pickle(data, records=True), 3),
+        "cursor": Target(whole(pack(tuple(CURSOR))), PLAIN.load_cursor, 3),
+        "records": Target(whole(pack([SKIPPED])), PLAIN.load_records, 3),
         "answers": Target(answers(), _read_as_loader, 10),
     }
     if node is not None:

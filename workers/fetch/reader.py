@@ -24,7 +24,7 @@ from asyncloader.workers.fetch.async_stack import awaited_view
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
-from asyncloader.workers.fetch.dataset_state import Bookmark
+from asyncloader.workers.fetch.dataset_state import Bookmark, CursorPacker, PackedCursor
 from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
@@ -52,6 +52,7 @@ class DatasetReader:
         time: records how long fetching, decoding and collating took, per batch. In a worker the first fetch counts as
             its ``first_read``. Where several batches are fetched at a time, fetching includes decoding, and the time of
             decoding is that of all samples that were decoded since the batch before.
+        pack_cursor: packs the cursors; None: as pickle.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class DatasetReader:
         assignments: AssignmentProvider | None = None,
         time: Callable[[Stage, float], None] | None = None,
         draw_check: GlobalDrawCheck | None = None,
+        pack_cursor: CursorPacker | None = None,
     ) -> None:
         self._setup = setup
         self.dataset = dataset
@@ -85,7 +87,8 @@ class DatasetReader:
             self._decoder = Decoder(setup.decode, self._decode_threads)
         # A map dataset's batches cannot be read again without their indices, so its state is needed after every batch.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
-        self._bookmark = Bookmark(dataset, self._every)
+        self._pack_cursor = pack_cursor
+        self._bookmark = Bookmark(dataset, self._every, pack_cursor)
         self._fetcher: Any = None
         self._start: EpochStart | None = None
         self._watch: GlobalDrawCheck | None = None
@@ -167,7 +170,7 @@ class DatasetReader:
 
     def _open(self, start: EpochStart) -> None:
         setup, cursor = self._setup, start.cursor
-        self._bookmark = Bookmark(self.dataset, self._every)
+        self._bookmark = Bookmark(self.dataset, self._every, self._pack_cursor)
         seeding = self._seeding(start.epoch)
         if start.epoch_set and has_method(self.dataset, "set_epoch"):  # it was called on the consumer's copy only
             self.dataset.set_epoch(start.epoch)
@@ -370,25 +373,25 @@ class DatasetReader:
         """Whether another reader can continue from here without reading a stream again from its beginning."""
         return not self._setup.iterable or self._bookmark.keeps_state
 
-    def first_cursor(self) -> bytes:
-        """Return the cursor at the beginning of an epoch; empty if the dataset has no state."""
+    def first_cursor(self) -> PackedCursor | None:
+        """Return the cursor at the beginning of an epoch; None if the dataset has no state."""
         return self._bookmark.initial()
 
-    def last_cursor(self) -> bytes:
-        """Return the cursor at the end of the dataset; empty if it has no state."""
+    def last_cursor(self) -> PackedCursor | None:
+        """Return the cursor at the end of the dataset; None if it has no state."""
         return self._bookmark.final()
 
-    def live_cursor(self) -> bytes:
-        """Return the cursor of this moment, in the fetching thread; empty if the dataset has no state."""
+    def live_cursor(self) -> PackedCursor | None:
+        """Return the cursor of this moment, in the fetching thread; None if the dataset has no state."""
         return self._bookmark.now(self._samples(), ended=self._ended())
 
-    def cursor(self) -> bytes:
-        """Return the cursor after a fetched batch; empty if there is none to be saved. Call it exactly once per batch,
+    def cursor(self) -> PackedCursor | None:
+        """Return the cursor after a fetched batch; None if no cursor is to be saved. Call it exactly once per batch,
         before anything else is awaited.
         """
         began = perf_counter()
         cursor = self._bookmark.after_batch(self._samples(), ended=self._ended())
-        if cursor:
+        if cursor is not None:
             self._time("snapshot", perf_counter() - began)
         return cursor
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import builtins
 import os
-import pickle
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -25,7 +25,7 @@ from asyncloader.service.protocol.records import Count, Name, pack_record, read_
 from asyncloader.service.protocol.unpacking import unpack
 from asyncloader.transports import errors as transport_errors
 from asyncloader.workers.error_pickle import UnknownType, describe
-from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.fetch.dataset_state import Cursor, CursorPacker, PackedCursor
 from asyncloader.workers.fetch.error_notes import take_notes
 from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
@@ -128,29 +128,38 @@ class PlainDialect:
         """As `Dialect`."""
         return BatchEncoder()
 
-    def from_pickle(self, data: bytes) -> bytes:
+    def cursor_packer(self) -> CursorPacker:
         """As `Dialect`. A cursor whose state cannot be sent says so, as one whose state cannot be pickled does."""
-        value = pickle.loads(data)
-        try:
-            return pack(value)
-        except Unsendable as error:
-            if isinstance(value, tuple):
-                cursor = Cursor(*value)
-                return pack(tuple(cursor._replace(dataset=None, iterator=None, problem=f"its state {error}")))
-            return pack(
-                [record._replace(index=repr(record.index), substitute=repr(record.substitute)) for record in value]
-            )
+        return _pack_cursor
 
-    def to_pickle(self, data: bytes, *, records: bool = False) -> bytes:
+    def load_cursor(self, data: bytes) -> PackedCursor:
         """As `Dialect`."""
-        value = unpack(data)
-        if not records:
-            _check_cursor(value)
-        elif type(value) is not list or not value or not all(map(_is_record, value)):
+        # Unpacked here only to be checked: an answer that cannot be read must not count as one. The bytes are kept,
+        # because the cursor of the next batch most often replaces this cursor before its value is asked for.
+        _check_cursor(unpack(data))
+        return PackedCursor(data, unpack)
+
+    def dump_records(self, records: Sequence[SkippedSample]) -> bytes:
+        """As `Dialect`."""
+        try:
+            return pack(records)
+        except Unsendable:
+            return pack([each._replace(index=repr(each.index), substitute=repr(each.substitute)) for each in records])
+
+    def load_records(self, data: bytes) -> Sequence[SkippedSample]:
+        """As `Dialect`."""
+        records = unpack(data)
+        if type(records) is not list or not records or not all(map(_is_record, records)):
             raise ValueError("broken stream: records of samples that cannot be read")
-        else:
-            value = list(map(_readable, value))
-        return pickle.dumps(value, 5)
+        return list(map(_readable, records))
+
+
+def _pack_cursor(cursor: Cursor) -> PackedCursor:
+    try:
+        data = pack(tuple(cursor))
+    except Unsendable as error:
+        data = pack(tuple(cursor._replace(dataset=None, iterator=None, problem=f"its state {error}")))
+    return PackedCursor(data, unpack)
 
 
 def _readable(record: SkippedSample) -> SkippedSample:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 from random import Random
 from typing import Any
 
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.epoch.resume_points import ResumePoints
-from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
 BEGIN = EpochStart(shared_seed=9, epoch=4, epoch_set=True)
@@ -19,15 +18,11 @@ def cursor(batches: int, problem: str = "") -> Cursor:
     return Cursor(batches, 3 * batches, False, None, {"at": batches}, problem)
 
 
-def pickled(cursor: Cursor) -> bytes:
-    return pickle.dumps(tuple(cursor), 5)
-
-
 def resume_points(*starts: EpochStart, iterable: bool = True, replays: bool = False) -> ResumePoints:
     return ResumePoints(starts or (BEGIN,), iterable=iterable, replays=replays)
 
 
-def answer(where: ResumePoints, *cursors: bytes, worker: int = 0) -> None:
+def answer(where: ResumePoints, *cursors: PackedCursor | None, worker: int = 0) -> None:
     for each in cursors:
         where.answered(worker, each)
 
@@ -38,7 +33,7 @@ def answer(where: ResumePoints, *cursors: bytes, worker: int = 0) -> None:
 def test_a_stream_goes_on_at_its_last_cursor() -> None:
     """The replacement begins with the cursor of the last answer; the epoch is the same."""
     where = resume_points()
-    answer(where, pickled(cursor(1)), pickled(cursor(2)))
+    answer(where, pickle_cursor(cursor(1)), pickle_cursor(cursor(2)))
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(cursor=cursor(2), skip=0)
 
@@ -46,7 +41,7 @@ def test_a_stream_goes_on_at_its_last_cursor() -> None:
 def test_batches_since_the_cursor_are_read_and_dropped() -> None:
     """Where cursors are taken now and then, what was answered since is skipped."""
     where = resume_points()
-    answer(where, pickled(cursor(0)), b"", pickled(cursor(3)), b"", b"")
+    answer(where, pickle_cursor(cursor(0)), None, pickle_cursor(cursor(3)), None, None)
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(cursor=cursor(3), skip=2)
 
@@ -63,17 +58,17 @@ def test_a_worker_that_answered_nothing_begins_again() -> None:
 def test_a_resumed_stream_counts_from_where_it_was_resumed() -> None:
     """Cursor and skipped batches of the state that was loaded count, too."""
     where = resume_points(BEGIN._replace(cursor=cursor(10), skip=3))
-    answer(where, b"", b"")
+    answer(where, None, None)
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(cursor=cursor(10), skip=5)
-    answer(where, pickled(cursor(16)), b"")
+    answer(where, pickle_cursor(cursor(16)), None)
     assert where.start(0) == BEGIN._replace(cursor=cursor(16), skip=1)
 
 
 def test_each_worker_has_its_own_resume_point() -> None:
     """One worker's answers move no other."""
     where = resume_points(BEGIN, BEGIN._replace(epoch=5))
-    answer(where, pickled(cursor(1)), worker=1)
+    answer(where, pickle_cursor(cursor(1)), worker=1)
     assert where.start(0) == BEGIN
     assert where.start(1) == BEGIN._replace(epoch=5, cursor=cursor(1))
 
@@ -84,7 +79,7 @@ def test_each_worker_has_its_own_resume_point() -> None:
 def test_a_stream_without_a_state_is_an_obstacle() -> None:
     """What was read cannot be read on from: the text says what is missing, and the two ways out."""
     where = resume_points()
-    answer(where, b"")
+    answer(where, None)
     text = where.obstacle(0)
     for words in (
         "not replaced",
@@ -98,7 +93,7 @@ def test_a_stream_without_a_state_is_an_obstacle() -> None:
 def test_a_state_that_could_not_be_taken_is_an_obstacle() -> None:
     """The text says why there is none."""
     where = resume_points()
-    answer(where, pickled(cursor(1, "TypeError: cannot pickle 'generator' object")))
+    answer(where, pickle_cursor(cursor(1, "TypeError: cannot pickle 'generator' object")))
     text = where.obstacle(0)
     assert "state_dict() TypeError: cannot pickle 'generator' object" in text
     assert "Recovery(allow_replay=True)" in text
@@ -107,7 +102,7 @@ def test_a_state_that_could_not_be_taken_is_an_obstacle() -> None:
 def test_replay_reads_from_the_beginning() -> None:
     """All that was answered is read again and dropped."""
     where = resume_points(replays=True)
-    answer(where, b"", b"", b"")
+    answer(where, None, None, None)
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(skip=3)
 
@@ -115,14 +110,14 @@ def test_replay_reads_from_the_beginning() -> None:
 def test_replay_in_a_resumed_epoch_skips_what_was_delivered_before_too() -> None:
     """The stream is read from its very beginning: the batches of the run before count."""
     where = resume_points(BEGIN._replace(skip=8), replays=True)
-    answer(where, b"", b"")
+    answer(where, None, None)
     assert where.start(0) == BEGIN._replace(skip=10)
 
 
 def test_replay_ignores_a_state_that_could_not_be_taken() -> None:
     """It is as if there were none, also behind one that could be."""
     where = resume_points(BEGIN._replace(cursor=cursor(4), skip=1), replays=True)
-    answer(where, pickled(cursor(6, "ValueError: no")))
+    answer(where, pickle_cursor(cursor(6, "ValueError: no")))
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(cursor=None, skip=6)
 
@@ -130,7 +125,7 @@ def test_replay_ignores_a_state_that_could_not_be_taken() -> None:
 def test_replay_goes_on_at_a_cursor_where_there_is_one() -> None:
     """What has a state is not read again from its beginning."""
     where = resume_points(replays=True)
-    answer(where, pickled(cursor(1)), b"")
+    answer(where, pickle_cursor(cursor(1)), None)
     assert where.start(0) == BEGIN._replace(cursor=cursor(1), skip=1)
 
 
@@ -141,9 +136,9 @@ def test_batches_that_raised_count_as_answers() -> None:
     """Those since the cursor are read again and dropped, like the others."""
     where = resume_points()
     where.failed(0)  # before the cursor, which counts it
-    answer(where, pickled(cursor(2)))
+    answer(where, pickle_cursor(cursor(2)))
     where.failed(0)
-    answer(where, b"")
+    answer(where, None)
     where.failed(0)
     assert where.start(0) == BEGIN._replace(cursor=cursor(2), skip=3)
 
@@ -159,7 +154,7 @@ def test_a_stream_of_which_only_errors_came() -> None:
     where.failed(0)
     assert where.start(0) == BEGIN._replace(skip=1)
     where = resume_points()
-    where.began(0, pickled(cursor(0)))
+    where.began(0, pickle_cursor(cursor(0)))
     where.failed(0)
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(cursor=cursor(0), skip=1)
@@ -167,18 +162,18 @@ def test_a_stream_of_which_only_errors_came() -> None:
     where.failed(0)
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(skip=1)
-    answer(where, b"")
+    answer(where, None)
     assert where.obstacle(0)
 
 
 def test_errors_of_assigned_shards_are_no_batches() -> None:
     """Those behind the last batch are passed where they come again; those before it are, in any case."""
     where = ResumePoints([BEGIN], iterable=True, replays=False, assigns=True)
-    answer(where, pickled(cursor(1)))
+    answer(where, pickle_cursor(cursor(1)))
     where.failed(0)
     where.failed(0)
     assert where.start(0) == BEGIN._replace(cursor=cursor(1), errors=2)
-    answer(where, b"")
+    answer(where, None)
     assert where.start(0) == BEGIN._replace(cursor=cursor(1), skip=1)
 
 
@@ -207,7 +202,7 @@ def test_replacements_of_replacements_miss_and_repeat_nothing(
             where.failed(0)
         elif step == "batch":
             position += 1
-            where.answered(0, pickled(cursor(position)) if every and not position % every else b"")
+            where.answered(0, pickle_cursor(cursor(position)) if every and not position % every else None)
         expected = position
 
 
@@ -217,7 +212,7 @@ def test_replacements_of_replacements_miss_and_repeat_nothing(
 def test_a_map_dataset_begins_anywhere() -> None:
     """Its tasks say what is to be read: nothing stands in the way, and nothing is skipped."""
     where = resume_points(iterable=False)
-    answer(where, b"", b"")
+    answer(where, None, None)
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN
 
@@ -225,9 +220,9 @@ def test_a_map_dataset_begins_anywhere() -> None:
 def test_a_map_datasets_state_goes_with_it() -> None:
     """A stateful one is restored to its last state; one that could not be taken is left out."""
     where = resume_points(iterable=False)
-    answer(where, pickled(cursor(1)), pickled(cursor(2)), b"")
+    answer(where, pickle_cursor(cursor(1)), pickle_cursor(cursor(2)), None)
     assert where.start(0) == BEGIN._replace(cursor=cursor(2))
-    answer(where, pickled(cursor(4, "ValueError: no")))
+    answer(where, pickle_cursor(cursor(4, "ValueError: no")))
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN
 
@@ -238,6 +233,6 @@ def test_starts_are_not_changed(iterable: bool) -> None:
     random = Random(3)
     where = resume_points(BEGIN, BEGIN, iterable=iterable, replays=True)
     for _ in range(9):
-        answer(where, random.choice([b"", pickled(cursor(2))]), worker=random.randrange(2))
+        answer(where, random.choice([None, pickle_cursor(cursor(2))]), worker=random.randrange(2))
     first: list[Any] = [where.start(0), where.start(1)]
     assert [where.start(0), where.start(1)] == first
