@@ -25,7 +25,7 @@ PICTURE = ROOT / "docs" / "_static" / "house.svg"
 FLOORS = [
     "errors cpus shielding sizes version workers.ipc",
     "telemetry events bridge formats transports workers.memory never_iterated",
-    "workers.fetch ranks",
+    "workers.fetch ranks transports.testing",
     "samplers shared workers",
     "delivery remote service",
     "service.protocol",

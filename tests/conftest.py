@@ -44,9 +44,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Helpers that assert are not named test_*, and their asserts should speak as well. All of them here, because files of
 # one folder import those of another: who registers a module that was imported already gets a warning, hence an error.
 ASSERTING = [
-    "conformance.transport_lifetime",
-    "conformance.transport_reading",
-    "conformance.transport_subject",
     "delivery.answers",
     "delivery.fake",
     "delivery.stages",

@@ -237,8 +237,11 @@ def test_third_party_imports_are_declared() -> None:
     extras = set().union(*(names(lines) for lines in PROJECT["project"]["optional-dependencies"].values()))
     known = {"asyncloader", *sys.stdlib_module_names}
     for module in MODULES:
-        # A bridge to a framework is imported by those who have the framework; the service, by those who have its extra.
-        bridge = module.startswith(("asyncloader.integrations.", "asyncloader.service."))
+        # A bridge to a framework is imported by programs that have the framework; the service, with its extra; the
+        # conformance tests, by test modules, which have pytest.
+        bridge = module.startswith(
+            ("asyncloader.integrations.", "asyncloader.service.", "asyncloader.transports.testing")
+        )
         early = runtime | extras if bridge else runtime
         assert top_level_names(imports(module)) - known <= early, module
         assert top_level_names(imports(module, late=True)) - known <= runtime | extras, module

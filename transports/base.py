@@ -2,7 +2,7 @@
 
 Data path: dataset -> [transport] -> sample.
 
-The contract, which every transport keeps and `tests/conformance/transport.py` checks:
+The contract, which every transport keeps and `asyncloader.transports.testing` tests:
 
 *Construction* does no I/O, starts no thread and binds no event loop, so a dataset may make or hold a transport
 anywhere. A transport pickles as its configuration; the copy is open and idle. That is how it travels to workers. A

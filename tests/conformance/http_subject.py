@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from asyncloader.transports import Transport
-from tests.conformance.transport_subject import TransportSubject
+from asyncloader.transports.testing.subject import TransportSubject
 from tests.helpers.http_store import HttpStore, serving
 
 

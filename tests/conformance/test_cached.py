@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from asyncloader.transports import CachedTransport, HttpTransport, LocalTransport, MemoryTransport, Transport
+from asyncloader.transports.testing import TransportConformance
+from asyncloader.transports.testing.subject import CONTENT, drain
 from tests.conformance.http_subject import HttpSubject
-from tests.conformance.transport import TransportConformance
-from tests.conformance.transport_subject import CONTENT, drain
 from tests.helpers.http_store import LISTING
 
 

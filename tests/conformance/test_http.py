@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from asyncloader.transports import HttpTransport, Transport
+from asyncloader.transports.testing import TransportConformance
 from tests.conformance.http_subject import HttpSubject
-from tests.conformance.transport import TransportConformance
 from tests.helpers.http_store import LISTING
 
 pytestmark = pytest.mark.network

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncloader.transports import LocalTransport, Transport
-from tests.conformance.transport import TransportConformance
+from asyncloader.transports.testing import TransportConformance
 
 
 class TestLocal(TransportConformance):

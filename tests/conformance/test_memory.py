@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from asyncloader.transports import MemoryTransport, Transport
-from tests.conformance.transport import TransportConformance
+from asyncloader.transports.testing import TransportConformance
 
 
 class TestMemory(TransportConformance):

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from asyncloader.transports import ObjectStoreTransport, Transport
-from tests.conformance.transport import TransportConformance
+from asyncloader.transports.testing import TransportConformance
 from tests.helpers.object_stores import KEYS, Moto, moto_server, sockets, sockets_closed
 
 pytestmark = pytest.mark.network

@@ -15,7 +15,7 @@ import pytest
 from asyncloader.transports import CachedTransport, MemoryTransport
 from asyncloader.transports.cache_layout import ROOT_NAME
 from asyncloader.transports.cache_usage import CacheCounts, CacheUsage
-from tests.conformance.transport_subject import drain
+from asyncloader.transports.testing.subject import drain
 from tests.helpers import cache_process
 from tests.helpers.cache_process import OBJECTS, content
 from tests.helpers.forking import fork

@@ -28,7 +28,7 @@ from asyncloader.transports import (
 )
 from asyncloader.transports.http import HttpTransport
 from asyncloader.transports.retry import RetryPolicy
-from tests.conformance.transport_subject import drain
+from asyncloader.transports.testing.subject import drain
 from tests.helpers.forking import fork
 from tests.helpers.http_store import (
     HttpStore,

@@ -15,7 +15,7 @@ from aiohttp import web
 from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge, RangeOutOfBounds, ReadFailed
 from asyncloader.transports.http import HttpTransport
 from asyncloader.transports.retry import RetryPolicy
-from tests.conformance.transport_subject import drain
+from asyncloader.transports.testing.subject import drain
 from tests.helpers.http_store import Fault, HttpStore, broken, change, chunked, serving, status
 
 pytestmark = pytest.mark.network

@@ -21,7 +21,7 @@ from asyncloader.transports import (
     RetryPolicy,
     SizeUnknown,
 )
-from tests.conformance.transport_subject import drain
+from asyncloader.transports.testing.subject import drain
 from tests.helpers.http_store import Fault, HttpStore, broken, change, chunked, serving, status
 
 pytestmark = pytest.mark.network

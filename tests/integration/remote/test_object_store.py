@@ -21,7 +21,7 @@ from asyncloader.transports import (
     RetryPolicy,
     Transport,
 )
-from tests.conformance.transport_subject import drain
+from asyncloader.transports.testing.subject import drain
 from tests.helpers.http_store import Fault, HttpStore, broken, change, status
 from tests.helpers.object_stores import SOON, BucketStore, serving_bucket, warm_up
 

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from asyncloader.transports import ObjectStoreTransport, RetryPolicy, Transport, TransportClosed, TransportError
-from tests.conformance.transport_subject import drain
+from asyncloader.transports.testing.subject import drain
 from tests.helpers.forking import fork
 from tests.helpers.http_store import broken, read_behind_a_cancelled_one, status
 from tests.helpers.object_stores import KEYS, BucketStore, Moto, moto_server, serving_bucket

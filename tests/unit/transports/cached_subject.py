@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncloader.transports import CachedTransport, MemoryTransport, ObjectInfo, Transport
 from asyncloader.transports.cache_layout import ROOT_NAME
-from tests.conformance.transport_subject import CONTENT
+from asyncloader.transports.testing.subject import CONTENT
 
 OTHER = CONTENT[::-1]
 CHUNKS = [CONTENT[start : start + 1000] for start in range(0, len(CONTENT), 1000)]

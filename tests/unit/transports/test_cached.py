@@ -17,7 +17,7 @@ from asyncloader.transports import (
     RangeOutOfBounds,
     Transport,
 )
-from tests.conformance.transport_subject import CONTENT, drain
+from asyncloader.transports.testing.subject import CONTENT, drain
 from tests.unit.transports.cached_subject import CHUNKS, OTHER, Asked, around, copied, files
 
 # ------------------------------------------------------------------------------------------------ what it asks for

@@ -15,7 +15,7 @@ import pytest
 
 from asyncloader.transports import MemoryTransport, ReadFailed, TransportClosed
 from asyncloader.transports.cache_layout import MARKER_NAME, ROOT_NAME
-from tests.conformance.transport_subject import CONTENT, drain
+from asyncloader.transports.testing.subject import CONTENT, drain
 from tests.unit.transports.cached_subject import CHUNKS, OTHER, Asked, around, copied, files
 
 # ------------------------------------------------------------------------------------------------- a bad disk

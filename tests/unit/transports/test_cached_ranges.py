@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from asyncloader.transports import CachedTransport, MemoryTransport, ObjectInfo, ReadFailed
 from asyncloader.transports.cache_layout import BLOCK_BYTES, block_length, split_range
-from tests.conformance.transport_subject import CONTENT, drain
+from asyncloader.transports.testing.subject import CONTENT, drain
 from tests.unit.transports.cached_subject import OTHER, Asked, around, copied, files
 
 KIB = 1024

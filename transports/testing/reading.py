@@ -1,4 +1,7 @@
-"""Reading: what every transport must return, and what it must refuse."""
+"""Conformance tests of reading: the bytes, paths and versions that a transport returns, and the calls that it refuses.
+
+Data path: none; see `asyncloader.transports.testing`.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,21 @@ from contextlib import aclosing
 
 import pytest
 
-from asyncloader.transports import InvalidPath, ObjectNotFound, ObjectTooLarge, RangeOutOfBounds
-from tests.conformance.transport_subject import CONTENT, Call, TransportSubject, call_each, drain
+from asyncloader.transports.errors import InvalidPath, ObjectNotFound, ObjectTooLarge, RangeOutOfBounds
+from asyncloader.transports.testing.subject import CONTENT, Call, TransportSubject, call_each, drain
 
 ILLEGAL_PATHS = ["", "/", "/a", "..", "../a", "a/..", "a/../b", "a//b", "a/", ".", "./a", "a/./b", "a\0b"]
 ILLEGAL_PREFIXES = ["/", "/a", "../", "../a", "a/../b", "a//b", "./a", "a\0b"]
 
 
 class ReadingConformance(TransportSubject):
+    """Tests the methods of a transport that read."""
+
     # --- whole objects
 
     @pytest.mark.parametrize("size", [0, 1, 4096, 3 << 20])
     async def test_read_gives_what_was_put(self, size: int) -> None:
-        """A whole read gives bytes, all of them and no more, from none to several MiB."""
+        """A whole read returns all bytes of an object and no more, from none to several MiB."""
         data = (CONTENT * (size // len(CONTENT) + 1))[:size]
         async with self.make() as transport:
             self.put(transport, "some/where/object.bin", data)
@@ -39,7 +44,7 @@ class ReadingConformance(TransportSubject):
             assert await drain(transport.list()) == [path]
 
     async def test_read_sees_a_replaced_object(self) -> None:
-        """Nothing is cached: a read returns the current bytes."""
+        """A read returns the current bytes."""
         async with self.make() as transport:
             self.put(transport, "a", b"old")
             assert await transport.read("a") == b"old"
@@ -54,7 +59,7 @@ class ReadingConformance(TransportSubject):
             assert await transport.read("a", max_bytes=5) == b"12345"
 
     async def test_max_bytes_refuses_one_byte_more(self) -> None:
-        """A larger object is refused, and the error tells both sizes."""
+        """A larger object is refused, and the error has both sizes."""
         async with self.make() as transport:
             self.put(transport, "a", b"12345")
             with pytest.raises(ObjectTooLarge, match="'a' has 5 bytes, more than max_bytes=4") as caught:
@@ -74,7 +79,7 @@ class ReadingConformance(TransportSubject):
 
     @pytest.mark.parametrize(("start", "length"), [(0, 16385), (16384, 1), (16380, 5), (1 << 40, 1), (0, 1 << 60)])
     async def test_range_past_the_end_is_an_error(self, start: int, length: int) -> None:
-        """It is never a short result, and no memory is allocated for an impossible length."""
+        """A range past the end is never a short result, and no memory is allocated for an impossible length."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             with pytest.raises(RangeOutOfBounds, match="'a'") as caught:
@@ -86,7 +91,7 @@ class ReadingConformance(TransportSubject):
 
     @pytest.mark.parametrize(("start", "length"), [(-1, 1), (0, -1)])
     async def test_negative_range_is_an_error(self, start: int, length: int) -> None:
-        """A range is never counted from the end."""
+        """A negative start is not counted from the end."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             with pytest.raises(ValueError, match="0 or more"):
@@ -103,7 +108,7 @@ class ReadingConformance(TransportSubject):
             assert list(answers) == [CONTENT[start : start + length] for start, length in ranges]
 
     async def test_read_ranges_far_apart(self) -> None:
-        """Ranges too far apart for one request are fetched all the same, each whole."""
+        """Ranges that are too far apart for one request are each returned whole."""
         data = CONTENT * 400  # 6.25 MiB
         ranges = [(each, 3) for each in range(0, len(data) - 3, 2 << 20)]
         async with self.make() as transport:
@@ -112,7 +117,7 @@ class ReadingConformance(TransportSubject):
             assert list(answers) == [data[start : start + 3] for start, _ in ranges]
 
     async def test_no_ranges_give_no_answers(self) -> None:
-        """Asking for nothing gives nothing."""
+        """A call without ranges returns no bytes."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             assert list(await transport.read_ranges("a", [])) == []
@@ -144,7 +149,7 @@ class ReadingConformance(TransportSubject):
     @pytest.mark.parametrize("start", [1, 100, 8191, 16383])
     @pytest.mark.parametrize("chunk_size", [1000, 1 << 20])
     async def test_stream_from_the_middle(self, start: int, chunk_size: int) -> None:
-        """A stream that begins at a byte gives that one first, and all that follow."""
+        """A stream from byte `start` begins with that byte and returns all that follow."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             chunks = await drain(transport.stream("a", start=start, chunk_size=chunk_size))
@@ -152,7 +157,7 @@ class ReadingConformance(TransportSubject):
             assert all(0 < len(chunk) <= chunk_size for chunk in chunks)
 
     async def test_stream_from_the_end(self) -> None:
-        """A stream from the end is empty, which is no error; also for an empty object."""
+        """A stream from the end is empty, which is no error; also of an empty object."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             self.put(transport, "empty", b"")
@@ -161,7 +166,7 @@ class ReadingConformance(TransportSubject):
 
     @pytest.mark.parametrize("start", [16385, 1 << 40])
     async def test_stream_from_past_the_end_is_an_error(self, start: int) -> None:
-        """A start beyond the end is refused: it belongs to another object or version."""
+        """A start after the end is refused: it belongs to another object or version."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             with pytest.raises(RangeOutOfBounds, match="'a'") as caught:
@@ -170,7 +175,7 @@ class ReadingConformance(TransportSubject):
             assert await transport.read("a") == CONTENT
 
     async def test_stream_from_before_the_beginning_is_an_error(self) -> None:
-        """A position is never counted from the end."""
+        """A negative start of a stream is not counted from the end."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             with pytest.raises(ValueError, match="start must be 0 or more bytes, got -1"):
@@ -185,7 +190,7 @@ class ReadingConformance(TransportSubject):
             assert await transport.read("a") == CONTENT
 
     async def test_streams_do_not_disturb_each_other(self) -> None:
-        """Two streams of one object each have a position of their own."""
+        """Two streams of one object have separate positions."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             first, second = await asyncio.gather(*(drain(transport.stream("a", chunk_size=n)) for n in (1000, 999)))
@@ -203,7 +208,7 @@ class ReadingConformance(TransportSubject):
             assert info.etag is None or (isinstance(info.etag, str) and info.etag)
 
     async def test_info_stands_for_the_bytes(self) -> None:
-        """Other bytes under the same path never have the same version, not even at once and at the same size."""
+        """Other bytes at a path never have the same version, not even right after the change and at the same size."""
         async with self.make() as transport:
             seen: dict[str, bytes] = {}
             for data in [b"one", b"two", b"three", b"ten"]:
@@ -213,7 +218,7 @@ class ReadingConformance(TransportSubject):
                     assert etag is None or seen.setdefault(etag, data) == data
 
     async def test_read_with_info_describes_what_it_gives(self) -> None:
-        """The returned version is that of the bytes, or None; the limit applies."""
+        """The returned version is that of the returned bytes, or None; the limit applies."""
         async with self.make() as transport:
             for data in [CONTENT, CONTENT[::-1], b""]:
                 self.put(transport, "a", data)
@@ -227,7 +232,7 @@ class ReadingConformance(TransportSubject):
     # --- listing
 
     async def test_list_is_sorted_and_filtered_by_string_prefix(self) -> None:
-        """Paths come in the order of their strings; a prefix is a beginning of the string, no directory."""
+        """Paths are sorted as strings; a prefix is the beginning of a string, not a directory."""
         paths = ["a.txt", "a/b", "a/b.d/e", "a/bb/c", "a0", "b/a", "ab/c", "Z", "é"]
         async with self.make() as transport:
             for path in paths:
@@ -260,15 +265,15 @@ class ReadingConformance(TransportSubject):
             assert sorted(read) == list(range(30))
 
     async def test_list_of_an_empty_store(self) -> None:
-        """An empty store lists nothing."""
+        """The list of an empty store is empty."""
         async with self.make() as transport:
             assert await drain(transport.list()) == []
 
-    # --- what cannot be read
+    # --- refused paths
 
     @call_each
     async def test_missing_object(self, call: Call) -> None:
-        """What is not there raises ObjectNotFound, which is a FileNotFoundError, with the path in it."""
+        """A missing object raises ObjectNotFound, which is a FileNotFoundError, with the path in it."""
         async with self.make() as transport:
             self.put(transport, "dir/a", b"12345")
             for path in ["b", "dir", "dir/b", "dir/a/b"]:
@@ -289,7 +294,7 @@ class ReadingConformance(TransportSubject):
                 assert caught.value.path == path
 
     async def test_illegal_prefixes(self) -> None:
-        """A prefix that no legal path begins with is refused, so a slip does not look like an empty store."""
+        """A prefix that no legal path begins with is refused: a typing error must not look like an empty store."""
         async with self.make() as transport:
             for prefix in ILLEGAL_PREFIXES:
                 with pytest.raises(InvalidPath):

@@ -1,4 +1,7 @@
-"""Base class of the conformance tests of transports: makes the transport under test."""
+"""Makes the transport under test: the base class of the conformance tests, and the data that they read.
+
+Data path: none; see `asyncloader.transports.testing`.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,20 @@ from typing import Any
 
 import pytest
 
-from asyncloader.transports import Transport
+from asyncloader.transports.base import Transport
 
-CONTENT = bytes(range(256)) * 64  # 16 KiB in which each place tells where it is, up to 256
+CONTENT = bytes(range(256)) * 64
+"""An object of 16 KiB. A slice that begins at the wrong byte differs, unless it is off by a multiple of 256."""
 
 Call = Callable[[Transport, str], Awaitable[Any]]
 
 
 async def drain(stream: AsyncIterator[Any]) -> list[Any]:
+    """Return all that a stream gives."""
     return [each async for each in stream]
 
 
-# Every way to ask for one object; it has 5 bytes or more.
+# Every way to read one object, which has 5 bytes or more.
 CALLS: dict[str, Call] = {
     "read": lambda transport, path: transport.read(path),
     "read_range": lambda transport, path: transport.read_range(path, 0, 1),
@@ -33,13 +38,20 @@ CALLS: dict[str, Call] = {
 call_each = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 
 
+@pytest.mark.asyncio  # where pytest-asyncio runs in its strict mode, which is the default
 class TransportSubject(ABC):
-    """One subclass for each transport; its own fixtures set up what the transport needs around it."""
+    """Makes a transport, and fills its store."""
 
     @abstractmethod
     def make(self) -> Transport:
-        """Make a transport over the store that `put` fills. It is closed by the test."""
+        """Make a transport over the store that `put` fills. The test closes it."""
 
     @abstractmethod
     def put(self, transport: Transport, path: str, data: bytes) -> None:
-        """Store an object without using the transport's own methods."""
+        """Store an object without using the methods under test; replace an object with the same path.
+
+        Args:
+            transport: made by `make`, and open.
+            path: a canonical path.
+            data: the object's bytes.
+        """

@@ -1,4 +1,7 @@
-"""Lifetime: concurrency, cancellation, closing and pickling of every transport."""
+"""Conformance tests of a transport's lifetime: concurrency, cancellation, closing and pickling.
+
+Data path: none; see `asyncloader.transports.testing`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from asyncloader.transports import TransportClosed, TransportError
-from tests.conformance.transport_subject import CONTENT, Call, TransportSubject, call_each, drain
+from asyncloader.transports.errors import TransportClosed, TransportError
+from asyncloader.transports.testing.subject import CONTENT, Call, TransportSubject, call_each, drain
 
 
 class LifetimeConformance(TransportSubject):
+    """Tests what a transport does besides reading."""
+
     async def test_concurrent_reads_do_not_mix(self) -> None:
         """Hundreds of reads in flight each get their own object."""
         async with self.make() as transport:
@@ -25,7 +30,7 @@ class LifetimeConformance(TransportSubject):
 
     @call_each
     async def test_cancelled_call_leaves_the_transport_usable(self, call: Call) -> None:
-        """A call cancelled at its first wait raises CancelledError; those around and after it are served."""
+        """A call that is cancelled at its first wait raises CancelledError; other calls are not affected."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
 
@@ -41,13 +46,13 @@ class LifetimeConformance(TransportSubject):
             for task, outcome in zip(tasks, outcomes, strict=True):
                 if task in cancelled:
                     assert isinstance(outcome, asyncio.CancelledError)
-                else:  # also a call that had no wait, as a thread was done with it at once
+                else:  # also a call that did not wait, because a thread had finished it at once
                     assert outcome == expected
             assert await run() == expected
 
     @call_each
     async def test_calls_after_close(self, call: Call) -> None:
-        """A closed transport says that it is closed."""
+        """A call after `aclose` raises TransportClosed."""
         transport = self.make()
         self.put(transport, "a", b"12345")
         async with transport:
@@ -70,7 +75,7 @@ class LifetimeConformance(TransportSubject):
             await unused.size("a")
 
     async def test_calls_in_progress_when_it_closes(self) -> None:
-        """They end as usual or say that it was closed. None hangs, and none looks cancelled."""
+        """A read ends as usual or raises TransportClosed. It neither hangs nor looks cancelled."""
         transport = self.make()
         self.put(transport, "a", CONTENT)
         tasks = [asyncio.create_task(transport.read("a")) for _ in range(100)]
@@ -80,7 +85,7 @@ class LifetimeConformance(TransportSubject):
             assert outcome == CONTENT or isinstance(outcome, TransportClosed)
 
     async def test_stream_in_progress_when_it_closes(self) -> None:
-        """A stream ends with TransportClosed, not as if the object were over."""
+        """A stream raises TransportClosed, instead of ending as if the object ended there."""
         transport = self.make()
         self.put(transport, "a", CONTENT)
         async with aclosing(transport.stream("a", chunk_size=64)) as chunks:
@@ -90,7 +95,7 @@ class LifetimeConformance(TransportSubject):
                 await drain(chunks)
 
     async def test_close_by_a_cancelled_task(self) -> None:
-        """A cancelled `aclose` can be followed by another, which then waits for the end."""
+        """After a cancelled `aclose`, a second call waits until the transport is closed."""
         transport = self.make()
         self.put(transport, "a", CONTENT)
         reading = [asyncio.create_task(transport.read("a")) for _ in range(20)]
@@ -105,7 +110,7 @@ class LifetimeConformance(TransportSubject):
             await transport.read("a")
 
     async def test_it_pickles_as_its_configuration(self) -> None:
-        """A copy reads the same objects, also a copy of one in use, and closing one leaves the other open."""
+        """A copy of a transport in use reads the same objects; closing the copy leaves the original open."""
         async with self.make() as transport:
             self.put(transport, "a", CONTENT)
             await transport.read("a")
@@ -124,8 +129,9 @@ class LifetimeConformance(TransportSubject):
             assert type(copy) is type(caught.value)
             assert (str(copy), copy.path) == (str(caught.value), "missing")
 
-    def test_repr_says_what_it_is(self) -> None:
-        """A transport in a log line names its class and whether it is open."""
-        text = repr(self.make())
-        assert type(self.make()).__name__ in text
+    async def test_repr_names_class_and_state(self) -> None:
+        """The representation of a transport names its class, and says whether it is open."""
+        transport = self.make()
+        text = repr(transport)
+        assert type(transport).__name__ in text
         assert "open" in text
