@@ -60,11 +60,12 @@ class Transport(ABC):
     """Reads the objects below one root. Subclasses implement the abstract methods; see the module for the contract."""
 
     range_gap: ClassVar[int] = 1 << 20
-    """`read_ranges` reads a gap of up to so many bytes to save a request. The default fits a store one round trip away.
+    """The largest gap, in bytes, that `read_ranges` reads to save a request. The default fits a store one round trip
+    away.
     """
 
     range_size: ClassVar[int] = 16 << 20
-    """`read_ranges` joins ranges up to so many bytes per request, so that requests can run concurrently."""
+    """`read_ranges` joins ranges up to this number of bytes per request, so that requests can run concurrently."""
 
     range_requests: ClassVar[int] = 16
     """Maximum number of concurrent requests per call of `read_ranges`."""
@@ -115,7 +116,7 @@ class Transport(ABC):
             The bytes of each range, in the order of `ranges`.
 
         Raises:
-            As `read_range`.
+            The errors of `read_range`.
         """
         plan = self._plan(ranges)
         slots = asyncio.Semaphore(self.range_requests)
@@ -132,8 +133,8 @@ class Transport(ABC):
     def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read an object from byte `start` to its end in chunks, holding one chunk in memory at a time.
 
-        All chunks are of one version of the object: if it changes meanwhile, the stream continues with the old version
-        or raises. The bytes before `start` are not read if the store supports that.
+        All chunks are of one version of the object: if it changes during the stream, the stream continues with the old
+        version or raises. The bytes before `start` are not read if the store supports that.
 
         Args:
             path: the object.
@@ -152,8 +153,8 @@ class Transport(ABC):
         """Return the paths of all objects that begin with `prefix`, ascending by code point.
 
         `prefix` is the beginning of a string, not a directory: ``"train/0"`` matches ``"train/00/a.png"``. The order is
-        the same on every machine. No match gives an empty iteration. Objects that are created or deleted meanwhile may
-        be included or not.
+        the same on every machine. No match gives an empty iteration. Objects that are created or deleted during the
+        iteration may be included or not.
 
         Raises:
             InvalidPath, AccessDenied, ReadFailed, TransportClosed: see `errors`; raised by the iteration.
@@ -172,25 +173,25 @@ class Transport(ABC):
     async def info(self, path: str) -> ObjectInfo:
         """Return an object's size and, if the store provides one, its version.
 
-        The default asks for the size and knows no version. Transports whose stores have versions override it.
+        The default calls `size` and returns no version. Transports whose stores have versions override it.
 
         Raises:
-            As `size`.
+            The errors of `size`.
         """
         return ObjectInfo(await self.size(path), None)
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Read a whole object, and return which version the bytes are.
+        """Read a whole object, and return the version of the bytes.
 
-        The default asks before and after the read, and returns a version only if it is the same both times. Transports
-        that get the version together with the bytes override it and save these two requests.
+        The default calls `info` before and after the read, and returns a version only if it is the same both times.
+        Transports that get the version together with the bytes override it and save these two requests.
 
         Args:
             path: the object.
             max_bytes: as in `read`.
 
         Raises:
-            As `read`.
+            The errors of `read`.
         """
         before = await self.info(path)
         data = await self.read(path, max_bytes=max_bytes)
@@ -200,14 +201,14 @@ class Transport(ABC):
     def pinned(self, path: str) -> PinnedReader:
         """Return a reader of parts of an object whose answers are all of one version. Opens nothing.
 
-        The default asks for the object's metadata around each read. Transports that get the version together with the
+        The default calls `info` before and after each read. Transports that get the version together with the
         bytes override it and save these requests.
         """
         return PinnedReader(self, path)
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Close what the transport opened, and wait until it is closed. See the module's contract."""
+        """Close everything that the transport opened, and wait until it is closed. See the module's contract."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -223,9 +224,9 @@ class Transport(ABC):
 
 
 class PinnedReader:
-    """Reads parts of one object, all of the version that the first answer was of.
+    """Reads parts of one object, all of the version of the first answer.
 
-    Holds nothing that has to be closed. Calls may be concurrent.
+    Holds nothing that must be closed. Calls may be concurrent.
 
     Args:
         transport: of the object.
@@ -236,9 +237,9 @@ class PinnedReader:
         self.transport = transport
         self.path = path
         self._streamed = False  # bytes of a stream have been returned
-        self._described = False  # the metadata was asked for, and nothing read since
+        self._described = False  # `info` was called, and no stream has begun since
         self._first: ObjectInfo | None = None
-        self._size: int | None = None  # as `info` has returned it
+        self._size: int | None = None  # as `info` returned it
 
     @property
     def etag(self) -> str | None:
@@ -265,10 +266,10 @@ class PinnedReader:
         return info
 
     async def read_ranges(self, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
-        """Read ranges. As `Transport.read_ranges`.
+        """Read ranges, like `Transport.read_ranges`.
 
         Raises:
-            ReadFailed: the object has changed: none of its new bytes are returned. Or as `info`.
+            ReadFailed: the object has changed: none of its new bytes are returned. Also for the reasons of `info`.
             The other errors of `Transport.read_ranges` and `info`.
         """
         wanted = list(ranges)
@@ -276,7 +277,8 @@ class PinnedReader:
             try:
                 return await self._read_ranges(wanted)
             except (ObjectNotFound, RangeOutOfBounds) as error:
-                # They say something about another object than the one that `info` has described.
+                # `info` described an object that has these ranges: the error is about an object that replaced it, and
+                # must not look like a bad sample.
                 if self._size is None or any(start + length > self._size for start, length in wanted):
                     raise
                 raise changed(self.path) from error
@@ -284,16 +286,16 @@ class PinnedReader:
     async def stream(
         self, *, start: int = 0, stop: int | None = None, chunk_size: int = 1 << 20
     ) -> AsyncGenerator[bytes, None]:
-        """Read the object from `start` to its end. As `Transport.stream`.
+        """Read the object from `start` to its end, like `Transport.stream`.
 
         Args:
-            start: as there.
-            stop: the reader wants little or nothing behind this byte, and leaves the stream there. None: it may want
-                the whole object.
-            chunk_size: as there.
+            start: the first byte to return.
+            stop: the reader needs few bytes or none after this byte, and closes the stream there. None: it may read the
+                whole object.
+            chunk_size: maximum number of bytes per chunk.
 
         Raises:
-            ReadFailed: the object has changed: none of its new bytes are returned. Or as `info`.
+            ReadFailed: the object has changed: none of its new bytes are returned. Also for the reasons of `info`.
             The other errors of `Transport.stream` and `info`.
         """
         streamed = self._streamed
@@ -304,13 +306,14 @@ class PinnedReader:
                         self._streamed = True
                         yield chunk
             except (ObjectNotFound, RangeOutOfBounds) as error:
+                # An earlier stream returned bytes, so the object existed: it has changed, and is no bad sample.
                 if not streamed:
                     raise
                 raise changed(self.path) from error
 
     @contextmanager
     def _errors(self) -> Generator[None, None, None]:
-        """Make whatever the transport raises a TransportError: it must never look like a bad sample."""
+        """Turn every error of the transport into a TransportError: it must never look like a bad sample."""
         try:
             yield
         except TransportError:
@@ -349,12 +352,13 @@ class PinnedReader:
         if self._first is None:
             await self._info()
         data = await self.transport.read_ranges(self.path, ranges)
-        await self._info()  # the same as before the read: so the bytes are of this version
+        # Raises if the version is not the same as before the read; otherwise the bytes are of this version.
+        await self._info()
         return data
 
 
 def changed(path: str) -> ReadFailed:
-    """Make the error for an object of which parts of two versions were about to be returned."""
+    """Make the error for an object that changed between two reads of its parts."""
     return ReadFailed(
         f"{path!r} changed while it was read; the bytes of two versions are never mixed. A new epoch reads it as it is "
         "by then; write objects under new names instead of replacing them",
@@ -363,7 +367,7 @@ def changed(path: str) -> ReadFailed:
 
 
 def overrides(transport: Transport, base: type[Any]) -> bool:
-    """Return whether the transport's class reads in another way than `base`, which it inherits from."""
+    """Return whether the transport's class overrides a reading method of `base`, which it inherits from."""
     names = ("read_range", "read_ranges", "stream")
     return any(getattr(type(transport), name) is not getattr(base, name) for name in names)
 
@@ -374,10 +378,10 @@ _R = TypeVar("_R")
 async def gather_all(calls: Iterable[Coroutine[Any, Any, _R]]) -> list[_R]:
     """Await all calls concurrently and return their results, in order.
 
-    If one fails, the others are cancelled and awaited, and its error is raised as it is.
+    If a call fails, the others are cancelled and awaited.
 
     Raises:
-        The error of the first call that fails.
+        The error of the first call that fails, not in a group.
     """
     try:
         async with asyncio.TaskGroup() as group:

@@ -2,8 +2,8 @@
 
 Data path: transport's coroutine -> [blocking: system calls in a thread] -> bytes.
 
-asyncio's default executor is shared with everything else in the process and lives as long as the loop. This pool
-belongs to one transport, is bounded, works after a fork, and is joined by `aclose`.
+asyncio's default executor is shared with all other code of the process and lives as long as the loop. This pool belongs
+to one transport, has a bounded number of threads, works after a fork, and is joined by `aclose`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _R = TypeVar("_R")
 class BlockingPool(Executor):
     """At most `threads` threads, started on demand; an Executor for `loop.run_in_executor`.
 
-    Not for several event loops at once: starting the threads takes no lock, so a fork cannot inherit a locked one.
+    Not for several event loops at once: starting the threads takes no lock, so a fork cannot inherit a locked lock.
 
     Args:
         name: the transport's name, for the threads' names and for errors.
@@ -39,8 +39,8 @@ class BlockingPool(Executor):
         self.threads = threads
         self._owner: ThreadPoolExecutor | None = None
         self._owner_pid = 0
-        # Executors whose threads exist only in a parent process. They are kept and never used again: collecting one
-        # would run its clean-up on locks that the parent's threads may have held at the fork.
+        # Executors whose threads exist only in a parent process. They are kept and never used again: the finalizer of
+        # an executor would take locks that the parent's threads may have held at the fork.
         self._left_in_parent: list[ThreadPoolExecutor] = []
         self._closing: Future[None] | None = None
         self._closer: threading.Thread | None = None
@@ -61,7 +61,9 @@ class BlockingPool(Executor):
         return await asyncio.wrap_future(self.submit(call))
 
     async def acquire(self, call: Callable[[], _R], release: Callable[[_R], object]) -> _R:
-        """As `run`, for a result that must be released: if the caller is cancelled, `release` is called with it."""
+        """Run `call` as `run` does, and return its result. If the caller is cancelled, `release` is called with the
+        result.
+        """
         future = self.submit(call)
         try:
             return await asyncio.wrap_future(future)
@@ -71,7 +73,8 @@ class BlockingPool(Executor):
             raise
 
     async def finish(self, call: Callable[[], object]) -> None:
-        """Run a cleanup that must happen. If the caller is cancelled it continues; if the pool is closed it runs here.
+        """Run a cleanup that must happen. If the caller is cancelled, it continues; if the pool is closed, it runs in
+        the caller's thread.
 
         For calls that block only for a moment, such as closing a file.
         """
@@ -83,7 +86,7 @@ class BlockingPool(Executor):
         await shielded(asyncio.wrap_future(future))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Close from outside of a loop, like any Executor; blocks if `wait`. Inside a loop, use `aclose`."""
+        """Close the pool from outside of a loop; blocks if `wait`. Inside a loop, use `aclose`."""
         done = self._close(cancel_futures)
         if wait:
             done.result()
@@ -92,7 +95,9 @@ class BlockingPool(Executor):
         """Refuse new calls, wait for those that are queued or running, and join the threads."""
         await shielded(asyncio.wrap_future(self._close(cancel_futures=False)))
         if self._closer is not None:
-            self._closer.join()  # it has run its last statement
+            # Does not block: `_join` has resolved the future in its last statement. Without this, the thread might
+            # still be alive for a moment after `aclose`.
+            self._closer.join()
 
     def _close(self, cancel_futures: bool) -> Future[None]:
         """Start to close; the future is done when all threads are joined."""
@@ -103,7 +108,7 @@ class BlockingPool(Executor):
             self._closing.set_result(None)
         elif self._closing is None:
             self._closing = Future()
-            # Joining blocks, so it has a thread to itself.
+            # Joining blocks, and every thread of the pool may be busy: so it happens in a separate thread.
             self._closer = threading.Thread(
                 target=_join,
                 args=(self._owner, cancel_futures, self._closing),

@@ -1,13 +1,12 @@
-"""The blocks of one version of an object in the local cache: found, claimed for download, and written.
+"""Finds the blocks of one version of an object in the local cache, claims missing blocks for download, and writes them.
 
 Data path: cached_object -> a thread -> [cache_blocks] -> cache_store: files.
 
-A reader claims the blocks that are missing, and downloads them; other readers that want these blocks meanwhile, in this
-process or another one, wait until they are written. A claim is a lock on the block's unfinished file, so it ends with
-its process, however that ends. It is held during a request and never while a consumer works, and a reader that holds a
-claim does not wait for another reader: so they cannot wait for each other.
+A reader claims the blocks that are missing, and downloads them; other readers that want these blocks, in this process
+or in others, wait until they are written. A claim is a lock on the block's unfinished file, so it ends with its
+process, however that ends. A reader holds it during a request and never while a consumer works.
 
-Everything here blocks and is called in threads.
+All functions block and are called in threads.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Claim:
         fills: the blocks that the caller has to download, and either `CachedBlocks.commit` or `abort`.
         busy: the blocks that another writer has claimed.
         refused: the blocks that cannot be cached at the moment: there is no room, or the disk failed.
-        error: of the disk, when a block was claimed.
+        error: the disk's error when a block was claimed.
     """
 
     found: dict[Piece, bytes] = field(default_factory=dict)
@@ -39,7 +38,7 @@ class Claim:
     error: OSError | None = None
 
     def abort(self) -> None:
-        """Give up the blocks that are not written yet."""
+        """Release the blocks that are not written yet."""
         for fill in self.fills.values():
             fill.abort()
 
@@ -50,7 +49,7 @@ class CachedBlocks:
     Args:
         store: the cache.
         url: of the object, as in `object_url`.
-        version: the object's size and its version, which is not None.
+        version: the object's size and its ETag, which is not None.
     """
 
     def __init__(self, store: CacheStore, url: str, version: ObjectInfo) -> None:
@@ -77,7 +76,7 @@ class CachedBlocks:
             for block, pieces in wanted.items():
                 if not (_take(whole, pieces, 0, claim.found) or self._take_block(block, pieces, claim.found)):
                     self._claim_block(block, claim, fill=fill and claim.error is None)
-                    # Another writer may have finished it between the look and the claim.
+                    # Another writer may have finished the block after it was found missing and before it was claimed.
                     if block in claim.refused and self._take_block(block, pieces, claim.found):
                         claim.refused.remove(block)
         except BaseException:
@@ -89,9 +88,9 @@ class CachedBlocks:
         return claim
 
     def commit(self, claim: Claim, data: Mapping[int, bytes]) -> None:
-        """Write the blocks that were claimed. OSError: the disk is full or failed; the other blocks are given up."""
+        """Write the blocks that were claimed. OSError: the disk is full or failed; the other blocks are released."""
         try:
-            # The size goes first: readers that do not ask the store find a version by it.
+            # The size is written before the blocks: readers that do not ask the store find a version by it.
             if self._size > BLOCK_BYTES and not self._store.holds(size_key(self._url), self._etag):
                 self._store.put(size_key(self._url), self._etag, str(self._size).encode())
             for block, fill in claim.fills.items():
@@ -100,7 +99,7 @@ class CachedBlocks:
             claim.abort()
 
     def forget(self) -> None:
-        """Delete the record of this version, which the store does not have any more."""
+        """Delete the record of this version's size: the store has another version now."""
         self._store.forget(size_key(self._url), self._etag)
 
     def _open(self, key: str, size: int) -> CacheEntry | None:
@@ -153,7 +152,7 @@ def find_newest(store: CacheStore, url: str) -> ObjectInfo | None:
 
 
 def _take(entry: CacheEntry | None, pieces: Sequence[Piece], begins: int, found: dict[Piece, bytes]) -> bool:
-    """Read pieces from a file whose first byte is byte `begins` of the object. False: it does not exist, or is lost."""
+    """Read pieces from a file whose first byte is byte `begins` of the object. False: `entry` is None, or is lost."""
     if entry is None:
         return False
     try:

@@ -3,18 +3,18 @@
 Data path: cached -> cache_store -> [cache_layout].
 
     cache_dir/asyncloader-cache-1/
-        CACHEDIR.TAG            identifies the directory, and tells backup programs to skip it
+        CACHEDIR.TAG            identifies the directory, for backup programs that skip caches
         usage                   bytes in use, as a sum of changes; see `cache_usage`
-        lock                    held by the one process that evicts
+        lock                    locked by the process that evicts
         fills/U.V.CHARGE        an object that is being written; locked while its writer lives
         objects/UUU/U.V         an object: its bytes, then its footer. U and V are hashes of URL and ETag
 
 An object of which only parts are read is cached in blocks of `BLOCK_BYTES`. Each block is a file like an object's,
-whose U is a hash of the URL and the block's number; so is the object's size, which no block has. An object that is no
-longer than a block is stored as a whole.
+whose U is a hash of the URL and the block's number. No block has the object's size, which is in another such file. An
+object that is no longer than a block is stored as a whole.
 
-A file gets its name under ``objects`` when its last byte is written, and never changes after that. The
-footer is at the end of the file, so a truncated file has none.
+A file gets its name under ``objects`` when its last byte is written, and never changes after that. The footer is at the
+end of the file, so a truncated file has no footer.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ MOST_ETAG = 1024
 """Maximum bytes of an ETag in UTF-8; an object with a longer one is not cached."""
 
 BLOCK_BYTES = 1 << 20
-"""A range that is read is extended to whole blocks, so by less than a block at each end. Reading that much more takes
-about as long as one more request, as `Transport.range_gap`; larger blocks would multiply the bytes of a reader that
-wants few columns of a Parquet file.
+"""A range is extended to whole blocks before it is read, so by less than a block at each end. These bytes take about as
+long as one more request, as for `Transport.range_gap`; larger blocks would multiply the bytes of a reader that wants
+few columns of a Parquet file.
 """
 
 _MAGIC = b"ALcache1"
 _BODY = struct.Struct(">8sQQIH16s")  # magic, created, size, crc of the object, length of the etag, hash of the URL
-_END = struct.Struct(">I16x")  # crc of etag and body; the rest is not used any more
+_END = struct.Struct(">I16x")  # crc of etag and body; the rest is no longer used
 _FIXED = _BODY.size + _END.size
 _CHANGE = struct.Struct(">q")
 
 TAIL_SIZE = MOST_ETAG + _FIXED
-"""The footer lies within so many bytes from the end of the file."""
+"""The footer lies within this number of bytes from the end of the file."""
 
 _BLOCK = 4096
 
@@ -72,14 +72,12 @@ def hash_key(text: str) -> str:
 
 
 def block_key(url: str, block: int, size: int) -> str:
-    """Return the hash that names a block of an object of `size` bytes; that of the object, if it is no longer than a
-    block.
-    """
+    """Return the hash that names a block of an object of `size` bytes; of an object that is no longer, its own hash."""
     return hash_key(url if size <= BLOCK_BYTES else f"{url}\0{BLOCK_BYTES}\0{block}")
 
 
 def block_length(block: int, size: int) -> int:
-    """Return the bytes of a block of an object of `size` bytes: the last one is shorter."""
+    """Return the length of a block of an object of `size` bytes: the last block may be shorter than `BLOCK_BYTES`."""
     return min(BLOCK_BYTES, size - block * BLOCK_BYTES)
 
 
@@ -185,7 +183,7 @@ class CacheFooter(NamedTuple):
     def parse(cls, tail: bytes, file_size: int) -> CacheFooter | None:
         """Parse the footer of a file of `file_size` bytes from its last `TAIL_SIZE` bytes (or all, if fewer).
 
-        Return None if there is none, it is damaged, or it does not match the file's length.
+        Return None if the file has no footer, the footer is damaged, or it does not match the file's length.
         """
         if len(tail) < _FIXED:
             return None
@@ -200,8 +198,8 @@ class CacheFooter(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A file in the cache: `used` is the time of its last use in nanoseconds, `charged` what it counts towards the
-    limit.
+    """A file in the cache: `used` is the time of its last use in nanoseconds, `charged` its share of the limit in
+    bytes.
     """
 
     used: int
@@ -230,7 +228,7 @@ def pack_change(change: int) -> bytes:
 
 
 def sum_changes(records: bytes) -> int | None:
-    """Add up records; None if the last one is incomplete."""
+    """Add up records; None if the last record is incomplete."""
     return None if len(records) % _CHANGE.size else sum(_changes(records))
 
 

@@ -6,11 +6,11 @@ Any number of processes use one directory without waiting for each other. A file
 never changes after that; if it is deleted while it is read, the read continues.
 
 A file whose bytes do not match its footer, because of a failing disk or a power loss, is deleted and counts as never
-cached. The checksum is looked at when a process opens a file for the first time: not at each use, which would read each
-file twice. CRC-32 finds damage, not malice: who can write to the directory can write what is read from it.
+cached. A process compares the checksum when it opens a file for the first time: at each use, it would read each file
+twice. CRC-32 finds damage, not malice: a program that can write to the directory can choose the bytes of every read.
 
-Everything here blocks and is called in threads. Errors are the operating system's; `cached` decides what they mean for
-a read.
+All functions block and are called in threads. Errors are the operating system's; `cached` decides what they mean for a
+read.
 """
 
 # Names are strings, as the kernel takes and gives them: a Path for each read would cost more than its open.
@@ -54,7 +54,7 @@ _MOST_VERIFIED = 1 << 18
 
 _AT_ONCE = 1 << 20  # bytes
 
-# Everything that a cache directory consists of.
+# The names in a cache directory.
 _PARTS = frozenset({MARKER_NAME, "objects", "fills", "usage", "usage.new", "lock"})
 
 
@@ -63,11 +63,11 @@ class EntryLost(Exception):
 
 
 class BeingWritten(Exception):
-    """Another writer, in this process or another one, is about to cache what was to be written."""
+    """Another writer, in this process or in another, has claimed the file."""
 
 
 class CacheEntry:
-    """An open object in the cache. May be used by several threads; one of them closes it.
+    """An open object in the cache. Several threads may use it; one thread closes it.
 
     Attributes:
         etag, size, created: as in its `CacheFooter`.
@@ -79,7 +79,9 @@ class CacheEntry:
         self.created = footer.created
         self._path = path
         self._descriptor = descriptor
-        self._lock = threading.Lock()  # a descriptor must not be closed, and reused for another file, during a read
+        # Held during a read: the system may give a closed descriptor's number to another file at once, and the read
+        # would return that file's bytes.
+        self._lock = threading.Lock()
 
     def read(self, start: int, length: int) -> bytes:
         """Read exactly `length` bytes starting at `start`.
@@ -94,6 +96,7 @@ class CacheEntry:
                 return self._read(start, length)
             except OSError as error:
                 with suppress(OSError):
+                    # By now the name may belong to a new copy, which another process wrote after an eviction.
                     if same_file(self._descriptor, self._path):
                         os.unlink(self._path)
                 raise EntryLost(f"reading {self._path} failed: {error}") from error
@@ -120,7 +123,7 @@ class CacheEntry:
 
 
 class CacheFill:
-    """An object that is being written to the cache. Ends with `commit` or `abort`, which any thread may call."""
+    """An object that is being written to the cache. The caller ends it with `commit` or `abort`, in any thread."""
 
     def __init__(self, descriptor: int, temporary: str, final: str, footer: CacheFooter, usage: CacheUsage) -> None:
         self._descriptor = descriptor  # holds the lock on the file
@@ -130,6 +133,7 @@ class CacheFill:
         self._usage = usage
         self._written = 0
         self._crc = 0
+        # A stream that is closed aborts in one thread while another thread may still be writing a chunk.
         self._lock = threading.Lock()
 
     def write(self, data: bytes) -> None:
@@ -150,6 +154,7 @@ class CacheFill:
                 crc = zlib.crc32(last, self._crc)
                 self._append(last, self._footer._replace(crc=crc, created=time.time_ns()).pack())
                 try:
+                    # Renamed while the file is locked: otherwise another writer could claim it first, and truncate it.
                     os.rename(self._temporary, self._final)
                 except FileNotFoundError:
                     with suppress(FileExistsError):  # not makedirs: a new root would lack its marker
@@ -181,6 +186,8 @@ class CacheFill:
             return
         try:
             if not keep:
+                # Subtracted before the file is deleted: in the other order, an eviction that counts the actual files in
+                # between would leave its bytes out, this would subtract them again, and the sum would be too low.
                 with suppress(OSError):
                     self._usage.release(_charge(self._footer))
                 with suppress(OSError):
@@ -205,10 +212,10 @@ class CacheStore:
         self._root = os.path.join(directory, ROOT_NAME)
         self._trusted = False
         self._started_in = 0  # pid of the process that has called `_start`
-        self._starting: dict[int, threading.Lock] = {}  # by pid: a fork must not inherit a locked one
+        self._starting: dict[int, threading.Lock] = {}  # by pid: a fork must not inherit a locked lock
         self._counts = counts
-        self._verified: set[int] = set()  # files that were whole when they were opened first
-        self._verified_in = 0  # pid of the process that found this
+        self._verified: set[int] = set()  # files whose checksum was right when they were first opened
+        self._verified_in = 0  # pid of the process that compared them
 
     def has(self, url_key: str) -> bool:
         """Return whether any version of an object is cached."""
@@ -225,7 +232,7 @@ class CacheStore:
         return entry
 
     def open_newest(self, url_key: str) -> CacheEntry | None:
-        """Open the version of an object that was cached last; None if there is none."""
+        """Open the version of an object that was cached last; None if no version is cached."""
         newest: CacheEntry | None = None
         for path in self._versions(url_key):
             entry = self._open(path, url_key)
@@ -236,7 +243,7 @@ class CacheStore:
         return newest
 
     def begin(self, url_key: str, etag: str, size: int) -> CacheFill | None:
-        """As `claim`, but return None if the object is being written."""
+        """Start to write an object, like `claim`; also None if another writer is writing it."""
         try:
             return self.claim(url_key, etag, size)
         except BeingWritten:
@@ -248,7 +255,7 @@ class CacheStore:
         Also None while another program deletes the cache.
 
         Raises:
-            BeingWritten: another writer has started, and lives.
+            BeingWritten: another writer has claimed the object, and its process lives.
             OSError: the directory cannot be written to.
         """
         try:
@@ -273,7 +280,8 @@ class CacheStore:
         temporary = os.path.join(self._root, "fills", fill_name(url_key, etag, charged))
         descriptor = open_regular(temporary, os.O_RDWR | os.O_CREAT)
         try:
-            # The lock shows that the writer lives. Its previous holder may have renamed or deleted the file.
+            # The lock shows that the writer lives. Between our open and the lock, its holder may have renamed or
+            # deleted the file: then the lock is on a file that no longer has this name.
             if not try_lock(descriptor) or not same_file(descriptor, temporary):
                 raise BeingWritten(temporary)
         except BaseException:
@@ -282,6 +290,7 @@ class CacheStore:
         fill = CacheFill(descriptor, temporary, final, footer, self.usage)
         try:
             os.ftruncate(descriptor, 0)  # remove the bytes of a dead writer
+            # Looked for after the lock is ours: another writer may have committed the object before.
             if self.usage.reserve(charged) and not os.path.lexists(final):
                 return fill
         except BaseException:
@@ -291,7 +300,7 @@ class CacheStore:
         return None
 
     def put(self, url_key: str, etag: str, data: bytes) -> None:
-        """Write a whole object, unless `begin` returns None. OSError: as there, and as in `CacheFill.write`."""
+        """Write a whole object, unless `begin` returns None. OSError: the directory or the disk fails."""
         fill = self.begin(url_key, etag, len(data))
         if fill is None:
             return
@@ -301,7 +310,7 @@ class CacheStore:
             fill.abort()
 
     def forget(self, url_key: str, etag: str) -> None:
-        """Delete one version of an object. Its bytes stay in the usage file, as those of a damaged file."""
+        """Delete one version of an object. Its bytes stay in the usage file, like those of a damaged file."""
         if self._has_shelf(url_key):
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(self._directory_of(url_key), entry_name(url_key, etag)))
@@ -330,14 +339,14 @@ class CacheStore:
         return _is_directory(os.path.join(self._root, "objects")) and _is_directory(self._directory_of(url_key))
 
     def _verify(self, descriptor: int, status: os.stat_result, footer: CacheFooter) -> bool:
-        """Return whether a file is whole, which is found out at its first use in this process."""
+        """Return whether a file is whole; compares its checksum at the first use in this process."""
         if self._verified_in != os.getpid() or len(self._verified) >= _MOST_VERIFIED:
             self._verified, self._verified_in = set(), os.getpid()
         name = hash((status.st_dev, status.st_ino, footer.created, footer.crc))
         if name not in self._verified:
             try:
                 whole = is_whole(descriptor, footer)
-            except OSError:  # a bad sector: of this file alone, as far as is known
+            except OSError:  # a bad sector, which says nothing about other files
                 whole = False
             if not whole:
                 return False
@@ -367,7 +376,8 @@ class CacheStore:
         """Create the directory if it is missing, and clean it up once per process."""
         if self._has_started():
             return
-        # One thread at a time: the clean-up takes the locks of other writers' files for a moment.
+        # One thread at a time: the clean-up locks other writers' files for a moment, so that a claim of a second thread
+        # would fail as if another process were writing the object.
         with self._starting.setdefault(os.getpid(), threading.Lock()):
             if self._has_started():
                 return
@@ -379,7 +389,7 @@ class CacheStore:
                 path = os.path.join(self._root, part)
                 with suppress(FileExistsError):
                     os.mkdir(path, 0o700)
-                # A cache that is deleted at this moment is FileNotFoundError, as it would be in `mkdir`.
+                # If the cache is deleted at this moment, this raises FileNotFoundError, as `mkdir` would.
                 if not stat.S_ISDIR(os.lstat(path).st_mode):
                     raise PermissionError(errno.EPERM, "not a directory of the cache", path)
             self.usage.start()
@@ -389,7 +399,7 @@ class CacheStore:
         return self._started_in == os.getpid() and os.path.isdir(os.path.join(self._root, "fills"))
 
     def _make(self) -> None:
-        """Create the cache's own directory. For other processes it appears together with its marker."""
+        """Create the cache's own directory. To other processes it appears together with its marker."""
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         made = tempfile.mkdtemp(prefix=f"{ROOT_NAME}.", dir=self.directory)  # mode 0o700
         try:
@@ -400,7 +410,7 @@ class CacheStore:
             try:
                 if error.errno not in {errno.EEXIST, errno.ENOTEMPTY}:
                     raise
-                # Another process was faster, or the directory has lost its marker.
+                # Another process created the directory before, or the directory has lost its marker.
                 os.rename(os.path.join(made, MARKER_NAME), os.path.join(self._root, MARKER_NAME))
             finally:
                 shutil.rmtree(made, ignore_errors=True)
@@ -424,7 +434,8 @@ class CacheStore:
                     self._counts.damage()
                     _log.warning("%s in the cache is damaged, and is read from the store again", path)
                     with suppress(OSError):  # the directory is read-only
-                        # Its bytes stay in the usage file: several processes may find it, and each would subtract them.
+                        # Its bytes stay in the usage file: several processes may find the damage, and each would
+                        # subtract them.
                         os.unlink(path)
                 os.close(descriptor)
                 return None
@@ -443,7 +454,7 @@ def _charge(footer: CacheFooter) -> int:
 
 
 def is_whole(descriptor: int, footer: CacheFooter) -> bool:
-    """Return whether the bytes have the checksum that was computed when they came from the store."""
+    """Return whether the bytes have the checksum that was computed when they were written."""
     crc = position = 0
     while position < footer.size:
         data = os.pread(descriptor, min(_AT_ONCE, footer.size - position), position)
@@ -455,7 +466,7 @@ def is_whole(descriptor: int, footer: CacheFooter) -> bool:
 
 
 def _is_directory(path: str) -> bool:
-    """Return whether there is a directory, and not a link to one elsewhere."""
+    """Return whether `path` is a directory; a link to a directory is not."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:

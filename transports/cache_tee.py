@@ -21,7 +21,7 @@ _BATCH = 1 << 20
 
 
 class Tee:
-    """Copies one object into the cache. `drop` must always be called in the end; it does nothing after `keep`.
+    """Copies one object into the cache. The caller must call `drop` in the end; it does nothing after `keep`.
 
     Args:
         fill: the file; None for no copy.
@@ -39,7 +39,7 @@ class Tee:
 
     @property
     def open(self) -> bool:
-        """Whether there is a copy that can still be kept."""
+        """Whether a copy is being written that can still be kept."""
         return self._fill is not None
 
     async def add(self, chunk: bytes) -> None:
@@ -53,7 +53,7 @@ class Tee:
 
     async def keep(self) -> None:
         """Write the remaining bytes, and make the file part of the cache."""
-        await self._written()
+        await self._finish_write()
         if (fill := self._fill) is not None:
             try:
                 await self._pool.run(partial(fill.commit, b"".join(self._waiting)))
@@ -66,14 +66,16 @@ class Tee:
         if (fill := self._fill) is not None:
             self._fill = None
             writing, self._writing = self._writing, None
+            # Before the wait for the write: a cancelled caller may not get any further.
             await self._pool.finish(fill.abort)
             if writing is not None:
                 await asyncio.wait([writing])
                 if not writing.cancelled():
-                    writing.exception()  # retrieved; the copy is deleted anyway
+                    writing.exception()  # retrieved, so that asyncio does not log it; the copy is deleted anyway
 
     async def _flush(self) -> None:
-        await self._written()
+        # One write at a time: the file's bytes and its checksum must be in order.
+        await self._finish_write()
         if self._fill is None or not self._waiting:
             return
         data = self._waiting[0] if len(self._waiting) == 1 else b"".join(self._waiting)
@@ -81,7 +83,7 @@ class Tee:
         self._bytes = 0
         self._writing = asyncio.wrap_future(self._pool.submit(partial(self._fill.write, data)))
 
-    async def _written(self) -> None:
+    async def _finish_write(self) -> None:
         """Wait for the write in progress. If the caller is cancelled, the write continues and `drop` waits for it."""
         if self._writing is None:
             return

@@ -1,23 +1,23 @@
-"""Enforces the size limit of the local cache: keeps count of the bytes in use, and evicts the least recently used
-files.
+"""Enforces the size limit of the local cache: counts the bytes in use, and evicts the least recently used files.
 
-Data path: beside the fills of cache_store -> [cache_usage].
+Data path: none; cache_store calls it before it writes a file.
 
 The limit applies to all processes that share the directory. They record changes in one append-only file: a process that
 starts to write an object appends the object's size, then adds up the whole file. Of two processes that do so at once,
-at least one sees both changes. Nobody waits for a lock, except at the start: for a process that makes the usage file.
+at least one sees both changes. No process waits for a lock, except at the start: for a process that creates the usage
+file.
 
-A process that finds the limit exceeded tries to take the directory's lock. If it gets it, it counts the actual files,
-deletes the least recently used ones, and rewrites the usage file. If another process holds the lock, the object at hand
-is not cached.
+A process that finds the limit exceeded tries to take the directory's lock. If it gets the lock, it counts the actual
+files, deletes the least recently used files, and rewrites the usage file. If another process holds the lock, the object
+at hand is not cached.
 
-The recorded sum may be too high until the next rewrite, and is never too low. The bytes of killed processes and of torn
-files stay in it. Of changes that happen during a rewrite, additions may be counted twice and subtractions may be lost.
-Therefore a file is created before its bytes are added, its bytes are subtracted before it is deleted, and during a
-rewrite unfinished files are counted before finished ones.
+The recorded sum may be too high until the next rewrite, and is never too low. The bytes of killed processes and of
+damaged files stay in it. Of changes that happen during a rewrite, additions may be counted twice and subtractions may
+be lost. Therefore a file is created before its bytes are added, its bytes are subtracted before it is deleted, and
+during a rewrite unfinished files are counted before finished files.
 """
 
-# Everything here runs in threads. Names are strings, as in `local`.
+# All of it runs in threads. Names are strings, as in `local`.
 # ruff: noqa: PTH104, PTH108, PTH116, PTH118
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from asyncloader.transports.file_lock import open_regular, same_file, try_lock, 
 # An eviction frees 1/10 of the limit in addition, so that the next object does not need another eviction.
 _FREED = 10
 
-# A usage file begins with random bytes that identify it: inode numbers are reused.
+# A usage file begins with random bytes that identify it: a new file may get the inode number of a deleted file.
 _NAME_SIZE = 8
 
 # Bounds the retries if the usage file is rewritten while one change is appended.
@@ -59,7 +59,7 @@ class CacheCounts:
 
     Attributes:
         hits: reads, range reads and streams served from the cache.
-        misses: those that went to the store although caching was on.
+        misses: reads, range reads and streams that went to the store although caching was on.
         bytes_saved: bytes served from the cache.
         evictions: files deleted to keep `cache_bytes`.
         damaged: files deleted because their bytes were not those that had been written.
@@ -107,7 +107,7 @@ class CacheUsage:
     Args:
         root: the cache's own directory.
         limit: bytes, None for no limit.
-        counts: where evictions are counted; written only while the directory's lock is held.
+        counts: counts evictions; written only while the directory's lock is held.
     """
 
     def __init__(self, root: str, limit: int | None, counts: CacheCounts) -> None:
@@ -124,7 +124,8 @@ class CacheUsage:
         size = self._length()
         if (not size or size > _LONG_ACCOUNT) and self._tidy():
             return
-        if not size:  # another process makes it: until then, nothing could be reserved
+        if not size:
+            # Another process holds the lock, and creates the usage file: until then, nothing could be reserved.
             with self._lock(wait=True):
                 pass
         self._clean()
@@ -157,10 +158,13 @@ class CacheUsage:
             except FileNotFoundError:
                 return None
             try:
+                # Appended first, then added up: of two processes that do so at once, at least one sees both changes.
                 if change:
                     os.write(descriptor, pack_change(change))
                 total = self._sum(descriptor)
-                # Otherwise it was rewritten meanwhile, and the new file may or may not include the change.
+                # Otherwise another process has rewritten the file, and the new file may lack the change, which is
+                # appended again: an addition may be counted twice, and a subtraction (which is not repeated) may be
+                # lost.
                 if change < 0 or same_file(descriptor, self._path):
                     return total
             finally:
@@ -170,6 +174,7 @@ class CacheUsage:
     def _sum(self, descriptor: int) -> int | None:
         size = os.fstat(descriptor).st_size
         name = os.pread(descriptor, _NAME_SIZE, 0)
+        # Read once: another thread may replace the tuple.
         known, length, total = self._known
         if name != known or length > size:
             length, total = _NAME_SIZE, 0
@@ -185,8 +190,10 @@ class CacheUsage:
         with self._lock() as locked:
             if not locked:
                 return False
+            # Additions after this length may be of files that are not counted below: `_rewrite` adds them to the total.
             before = self._length()
             self._clean()
+            # Unfinished files first: a file that gets its final name in between is counted twice, and not left out.
             total = sum(charged for charged, _ in self._fills())
             total += sum(file.charged for file in self._files())
             if self.limit is not None and total > self.limit:
@@ -211,7 +218,7 @@ class CacheUsage:
         with suppress(FileNotFoundError):
             old = open_regular(self._path, os.O_RDONLY)
         try:
-            # Only the holder of the lock writes this file, so an existing one was left by a dead process.
+            # Only the holder of the lock writes this file, so an existing file was left by a dead process.
             descriptor = open_regular(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
                 os.write(descriptor, os.urandom(_NAME_SIZE) + pack_change(total))
@@ -235,7 +242,7 @@ class CacheUsage:
             os.close(descriptor)
 
     def _files(self) -> Iterator[Stored]:
-        """Return the objects' files. Other names, and anything but regular files, do not belong to the cache."""
+        """Return the objects' files. Files with other names, links and directories do not belong to the cache."""
         for shelf in _scan(os.path.join(self._root, "objects")):
             if not shelf.is_dir(follow_symlinks=False):
                 continue
@@ -253,11 +260,11 @@ class CacheUsage:
                 yield charged, file.path
 
     def _clean(self) -> None:
-        """Delete what dead writers left in ``fills``. Their bytes stay recorded until the next rewrite."""
+        """Delete the files of dead writers in ``fills``. Their bytes stay recorded until the next rewrite."""
         for _, path in self._fills():
             try:
                 descriptor = open_regular(path, os.O_RDONLY)
-            except OSError:  # another process was faster, or it is a link that somebody put there
+            except OSError:  # another process has deleted the file, or it is a link, which the cache never creates
                 continue
             try:
                 # While we hold the lock, no other process starts to write this file.

@@ -4,9 +4,9 @@ Data path: store -> [cached: cache directory] -> dataset.
 
     transport = CachedTransport(open_transport(url), url, "/scratch/cache", cache_bytes=200 << 30)
 
-For an object that is cached, the store is asked only for its version: one small request per read. An object that is not
-cached is read in one request, as without a cache; of a range, the version is asked for first. `cache_layout` shows the
-directory.
+A read of a cached object requests only the object's version from the store: one small request. An object that is not
+cached is read in one request, as without a cache; before a range is read, its version is requested. `cache_layout`
+shows the directory.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ class CachedTransport(Transport):
     An object that `read` reads, or a `stream` from byte 0 to the end, is cached as one file. All other reads, of ranges
     and from a byte in the middle, are cached in blocks of 1 MiB, aligned at the object's start. So a range downloads
     less than 2 MiB more than it has, which takes about as long as a request; an object of up to 1 MiB is one block.
-    Missing neighbours come in one request (`range_size`). A block is downloaded once: a read that wants it meanwhile,
-    also in another process, waits for it, up to half a minute. Streams of whole objects do not wait for each other.
-    Afterwards reads of any kind are served from a file of the whole object, and ranges and parts from blocks, too.
-    Objects without a version (`info(path).etag` is None) or without a known size are not cached.
+    Missing neighbours come in one request (`range_size`). A block is downloaded once: other reads of the block, also in
+    other processes, wait for the download, up to half a minute. Streams of whole objects do not wait for each other.
+    Later, a file of the whole object serves reads of any kind, and blocks serve ranges and parts. Objects without a
+    version (`info(path).etag` is None) or without a known size are not cached.
 
     Any number of workers, processes and runs on a node can share a directory, each with its own transports. Eviction is
-    by last use, known to the minute. A run that repeatedly reads more bytes than `cache_bytes` in the same order finds
-    each object evicted just before it is needed: allow for all objects, or shuffle. Put the directory on a local disk.
+    by last use, known to the minute. If a run repeatedly reads more bytes than `cache_bytes` in the same order, each
+    object is evicted just before it is needed: allow for all objects, or shuffle. Put the directory on a local disk.
 
     If the disk is full or fails, or the directory is not writable, caching stops in this process, with one
     RuntimeWarning. Reads continue; cached objects are still served while they can be read.
 
     Args:
-        inner: the transport to read from. It is closed with this one.
+        inner: the transport to read from. `aclose` closes it, too.
         url: the root that `inner` was opened at; names the objects in the cache. Leave out a signature that differs
-            each time: it would hide what is cached.
+            each time: no object would be found again.
         cache_dir: where the cache's own sub-directory is created. Missing directories are created, for this user alone.
         cache_bytes: maximum disk space of the cache, for all processes together, in bytes (whole blocks of 4 KiB) or as
             a text (``"200GB"``). None: no limit. Processes with different limits each enforce their own.
         revalidate: ask the store on each read whether the cached object is current. False trusts the version that was
-            cached last: right for data that is never changed in place. (If it was replaced all the same, the first
-            read of a part of it that is not cached is an error, and later reads are of the new version.)
-        threads: maximum number of files read and written at the same time. Default as `LocalTransport`.
+            cached last: right for data that is never changed in place. (If an object was replaced nevertheless, the
+            first read of a part of it that is not cached is an error, and later reads are of the new version.)
+        threads: maximum number of files read and written at the same time. Default: as of `LocalTransport`.
 
     Raises:
         ValueError: `cache_bytes` or `threads` is below 1.
@@ -93,7 +93,7 @@ class CachedTransport(Transport):
         self._counts = CacheCounts()
         self.pool = BlockingPool("cache", self.threads)
         self.store = CacheStore(self.cache_dir, limit, self._counts)
-        # Whether the directory is read, and written to. Without `info`, the transport knows no versions.
+        # Whether the directory is read, and written to. Without `info`, `inner` has no versions.
         self.serves = self.fills = type(inner).info is not Transport.info
 
     @classmethod
@@ -152,6 +152,8 @@ class CachedTransport(Transport):
             try:
                 return await reader.read_version(version, wanted)
             except ReadFailed:
+                # The store may have another version now, so that the rest of this version cannot be read. Nothing of it
+                # has been returned: the new version is read instead.
                 if not await reader.replaced():
                     raise
         return await self.inner.read_ranges(path, wanted)
@@ -201,7 +203,7 @@ class CachedTransport(Transport):
         finally:
             await self.pool.aclose()
 
-    # --- what is in the cache
+    # --- reads from the cache
 
     async def _read_hit(self, path: str, max_bytes: int | None) -> tuple[bytes, ObjectInfo] | None:
         def use(entry: CacheEntry) -> tuple[bytes, ObjectInfo]:
@@ -224,10 +226,11 @@ class CachedTransport(Transport):
         return hit
 
     async def _find(self, path: str) -> Callable[[], CacheEntry | None] | None:
-        """Return what opens the copy of the object's valid version; None if there is none."""
+        """Return a function that opens the copy of the object's valid version; None if the version is not cached."""
         key = hash_key(self.object_url(path))
         if not self.revalidate:
             return partial(self.store.open_newest, key)
+        # Looked up first: for an object that is not cached in any version, the request for its version would be wasted.
         if not await self.attempt(partial(self.store.has, key)):
             return None
         try:
@@ -236,7 +239,7 @@ class CachedTransport(Transport):
             return None
         return None if info.etag is None else CachedBlocks(self.store, self.object_url(path), info).open_whole
 
-    # --- what gets into the cache
+    # --- reads into the cache
 
     async def _read_filling(self, path: str, max_bytes: int | None) -> tuple[bytes, ObjectInfo]:
         data, info = await self.inner.read_with_info(path, max_bytes=max_bytes)
@@ -274,7 +277,7 @@ class CachedTransport(Transport):
             return None
 
     def on_disk_error(self, error: OSError, *, filling: bool) -> None:
-        """Stop to write, or to use the directory at all unless `filling`; with one warning."""
+        """Stop writing to the directory and, unless `filling`, reading from it; with one warning."""
         if error.errno in _PASSING:
             return
         self.fills = False
@@ -292,11 +295,11 @@ class CachedTransport(Transport):
     # --- for the readers of one version
 
     async def find_newest(self, path: str) -> ObjectInfo | None:
-        """Return the version of an object that was cached last, whole or in blocks; None if there is none."""
+        """Return the version of an object that was cached last, whole or in blocks; None if no version is cached."""
         return await self.attempt(partial(find_newest, self.store, self.object_url(path)))
 
     def count_miss(self) -> None:
-        """Note that an object was wanted that is not cached."""
+        """Count a read of an object that is not cached."""
         if self.serves:
             self._counts.miss()
 

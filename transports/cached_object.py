@@ -2,9 +2,9 @@
 
 Data path: store -> [cached_object: cache_store, cache_blocks] -> reading, parquet_reading.
 
-A stream from an object's first byte to its last one is copied as a whole file in passing. All other reads go by blocks:
-those that are missing are downloaded, neighbours together, and cached before the read returns. A copy of the whole
-object answers ranges too.
+A stream from an object's first byte to its last is copied to one file while the consumer reads it. All other reads go
+by blocks: missing blocks are downloaded, neighbours together, and cached before the read returns. A file of the whole
+object serves ranges, too.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _CONFIRM_S = 10.0
 # Blocks that are claimed at a time: each holds an open file.
 _MOST_CLAIMED = 32
 
-# Blocks that a stream reads at a time: as many bytes as a shard's reader fetches ahead by default.
+# Blocks that a stream reads at a time. They have the bytes that a shard's reader fetches ahead by default.
 _AHEAD = 8
 
 # A read waits for another reader's download until it ends or its process dies, but not longer than this: then it reads
-# the bytes from the store, and does not cache them. No event comes from other processes, so it polls.
+# the bytes from the store, and does not cache them. Other processes send no event, so it polls.
 _WAIT_S = 30.0
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 
@@ -57,24 +57,25 @@ class CachedObject(PinnedReader):
         super().__init__(transport, path)
         self.cached = transport
         self._source = transport.inner.pinned(path)
+        # Held while the version is determined: of two first reads at once, both must read the same version.
         self._looking = asyncio.Lock()
         self._looked = False
         self._version: ObjectInfo | None = None  # None: it cannot be cached
-        self._asked = False  # the store has said that it has this version
+        self._asked = False  # the store has confirmed that it has this version
 
     @property
     def etag(self) -> str | None:
-        """The version of the bytes. As `PinnedReader.etag`."""
+        """The version of the bytes, like `PinnedReader.etag`."""
         return self._source.etag if self._version is None else self._version.etag
 
     async def replaced(self) -> bool:
-        """Return whether the store has another version by now than the one that is read here."""
+        """Return whether the store now has another version than the version that is read here."""
         return await self._ask() not in {None, self._version}
 
     async def find(self) -> ObjectInfo | None:
         """Return the version that is read; None if it cannot be cached.
 
-        Decided once: a version that is cached later may be another one.
+        It is determined once: another version may be cached later.
         """
         version = await self._known()
         if version is None:
@@ -82,10 +83,10 @@ class CachedObject(PinnedReader):
         return version
 
     async def read_version(self, version: ObjectInfo, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
-        """Read ranges of a version that `find` has returned. As `Transport.read_ranges`.
+        """Read ranges of a version that `find` has returned, like `Transport.read_ranges`.
 
         Raises:
-            ReadFailed: what is not cached of it cannot be read, because the store has another version.
+            ReadFailed: a part of it is not cached, and the store has another version.
         """
         for start, length in ranges:
             check_range(self.path, version.size, start, length)
@@ -98,8 +99,8 @@ class CachedObject(PinnedReader):
     async def stream_version(
         self, version: ObjectInfo, start: int, stop: int | None, chunk_size: int
     ) -> AsyncGenerator[bytes, None]:
-        """Read a version that `find` has returned in chunks. As `PinnedReader.stream`, with the error of
-        `read_version`.
+        """Read a version that `find` has returned in chunks, like `PinnedReader.stream`. Raises the error of
+        `read_version`, too.
         """
         check_start(self.path, version.size, start)
         entry = await self.cached.attempt(self.blocks_of(version).open_whole, CacheEntry.close)
@@ -189,7 +190,7 @@ class CachedObject(PinnedReader):
             while start < version.size:
                 block = start // BLOCK_BYTES
                 after = block + _AHEAD
-                if stop is not None:  # behind it, one block at a time: the reader rarely wants more than one
+                if stop is not None:  # after it, one block at a time: the reader rarely needs a second block
                     after = min(after, max(block + 1, -(-stop // BLOCK_BYTES)))
                 pieces = split_range(start, min(after * BLOCK_BYTES, version.size) - start)
                 found = await reading.read(pieces)
@@ -218,9 +219,11 @@ class CachedObject(PinnedReader):
                     await tee.add(chunk)
                     after: bytes | None = None
                     if tee.open and received >= version.size:
-                        # Kept before the last chunk is returned: the reader may know that it is the last, and stop.
+                        # Kept before the last chunk is returned: the reader may know that it is the last, and close
+                        # the stream.
                         after = await anext(chunks, b"")
-                        # Not all copies of a store need have the same version: the answer's own counts, if it is named.
+                        # A store may answer from several copies with different versions: the version that counts is
+                        # the one that this answer names, if it names any.
                         if not after and source.etag in {None, version.etag} and await self._confirm(version):
                             await tee.keep()
                     yield chunk
@@ -233,7 +236,7 @@ class CachedObject(PinnedReader):
     async def read_source(
         self, version: ObjectInfo, groups: Sequence[Sequence[tuple[int, int]]]
     ) -> tuple[list[bytes], bool]:
-        """Read groups of ranges from the store, each with requests of its own. Return the bytes of all ranges, and
+        """Read groups of ranges from the store, each group with separate requests. Return the bytes of all ranges, and
         whether they are known to be of this version.
 
         Raises:
@@ -249,7 +252,7 @@ class CachedObject(PinnedReader):
         self._asked = True
         data = await gather_all(self._source.read_ranges(group) for group in groups)
         etag = self._source.etag
-        # Answers that name no version, as those of some servers, are confirmed by another request.
+        # The answers of some servers name no version: another request confirms it.
         proved = await self._confirm(version) if etag is None else etag == version.etag
         return [each for group in data for each in group], proved
 
@@ -258,7 +261,7 @@ class CachedObject(PinnedReader):
         return await self._ask() == version
 
     async def _ask(self) -> ObjectInfo | None:
-        """Return the version that the store has now; None if it does not say so in time."""
+        """Return the version that the store has now; None if the store fails, or does not answer in time."""
         try:
             async with asyncio.timeout(_CONFIRM_S):
                 return await self.cached.inner.info(self.path)
@@ -277,7 +280,7 @@ class _Reading:
         self._missed = False
 
     def count(self) -> None:
-        """Note the hit, unless there was a miss; called at the end."""
+        """Count a hit, unless a miss was counted; called at the end."""
         if not self._missed:
             self._cached.cache_counts.hit()
 
@@ -303,6 +306,8 @@ class _Reading:
                     self._cached.on_disk_error(claim.error, filling=True)
                 self._cached.cache_counts.save(sum(map(len, claim.found.values())))
                 found.update(claim.found)
+                # While this read holds claims, it does not wait for other readers: so two readers, each with a
+                # claim on a block that the other needs, do not wait for each other for ever.
                 if claim.fills or claim.refused:
                     await self._download(claim, wanted, found)
                 elif claim.busy:
@@ -320,8 +325,8 @@ class _Reading:
             self._cached.count_miss()
         exact = [piece for block in claim.refused for piece in wanted[block]]
         size = self._version.size
-        # A block between two groups is cached or on its way: it is not read again, as a transport would to save a
-        # request (`Transport.range_gap`).
+        # One call per group: in one call for all, the transport would read the block between two groups as well, to
+        # save a request (`Transport.range_gap`), although it is cached or being downloaded.
         groups = [
             [(block * BLOCK_BYTES, block_length(block, size)) for block in group]
             for group in group_neighbours(claim.fills)

@@ -28,7 +28,8 @@ def check_prefix(prefix: str) -> None:
     """Refuse a prefix that no path of `check_path` can begin with. An empty prefix means everything.
 
     Raises:
-        InvalidPath: as `check_path`. The part after the last ``/`` is the beginning of a name, so it may be anything.
+        InvalidPath: a part breaks the rules of `check_path`. The part after the last ``/`` is the beginning of a name,
+            and breaks them only with a NUL.
     """
     if prefix.startswith("/"):
         raise InvalidPath(f"prefix {prefix!r} is absolute; give one relative to the transport's root", path=prefix)

@@ -2,12 +2,11 @@
 
 Data path: download -> [client_owner: client, slots, scopes] -> server.
 
-A client is opened by the first call and closed by `aclose`. Every wait of a call is inside a `Scope`, which is its
+The first call opens a client, and `aclose` closes it. Every wait of a call is inside a `Scope`, which sets its
 time-out, and by which `aclose` interrupts it: the call then raises TransportClosed.
 
-*After a fork* the child does not touch the parent's client. It must not even be garbage-collected there, because its
-finalizer would affect the parent's connections. `open_client` decides what the child does instead: open a client of its
-own, or raise.
+*After a fork* the child does not use the parent's client. It must not even be garbage-collected there, because its
+finalizer would affect the parent's connections. `open_client` either opens another client in the child, or raises.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _C = TypeVar("_C")
 
 _RESOLUTION = 0.001  # seconds; a timer of uvloop may fire this much too early
 
-# A timer that is this many seconds late shows that the process was stopped or its loop was blocked. Data that arrived
-# meanwhile then gets as many seconds to be read.
+# A timer that is this many seconds late shows that the process was stopped or its loop was blocked. The deadlines are
+# then extended by the same number of seconds, in which data that has arrived can be read.
 _STOOD_STILL = 1.0
 
 
@@ -49,7 +48,9 @@ class ClientOwner(ABC, Generic[_C]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self._scopes: set[Scope] = set()
-        self._timer: asyncio.TimerHandle | None = None  # one for all scopes: checks their deadlines when it fires
+        # One timer for all scopes, which checks their deadlines when it fires: most waits end long before their
+        # deadline, and would cost a timer each.
+        self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf
         self._excused = False  # the last check was late, and extended all deadlines a little
         self._idle: asyncio.Future[None] | None = None
@@ -103,16 +104,17 @@ class ClientOwner(ABC, Generic[_C]):
         return Scope(self)
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep. Raises TransportClosed if the transport is closed meanwhile."""
+        """Sleep. Raises TransportClosed at once if the transport is closed during the sleep."""
         async with self.scope():
             await asyncio.sleep(seconds)
 
     async def aclose(self) -> None:
-        """Interrupt the calls in progress, wait for their end, and close the client. As `Transport.aclose`."""
+        """Interrupt the calls in progress, wait for their end, and close the client, like `Transport.aclose`."""
         loop = asyncio.get_running_loop()
         foreign = self._loop is not loop or self._pid != os.getpid()
         if self._client is not None and foreign:
             self._refuse_foreign_loop()
+        # Set before the scopes are interrupted: by it, they distinguish a close from a time-out.
         self.closed = True
         if self._client is None or foreign:
             return
@@ -138,7 +140,7 @@ class ClientOwner(ABC, Generic[_C]):
                 self._idle.set_result(None)
 
     def watch(self, deadline: float) -> None:
-        """Make sure that the scopes' deadlines are checked at this time, or earlier."""
+        """Have the scopes' deadlines checked at this time, or earlier."""
         if deadline < self._due:
             self._disarm()
             self._due = deadline
@@ -153,8 +155,8 @@ class ClientOwner(ABC, Generic[_C]):
 
     def _look(self) -> None:
         now = asyncio.get_running_loop().time() + _RESOLUTION
-        # While the loop was blocked nothing was read, so the servers may not have stalled. Not twice in a row, or
-        # a loop that is blocked again and again would never time out.
+        # While the loop was blocked nothing was read, so the servers may not have stalled. Not twice in a row: a loop
+        # that is blocked again and again would never time out.
         self._excused = not self._excused and now - self._due > _STOOD_STILL
         self._disarm()
         if self._excused:
@@ -189,7 +191,7 @@ class ClientOwner(ABC, Generic[_C]):
     def _make(self, loop: asyncio.AbstractEventLoop) -> _C:
         self._refuse_foreign_loop()
         client = self.open_client()
-        # Entries of calls in a parent process, or in a loop that has ended, would never be removed.
+        # Calls in a parent process, or in a loop that has ended, will never remove their scopes.
         self._scopes = set()
         self._timer, self._due, self._excused = None, math.inf, False
         self._idle = self._closer = None
@@ -204,8 +206,8 @@ class ClientOwner(ABC, Generic[_C]):
 class Scope:
     """The waits of one attempt: ``async with owner.scope() as scope``; `limit` sets their time-out.
 
-    Raises TimeoutError when the time is up, and TransportClosed when the transport is closed, whatever error the
-    closing caused inside.
+    Raises TimeoutError when the time is up, and TransportClosed when the transport is closed, whatever error the close
+    caused inside.
     """
 
     __slots__ = ("_owner", "_timeout", "deadline")
@@ -231,11 +233,12 @@ class Scope:
             if self._owner.closed:
                 raise self._owner.closed_error() from None
             raise
+        # The client may have turned the interruption into an error of its own.
         if self._owner.closed and isinstance(error, Exception) and not isinstance(error, TransportError):
             raise self._owner.closed_error() from None
 
     def limit(self, seconds: float | None) -> None:
-        """Time out in `seconds` from now, None for never. Starts no timer of its own: most waits end before."""
+        """Time out in `seconds` from now, None for never."""
         if seconds is None:
             self.deadline = math.inf
         else:
@@ -251,7 +254,7 @@ class Scope:
 # ------------------------------------------------------------------------------------------------------- forks
 
 _owners: weakref.WeakSet[ClientOwner[Any]] = weakref.WeakSet()
-# Includes clients that their owners have replaced, because their loop ended, and that are not collected yet.
+# With clients that their owners have replaced, because their loop ended, until they are garbage-collected.
 _clients: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 _left_in_parent: list[object] = []
 

@@ -4,7 +4,7 @@
     +-- TransportError              root of this family
         +-- UnknownScheme           no transport serves this URL (also a ValueError)
         +-- InvalidPath             not a legal path, or it leads out of the root (also a ValueError)
-        +-- ObjectNotFound          there is no object at this path (also a FileNotFoundError)
+        +-- ObjectNotFound          no object has this path (also a FileNotFoundError)
         +-- AccessDenied            no permission to read it (also a PermissionError)
         +-- ObjectTooLarge          larger than the caller's `max_bytes` (also a ValueError)
         +-- RangeOutOfBounds        the range ends after the object does (also a ValueError)
@@ -12,12 +12,12 @@
         |   +-- SizeUnknown         it can be read, but the store does not provide its size
         +-- TransportClosed         the transport was closed by `aclose()` (also a RuntimeError)
 
-*Bad samples and transport errors.* An object that is missing, has an illegal name, or is larger or smaller than it
-should be says something about this object: `on_error` may leave its sample out (`about_sample`). All others say that
-the object could not be read, and nothing about it: they are raised, whatever `on_error` says.
+*Bad samples and transport errors.* Some errors are about the object: it is missing, has an illegal name, or is larger
+or smaller than it should be. `on_error` may leave out its sample (`about_sample`). All other errors say that the object
+could not be read, and nothing about the object: they are raised, whatever `on_error` is.
 
-Each error takes its message first and has the details as attributes. All of them pickle, and can be constructed from
-a message alone: so an error of a worker process can be raised again by the consumer.
+Each error takes its message first and has the details as attributes. All errors pickle, and can be constructed from a
+message alone: so the consumer can raise the error of a worker process again.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class TransportError(LoaderError):
 
     Attributes:
         path: the requested path; None if the error concerns no single path.
-        made_at: when it was made, by `time.monotonic`: what was read ahead may be raised a good while later.
+        about_sample: whether the error is about the object, so that `on_error` may leave out its sample.
+        made_at: when it was made, by `time.monotonic`: an error of a read ahead may be raised much later.
     """
 
     about_sample: bool = False
-    made_at: float = inf  # of a subclass that does not call `__init__`
+    made_at: float = inf  # for a subclass that does not call `__init__`
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(message)
@@ -71,7 +72,7 @@ class InvalidPath(TransportError, ValueError):
 
 
 class ObjectNotFound(TransportError, FileNotFoundError):
-    """There is no readable object at this path. `errno` is ENOENT."""
+    """No readable object has this path. `errno` is ENOENT."""
 
     about_sample = True
 
@@ -81,7 +82,7 @@ class ObjectNotFound(TransportError, FileNotFoundError):
 
 
 class AccessDenied(TransportError, PermissionError):
-    """The store refuses to let us read the object. `errno` is EACCES."""
+    """The store does not allow the read. `errno` is EACCES."""
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(message, path=path)
@@ -92,7 +93,7 @@ class ObjectTooLarge(TransportError, ValueError):
     """The object is larger than the caller allowed; no memory was allocated for it.
 
     Attributes:
-        size: bytes that the object has, or that were counted; None if unknown.
+        size: bytes of the object, or bytes that were read before the error; None if unknown.
         max_bytes: bytes that the caller allowed.
     """
 
@@ -110,7 +111,7 @@ class RangeOutOfBounds(TransportError, ValueError):
     """The byte range ends after the object does; transports never return fewer bytes than requested.
 
     Attributes:
-        size: bytes that the object has; None if the store did not say.
+        size: bytes of the object; None if the store did not state it.
     """
 
     about_sample = True

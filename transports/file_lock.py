@@ -1,6 +1,6 @@
-"""Locks open files against other processes. The kernel lets go of a lock when its process ends, however it ends.
+"""Locks open files against other processes. The kernel releases a lock when its process ends, however it ends.
 
-Data path: none; beside `cache_usage`, and the files of DataLoader2's caches.
+Data path: none; used by `cache_store`, `cache_usage` and DataLoader2's caches.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ _SAFELY = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NO
 
 
 def open_regular(path: str, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file; never a link, FIFO, device or directory that has its name, and never waiting for one.
+    """Open a regular file. Raises, without a wait, if a link, FIFO, device or directory has the name.
 
     Raises:
-        OSError: as `os.open`; EINVAL: it is no regular file.
+        OSError: `os.open` fails; EINVAL: it is not a regular file.
     """
     descriptor = os.open(path, flags | _SAFELY, mode)
+    # The open file is checked, not the name: the name may be replaced between a check and the open.
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
@@ -33,7 +34,8 @@ def open_regular(path: str, flags: int, mode: int = 0o600) -> int:
 def try_lock(descriptor: int) -> bool:
     """Lock an open file for this descriptor; False if another descriptor has the lock.
 
-    The lock ends with the descriptor, also when its process dies; a forked child that inherited it holds it, too.
+    The lock ends with the descriptor, also when its process dies. A forked child that inherited the descriptor holds
+    the lock, too.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,12 +45,12 @@ def try_lock(descriptor: int) -> bool:
 
 
 def wait_for_lock(descriptor: int) -> None:
-    """`try_lock`, but wait until it succeeds."""
+    """Lock an open file like `try_lock`, but wait until that succeeds."""
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def unlock(descriptor: int) -> None:
-    """Let go of a lock, also for forked children that inherited the descriptor."""
+    """Release a lock, also for forked children that inherited the descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
