@@ -82,7 +82,7 @@ class Delivered(NamedTuple):
 class Died(NamedTuple):
     """A worker process ended unexpectedly; all its earlier answers have been reported.
 
-    `at_work`: it had finished its start-up, so a task may have killed it. `retired`: it exited by itself because its
+    `at_work`: it had finished its start-up, so a task may have killed it. `left`: it exited by itself because its
     memory had grown too large. `obstacle`: why a replacement cannot resume where it was; empty if it can. `outside`:
     another process killed it, so no task is to blame. `lost`: only the connection to it is gone.
     """
@@ -90,7 +90,7 @@ class Died(NamedTuple):
     worker: int
     error: WorkerDied
     at_work: bool = True
-    retired: bool = False
+    left: bool = False
     obstacle: str = ""
     outside: bool = False
     lost: bool = False
@@ -221,9 +221,9 @@ class Notice(NamedTuple):
     """Notifies the consumer that a worker is being replaced.
 
     Attributes:
-        retired: the worker had exited by itself, because its memory had grown.
+        left: the worker had exited by itself, because its memory had grown.
         warning: a text for the user; may be empty.
     """
 
-    retired: bool
+    left: bool
     warning: str

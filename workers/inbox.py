@@ -38,7 +38,7 @@ class Inbox:
         self._process = process
         self._worker = process.worker_id
         self._rings = rings
-        self._dialect = process.dialect
+        self._codec = process.codec
         self._template: Template | None = None
         self._records: Sequence[SkippedSample] = ()  # of the task that is answered next
 
@@ -70,23 +70,23 @@ class Inbox:
                     watchdog.started(self._worker)
                 if listener is not None:
                     listener.on_started(
-                        self._worker, self._dialect.load_error(error) if error else None, self._cursor(cursor)
+                        self._worker, self._codec.load_error(error) if error else None, self._cursor(cursor)
                     )
-        elif kind == wire.RETIRING and self._dialect.trusted:
-            process.retired = body
+        elif kind == wire.LEAVING and self._codec.trusted:
+            process.saved_rng_state = body
         elif kind == wire.ASK:
             sent_epoch, number, batch, left = wire.unpack_ask(body)
             if sent_epoch == epoch and listener is not None:
                 if watchdog is not None:
                     watchdog.asked(self._worker)
-                listener.on_ask(self._worker, number, batch, self._dialect.loads(left))
+                listener.on_ask(self._worker, number, batch, self._codec.loads(left))
         elif kind == wire.COUNTS:
             process.recorder.take(body)
-        elif kind == wire.LOG and self._dialect.trusted:
+        elif kind == wire.LOG and self._codec.trusted:
             if listener is not None:
-                listener.on_log(*self._dialect.loads(body))
+                listener.on_log(*self._codec.loads(body))
         elif kind == wire.BAD_SAMPLES:
-            self._records = self._dialect.load_records(wire.unpack_answer(body)[3])
+            self._records = self._codec.load_records(wire.unpack_answer(body)[3])
         elif kind in _ANSWERS:
             self._answer_without_batch(kind, body, epoch, listener, watchdog)
         else:
@@ -126,7 +126,7 @@ class Inbox:
             size = os.fstat(fd).st_size
             raise ValueError(f"a worker's answer is broken: {result.nbytes} bytes in a segment of {size}")
         self._check_expected(result.epoch, result.seq, epoch)
-        template = self._template if result.same else self._dialect.template(data)
+        template = self._template if result.same else self._codec.template(data)
         if template is None:
             raise ValueError(f"a worker's answer is broken: worker {self._worker} has sent no template before")
         ring = self._rings.answered(result.epoch, result.seq, result.slot, result.nbytes)
@@ -169,11 +169,11 @@ class Inbox:
         elif kind == wire.ALL_DROPPED:
             listener.on_empty_batch(worker, seq, busy, self._cursor(payload), records)
         else:
-            listener.on_error(worker, seq, busy, self._dialect.load_error(payload), records)
+            listener.on_error(worker, seq, busy, self._codec.load_error(payload), records)
         self._process.answers += 1  # only now: one that cannot be read is none
 
     def _cursor(self, data: bytes) -> PackedCursor | None:
-        return self._dialect.load_cursor(data) if data else None
+        return self._codec.load_cursor(data) if data else None
 
     def _answered(self, current: bool, seq: int, watchdog: TaskWatchdog | None) -> Sequence[SkippedSample]:
         """Note that a task of the current epoch or an older one was answered. Returns its records of bad samples."""

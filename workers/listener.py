@@ -77,12 +77,12 @@ class Listener(ABC):
 
     @abstractmethod
     def on_death(
-        self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool, lost: bool
+        self, worker: int, death: WorkerDied, *, at_work: bool, saved_rng_state: bytes | None, outside: bool, lost: bool
     ) -> None:
         """The worker ended without being asked to; everything that it had sent was reported before.
 
-        `at_work`: its start-up was over. `retired`: its RNG state, if it left because it exceeded its memory limit.
-        `outside`: see `WorkerProcess.outside`. `lost`: the worker may be well, only the connection to it is gone.
+        `at_work`: its start-up was over. `saved_rng_state`: its RNG state, if it left because it exceeded its memory
+        limit. `outside`: see `WorkerProcess.outside`. `lost`: only the connection failed, the worker may be well.
         """
 
     @abstractmethod

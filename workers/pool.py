@@ -250,7 +250,7 @@ class WorkerPool:
         loop.add_reader(process.death_fd, self._on_death, process)
         if self._watchdog is not None:
             (self._watchdog.started if process.started and not self._used else self._watchdog.starts)(process.worker_id)
-        if process.retired is not None:  # it announced in the epoch before that it leaves
+        if process.saved_rng_state is not None:  # it announced in the epoch before that it leaves
             loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
 
     def detach(self) -> None:
@@ -343,7 +343,7 @@ class WorkerPool:
         inbox = self._inboxes[process.worker_id]
         for kind, body in process.channel.receive():
             inbox.frame(kind, body, self.epoch, self._listener, self._watchdog)
-            if kind == wire.RETIRING and self._loop is not None:
+            if kind == wire.LEAVING and self._loop is not None:
                 self._loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
 
     def _on_death(self, process: WorkerHandle) -> None:
@@ -394,7 +394,7 @@ class WorkerPool:
                 worker,
                 death,
                 at_work=process.started,
-                retired=process.retired,
+                saved_rng_state=process.saved_rng_state,
                 outside=process.outside,
                 lost=process.lost,
             )

@@ -24,13 +24,13 @@ from typing import Any
 from asyncloader.errors import WorkerDied
 from asyncloader.telemetry.counters import BLOCK_BYTES, Recorder
 from asyncloader.workers.bootstrap import Bootstrap
-from asyncloader.workers.dialect import PICKLE, Dialect
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
 from asyncloader.workers.main_guard import about_main
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory_limit import MemoryKills
+from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.notebook_pickling import dump_message
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.stacks import Report, Target, ask, crash_trace, stack_pipe
@@ -65,7 +65,7 @@ class WorkerProcess:
         self.started = False
         """The user's start-up code is over."""
         self.tasks = self.answers = self.outstanding = 0
-        self.retired: bytes | None = None
+        self.saved_rng_state: bytes | None = None
         """Set once the worker announced that it leaves because of its memory limit: its saved RNG state."""
         self.kill_reason = ""
         """Why the loader killed it; empty if it did not."""
@@ -77,7 +77,7 @@ class WorkerProcess:
         self.released = False
         self.asked = False
         """It was asked to end."""
-        self.dialect: Dialect = PICKLE
+        self.codec: MessageCodec = PICKLE
         self._session = {**setup.sent} if isinstance(setup, Payload) and setup.sent is not None else None
         self.process: Any = None  # set at once: a thread that forks runs the fork hook, which reads it
         self._pidfd: int | None = None
@@ -163,7 +163,7 @@ class WorkerProcess:
         if suspect is not None:
             trace = "\n".join(filter(None, (read_tail(suspect), trace)))
         reason = self.kill_reason
-        if self.retired is not None:
+        if self.saved_rng_state is not None:
             reason = "It left because it had grown beyond worker_memory_limit."
         elif not reason and self.process.exitcode in (-signal.SIGKILL, -signal.SIGTERM):
             reason = self._memory_kills.describe()

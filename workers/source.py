@@ -19,11 +19,11 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from asyncloader.errors import WorkerDied
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers import shutdown
-from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_marks import changed_since, marks
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.lifeline import Lifeline
+from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.process import WorkerProcess, hang_up, look
 from asyncloader.workers.setup_payload import Payload, dump, import_worker_code
 from asyncloader.workers.stacks import Report
@@ -36,7 +36,7 @@ class WorkerHandle(Protocol):
     """It has reported that it runs; before that it runs no user code."""
     started: bool
     """The user's start-up code is over."""
-    retired: bytes | None
+    saved_rng_state: bytes | None
     """Set once it announced that it leaves because of its memory limit: its saved RNG state."""
     tasks: int
     """Number of tasks that it was sent."""
@@ -76,7 +76,7 @@ class WorkerHandle(Protocol):
         ...
 
     @property
-    def dialect(self) -> Dialect:
+    def codec(self) -> MessageCodec:
         """How values come from it."""
         ...
 

@@ -24,7 +24,6 @@ from torch.utils.data.graph_settings import apply_random_seed
 from asyncloader.errors import LoaderError
 from asyncloader.events import bare_index
 from asyncloader.telemetry.counters import Recorder
-from asyncloader.workers.dialect import PICKLE, Dialect
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
@@ -41,6 +40,7 @@ from asyncloader.workers.memory.codec import Encoded
 from asyncloader.workers.memory.collate import Collator, use_private_memory
 from asyncloader.workers.memory.ring import WorkerRing
 from asyncloader.workers.memory_limit import PrivateMemory
+from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.processor_use import ProcessorUse
 from asyncloader.workers.rng_state import restore_rng_state, save_rng_state
 from asyncloader.workers.stderr_capture import captured_stderr
@@ -65,7 +65,7 @@ class TaskRunner:
         setup: the common set-up.
         recorder: gets what the worker counts and times.
         entered: when the process began.
-        dialect: how values come and go.
+        codec: how values come and go.
         draw_check: of this process, where several workers share it; its use of the CPUs is then no worker's own.
 
     An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__aenter__`, `__iter__`) is kept and
@@ -80,12 +80,12 @@ class TaskRunner:
         setup: WorkerSetup | LateSetup,
         recorder: Recorder,
         entered: float,
-        dialect: Dialect = PICKLE,
+        codec: MessageCodec = PICKLE,
         draw_check: GlobalDrawCheck | None = None,
     ) -> None:
         self.worker_id = worker_id
         self._draw_check = draw_check
-        self._dialect = dialect
+        self._codec = codec
         self._time = recorder.time
         self._processor_use = ProcessorUse(recorder) if draw_check is None else None
         self._look_at = 0.0  # when to record it again
@@ -97,8 +97,8 @@ class TaskRunner:
         self.asynchronous = False
         self._ring: WorkerRing | None = None
         self._ring_number = -1
-        self._assignments = WorkerAssignments(self.channel_send, dialect)
-        self._encoder = dialect.encoder()
+        self._assignments = WorkerAssignments(self.channel_send, codec)
+        self._encoder = codec.encoder()
         self._last_template = b""
         self._samples = 0
         self._epoch = 0
@@ -183,7 +183,7 @@ class TaskRunner:
     def _dump_start_error(self, error: Exception) -> bytes:
         if isinstance(error, StopIteration):  # a `for` loop would take it for the end of an empty epoch
             error = not_the_end(error, "the worker's start-up code")
-        return self._dialect.dump_error(error, self.worker_id)
+        return self._codec.dump_error(error, self.worker_id)
 
     def _start(self, setup: WorkerSetup) -> None:
         self._epoch = self._assignments.epoch = setup.attachment
@@ -199,7 +199,7 @@ class TaskRunner:
             assignments=self._assignments,
             time=self._time,
             draw_check=self._draw_check,
-            pack_cursor=self._dialect.cursor_packer(),
+            pack_cursor=self._codec.cursor_packer(),
         )
         install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
         self.asynchronous = reader.asynchronous
@@ -291,10 +291,10 @@ class TaskRunner:
         # If no other worker could continue its stream, this one must go on.
         return self._setup.replays or (self._reader is not None and self._reader.can_resume)
 
-    def retire(self) -> None:
+    def leave(self) -> None:
         """Announce that this worker leaves. Call it with no task in progress, and take none afterwards."""
         seeded = self._setup.seeded is not None
-        self.channel_send(wire.pack(wire.RETIRING, b"" if seeded else save_rng_state()))
+        self.channel_send(wire.pack(wire.LEAVING, b"" if seeded else save_rng_state()))
 
     def _stderr_capture(self) -> contextlib.AbstractContextManager[None]:
         """Context around a task: captures standard error if the task is suspected of having killed a worker."""
@@ -312,7 +312,7 @@ class TaskRunner:
         if self._setup.iterable or is_stateful(reader.dataset):
             self._worked = False  # no cursor of its dataset is known before its first answer in this epoch
         self._start_error = None
-        start = self._dialect.load_start(payload)
+        start = self._codec.load_start(payload)
         try:
             if not self._initialized or (self._context is not None and self._context.uninitialized):
                 self._initialize(self._setup)  # it raised; no epoch is read without it
@@ -333,10 +333,10 @@ class TaskRunner:
         try:
             reader = self._reader_or_error()
             if self._suspect is None:
-                encoded = reader.fetch(self._dialect.loads(index), records)
+                encoded = reader.fetch(self._codec.loads(index), records)
             else:
                 with self._stderr_capture():
-                    encoded = reader.fetch(self._dialect.loads(index), records)
+                    encoded = reader.fetch(self._codec.loads(index), records)
             if records:
                 self._send_skipped_samples(epoch, seq, records)
             fetched = perf_counter()
@@ -360,7 +360,7 @@ class TaskRunner:
                 await self._enter_context()
             reader = self._reader_or_error()
             with self._stderr_capture(), UnexpectedCancellation("the dataset's"):
-                encoded = await reader.fetch_async(self._dialect.loads(index), records)
+                encoded = await reader.fetch_async(self._codec.loads(index), records)
             # A task that ignored its cancellation and outlived its epoch must not write: its slot has been given away.
             if epoch == self._epoch:
                 if records:
@@ -394,7 +394,7 @@ class TaskRunner:
         The default collation stacks samples only here, so its errors are raised here, too.
         """
         if self._samples < 0:
-            self._samples = len(bare_index(self._dialect.loads(index)))
+            self._samples = len(bare_index(self._codec.loads(index)))
         if not encoded.nbytes:
             return wire.NO_SLOT, []
         try:
@@ -406,7 +406,7 @@ class TaskRunner:
             raise
         except Exception as error:
             if not self._setup.iterable:
-                bare = bare_index(self._dialect.loads(index))
+                bare = bare_index(self._codec.loads(index))
                 note_collation(error, bare, batched=self._setup.auto_collation)
             raise
 
@@ -446,7 +446,7 @@ class TaskRunner:
 
     def _send_skipped_samples(self, epoch: int, seq: int, records: list[SkippedSample]) -> None:
         """Send the records of a task's bad samples. The task's answer must follow."""
-        self.channel_send(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, self._dialect.dump_records(records)))
+        self.channel_send(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, self._codec.dump_records(records)))
 
     def _answer_error(
         self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, records: list[SkippedSample]
@@ -465,7 +465,7 @@ class TaskRunner:
         if isinstance(error, _StartError):
             payload = error.payload
         else:
-            payload = self._dialect.dump_error(error, self.worker_id)
+            payload = self._codec.dump_error(error, self.worker_id)
             if self._reader is not None:
                 self._reader.failed()
         self.channel_send(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))

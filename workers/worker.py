@@ -135,7 +135,7 @@ def _serve_blocking(runner: TaskRunner) -> None:
             runner.control(kind, body)
             continue
         if runner.over_memory_limit:
-            runner.retire()
+            runner.leave()
             return
         runner.task(body)
 
@@ -177,7 +177,7 @@ class AsyncTaskLoop:
         self._tasks: dict[asyncio.Task[None], int] = {}  # with the bytes of its frame
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
-        self._retiring = False
+        self._leaving = False
 
     async def run(self) -> None:
         """Carry out the worker's tasks until it is stopped, or its channel ends."""
@@ -207,11 +207,11 @@ class AsyncTaskLoop:
             self._end(None)
 
     def _take(self, kind: int, body: bytes) -> None:
-        if self._retiring and kind not in (wire.ASSIGNMENT, wire.RESET, wire.STOP):
+        if self._leaving and kind not in (wire.ASSIGNMENT, wire.RESET, wire.STOP):
             return  # the replacement gets this task
         if kind == wire.TASK and self._runner.over_memory_limit:
-            self._retiring = True
-            self._retire()
+            self._leaving = True
+            self._leave()
         elif kind == wire.TASK:
             task = self._loop.create_task(self._runner.task_async(body))
             self._tasks[task] = len(body)
@@ -219,7 +219,7 @@ class AsyncTaskLoop:
         elif kind == wire.RESET:
             for task in self._tasks:
                 task.cancel()
-            if not self._retiring:
+            if not self._leaving:
                 self._runner.control(kind, body)
         else:
             self._runner.control(kind, body)
@@ -229,13 +229,13 @@ class AsyncTaskLoop:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._end(error, at_task=True)
-        elif self._retiring:
-            self._retire()
+        elif self._leaving:
+            self._leave()
 
-    def _retire(self) -> None:
+    def _leave(self) -> None:
         """Leave once all tasks in progress are answered."""
         if not self._tasks and not self._done.done():
-            self._runner.retire()
+            self._runner.leave()
             self._end(None)
 
     def _end(self, error: BaseException | None, *, at_task: bool = False) -> None:

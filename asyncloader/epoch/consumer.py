@@ -408,7 +408,7 @@ class Consumer:
             if isinstance(notice, WorkerBegun):
                 self._progress.begun(notice.worker, notice.cursor)
                 continue
-            if notice.retired:
+            if notice.left:
                 self._statistics.retirements += 1
             else:
                 self._statistics.restarts += 1

@@ -132,7 +132,7 @@ class Pipeline(Listener):
         self._resume_points: ResumePoints | None = None  # None: not started
         self._starts: Sequence[EpochStart] = ()
         self._deaths: dict[int, tuple[WorkerDied, bool]] = {}  # of workers that may be replaced; whether lost
-        self._handovers: dict[int, bytes | None] = {}  # RNG states of workers that retired; None: the worker was killed
+        self._saved_rng_states: dict[int, bytes | None] = {}  # of workers that left; None: it was killed
         self._unbegun: set[int] = set()  # workers that have not begun the epoch yet
         self._begun = asyncio.Event()
         self._start_error: Any = None
@@ -305,10 +305,10 @@ class Pipeline(Listener):
             self._pool.send_assignment(worker, self._pool.epoch, number, (plain, over, last))
 
     def on_death(
-        self, worker: int, death: WorkerDied, *, at_work: bool, retired: bytes | None, outside: bool, lost: bool
+        self, worker: int, death: WorkerDied, *, at_work: bool, saved_rng_state: bytes | None, outside: bool, lost: bool
     ) -> None:
         """See `Listener`."""
-        self._handovers[worker] = retired
+        self._saved_rng_states[worker] = saved_rng_state
         self._deaths[worker] = death, lost
         self._begun.set()
         if self._late_tasks is not None:
@@ -317,7 +317,7 @@ class Pipeline(Listener):
             self._assigner.died(worker)
         obstacle = "" if self._resume_points is None else self._resume_points.obstacle(worker)
         obstacle = obstacle or self._pool.obstacle()
-        self._handle(Died(worker, death, at_work, retired is not None, obstacle, outside, lost))
+        self._handle(Died(worker, death, at_work, saved_rng_state is not None, obstacle, outside, lost))
 
     def on_failure(self, error: Exception) -> None:
         """See `Listener`."""
@@ -326,18 +326,18 @@ class Pipeline(Listener):
 
     def _replace(self, worker: int) -> None:
         start = self._starts[worker] if self._resume_points is None else self._resume_points.start(worker)
-        handed = self._handovers.pop(worker, None)
-        retired, rng_state, warning = handed is not None, handed or b"", ""
+        saved = self._saved_rng_states.pop(worker, None)
+        left, rng_state, warning = saved is not None, saved or b"", ""
         if self._loss and not rng_state:
             warning = f"DataLoader worker {worker} died and was replaced. {self._loss}"
-        self.notices.append(Notice(retired, warning))
+        self.notices.append(Notice(left, warning))
         death, lost = self._deaths.pop(worker)
         if lost:
             _log.warning("worker %d goes on elsewhere. %s", worker, death.reason)
         else:
-            why = "its memory had grown beyond worker_memory_limit" if retired else ending(death.exitcode)
+            why = "its memory had grown beyond worker_memory_limit" if left else ending(death.exitcode)
             _log.log(
-                logging.INFO if retired else logging.WARNING,
+                logging.INFO if left else logging.WARNING,
                 *("worker %d (pid %d) is replaced: %s", worker, death.pid, f"{why}. {death.reason}".removesuffix(". ")),
             )
         self._respawner.request(Request(worker, start, rng_state, self._pool.epoch))

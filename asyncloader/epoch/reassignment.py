@@ -60,7 +60,7 @@ class Reassignment:
         in_hand = lost[: len(lost) - len(self._waiting[worker])]  # the rest had not been sent
         self._waiting[worker].clear()
         self._alone[worker] = None
-        blameless = event.retired or event.lost
+        blameless = event.left or event.lost
         if not blameless:
             self._restarts[worker] += 1
         blames = event.at_work and not blameless

@@ -59,10 +59,10 @@ Stage = Literal[
 STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]
 """The stages in the order in which a batch passes them; at the end those of a worker's start."""
 
-LANE_KEY = "lane"
-"""In a process of a service, whose task it carries out: the number of a lane, from 1; 0: nobody's."""
+CONNECTION_KEY = "connection"
+"""In a process of a service, whose task it carries out: the number of a worker connection, from 1; 0: nobody's."""
 
-_SUMS = (*KEYS, *PROCESS_KEYS, LANE_KEY)
+_SUMS = (*KEYS, *PROCESS_KEYS, CONNECTION_KEY)
 _BUCKETS = 124
 _LAST = _BUCKETS - 1
 _BASE: dict[str, int] = {stage: len(_SUMS) + number * (1 + _BUCKETS) for number, stage in enumerate(STAGES)}

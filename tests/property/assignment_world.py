@@ -42,13 +42,13 @@ from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.progress import Progress
 from asyncloader.state.schema import check_state
 from asyncloader.state.tally import Tally
-from asyncloader.workers.dialect import PICKLE
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.ipc import wire
+from asyncloader.workers.message_codec import PICKLE
 from tests.property.assignment_cases import Case, Shards, plan_of
 
 HEAD = 5  # bytes of a frame before its body

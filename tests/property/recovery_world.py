@@ -1,4 +1,4 @@
-"""Simulates the pipeline around the scheduler, with workers that die, retire and are replaced after a while.
+"""Simulates the pipeline around the scheduler, with workers that die, leave and are replaced after a while.
 
 The asserts check invariants at every step. `run` ends with the epoch, or fails if nothing can move any more.
 """
@@ -215,7 +215,7 @@ class World:
             found += [("crash", w.number) for w in up if not (self.spared and w.started and self.tries(w))]
             found += [("kill", w.number) for w in up]
         if self.retirements:
-            found += [("retire", w.number) for w in up if w.started and not w.ended]
+            found += [("leave", w.number) for w in up if w.started and not w.ended]
         if self.late:
             found.append(("late", 0))
         return found
@@ -255,7 +255,7 @@ class World:
             self.give_twice()
         else:
             self.retirements -= 1
-            self.die(worker, retired=True)
+            self.die(worker, left=True)
 
     def give_twice(self) -> None:
         others = self.random.sample(range(len(self.workers)), self.random.randint(1, len(self.workers)))
@@ -306,7 +306,7 @@ class World:
         self.handle(Completed(worker.number, task.seq, Made(worker.number, task, worker.made - 1)))
         assert self.last or self.dropped[dropped:] == [task.seq] * late
 
-    def die(self, worker: Worker, *, retired: bool = False, outside: bool = False) -> None:
+    def die(self, worker: Worker, *, left: bool = False, outside: bool = False) -> None:
         hand = tuple(task.seq for task in worker.queue)
         at_work = worker.started
         twice = [seq for seq in hand if self.scheduler.hedged(seq)]
@@ -314,7 +314,7 @@ class World:
         worker.queue.clear()
         worker.up = False
         struck: set[int] = set()
-        if not retired:
+        if not left:
             worker.deaths += 1
             if at_work:
                 for seq in blamed:
@@ -323,7 +323,7 @@ class World:
         guilty = {seq for seq in struck if len(self.held_against(seq)) >= 3}
         self.answered |= guilty
         death = WorkerDied(worker.number, worker.pid, -9)
-        self.handle(Died(worker.number, death, at_work, retired, outside=outside))
+        self.handle(Died(worker.number, death, at_work, left, outside=outside))
         fails = worker.deaths > self.max_restarts or bool(guilty and self.scheduler.iterable)
         assert fails == (bool(self.last) and isinstance(self.last[0], Fail))
         if fails:

@@ -50,7 +50,7 @@ VALUES: dict[str, bytes] = {
 
 
 def body_of_frame(kind: int, value: bytes, epoch: int, task: int) -> bytes:
-    """A lane's message with this value in it, from a node."""
+    """A worker connection's message with this value in it, from a node."""
     if kind == wire.RESULT:
         table = _pack(([], -1, 0))
         template = len(table).to_bytes(4, "little") + table + value

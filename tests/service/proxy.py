@@ -125,7 +125,7 @@ def proxied(target: str) -> Generator[Proxy]:
 
 
 class FruitlessProxy(Proxy):
-    """Lets loaders have their lanes, and ends each connection in another way once it has a task.
+    """Lets loaders have their worker connections, and ends each connection in another way once it has a task.
 
     Args:
         target: as of `Proxy`.
@@ -133,7 +133,7 @@ class FruitlessProxy(Proxy):
     """
 
     def __init__(self, target: str, how: str) -> None:
-        self.lanes = 0
+        self.opened = 0
         """Connections that got a task."""
         self._how = how
         super().__init__(target)
@@ -147,7 +147,7 @@ class FruitlessProxy(Proxy):
             if at < 0:
                 target.sendall(data)
                 continue
-            self.lanes += 1
+            self.opened += 1
             if self._how == "announces":
                 _, epoch, task, _ = HEAD.unpack_from(data, at)
                 source.sendall(pack_header(RESULT, 0, epoch, task, 1 << 20))

@@ -50,7 +50,7 @@ class NodeProcess:
         return next(each for each in self.addresses if each.startswith("unix:"))
 
     def workers(self) -> list[psutil.Process]:
-        """Its processes. One has torch's name for a worker from its first lane on."""
+        """Its processes. One has torch's name for a worker from its first worker connection on."""
         found = []
         for each in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # it has ended since it was listed

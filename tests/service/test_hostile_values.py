@@ -14,7 +14,7 @@ import pytest
 from asyncloader import DataLoader, Service, ServiceUnavailable
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.handshake import Challenge, Hello, Proof, pack_opening, proof
-from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import pack_record, read_record
 from asyncloader.workers.fetch.setup import EpochStart
@@ -51,7 +51,7 @@ def expected() -> list[Any]:
 # --------------------------------------------------------------------------------------------------- to a node
 
 
-class Stranger:
+class HostileLoader:
     """Says what it likes to a node. `token`: with which it gets past the proof; None: without."""
 
     def __init__(self, connect: Callable[[], socket.socket], token: str | None) -> None:
@@ -80,7 +80,7 @@ class Stranger:
             data += piece
         return data
 
-    def greet(self) -> None:
+    def shake_hands(self) -> None:
         """Up to WELCOME."""
         self.send(frames.HELLO, pack_record(self._hello))
         challenge = read_record(Challenge, self.receive())
@@ -90,8 +90,8 @@ class Stranger:
 
     def open(self, share: bool = False, start: bytes = b"") -> None:
         """Up to OPENED."""
-        self.greet()
-        opening = pack_opening("stranger", 0, 4, worker_setup(), share=share)
+        self.shake_hands()
+        opening = pack_opening("hostile", 0, 4, worker_setup(), share=share)
         if start:
             known = pack(tuple(worker_setup().starts[0]))
             assert opening.count(known) == 1
@@ -112,31 +112,31 @@ class Stranger:
 def attack(connect: Callable[[], socket.socket], token: str | None, value: bytes) -> None:
     """Send this value as each message that a node reads."""
     for kind in (frames.HELLO, wire.TASK):
-        stranger = Stranger(connect, token)
-        stranger.send(kind, value)
-        stranger.end()
-    stranger = Stranger(connect, token)
-    stranger.send(frames.HELLO, pack_record(Hello.of(numbers())))
-    stranger.receive()
-    stranger.send(frames.PROOF, value)
-    stranger.end()
+        loader = HostileLoader(connect, token)
+        loader.send(kind, value)
+        loader.end()
+    loader = HostileLoader(connect, token)
+    loader.send(frames.HELLO, pack_record(Hello.of(numbers())))
+    loader.receive()
+    loader.send(frames.PROOF, value)
+    loader.end()
     for kind in (frames.OPENING, frames.PLAN, frames.LOOK):
-        stranger = Stranger(connect, token)
-        stranger.greet()
-        stranger.send(kind, value)
-        stranger.end()
+        loader = HostileLoader(connect, token)
+        loader.shake_hands()
+        loader.send(kind, value)
+        loader.end()
     if value:
-        stranger = Stranger(connect, token)
-        stranger.open(start=value)
-        stranger.send(wire.TASK, pack([0, 1]))
-        stranger.end()
+        loader = HostileLoader(connect, token)
+        loader.open(start=value)
+        loader.send(wire.TASK, pack([0, 1]))
+        loader.end()
     for share in (False, True):
-        stranger = Stranger(connect, token)
-        stranger.open(share)
-        stranger.send(wire.TASK, value)
-        stranger.send(wire.RESET, wire.pack_reset(wire.RESET, 1, value)[wire.PREFIX_BYTES :])
-        stranger.send(wire.ASSIGNMENT, wire.pack_assignment(1, 0, value)[wire.PREFIX_BYTES :])
-        stranger.end()
+        loader = HostileLoader(connect, token)
+        loader.open(share)
+        loader.send(wire.TASK, value)
+        loader.send(wire.RESET, wire.pack_reset(wire.RESET, 1, value)[wire.PREFIX_BYTES :])
+        loader.send(wire.ASSIGNMENT, wire.pack_assignment(1, 0, value)[wire.PREFIX_BYTES :])
+        loader.end()
 
 
 def plainly(node: NodeProcess) -> socket.socket:
@@ -177,9 +177,9 @@ def test_to_a_node_with_a_token(tmp_path: Path, expected: list[Any], tls: bool) 
             for value in VALUES.values():
                 attack(connect, TOKEN, value)
                 if value:  # without the token, too
-                    stranger = Stranger(connect, None)
-                    stranger.send(frames.HELLO, value)
-                    stranger.end()
+                    sender = HostileLoader(connect, None)
+                    sender.send(frames.HELLO, value)
+                    sender.end()
             assert_same(list(loader), expected)
         assert made.process.poll() is None
 
@@ -199,7 +199,7 @@ KINDS = {
     "ASK": wire.ASK,
     "COUNTS": wire.COUNTS,
     "LOG": wire.LOG,
-    "RETIRING": wire.RETIRING,
+    "LEAVING": wire.LEAVING,
     "DIED": frames.DIED,
 }
 
@@ -229,6 +229,6 @@ def test_from_every_node(node: NodeProcess, kind: int) -> None:
 def test_an_epochs_message_does_not_come_over_a_network() -> None:
     """It would be unpickled where it arrives."""
     start = EpochStart(None, 3, True, None, 0, 7)
-    assert PLAIN.load_start(pack(tuple(start))) == start
+    assert MSGPACK.load_start(pack(tuple(start))) == start
     with pytest.raises(ValueError, match="start of an epoch"):
-        PLAIN.load_start(pack(tuple(start._replace(message=b"cos\nsystem\n"))))
+        MSGPACK.load_start(pack(tuple(start._replace(message=b"cos\nsystem\n"))))

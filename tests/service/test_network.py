@@ -180,7 +180,7 @@ def test_nodes_that_never_deliver(how: str, node: NodeProcess) -> None:
             pytest.raises(ServiceUnavailable) as caught,
         ):
             list(loader)
-        assert proxy.lanes < 30
+        assert proxy.opened < 30
     text = str(caught.value)
     assert f"{nothing}: not connected (Connection refused)" in text
     assert f"{proxy.address}: connected " in text
@@ -196,7 +196,7 @@ def test_a_node_that_never_delivers_beside_one_that_does(how: str, node: NodePro
         service = Service(f"{proxy.address},{node.tcp}", wait=3)
         with DataLoader[Any](numbers(), **OPTIONS, workers=service) as loader:
             assert_same(list(loader), expected)
-        assert 1 <= proxy.lanes <= 4
+        assert 1 <= proxy.opened <= 4
 
 
 @pytest.mark.thorough
@@ -286,7 +286,7 @@ def refused(workers: Any) -> str:
 
 
 @pytest.mark.thorough
-def test_strangers_who_say_nothing(node: NodeProcess, expected: list[Any]) -> None:
+def test_connections_that_send_nothing(node: NodeProcess, expected: list[Any]) -> None:
     """Do not keep loaders out: who came first and proved nothing goes first."""
     host, port = node.tcp.removeprefix("tcp://").split(":")
     with ExitStack() as stack:

@@ -103,27 +103,27 @@ async def test_what_nobody_wants_is_given_up(tmp_path: Path, monkeypatch: pytest
     host.start()
     try:
         with host.in_use(), pytest.raises(NotMade, match="no disk"):
-            await host.facts()
+            await host.dataset_info()
         while not host.given_up:
             await host._news.wait()
         with pytest.raises(NotMade, match="no disk"):
-            await host.open(unused, unused, lambda *_: pytest.fail("a lane in no process"))
+            await host.open(unused, unused, lambda *_: pytest.fail("a worker connection in no process"))
         assert host.idle
     finally:
         await host.close()
 
 
-async def test_a_lane_begins_with_what_its_loader_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process compares that with its own dataset: the node's newest facts may be of a later process, too."""
+async def test_a_connection_begins_with_the_info_of_its_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process compares that with its own dataset: the node's newest info may be of a later process, too."""
     host = HostProcesses(HostSetup("tests.service.definitions:on_disk", {"root": str(tmp_path)}), 1)
     host.start()
     asked: list[Any] = []
     monkeypatch.setattr(host, "_ask", lambda made, kind, request, fds: asked.append(request))
     try:
-        planned = (await host.facts())._replace(length=7)
+        planned = (await host.dataset_info())._replace(length=7)
         end: Any = lambda sock, number: sock.close()  # noqa: E731
         await host.open(read_opening(openings()[0]), planned, end)
-        assert asked[0].facts == planned
+        assert asked[0].info == planned
     finally:
         await host.close()
 
@@ -138,7 +138,7 @@ async def test_a_process_that_never_has_its_dataset(tmp_path: Path, monkeypatch:
         host.start()
         try:
             if number == 2:
-                assert (await host.facts()).length == 40
+                assert (await host.dataset_info()).length == 40
                 await host.begun()
                 monkeypatch.setattr(worker_processes, "_ALL_BEGUN_S", PATIENCE_S)
                 await host.begun()

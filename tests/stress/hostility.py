@@ -16,12 +16,12 @@ import msgspec
 from asyncloader.service.protocol import frames
 from asyncloader.workers.ipc import wire
 
-_LANE = (wire.TASK, wire.RING, wire.RESET, wire.STOP, wire.SUSPECT, wire.ASSIGNMENT)
-_SESSION = (frames.HELLO, frames.PROOF, frames.OPENING, frames.PING, frames.KILL, frames.STAY, frames.PLAN, frames.LOOK)
-FROM_LOADER = (*_LANE, *_SESSION)
+_TO_WORKER = (wire.TASK, wire.RING, wire.RESET, wire.STOP, wire.SUSPECT, wire.ASSIGNMENT)
+_TO_NODE = (frames.HELLO, frames.PROOF, frames.OPENING, frames.PING, frames.KILL, frames.STAY, frames.PLAN, frames.LOOK)
+FROM_LOADER = (*_TO_WORKER, *_TO_NODE)
 FROM_NODE = (
     *(wire.RESULT, wire.ERROR, wire.EXHAUSTED, wire.RESET_DONE, wire.READY, wire.STARTED, wire.ALL_DROPPED),
-    *(wire.BAD_SAMPLES, wire.RETIRING, wire.ASK, wire.COUNTS, wire.LOG),
+    *(wire.BAD_SAMPLES, wire.LEAVING, wire.ASK, wire.COUNTS, wire.LOG),
     *(frames.CHALLENGE, frames.WELCOME, frames.OPENED, frames.REFUSED, frames.DIED, frames.PONG, frames.DRAINING),
     *(frames.PLANNED, frames.LOOKED),
 )
@@ -31,7 +31,7 @@ ESCAPE = "\x1b[31mhostile\x1b]0;title\x07\r\n\x00"
 _PRIME = (1 << 61) - 1
 """Integers that differ by a multiple of it have one hash."""
 _BEFORE_PROOF = 1 << 20
-"""Bytes of a body that a node takes from a stranger."""
+"""Bytes of a body that a node takes before the proof."""
 
 # ------------------------------------------------------------------------------------------------------- cases
 
@@ -85,9 +85,9 @@ NODE_ACTS: dict[str, int] = {
     "log": 4,  # lines for the log
     "pongs": 2,  # a flood of PONG
     "refused": 4,  # REFUSED, with texts of all kinds
-    "facts": 3,  # WELCOME with another dataset's kind and length
+    "info": 3,  # WELCOME with another dataset's kind and length
 }
-CONTENT = frozenset(["flip", "value", "template", "error", "facts", "kind"])
+CONTENT = frozenset(["flip", "value", "template", "error", "info", "kind"])
 """Acts of a node that may make a batch, an error or an end which nobody can tell from a right one."""
 ORDER = frozenset(["twice", "skip"])
 """Acts of a node that repeat its messages or leave some out: batches are right ones, but any error may come."""
@@ -143,17 +143,17 @@ def draw(seed: int, side: str | None = None) -> Case:
         at = rng.choice([0, 1, 2, 3, 4, 5, 5, 6, 7])
         return Case(seed, side, place, name, script, at, act, end, rng.random() < 0.6)
     name = rng.choice(["numbers", "numbers", "awaited", "stream", "large"])
-    script = rng.choice(["lane"] * 7 + ["stay", "look", "plan"])
+    script = rng.choice(["worker"] * 7 + ["stay", "look", "plan"])
     place = rng.choice(["tcp", "tcp", "tls", "unix"])
     at = rng.choice([0, 0, 1, 2, 3, 4, 5, 6, 7, 8])
     if act == "direct":
-        place, script, at = "unix", "lane", 3
+        place, script, at = "unix", "worker", 3
     elif act == "descriptors":
         place = "unix"
     elif act == "token":
         at = 1
     elif act in ("epochs", "resets", "index", "unread", "kill", "assignment", "stop"):
-        script, at = "lane", max(3, at)
+        script, at = "worker", max(3, at)
         place = "tls" if place == "unix" else place
     return Case(seed, side, place, name, script, at, act, end)
 

@@ -218,7 +218,7 @@ class _Play:
         self._token = token
         self._rng = rng_of(case.seed, "play")
         self._steps = _steps(case)
-        self._lane: socket.socket | None = None
+        self._worker: socket.socket | None = None
 
     def run(self) -> tuple[Connection | None, str]:
         case, steps = self._case, self._steps
@@ -236,7 +236,7 @@ class _Play:
 
     def _honest(self, step: Step) -> bool:
         """Send it and wait for its answer. Returns whether that came."""
-        if self._lane is not None and step.kind in FROM_LOADER[:6]:
+        if self._worker is not None and step.kind in FROM_LOADER[:6]:
             return True  # the process has that socket
         if not self._peer.send(step.packed()):
             return False
@@ -250,8 +250,8 @@ class _Play:
                 _REPLAYED[0] = mine
                 self._steps[1].body = pack_record(Proof(mine))
             if message[0] == frames.OPENED and self._peer.fds:
-                self._lane = socket.socket(fileno=self._peer.fds.pop(0))
-                self._lane.settimeout(ANSWER_S)
+                self._worker = socket.socket(fileno=self._peer.fds.pop(0))
+                self._worker.settimeout(ANSWER_S)
                 return True
             if message[0] == step.answer or message[0] in (wire.ERROR, wire.EXHAUSTED, wire.ALL_DROPPED):
                 return True
@@ -259,8 +259,8 @@ class _Play:
 
     def _ended(self) -> tuple[Connection | None, str]:
         case, peer = self._case, self._peer
-        if self._lane is not None:
-            self._lane.close()
+        if self._worker is not None:
+            self._worker.close()
         if case.act in ("silence", "slow", "unread", "half") or case.end in ("silence", "half"):
             if case.act == "half" or case.end == "half":
                 peer.half()
@@ -422,11 +422,11 @@ class _Play:
     def _direct(self, due: Step) -> None:
         """The socket of the process itself."""
         rng = self._rng
-        if self._lane is None and not (self._honest(due) and self._lane is not None):
+        if self._worker is None and not (self._honest(due) and self._worker is not None):
             return
-        lane = self._lane
-        assert lane is not None
-        lane.settimeout(0.3)
+        worker = self._worker
+        assert worker is not None
+        worker.settimeout(0.3)
         slots, size = rng.choice([(4, 4096), (1, 1 << 20), (1 << 31, 1 << 40), (0, 0), (4, 1 << 62)])
         made = random_of(rng, rng.choice([0, 1, 3]))
         task = wire.pack_task(0, 0, rng.choice([0, 3, 99, -1, -2]), rng.choice([0, 0, 5]), 0.0, pack([0, 1]))
@@ -442,9 +442,9 @@ class _Play:
             with contextlib.suppress(OSError):
                 for data, fds in rng.sample(pieces, rng.randrange(1, 5)):
                     if fds:
-                        socket.send_fds(lane, [data], fds)
+                        socket.send_fds(worker, [data], fds)
                     else:
-                        lane.sendall(data)
+                        worker.sendall(data)
         finally:
             for fd in made:
                 os.close(fd)

@@ -17,7 +17,7 @@ import torch
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.frames import HEADER_BYTES, Header, pack_header, unpack_header
 from asyncloader.service.protocol.msgpack_batches import BatchEncoder
-from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.workers.ipc import wire
@@ -261,7 +261,7 @@ class _Played:
         """A body that this kind of message may have."""
         epoch, task = header.epoch, header.task
         if kind in (wire.ERROR, wire.EXHAUSTED, wire.ALL_DROPPED, wire.BAD_SAMPLES):
-            body = PLAIN.dump_error(KeyError("x"), 0) if kind == wire.ERROR else pack([])
+            body = MSGPACK.dump_error(KeyError("x"), 0) if kind == wire.ERROR else pack([])
             return wire.pack_answer(kind, epoch, task, 0.1, body)[wire.PREFIX_BYTES :]
         made = {
             wire.STARTED: wire.pack_started(epoch, b"", b"")[wire.PREFIX_BYTES :],
@@ -342,8 +342,8 @@ class _Played:
 
     def _error(self, header: Header, data: bytes) -> None:
         kind = self._rng.choice([wire.ERROR, wire.ERROR, wire.BAD_SAMPLES, wire.ALL_DROPPED, wire.EXHAUSTED])
-        body = any_body(self._rng, PLAIN.dump_error(KeyError(ESCAPE), 0))
-        body = spoiled(self._rng, PLAIN.dump_error(KeyError("x"), 0)) if self._rng.random() < 0.6 else body
+        body = any_body(self._rng, MSGPACK.dump_error(KeyError(ESCAPE), 0))
+        body = spoiled(self._rng, MSGPACK.dump_error(KeyError("x"), 0)) if self._rng.random() < 0.6 else body
         packed = wire.pack_answer(kind, header.epoch, header.task, 0.1, body)
         self._sends(kind, packed[wire.PREFIX_BYTES :])
 
@@ -393,12 +393,12 @@ class _Played:
         texts = ["no", "", ESCAPE * 30, "x" * (1 << 20), None, 5, value(rng), [12, "qint8", [1, 1], b"\1"]]
         self._sends(frames.REFUSED, encoded([rng.choice(texts), rng.choice([True, False, None, ESCAPE])]))
 
-    def _facts(self, header: Header, data: bytes) -> None:
+    def _info(self, header: Header, data: bytes) -> None:
         rng = self._rng
         if header.kind != frames.WELCOME:
             self._send(data)
             return
-        facts: list[Any] = [
+        info: list[Any] = [
             rng.choice([False, True, None, 0, -1, 40, 1 << 62, ESCAPE, 1.5, []]) for _ in DatasetInfo._fields
         ]
-        self._sends(frames.WELCOME, encoded([b"", facts]))
+        self._sends(frames.WELCOME, encoded([b"", info]))

@@ -33,7 +33,7 @@ from asyncloader.service.node.server import Node
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import Hello, Welcome, read_opening
 from asyncloader.service.protocol.msgpack_batches import BatchTemplate
-from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Plan, gathered, messages, read_request
@@ -48,9 +48,9 @@ from tests.stress.wire_inputs import (
     Original,
     answers,
     changed,
+    conversations,
     hello,
     openings,
-    sessions,
     split_template,
     templates,
     values,
@@ -115,11 +115,11 @@ def _read_answer(kind: int, body: bytes) -> None:
         wire.unpack_result(body)
     elif kind == wire.STARTED:
         _, error, cursor = wire.unpack_started(body)
-        _ = error and PLAIN.load_error(error), cursor and PLAIN.load_cursor(cursor)
+        _ = error and MSGPACK.load_error(error), cursor and MSGPACK.load_cursor(cursor)
     elif kind == wire.ASK:
-        PLAIN.loads(wire.unpack_ask(body)[3])
+        MSGPACK.loads(wire.unpack_ask(body)[3])
     elif kind == wire.ERROR:
-        PLAIN.load_error(wire.unpack_answer(body)[3])
+        MSGPACK.load_error(wire.unpack_answer(body)[3])
 
 
 class OneNode:
@@ -156,22 +156,22 @@ def targets(node: OneNode | None) -> dict[str, Target]:
     """All that reads what came over a network. Without a node, all but what it reads."""
     plan = Plan("0" * 16, ["a.tar", "b.tar"], [[(0, 0, 5), (1, 0, 3)], []], 80, 0.5)
     welcome = pack_record(Welcome(b"", DatasetInfo(False, 40, False, False)))
-    error = PLAIN.dump_error(ValueError("x"), 1)
+    error = MSGPACK.dump_error(ValueError("x"), 1)
     found = {
         "value": Target(values(), unpack, 25),
         "batch": Target([split_template(each) for each in templates()], _read_template, 25),
         "hello": Target(whole(hello("numbers", '{"n": 20}')), lambda data: read_record(Hello, data), 5),
-        "welcome": Target(whole(welcome), lambda data: read_record(Welcome, data).checked_facts(), 4),
+        "welcome": Target(whole(welcome), lambda data: read_record(Welcome, data).checked_info(), 4),
         "opening": Target(whole(*openings()), read_opening, 10),
         "request": Target(whole(REQUEST), read_request, 4),
         "plan": Target(whole(*messages(plan)), _read_plan, 5),
-        "error": Target(whole(error, PLAIN.dump_error(RingMemoryError(1, 2, "x", "y"), 1)), PLAIN.load_error, 5),
-        "cursor": Target(whole(pack(tuple(CURSOR))), PLAIN.load_cursor, 3),
-        "records": Target(whole(pack([SKIPPED])), PLAIN.load_records, 3),
+        "error": Target(whole(error, MSGPACK.dump_error(RingMemoryError(1, 2, "x", "y"), 1)), MSGPACK.load_error, 5),
+        "cursor": Target(whole(pack(tuple(CURSOR))), MSGPACK.load_cursor, 3),
+        "records": Target(whole(pack([SKIPPED])), MSGPACK.load_records, 3),
         "answers": Target(answers(), _read_as_loader, 10),
     }
     if node is not None:
-        found["session"] = Target(sessions(), node.read, 1)
+        found["conversation"] = Target(conversations(), node.read, 1)
     return found
 
 

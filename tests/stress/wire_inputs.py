@@ -16,7 +16,7 @@ from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.frames import pack_header
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Look, Proof, pack_opening
 from asyncloader.service.protocol.msgpack_batches import BatchEncoder
-from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import DeathReport, pack_record
 from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest
@@ -233,7 +233,7 @@ def openings() -> list[bytes]:
 REQUEST = pack_record(PlanRequest(2, 0, 1, 5, True, ""))
 
 
-def sessions() -> list[Original]:
+def conversations() -> list[Original]:
     """What a loader says from the beginning to the end. Without a token its proof is the same for every connection."""
     begun = [(Frame(frames.HELLO), hello("numbers", '{"n": 20}')), (Frame(frames.PROOF), pack_record(Proof(b"")))]
     started = pack(tuple(EpochStart(epoch=1, epoch_set=True)))
@@ -260,7 +260,7 @@ def answers() -> list[Original]:
         result = wire.Result(0, task, 0, encoded.nbytes, 0, 8, 0.1, same=False, cursor=0)
         body = wire.pack_result(result, encoded.template)[wire.PREFIX_BYTES :]
         told.append((Frame(wire.RESULT, 0, task, bytes(encoded.nbytes)), body))
-    error = PLAIN.dump_error(KeyError("x"), 1)
+    error = MSGPACK.dump_error(KeyError("x"), 1)
     answers = [(wire.BAD_SAMPLES, pack([SKIPPED])), (wire.ERROR, error), (wire.ALL_DROPPED, pack([SKIPPED]))]
     answers.append((wire.EXHAUSTED, pack(CURSOR)))
     failed = [(Frame(kind), wire.pack_answer(kind, 0, 7, 0.1, body)[wire.PREFIX_BYTES :]) for kind, body in answers]

@@ -38,7 +38,7 @@ class AssignmentReply(NamedTuple):
 
 
 class Values(Protocol):
-    """How plain values become bytes; a part of `Dialect`."""
+    """How plain values become bytes; a part of `MessageCodec`."""
 
     def dumps(self, value: Any, /) -> bytes:
         """Pack one."""

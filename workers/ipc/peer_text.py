@@ -21,7 +21,7 @@ _MARK = 40  # characters, at most, of the note that stands for what was cut
 def line_of(text: object, most: int = LINE) -> str:
     """A text as one line of at most `most` characters. The middle of a longer one is left out.
 
-    What is no text is not converted to one, because even that may fail for a value that a stranger has made.
+    What is no text is not converted to one, because even that may fail for a value that a peer has made.
     """
     if type(text) is not str:
         return f"<{type(text).__name__}>"

@@ -29,7 +29,7 @@ ALL_DROPPED = 17
 """A task was carried out, but gave no batch: all of its samples were dropped. With the pickled cursor."""
 BAD_SAMPLES = 18
 """Pickled records of a task's samples that were dropped or replaced; the task's answer follows."""
-RETIRING = 19
+LEAVING = 19
 """The worker exceeds its memory limit and ends now; its replacement gets its unanswered tasks. In torch mode with its
 pickled RNG state."""
 ASK = 20

@@ -35,7 +35,7 @@ from asyncloader.service.protocol.handshake import (
     proof,
     proves,
 )
-from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Plan, PlanRequest, gathered
 from asyncloader.service.protocol.sockets import check_peer
@@ -50,7 +50,7 @@ _LONGEST_ANSWER_S = 600.0
 """Seconds with signs of life, at most, unless `Service.wait` is more: a node may be making the dataset."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _SAY_AFTER_S = 3.0
-_USER_TIMEOUT_MS = 3000  # until a lane is open; see `RemoteChannel`
+_USER_TIMEOUT_MS = 3000  # until a worker connection is open; see `RemoteChannel`
 
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")  # as OpenSSL's versions have it
 _MOST_TEXT = 2200
@@ -61,7 +61,7 @@ _T = TypeVar("_T")
 
 
 class Unreachable(Exception):
-    """An address did not give a lane; the text says why. `final`: to ask again is of no use."""
+    """An address did not give a worker connection; the text says why. `final`: to ask again is of no use."""
 
     def __init__(self, text: str, *, final: bool = False) -> None:
         super().__init__(text)
@@ -74,17 +74,17 @@ class NodeConnection:
     Args:
         address: of the node.
         link: the connection.
-        facts: of the dataset there.
+        info: of the dataset there.
         wait: seconds for which the node may say that it is at work.
         closed: set once nobody waits for it.
     """
 
     def __init__(
-        self, address: str, link: Link, facts: DatasetInfo, wait: float, closed: threading.Event | None
+        self, address: str, link: Link, info: DatasetInfo, wait: float, closed: threading.Event | None
     ) -> None:
         self.address = address
         self.link = link
-        self.facts = facts
+        self.info = info
         self._wait = wait
         self._closed = closed
 
@@ -146,7 +146,7 @@ def _secured(service: Service, sock: socket.socket, host: str) -> ssl.SSLSocket:
     return context.wrap_socket(sock, server_hostname=host)
 
 
-def _greet(
+def _handshake(
     service: Service, defined: Defined, address: str, place: Any, closed: threading.Event | None = None
 ) -> NodeConnection:
     """Connect to a node, up to its WELCOME.
@@ -157,7 +157,7 @@ def _greet(
     link: Link | None = None
     token, hello = service.secret(), Hello.of(defined)
     try:
-        link = Link(_connect(service, address, place), frames.MOST_GREETING)
+        link = Link(_connect(service, address, place), frames.MOST_HANDSHAKE)
         link.send(frames.HELLO, pack_record(hello))
         needed, theirs = read_record(Challenge, answer_of(link, frames.CHALLENGE, service.greeting_s))
         if needed and token is None:
@@ -170,7 +170,7 @@ def _greet(
         if not proves(welcome.proof, token, "node", hello.nonce, theirs):
             raise Unreachable("it could not prove that it has the token", final=True)
         link.most_body = frames.MOST_BODY
-        return NodeConnection(address, link, welcome.checked_facts(), service.wait, closed)
+        return NodeConnection(address, link, welcome.checked_info(), service.wait, closed)
     except (OSError, ValueError, TypeError, Unreachable) as error:
         if link is not None:
             link.close()
@@ -278,7 +278,7 @@ def on_any_node(
                 answers[address], final, soonest = f"{address}: it delivered nothing", False, min(soonest, rest)
                 continue
             try:
-                node = _greet(service, defined, address, place, closed)
+                node = _handshake(service, defined, address, place, closed)
                 try:
                     used = use(node)
                 except BaseException:
@@ -334,7 +334,7 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
     answer = on_any_node(service, defined, use, _as_given, closed)
     if isinstance(answer, Plan):
         return answer
-    error = PLAIN.load_error(answer)
+    error = MSGPACK.load_error(answer)
     if isinstance(error, Exception):
         raise error
     error.reraise()
@@ -350,7 +350,7 @@ def ask_stacks(
         Unreachable, OSError, ValueError: it did not say.
     """
     ((name, place),) = _places(address)[:1]
-    node = _greet(service, defined, name, place, closed)
+    node = _handshake(service, defined, name, place, closed)
     try:
         node.link.send(frames.LOOK, pack_record(Look(list(pids))))
         answer = read_record(Looked, answer_of(node.link, frames.LOOKED))
@@ -359,7 +359,7 @@ def ask_stacks(
         node.link.close()
 
 
-def ask_facts(service: Service, defined: Defined, closed: threading.Event | None = None) -> DatasetInfo:
+def ask_dataset_info(service: Service, defined: Defined, closed: threading.Event | None = None) -> DatasetInfo:
     """What the dataset at the service is.
 
     Raises:
@@ -370,7 +370,7 @@ def ask_facts(service: Service, defined: Defined, closed: threading.Event | None
         if isinstance(service, SharedService):
             service.stay(node.link)
         node.link.close()
-        return node.facts
+        return node.info
 
     return on_any_node(service, defined, use, _as_given, closed)
 

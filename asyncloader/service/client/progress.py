@@ -31,7 +31,7 @@ class _NodeRecord:
     why: str = ""  # the last one ended, or could not be made
     in_a_row: int = 0
     failed_at: float = -inf
-    refused_at: float = -inf  # no lane could be opened then, and none was since
+    refused_at: float = -inf  # no worker connection could be opened then, and none was since
 
 
 class NodeProgress:
@@ -52,13 +52,13 @@ class NodeProgress:
         return self._nodes.setdefault(address, _NodeRecord())
 
     def connected(self, address: str) -> None:
-        """A lane was opened."""
+        """A worker connection was opened."""
         node = self._node(address)
         node.connected += 1
         node.refused_at = -inf
 
     def refused(self, address: str, why: str, now: float) -> None:
-        """No lane could be opened."""
+        """No worker connection could be opened."""
         node = self._node(address)
         node.why, node.refused_at = why, now
 
@@ -74,7 +74,7 @@ class NodeProgress:
         *,
         unreadable: bool = False,
     ) -> None:
-        """A lane has ended, and its worker may be well.
+        """A worker connection has ended, and its worker may be well.
 
         Args:
             address: of its node.
@@ -82,7 +82,7 @@ class NodeProgress:
             opened: when it was opened.
             tasks: that it was sent.
             answers: that came from it.
-            every: answers of all lanes so far.
+            every: answers of all worker connections so far.
             now: the time.
             unreadable: whether it ended with an answer that cannot be read.
         """
@@ -93,7 +93,7 @@ class NodeProgress:
         if answers:
             node.in_a_row = 0
             return
-        if opened >= node.failed_at:  # several lanes that break at a time are one failure
+        if opened >= node.failed_at:  # several worker connections that break at a time are one failure
             node.in_a_row += 1
             node.failed_at = now
         if not tasks:
@@ -134,8 +134,8 @@ class NodeProgress:
         """The error's text if the epoch should end, because no node delivers; else None.
 
         Args:
-            every: answers of all lanes so far.
-            stands: whether a lane with tasks stands, and its node answers pings: it may just be slow.
+            every: answers of all worker connections so far.
+            stands: whether a worker connection with tasks stands, and its node answers pings: it may just be slow.
             now: the time.
         """
         if stands or every != self._answers or self._fruitless < _FEWEST or now - self._first < self._wait:

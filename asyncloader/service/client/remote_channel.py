@@ -35,7 +35,7 @@ _MOST_PAYLOAD = 1 << 40
 
 
 class RemoteChannel:
-    """The loader's end of a lane that is elsewhere. Interface and meaning are those of `Channel`.
+    """The loader's end of a worker connection that is elsewhere. Interface and meaning are those of `Channel`.
 
     Args:
         link: the connection, after its handshake.

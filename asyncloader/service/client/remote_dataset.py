@@ -31,16 +31,16 @@ class ServedDataset:
     Args:
         defined: its definition.
         service: where it is.
-        facts: what it is; every node at which it is read must say the same.
+        info: what it is; every node at which it is read must say the same.
     """
 
-    def __init__(self, defined: Defined, service: Any, facts: DatasetInfo) -> None:
+    def __init__(self, defined: Defined, service: Any, info: DatasetInfo) -> None:
         self.defined = defined
         self.service = service
-        self.facts = facts
+        self.info = info
         self.catalog: Catalog | None = None
         """If the loader assigns its shards: those of the newest plan."""
-        if facts.stateful and facts.shuffle is None:  # of shards the loader keeps the position
+        if info.stateful and info.shuffle is None:  # of shards the loader keeps the position
             self.state_dict = self.load_state_dict = self._is_elsewhere
 
     def _is_elsewhere(self, *_: Any) -> NoReturn:
@@ -52,9 +52,9 @@ class ServedDataset:
 
 class _Sized(ServedDataset):
     def __len__(self) -> int:
-        if self.facts.length is None:
+        if self.info.length is None:
             raise TypeError(f"{self!r} has no length")
-        return self.facts.length
+        return self.info.length
 
 
 class _Map(_Sized, Dataset[Any]):
@@ -88,9 +88,9 @@ class _SizedAsyncStream(_Sized, _AsyncStream):
 class _Shards(ServedDataset, IterableDataset[Any]):
     """A dataset whose shards the loader assigns; a node plans each epoch. Interface as `RemoteIterableDataset`."""
 
-    def __init__(self, defined: Defined, service: Any, facts: DatasetInfo) -> None:
-        super().__init__(defined, service, facts)
-        self.shuffle_buffer = facts.shuffle or 0
+    def __init__(self, defined: Defined, service: Any, info: DatasetInfo) -> None:
+        super().__init__(defined, service, info)
+        self.shuffle_buffer = info.shuffle or 0
         self.shard_urls: Sequence[str] = ()
         """Their names, from the first plan on."""
 
@@ -168,7 +168,7 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
     if not arguments["num_workers"]:
         raise ValueError(f"workers={workers!r} needs num_workers, the number of logical workers: at least 1")
     check_extra()
-    from asyncloader.service.client.connect import ask_facts
+    from asyncloader.service.client.connect import ask_dataset_info
     from asyncloader.service.client.machine_service import shared_service
     from asyncloader.service.pickled import pickle_definition
     from asyncloader.service.placement.engine import engine_service
@@ -181,13 +181,13 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
         workers = engine_service(engine, defined)
         arguments = arguments | dict.fromkeys(functions)
     service = workers if isinstance(workers, Service) else Service(workers)
-    facts = ask_facts(service, defined)
-    if service.share and (facts.iterable or facts.stateful):
+    info = ask_dataset_info(service, defined)
+    if service.share and (info.iterable or info.stateful):
         raise ValueError(f"share='epoch' is for datasets with an index and without a state, and {defined!r} is not one")
-    if facts.shuffle is not None:
-        return arguments | {"dataset": _Shards(defined, service, facts)}
-    kind = _KINDS[facts.iterable, facts.asynchronous, facts.length is not None]
-    return arguments | {"dataset": kind(defined, service, facts)}
+    if info.shuffle is not None:
+        return arguments | {"dataset": _Shards(defined, service, info)}
+    kind = _KINDS[info.iterable, info.asynchronous, info.length is not None]
+    return arguments | {"dataset": kind(defined, service, info)}
 
 
 def let_go(dataset: Any) -> None:

@@ -2,7 +2,8 @@
 
 Data path: loader -> pool -> [remote_workers] -> connection -> node.
 
-Connecting blocks, in threads that may wait (`connect.py`); once a lane is open, the pool's loop has its socket.
+Connecting blocks, in threads that may wait (`connect.py`); once a worker connection is open, the pool's loop has its
+socket.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from asyncloader.errors import ServiceUnavailable, WorkerDied
 from asyncloader.service.client.connect import (
     NodeConnection,
     Unreachable,
-    ask_facts,
+    ask_dataset_info,
     ask_stacks,
     on_any_node,
 )
@@ -40,14 +41,14 @@ from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import Opened, pack_opening
-from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DeathReport, read_record
 from asyncloader.telemetry.counters import Recorder
-from asyncloader.workers.dialect import Dialect
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.ipc.peer_text import block_of, line_of
 from asyncloader.workers.memory.live_objects import LiveObjects
+from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.stacks import Report
 
@@ -75,11 +76,11 @@ class ServiceWorkers:
         self._service: Service = dataset.service
         self._defined = dataset.defined
         self._credits = credits
-        self._session = secrets.token_hex(8)
+        self._loader_name = secrets.token_hex(8)
         self._closed = threading.Event()
         self._made: weakref.WeakSet[ServedWorker] = weakref.WeakSet()
         self._next = 0
-        self._progress = NodeProgress(max(_STANDS_S, dataset.service.wait))  # before that no lane can be said to stand
+        self._progress = NodeProgress(max(_STANDS_S, dataset.service.wait))  # before that, none can be said to stand
         self._answers = 0  # of workers that have ended
         self._seen = 0  # answers, when they were last looked at
         self._delivered = 0.0  # when there were more than before
@@ -93,7 +94,7 @@ class ServiceWorkers:
         """Connect, for all of these workers at a time.
 
         Raises:
-            ServiceUnavailable: no node gave a lane in time, or lanes end again and again before any batch.
+            ServiceUnavailable: no node opened a worker connection in time, or each ends before any batch.
         """
         wanted = list(workers)
         if len(wanted) == 1:
@@ -118,7 +119,7 @@ class ServiceWorkers:
 
         if isinstance(self._service, SharedService) and not self._service.stays:
             # The node was started anew: it must not end with this epoch.
-            ask_facts(self._service, self._defined, self._closed)
+            ask_dataset_info(self._service, self._defined, self._closed)
         return on_any_node(
             self._service, self._defined, use, self._order, self._closed, self._refused, self._delivered_at
         )
@@ -176,11 +177,11 @@ class ServiceWorkers:
             unreadable = self._progress.unreadable(node.address)
         if unreadable is not None:
             raise Unreachable(f"{node.address}: {unreadable}", final=True)
-        difference = node.facts.difference(self._dataset.facts)
+        difference = node.info.difference(self._dataset.info)
         if difference:  # a node that was started again, or one with another copy of the data
             raise Unreachable(f"{node.address}: {difference}: all nodes of a service need the same data", final=True)
         catalog, share = self._dataset.catalog, self._service.share == "epoch"
-        opening = pack_opening(self._session, worker, self._credits, setup, share=share, catalog=catalog)
+        opening = pack_opening(self._loader_name, worker, self._credits, setup, share=share, catalog=catalog)
         link.send(frames.OPENING, opening)
         pid = read_record(Opened, node.answer(frames.OPENED)).pid
         made = ServedWorker(worker, pid, node.address, link, self._ended)
@@ -254,10 +255,10 @@ def _forget_all() -> None:
 
 
 class _PassedChannel(Channel):
-    """The loader's end of a lane in a process of this machine.
+    """The loader's end of a worker connection in a process of this machine.
 
     Its end is that of the worker, and how that ended is said by the node. If the node says nothing for `_SILENT_S`, the
-    process lives on without the lane, and would be waited for: then this hangs up.
+    process lives on without the worker connection, and would be waited for: then this hangs up.
     """
 
     def __init__(self, sock: socket.socket, link: Link) -> None:
@@ -297,10 +298,10 @@ class ServedWorker:
         self.pid = pid
         self.node = node
         self.place = f"pid {pid} at {node}"
-        self.dialect: Dialect = PLAIN
+        self.codec: MessageCodec = MSGPACK
         self.recorder = Recorder()
         self.ready = self.started = self.outside = self.lost = self.released = False
-        self.retired: bytes | None = None
+        self.saved_rng_state: bytes | None = None
         self.tasks = self.answers = self.outstanding = 0
         self.opened = monotonic()
         self.counted = False
@@ -365,7 +366,7 @@ class ServedWorker:
 
     def dumps(self, value: Any) -> bytes:
         """As `WorkerHandle`."""
-        return PLAIN.dumps(value)
+        return MSGPACK.dumps(value)
 
     def death(self) -> WorkerDied:
         """As `WorkerHandle`. What the node said; if it said nothing, the worker itself may be well."""

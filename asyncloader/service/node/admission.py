@@ -44,7 +44,7 @@ class Served:
     open: bool = False
 
 
-def asked(everything: Mapping[str, Served], hello: Hello) -> tuple[Served, Mapping[str, Any]]:
+def find_served(everything: Mapping[str, Served], hello: Hello) -> tuple[Served, Mapping[str, Any]]:
     """Find what a loader asks for, and with which arguments.
 
     Raises:

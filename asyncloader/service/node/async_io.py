@@ -1,4 +1,4 @@
-"""Awaits a loader's connection before it has a lane: TLS, a message, room to send, and a process meanwhile.
+"""Awaits a loader's connection during its handshake: TLS, a message, room to send, and a process's answer.
 
 Data path: connection -> [async_io] -> node.
 """
@@ -37,7 +37,7 @@ async def speaks_tls(sock: socket.socket) -> bool:
     return first == _TLS_HANDSHAKE
 
 
-async def secured(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:
+async def secure(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:
     """Shake hands with TLS, if there is any. Returns what to read from.
 
     Raises:
@@ -55,7 +55,7 @@ async def secured(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.soc
         return sock
     secured = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
     try:
-        while (wants := _shaken(secured)) is not None:
+        while (wants := _continue_handshake(secured)) is not None:
             await _ready(secured, read=wants)
     except BaseException:
         secured.close()
@@ -64,7 +64,7 @@ async def secured(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.soc
     return secured
 
 
-def _shaken(secured: ssl.SSLSocket) -> bool | None:
+def _continue_handshake(secured: ssl.SSLSocket) -> bool | None:
     """Go on with the TLS handshake. Returns whether it waits to read (or else to write); None: it is over."""
     try:
         secured.do_handshake()
@@ -75,7 +75,7 @@ def _shaken(secured: ssl.SSLSocket) -> bool | None:
     return None
 
 
-async def waited(answer: Coroutine[Any, Any, _T], link: Link) -> _T:
+async def wait_for(answer: Coroutine[Any, Any, _T], link: Link) -> _T:
     """Wait for a process's answer, and give the loader a sign of life now and then."""
     task = asyncio.get_running_loop().create_task(answer)
     try:

@@ -1,6 +1,6 @@
 """Batches that several loaders want: each is made once, and kept for a while for those who come later. Pure.
 
-Data path: worker_host -> [epoch_cache] -> lanes of the loaders that share.
+Data path: worker_host -> [epoch_cache] -> worker connections of the loaders that share.
 
 A loader whose task nobody has is told to make the batch; others that want it meanwhile wait for it. If it is not made
 (an error, a death, a loader that leaves), the next one in the line makes it. The oldest batches go when there are too
@@ -60,11 +60,11 @@ class EpochCache:
         self._failing = False
 
     def join(self) -> None:
-        """One more lane uses it."""
+        """One more worker connection uses it."""
         self._users += 1
 
     def part(self) -> None:
-        """One lane less does. Without any, nothing is kept."""
+        """One worker connection less does. Without any, nothing is kept."""
         self._users -= 1
         if not self._users:
             self.clear()
@@ -97,7 +97,7 @@ class EpochCache:
             self._entries -= 1
 
     def made(self, key: Hashable, batch: MadeBatch) -> None:
-        """Store the batch that a lane's process has made, and give it to the lanes that wait for it."""
+        """Store the batch that a process has made, and give it to the worker connections that wait for it."""
         waiting = self._taken(key)
         size = _size(batch)
         if size <= self._most and key not in self._made:
@@ -109,7 +109,7 @@ class EpochCache:
             waiter(batch)
 
     def failed(self, key: Hashable) -> None:
-        """Have the next lane in line make the batch, because the lane that was to make it failed."""
+        """Have the next worker connection in line make the batch, because the first failed to."""
         self._failures.append(key)
         if self._failing:
             return  # a waiter's doing: the call that is in progress goes on with it, however many there are

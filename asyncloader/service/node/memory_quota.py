@@ -1,4 +1,4 @@
-"""What one loader has at a node: its lanes, and the memory that its batches in work may take. Pure."""
+"""What one loader has at a node: its connections, and the memory that its batches in work may take. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _REASON = "half of the memory that the node had when it began, the most for one 
 _ADVICE = "Use smaller batches, fewer workers or a smaller prefetch_factor, or give the node more memory."
 
 
-class Session:
+class MemoryQuota:
     """One loader at a node.
 
-    Rings are held as long as their lanes: there are never more than fit. What is *unsent* besides (batches that fit no
-    slot, copies that are shared, descriptions, errors) goes as the loader reads, and how large it will be is not known
-    before it is made. So it may exceed the limit, and the session is `full` until enough was sent: its lanes give their
-    processes no tasks meanwhile. The rings alone never make it full, so that this ends if the loader reads.
+    Rings are held as long as their connections: there are never more than fit. What is *unsent* besides (batches that
+    fit no slot, copies that are shared, descriptions, errors) goes as the loader reads, and how large it will be is not
+    known before it is made. So it may exceed the limit, and the quota is `full` until enough was sent: the connections
+    give their processes no tasks meanwhile. The rings alone never make it full, so that this ends if the loader reads.
 
     Args:
         name: the loader's own for it.
@@ -25,7 +25,7 @@ class Session:
 
     def __init__(self, name: str, most_bytes: int | None) -> None:
         self.name = name
-        self.lanes = 0
+        self.connections = 0
         self._most = most_bytes
         self._rings = 0
         self._unsent = 0
@@ -45,7 +45,7 @@ class Session:
         """Check one batch that is in no ring.
 
         Raises:
-            RingMemoryError: it alone takes more than the session may have.
+            RingMemoryError: it alone takes more than the quota may have.
         """
         if self._most is not None and nbytes > self._most:
             raise RingMemoryError(nbytes, self._most, _REASON, _ADVICE)
@@ -69,7 +69,7 @@ class Session:
         return self._most is not None and self._rings + self._unsent > self._most
 
     def wait(self, resume: Callable[[], None]) -> None:
-        """Have this called, once, when the session is not full any more. It may not raise."""
+        """Have this called, once, when the quota is not full any more. It may not raise."""
         self._waiting[resume] = None
 
     def leave(self, resume: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""A node's log on standard error: a stranger can neither forge a line of it nor fill the disk with it.
+"""A node's log on standard error: a peer can neither forge a line of it nor fill the disk with it.
 
 Data path: none.
 

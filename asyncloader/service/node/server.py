@@ -1,9 +1,10 @@
-"""A service's node: listens for loaders, checks who they are, and gives each a lane in one of its processes.
+"""A service's node: listens for loaders, checks who they are, and connects each to one of its processes.
 
-Data path: loader -> connection -> [server] -> lane.
+Data path: loader -> connection -> [server] -> worker connection.
 
-Each connection is one logical worker of one loader. Its handshake is a coroutine with a deadline; after that the lane's
-callbacks have it. Nothing that came over a connection is unpickled, and nothing but the served definitions is called.
+Each connection is one logical worker of one loader. Its handshake is a coroutine with a deadline; after that the
+callbacks of its worker connection have it. Nothing that came over a connection is unpickled, and nothing but the
+served definitions is called.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncloader.service.node.admission import Refused, Served, as_text, asked
-from asyncloader.service.node.async_io import message_of, secured, send_whole, speaks_tls, waited
+from asyncloader.service.node.admission import Refused, Served, as_text, find_served
+from asyncloader.service.node.async_io import message_of, secure, send_whole, speaks_tls, wait_for
 from asyncloader.service.node.epoch_cache import EpochCache
-from asyncloader.service.node.memory_quota import Session
-from asyncloader.service.node.shared_epoch_connection import SharingLane
-from asyncloader.service.node.worker_connections import ForwardedLane, PassedLane
+from asyncloader.service.node.memory_quota import MemoryQuota
+from asyncloader.service.node.shared_epoch_connection import SharedEpochConnection
+from asyncloader.service.node.worker_connections import LocalConnection, RelayedConnection
 from asyncloader.service.node.worker_host import HostSetup
-from asyncloader.service.node.worker_processes import HostProcesses, LaneEnd, NotMade
+from asyncloader.service.node.worker_processes import HostProcesses, NotMade, WorkerConnection
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
@@ -56,14 +57,14 @@ _log = logging.getLogger("asyncloader")
 DRAIN_S = 30.0
 """Seconds that a node which is to end should give what is in work."""
 HANDSHAKE_S = 10.0
-"""Seconds that a connection may take until its lane is open, besides the time in which a process makes its dataset."""
+"""Seconds that a handshake may take, besides the time in which a process makes its dataset."""
 _PLAN_S = 60.0
 """Seconds that a loader may take to receive a plan."""
 _PAUSE_S = 0.1
 """Seconds without new connections after one could not be accepted."""
 _MOST_CONNECTIONS = 4096
-_MOST_STRANGERS = 128
-_MOST_MEMORY = 0.5  # of what is there, for one session's batches in work
+_MOST_UNAUTHENTICATED = 128
+_MOST_MEMORY = 0.5  # of what is there, for one quota's batches in work
 _MOST_CACHED = 0.25  # of it, for batches that several loaders share
 _CACHED_BYTES = 1 << 30  # if the system does not say what is there
 _MOST_DATASETS = 8
@@ -99,12 +100,12 @@ class Node:
         self._hosts: dict[tuple[str, str, bool], HostProcesses] = {}
         self._past = {"deaths": 0.0, "tasks": 0.0, "busy_seconds": 0.0}  # totals of datasets that are not read any more
         self._closing: set[asyncio.Task[None]] = set()
-        self._connections: set[asyncio.Task[None]] = set()
-        self._strangers: dict[asyncio.Task[None], None] = {}  # those that have proved nothing yet, the oldest first
-        self._lanes: set[ForwardedLane | PassedLane] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._unauthenticated: dict[asyncio.Task[None], None] = {}  # have proved nothing yet, the oldest first
+        self._connections: set[RelayedConnection | LocalConnection] = set()
         self._sockets: list[socket.socket] = []
         self._paths: list[str] = []
-        self._sessions: dict[str, Session] = {}
+        self._quotas: dict[str, MemoryQuota] = {}
         memory = memory_limit()[0]
         self._most_memory = None if memory is None else int(_MOST_MEMORY * memory)
         self._cache = EpochCache(_CACHED_BYTES if memory is None else int(_MOST_CACHED * memory))
@@ -122,11 +123,11 @@ class Node:
         """
         for host in [self._host(served, served.arguments) for served in self._served.values() if not served.open]:
             try:
-                facts = await host.first_facts()
+                info = await host.first_dataset_info()
             except NotMade as error:
                 raise ValueError(str(error)) from None
-            if facts.problem:
-                raise ValueError(facts.problem)
+            if info.problem:
+                raise ValueError(info.problem)
 
     def problem(self) -> str:
         """Why a definition with fixed arguments cannot be served now, as one line; empty if all can."""
@@ -197,17 +198,17 @@ class Node:
         if self._came.is_set():
             await self._left.wait()
 
-    def _greeted(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+    def _handshake_done(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # perhaps before it began
             sock.close()
-        self._strangers.pop(task, None)
+        self._unauthenticated.pop(task, None)
         self._ended(task)
 
-    def _ended(self, which: asyncio.Task[None] | ForwardedLane | PassedLane) -> None:
+    def _ended(self, which: asyncio.Task[None] | RelayedConnection | LocalConnection) -> None:
         """A connection has ended."""
+        self._handshakes.discard(which)
         self._connections.discard(which)
-        self._lanes.discard(which)
-        if not self._connections and not self._lanes:
+        if not self._handshakes and not self._connections:
             self._left.set()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -229,20 +230,20 @@ class Node:
                 _log.warning("a connection is closed: %s", error, extra={"peer": _LOCAL})
                 sock.close()
                 return
-        if len(self._connections) + len(self._lanes) >= _MOST_CONNECTIONS:
+        if len(self._handshakes) + len(self._connections) >= _MOST_CONNECTIONS:
             sock.close()
             return
         peer = where[0] if isinstance(where, tuple) else _LOCAL
-        task = loop.create_task(self._greet(sock, str(peer)))
-        self._connections.add(task)
-        self._strangers[task] = None
-        if len(self._strangers) > _MOST_STRANGERS:  # who has not done it by now may never; the others must get in
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+        task = loop.create_task(self._admit(sock, str(peer)))
+        self._handshakes.add(task)
+        self._unauthenticated[task] = None
+        if len(self._unauthenticated) > _MOST_UNAUTHENTICATED:  # the oldest may never prove it; others must get in
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
             oldest.cancel()
         self._came.set()
         self._left.clear()
-        task.add_done_callback(partial(self._greeted, sock))
+        task.add_done_callback(partial(self._handshake_done, sock))
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener in self._sockets:
@@ -254,7 +255,7 @@ class Node:
         self._stop_listening()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await asyncio.gather(*(lane.drain() for lane in list(self._lanes)))
+                await asyncio.gather(*(connection.drain() for connection in list(self._connections)))
 
     def _stop_listening(self) -> None:
         for sock in self._sockets:
@@ -268,18 +269,18 @@ class Node:
     async def close(self) -> None:
         """End all: listeners, connections, processes."""
         self._stop_listening()
-        for task in self._connections:
+        for task in self._handshakes:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-        for lane in list(self._lanes):
-            lane.close()
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
+        for connection in list(self._connections):
+            connection.close()
         await asyncio.gather(*(host.close() for host in self._hosts.values()), *self._closing)
 
     def figures(self) -> dict[str, float]:
         """Numbers for an exporter."""
         return {
-            "sessions": len(self._sessions),
-            "lanes": len(self._lanes),
+            "sessions": len(self._quotas),
+            "lanes": len(self._connections),
             "refused": self.refusals,
             "processes": sum(host.running for host in self._hosts.values()),
             **{
@@ -290,15 +291,15 @@ class Node:
 
     # ---------------------------------------------------------------------------------------------- a connection
 
-    async def _greet(self, sock: socket.socket, peer: str) -> None:
+    async def _admit(self, sock: socket.socket, peer: str) -> None:
         by = {"peer": peer}  # whose line of the log it is
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 wanted = self._tls is not None and sock.family != socket.AF_UNIX
                 tls = await speaks_tls(sock)
                 if tls == wanted:
-                    sock = await secured(sock, self._tls)
-                link = Link(sock, frames.MOST_GREETING)
+                    sock = await secure(sock, self._tls)
+                link = Link(sock, frames.MOST_HANDSHAKE)
         except (OSError, TimeoutError) as error:
             _log.debug("a connection ended in its handshake: %r", error, extra=by)
             sock.close()
@@ -331,7 +332,7 @@ class Node:
                 link.close()
 
     async def _handshake(self, link: Link) -> bool:
-        """Returns whether the link is kept: it is a lane's, or somebody's who stays."""
+        """Returns whether the link is kept: it is a connection's, or somebody's who stays."""
         async with asyncio.timeout(HANDSHAKE_S):
             hello = read_record(Hello, (await message_of(link, frames.HELLO)).body)
             mine = nonce()
@@ -340,26 +341,26 @@ class Node:
             if not proves(given.proof, self._token, "loader", hello.nonce, mine):
                 raise Refused("the token is wrong, or was not given: set token=, or ASYNCLOADER_TOKEN")
             link.most_body = frames.MOST_BODY  # OPENING may have a dataset's state, as RESET may
-            self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+            self._unauthenticated.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         if self.draining:
             raise Refused("this node is about to end", for_now=True)
         if self._problem:
             raise Refused(self._problem)
-        served, arguments = asked(self._served, hello)
+        served, arguments = find_served(self._served, hello)
         host = self._host(served, arguments)
         with host.in_use():
             return await self._welcome(link, host, served, hello.nonce, mine)
 
     async def _welcome(self, link: Link, host: HostProcesses, served: Served, theirs: bytes, mine: bytes) -> bool:
-        facts = await waited(host.facts(), link)
-        if facts.problem:
-            raise Refused(facts.problem)
-        answer = Welcome(proof(self._token, "node", theirs, mine), facts)
+        info = await wait_for(host.dataset_info(), link)
+        if info.problem:
+            raise Refused(info.problem)
+        answer = Welcome(proof(self._token, "node", theirs, mine), info)
         link.send(frames.WELCOME, pack_record(answer))
         async with asyncio.timeout(HANDSHAKE_S):
             message = await message_of(link, frames.OPENING, frames.STAY, frames.PLAN, frames.LOOK)
         if message.header.kind == frames.PLAN:
-            await self._plan(link, host, facts, read_request(message.body))
+            await self._plan(link, host, info, read_request(message.body))
             return False
         if message.header.kind == frames.LOOK:
             await self._look(link, host, read_record(Look, message.body).pids)
@@ -368,26 +369,26 @@ class Node:
             self._keep(link)
         else:
             opening = read_opening(message.body)
-            if opening.share and (facts.iterable or facts.stateful):
+            if opening.share and (info.iterable or info.stateful):
                 raise Refused("share='epoch' is for datasets with an index and without a state of their own")
-            if (opening.catalog is None) != (facts.shuffle is None):
+            if (opening.catalog is None) != (info.shuffle is None):
                 raise Refused("this dataset's shards are, or are not, assigned by the loader")
-            if opening.setup.fetch_threads and not facts.asynchronous:
+            if opening.setup.fetch_threads and not info.asynchronous:
                 host = self._host(served, host.setup.arguments, threads=True)
                 with host.in_use():
-                    problem = (await waited(host.facts(), link)).problem
+                    problem = (await wait_for(host.dataset_info(), link)).problem
                     if problem:
                         raise Refused(problem)
-                    await self._open(link, host, served, opening, facts)
+                    await self._open(link, host, served, opening, info)
             else:
-                await self._open(link, host, served, opening, facts)
+                await self._open(link, host, served, opening, info)
         return True
 
-    async def _plan(self, link: Link, host: HostProcesses, facts: DatasetInfo, request: PlanRequest) -> None:
+    async def _plan(self, link: Link, host: HostProcesses, info: DatasetInfo, request: PlanRequest) -> None:
         """Have the plan of an epoch made, and send it."""
-        if facts.shuffle is None:
+        if info.shuffle is None:
             raise Refused("a plan is made of a dataset whose shards the loader assigns")
-        answer = await waited(host.plan(request), link)
+        answer = await wait_for(host.plan(request), link)
         async with asyncio.timeout(_PLAN_S):
             for body in messages(answer):
                 await send_whole(link, frames.PLANNED, body)
@@ -404,62 +405,60 @@ class Node:
             await send_whole(link, frames.LOOKED, pack_record(Looked([each for reports in found for each in reports])))
 
     def _keep(self, link: Link) -> None:
-        """A process is there that has no lanes now: a node that ends with the last one stays for it."""
-        guest: PassedLane = PassedLane(link, lambda: self._ended(guest), lambda: None)
-        self._lanes.add(guest)
+        """A process is there that has no connections now: a node that ends with the last one stays for it."""
+        guest: LocalConnection = LocalConnection(link, lambda: self._ended(guest), lambda: None)
+        self._connections.add(guest)
 
-    async def _open(
-        self, link: Link, host: HostProcesses, served: Served, opening: Opening, facts: DatasetInfo
-    ) -> None:
-        lane: ForwardedLane | PassedLane | None = None
+    async def _open(self, link: Link, host: HostProcesses, served: Served, opening: Opening, info: DatasetInfo) -> None:
+        connection: RelayedConnection | LocalConnection | None = None
         passed: list[socket.socket] = []
 
         def ended() -> None:
-            if lane is not None:
-                host.close_lane(number)
-                self._forget(session)
-                self._ended(lane)
+            if connection is not None:
+                host.close_connection(number)
+                self._forget(quota)
+                self._ended(connection)
 
-        def end(sock: socket.socket, number: int) -> LaneEnd:
-            nonlocal lane
+        def end(sock: socket.socket, number: int) -> WorkerConnection:
+            nonlocal connection
             kill = partial(host.kill, number)
             if opening.share:
                 dataset = served.target, json.dumps(host.setup.arguments, sort_keys=True, default=str)
-                lane = SharingLane(link, sock, opening, session, ended, kill, self._cache, dataset)
+                connection = SharedEpochConnection(link, sock, opening, quota, ended, kill, self._cache, dataset)
             elif link.sock.family == socket.AF_UNIX:
                 passed.append(sock)
-                lane = PassedLane(link, ended, kill)
+                connection = LocalConnection(link, ended, kill)
             else:
-                lane = ForwardedLane(link, sock, opening.credits, session, ended, kill)
-            return lane
+                connection = RelayedConnection(link, sock, opening.credits, quota, ended, kill)
+            return connection
 
-        session = self._sessions.setdefault(opening.session, Session(opening.session, self._most_memory))
-        if not session.lanes:
-            told = session.name, served.target, as_text(host.setup.arguments)
-            _log.info("session %s reads %s with %s", *told, extra={"peer": "sessions"})
-        session.lanes += 1
+        quota = self._quotas.setdefault(opening.loader, MemoryQuota(opening.loader, self._most_memory))
+        if not quota.connections:
+            told = quota.name, served.target, as_text(host.setup.arguments)
+            _log.info("loader %s reads %s with %s", *told, extra={"peer": "loaders"})
+        quota.connections += 1
         try:
-            await waited(host.begun(), link)
-            _, number, pid = await host.open(opening, facts, end)
+            await wait_for(host.begun(), link)
+            _, number, pid = await host.open(opening, info, end)
         except BaseException:
-            self._forget(session)
+            self._forget(quota)
             raise
-        assert lane is not None
-        self._lanes.add(lane)
+        assert connection is not None
+        self._connections.add(connection)
         try:
             link.send(frames.OPENED, pack_record(Opened(pid)), fd=passed[0].fileno() if passed else -1)
         except OSError:
-            lane.close()
+            connection.close()
         finally:
             for sock in passed:
                 sock.close()
 
-    def _forget(self, session: Session) -> None:
-        session.lanes -= 1
-        if not session.lanes:
-            del self._sessions[session.name]
-            _log.info("session %s has ended", session.name, extra={"peer": "sessions"})
-        if not self._sessions:
+    def _forget(self, quota: MemoryQuota) -> None:
+        quota.connections -= 1
+        if not quota.connections:
+            del self._quotas[quota.name]
+            _log.info("loader %s has ended", quota.name, extra={"peer": "loaders"})
+        if not self._quotas:
             self._cache.clear()
 
 

@@ -12,8 +12,8 @@ from functools import partial
 from time import perf_counter
 
 from asyncloader.service.node.epoch_cache import EpochCache, MadeBatch, Waiter
-from asyncloader.service.node.memory_quota import Session
-from asyncloader.service.node.worker_connections import ForwardedLane
+from asyncloader.service.node.memory_quota import MemoryQuota
+from asyncloader.service.node.worker_connections import RelayedConnection
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import Opening
 from asyncloader.service.protocol.msgpack_codec import epoch_of
@@ -21,11 +21,11 @@ from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.workers.ipc import wire
 
 
-class SharingLane(ForwardedLane):
-    """A `ForwardedLane` that asks the cache first.
+class SharedEpochConnection(RelayedConnection):
+    """A `RelayedConnection` that asks the cache first.
 
     Args:
-        link, sock, session, ended, kill: as of `ForwardedLane`.
+        link, sock, quota, ended, kill: as of `RelayedConnection`.
         opening: what the loader asked for.
         cache: the node's.
         dataset: says which dataset it is.
@@ -36,18 +36,18 @@ class SharingLane(ForwardedLane):
         link: Link,
         sock: socket.socket,
         opening: Opening,
-        session: Session,
+        quota: MemoryQuota,
         ended: Callable[[], None],
         kill: Callable[[], None],
         cache: EpochCache,
         dataset: Hashable,
     ) -> None:
-        super().__init__(link, sock, opening.credits, session, ended, kill)
+        super().__init__(link, sock, opening.credits, quota, ended, kill)
         self._cache = cache
         self._recipe = dataset, _recipe(opening)
         setup = opening.setup
         self._epochs = {setup.attachment: epoch_of(opening.start)}  # by the loader's counter
-        self._making: dict[tuple[int, int], Hashable] = {}  # tasks that this lane's process carries out
+        self._making: dict[tuple[int, int], Hashable] = {}  # tasks that this connection's process carries out
         self._awaited: dict[tuple[int, int], tuple[Hashable, Waiter]] = {}  # tasks that another's does
         self._template = b""  # of the process's last batch
         self._bad = b""  # of the task that it answers next
@@ -55,11 +55,11 @@ class SharingLane(ForwardedLane):
 
     # ------------------------------------------------------------------------------------------ from the loader
 
-    def _pass_to_lane(self, kind: int, body: bytes) -> None:
+    def _pass_to_process(self, kind: int, body: bytes) -> None:
         if kind == wire.RESET:
             counter, payload = wire.unpack_reset(body)
             self._epochs[counter] = epoch_of(payload)
-        super()._pass_to_lane(kind, body)
+        super()._pass_to_process(kind, body)
 
     def _give(self, epoch: int, task: int, index: bytes) -> None:
         if epoch not in self._epochs:
@@ -79,7 +79,7 @@ class SharingLane(ForwardedLane):
         super()._give(epoch, task, index)
 
     def _made_elsewhere(self, epoch: int, task: int, index: bytes, key: Hashable, made: MadeBatch | None) -> bool:
-        """A batch that was waited for is there, or is ours to make. Called from another lane: raises nothing."""
+        """A batch that was waited for is there, or is ours to make. Called from another connection: raises nothing."""
         self._awaited.pop((epoch, task), None)
         if (epoch, task) not in self._unanswered or self._channel.fileno() < 0:
             return False
@@ -89,13 +89,13 @@ class SharingLane(ForwardedLane):
             else:
                 self._deliver(epoch, task, made)
         except Exception as error:
-            self._fails(error)  # which lets go of what this lane makes, too
+            self._fails(error)  # which lets go of what this connection makes, too
         return True
 
     # ------------------------------------------------------------------------------------------ to the loader
 
     def _deliver(self, epoch: int, task: int, made: MadeBatch) -> None:
-        """Send a batch that another lane's process has made; the loader's worker spent no time on it."""
+        """Send a batch that another connection's process has made; the loader's worker spent no time on it."""
         self._send_made(made._replace(result=made.result._replace(epoch=epoch, seq=task, busy=0.0)))
         self._answered(epoch, task)
 
@@ -114,7 +114,7 @@ class SharingLane(ForwardedLane):
             self._send(wire.BAD_SAMPLES, body)
 
     def _pass_on(self, kind: int, body: bytes) -> None:
-        if kind == wire.BAD_SAMPLES:  # kept for the answer: a batch of another lane must not come between them
+        if kind == wire.BAD_SAMPLES:  # kept for the answer: a batch of another connection must not come between them
             self._bad = wire.unpack_answer(body)[3]
             return
         if kind in (wire.ERROR, wire.ALL_DROPPED):
@@ -159,15 +159,15 @@ class SharingLane(ForwardedLane):
         if key is not None:  # with an error, or without a batch
             self._cache.failed(key)
 
-    def _leave_lane(self) -> None:
-        super()._leave_lane()
+    def _leave_process(self) -> None:
+        super()._leave_process()
         while self._awaited:
             self._cache.leave(*self._awaited.popitem()[1])
         while self._making:
             self._cache.failed(self._making.popitem()[1])
 
     def close(self) -> None:
-        """As `ForwardedLane.close`."""
+        """As `RelayedConnection.close`."""
         open_until_now = self._link.fileno() >= 0
         super().close()
         if open_until_now:

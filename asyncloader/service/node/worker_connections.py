@@ -2,19 +2,19 @@
 
 Data path: loader -> connection -> [worker_connections] -> worker_host -> [worker_connections] -> connection -> loader.
 
-A loader on another machine has a `ForwardedLane`: the process writes a batch into a ring of the node's, and the node
-sends it from there. A loader on this machine gets the lane's socket itself (`PassedLane`): it shares its own ring with
-the process, and the node is not in between; it only says how the process ended.
+A loader on another machine has a `RelayedConnection`: the process writes a batch into a ring of the node's, and the
+node sends it from there. A loader on this machine gets the process's socket itself (`LocalConnection`): it shares its
+own ring with the process, and the node is not in between; it only says how the process ended.
 
 *What a loader makes the node hold is bounded, and an honest loader is never held up.* Tasks are given to the process
-while the loader has credits, and the session is not full; others wait here. The loader is read only while its tasks
+while the loader has credits, and the quota is not full; others wait here. The loader is read only while its tasks
 that wait, what its process has not taken, and the messages that the loader has not read are below a bound, and the
 process only while the messages are.
 
 This cannot last for ever. Messages go as the loader reads. What waits for the process goes as the process works, and if
 it does not for `_DEAF_S`, the connection is closed: its loader's PINGs are unanswered, so an honest loader is elsewhere
 by then, and one that has hung up would not be noticed. KILL is read behind what came before it, hence by then at the
-latest. A session is full only of what its loader has not read. A loader within its credits has no tasks that wait, and
+latest. A quota is full only of what its loader has not read. A loader within its credits has no tasks that wait, and
 so is read all the time, unless its indices take more than `_MOST_QUEUED` twice.
 """
 
@@ -31,7 +31,7 @@ from functools import partial
 from time import perf_counter
 
 from asyncloader.errors import RingMemoryError
-from asyncloader.service.node.memory_quota import Session
+from asyncloader.service.node.memory_quota import MemoryQuota
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, Message
 from asyncloader.service.protocol.records import DeathReport, pack_record
@@ -49,11 +49,11 @@ _MOST_QUEUED = 16 << 20  # bytes, in each queue; one message more, if it is that
 _TASK_BYTES = 300  # that a task takes in a queue besides its index
 _DEAF_S = 10.0
 _SILENT_S = 2.0
-"""Seconds after a lane's end in which its process reports why, or turns out to be dying."""
+"""Seconds after a connection's end in which its process reports why, or turns out to be dying."""
 
 
-class PassedLane:
-    """The lane of a loader on this machine.
+class LocalConnection:
+    """The connection of a loader on this machine.
 
     Args:
         link: to the loader; it says nothing more on it, until it ends.
@@ -79,7 +79,7 @@ class PassedLane:
             self.close()
 
     def died(self, death: DeathReport) -> None:
-        """As `LaneEnd`."""
+        """As `WorkerConnection`."""
         with contextlib.suppress(ConnectionError):
             self._link.send(frames.DIED, pack_record(death))
         self.close()
@@ -96,15 +96,15 @@ class PassedLane:
         self.close()
 
 
-class ForwardedLane:
-    """The lane of a loader anywhere.
+class RelayedConnection:
+    """The connection of a loader anywhere.
 
     Args:
         link: to the loader.
-        sock: the node's end of the lane, non-blocking.
+        sock: the node's end of the connection, non-blocking.
         credits: tasks that the loader has outstanding, at most.
-        session: the loader.
-        ended: called once the lane has.
+        quota: the loader.
+        ended: called once the connection has.
         kill: called when a task takes too long for the loader.
     """
 
@@ -113,14 +113,14 @@ class ForwardedLane:
         link: Link,
         sock: socket.socket,
         credits: int,
-        session: Session,
+        quota: MemoryQuota,
         ended: Callable[[], None],
         kill: Callable[[], None],
     ) -> None:
         self._link = link
-        self._session = session
+        self._quota = quota
         self._held = 0  # bytes of its ring
-        self._queued = 0  # of the messages that are unsent, as the session knows them
+        self._queued = 0  # of the messages that are unsent, as the quota knows them
         self._channel = Channel(sock)
         self._ended = ended
         self._kill = kill
@@ -135,12 +135,12 @@ class ForwardedLane:
         self._idle = asyncio.Event()
         self._sent = asyncio.Event()
         self._draining = False
-        self._reads_link = self._reads_lane = True
+        self._reads_link = self._reads_process = True
         self._deaf: asyncio.TimerHandle | None = None
         self._queued_when_deaf = 0
         self._silent: asyncio.TimerHandle | None = None
         self._loop.add_reader(link.fileno(), self._on_link)
-        self._loop.add_reader(sock.fileno(), self._on_lane)
+        self._loop.add_reader(sock.fileno(), self._on_process)
 
     # ------------------------------------------------------------------------------------------ from the loader
 
@@ -152,19 +152,19 @@ class ForwardedLane:
                 self._take(message)
                 if not self._reads_link:
                     break  # the rest of the link's messages are taken when it is read again
-        except Exception as error:  # whatever it is: a lane that answers pings, and nothing else, would be waited for
+        except Exception as error:  # of any kind: a loader waits for a connection that answers pings
             self._fails(error)
         if self._link.ended:
             self.close()
 
     def _fails(self, error: Exception) -> None:
-        """End the lane, or report a death, because a request of the loader cannot be carried out."""
+        """End the connection, or report a death, because a request of the loader cannot be carried out."""
         why = str(error) or type(error).__name__  # a log record that somebody keeps must not keep the ring
         if isinstance(error, RingMemoryError):  # at another node it may be the same: the loader must not try for ever
-            _log.warning("a loader asks for more memory than there is: %s", why, extra={"peer": self._session.name})
+            _log.warning("a loader asks for more memory than there is: %s", why, extra={"peer": self._quota.name})
             self.died(DeathReport(0, None, why, "", blamed=True, shared=False))
         else:  # the peer does not follow the protocol
-            _log.warning("a loader's connection is closed: %s", why, extra={"peer": self._session.name})
+            _log.warning("a loader's connection is closed: %s", why, extra={"peer": self._quota.name})
             self.close()
 
     def _take(self, message: Message) -> None:
@@ -172,7 +172,7 @@ class ForwardedLane:
         if kind == wire.TASK:
             self._task(message.header.epoch, message.header.task, body)
         elif kind in _PASSED_ON:
-            self._pass_to_lane(kind, body)
+            self._pass_to_process(kind, body)
         elif kind == frames.PING:
             self._send(frames.PONG)
         elif kind == frames.KILL:
@@ -193,15 +193,15 @@ class ForwardedLane:
         self._unanswered[epoch, task] = 0
         self._waiting.append((epoch, task, index))
         self._waiting_bytes += len(index) + _TASK_BYTES
-        if self._session.full:
-            self._session.wait(self._give_soon)
+        if self._quota.full:
+            self._quota.wait(self._give_soon)
         self._steer()
 
     @property
     def _may_give(self) -> bool:
         """Whether the process may be given one more task."""
         given = len(self._unanswered) - len(self._waiting)
-        return given < self._most_given and self._given_bytes < _MOST_QUEUED and not self._session.full
+        return given < self._most_given and self._given_bytes < _MOST_QUEUED and not self._quota.full
 
     def _hand_over(self, epoch: int, task: int, index: bytes) -> None:
         self._unanswered[epoch, task] = len(index)
@@ -209,7 +209,7 @@ class ForwardedLane:
         self._give(epoch, task, index)
 
     def _give_soon(self) -> None:
-        """Not at once: this is called while a message is sent, or another lane is."""
+        """Not at once: this is called while a message is sent, or another connection is."""
         self._loop.call_soon(self._give_waiting)
 
     def _give_waiting(self) -> None:
@@ -218,8 +218,8 @@ class ForwardedLane:
                 epoch, task, index = self._waiting.popleft()
                 self._waiting_bytes -= len(index) + _TASK_BYTES
                 self._hand_over(epoch, task, index)
-            if self._waiting and self._session.full:
-                self._session.wait(self._give_soon)
+            if self._waiting and self._quota.full:
+                self._quota.wait(self._give_soon)
         except Exception as error:
             self._fails(error)
         self._steer()
@@ -230,7 +230,7 @@ class ForwardedLane:
             self._waiting = deque(each for each in self._waiting if each[0] >= epoch)
             self._waiting_bytes = sum(len(index) + _TASK_BYTES for _, _, index in self._waiting)
 
-    def _pass_to_lane(self, kind: int, body: bytes) -> None:
+    def _pass_to_process(self, kind: int, body: bytes) -> None:
         """The loader says that an epoch begins, or that it ends the worker."""
         if kind == wire.RESET:
             self._forget_waiting(wire.unpack_reset(body)[0])
@@ -252,8 +252,8 @@ class ForwardedLane:
             grown.close_fd()
 
     def _hold(self, nbytes: int) -> None:
-        """Count the bytes of this lane's ring. Raises RingMemoryError."""
-        self._session.hold(nbytes - self._held)
+        """Count the bytes of this connection's ring. Raises RingMemoryError."""
+        self._quota.hold(nbytes - self._held)
         self._held = nbytes
 
     def _tell(self, frame: bytes, fd: int = -1) -> None:
@@ -261,10 +261,10 @@ class ForwardedLane:
             return
         with contextlib.suppress(ConnectionError):  # the process is dying, which its pidfd reports
             if not self._channel.send(frame, () if fd < 0 else (fd,)):
-                self._loop.add_writer(self._channel.fileno(), self._flush_lane)
+                self._loop.add_writer(self._channel.fileno(), self._flush_process)
                 self._steer()
 
-    def _flush_lane(self) -> None:
+    def _flush_process(self) -> None:
         done = True
         with contextlib.suppress(ConnectionError):
             done = self._channel.flush()
@@ -277,10 +277,10 @@ class ForwardedLane:
         if self._link.fileno() < 0:
             return
         read = self._link.queued <= _MOST_QUEUED
-        if read != self._reads_lane and self._channel.fileno() >= 0:
-            self._reads_lane = read
+        if read != self._reads_process and self._channel.fileno() >= 0:
+            self._reads_process = read
             if read:
-                self._loop.add_reader(self._channel.fileno(), self._on_lane)
+                self._loop.add_reader(self._channel.fileno(), self._on_process)
             else:
                 self._loop.remove_reader(self._channel.fileno())
         queued = self._channel.unsent_memory + self._waiting_bytes
@@ -304,7 +304,7 @@ class ForwardedLane:
 
     # ------------------------------------------------------------------------------------------- to the loader
 
-    def _on_lane(self) -> None:
+    def _on_process(self) -> None:
         try:
             for kind, body in self._channel.receive():
                 self._pass_on(kind, body)
@@ -317,7 +317,8 @@ class ForwardedLane:
                 self._silent = self._loop.call_later(_SILENT_S, self._ended_silently)
 
     def _ended_silently(self) -> None:
-        self.died(DeathReport(0, None, "Its lane ended, and its process lives on.", "", blamed=False, shared=False))
+        why = "Its worker connection ended, and its process lives on."
+        self.died(DeathReport(0, None, why, "", blamed=False, shared=False))
 
     def _pass_on(self, kind: int, body: bytes) -> None:
         if kind == wire.RESULT:
@@ -353,7 +354,7 @@ class ForwardedLane:
                 payload = memoryview(oneoff_anchor(fd, result.nbytes))
             finally:
                 os.close(fd)
-            self._session.check(result.nbytes)
+            self._quota.check(result.nbytes)
         ring = self._rings.answered(epoch, task, result.slot, result.nbytes)
         if ring is not None:
             payload, sent = memoryview(ring.look(result.slot, result.nbytes)), partial(ring.give_back, result.slot)
@@ -367,8 +368,8 @@ class ForwardedLane:
 
     def _own(self, payload: memoryview) -> Callable[[], None]:
         """Count a batch that lies in no ring. Returns the function to call once it was sent."""
-        self._session.count(payload.nbytes)
-        return partial(self._session.count, -payload.nbytes)
+        self._quota.count(payload.nbytes)
+        return partial(self._quota.count, -payload.nbytes)
 
     def _batch(
         self,
@@ -434,14 +435,14 @@ class ForwardedLane:
     def _count(self) -> None:
         """Note how much is unsent."""
         queued = self._link.queued
-        self._session.count(queued - self._queued)
+        self._quota.count(queued - self._queued)
         self._queued = queued
         self._steer()
 
     # ---------------------------------------------------------------------------------------------- ending
 
     def died(self, death: DeathReport) -> None:
-        """As `LaneEnd`: what the process had sent goes first."""
+        """As `WorkerConnection`: what the process had sent goes first."""
         before = -1
         with contextlib.suppress(Exception):
             while not self._channel.ended and self._channel.received != before:
@@ -449,9 +450,9 @@ class ForwardedLane:
                 for kind, body in self._channel.receive():
                     self._pass_on(kind, body)
         self._send(frames.DIED, pack_record(death))
-        self._leave_lane()
+        self._leave_process()
 
-    def _leave_lane(self) -> None:
+    def _leave_process(self) -> None:
         """Let go of the process. The link stays until all is sent and the loader closes it."""
         if self._channel.fileno() >= 0:
             self._loop.remove_reader(self._channel.fileno())
@@ -459,7 +460,7 @@ class ForwardedLane:
             self._channel.close()
         self._waiting.clear()
         self._waiting_bytes = 0
-        self._session.leave(self._give_soon)
+        self._quota.leave(self._give_soon)
         for timer in (self._deaf, self._silent):
             if timer is not None:
                 timer.cancel()
@@ -480,8 +481,8 @@ class ForwardedLane:
         self.close()
 
     def close(self) -> None:
-        """End the lane. Idempotent."""
-        self._leave_lane()
+        """End the connection. Idempotent."""
+        self._leave_process()
         self._idle.set()
         self._sent.set()
         if self._link.fileno() >= 0:
@@ -489,7 +490,7 @@ class ForwardedLane:
             self._loop.remove_writer(self._link.fileno())
             self._link.close()
             self._rings.close()
-            self._session.count(-self._queued)
+            self._quota.count(-self._queued)
             self._queued = 0
             self._hold(0)
             self._ended()

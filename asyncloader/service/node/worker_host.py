@@ -1,19 +1,22 @@
 """The main function of a service's worker process: carries out the tasks of several logical workers.
 
-Data path: node -> lane -> [worker_host: fetch -> collate -> slot] -> lane -> node or loader.
+Data path: node -> connection -> [worker_host: fetch -> collate -> slot] -> connection -> node or loader.
 
-A *lane* is one logical worker of one loader: a socket, with a `TaskRunner` behind it. A process has any number of
-them. Those of a blocking dataset take turns, task by task: next is a lane of the session that has had the least time.
+A *connection* is one logical worker of one loader: a socket, with a `TaskRunner` behind it. A process has any number of
+them. Those of a blocking dataset take turns, task by task: next is a connection of the loader that has had the least
+time.
 Those of an asynchronous dataset, or of one that is read in threads, run on one event loop.
 
-A blocking map dataset, whose samples depend on nothing but their index, is made once and shared by all lanes. Any
-other is made for each lane, because it may keep a position, or open connections.
+A blocking map dataset, whose samples depend on nothing but their index, is made once and shared by all connections. Any
+other is made for each connection, because it may keep a position, or open connections.
 
-The node opens lanes, over the process's own channel. A lane ends with its socket, or on STOP. One that ends for any
-other reason, of the dataset's or of this process's, is reported to the node, so that its loader goes on elsewhere.
+The node opens connections, over the process's own channel. A connection ends with its socket, or on STOP. One that
+ends for any other reason, of the dataset's or of this process's, is reported to the node, so that its loader goes on
+elsewhere.
 
-*What a lane holds is bounded.* A loader that sends more than its process carries out, or does not read what was made,
-holds up itself: nothing is read from its lane, or none of its tasks is carried out, until its queues are shorter. Both
+*What a connection holds is bounded.* A loader that sends more than its process carries out, or does not read what was
+made, holds up itself: nothing is read from its connection, or none of its tasks is carried out, until its queues are
+shorter. Both
 get shorter without a frame that was not read: by carrying frames out, or by the loader that reads.
 """
 
@@ -28,6 +31,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -38,10 +42,10 @@ from asyncloader.errors import StateError
 from asyncloader.service.definition import Defined, Made, load_definition
 from asyncloader.service.node.dataset_info import dataset_info_of
 from asyncloader.service.pickled import PickledDefinition
-from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest, finding, planned
-from asyncloader.telemetry.counters import LANE_KEY, Recorder
+from asyncloader.telemetry.counters import CONNECTION_KEY, Recorder
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc import wire
@@ -50,46 +54,46 @@ from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.worker import AsyncTaskLoop, serve_async, tune
 
-FACTS, OPEN, PLAN, PLANNED, NOT_MADE, ENDED = 40, 41, 42, 43, 44, 45
-"""Frames between the node and its process, all pickled, as both are the node's own: what the dataset is; a new lane,
-whose socket comes with the frame; a number and a `PlanRequest`; this number with the `Plan`, or an error as bytes; why
-there is no dataset, as text; a `LaneEnding`."""
+DATASET_INFO, OPEN, PLAN, PLANNED, NOT_MADE, ENDED = 40, 41, 42, 43, 44, 45
+"""Frames between the node and its process, all pickled, as both are the node's own: what the dataset is; a new
+connection, whose socket comes with the frame; a number and a `PlanRequest`; this number with the `Plan`, or an error
+as bytes; why there is no dataset, as text; a `ConnectionEnding`."""
 MOST_PROBLEM = 1500
 """Characters of the text that says why there is no dataset, at most."""
 
 _COUNTS_S = 0.25
 _MOST_FRAME = (64 << 20) + 256  # a message's largest body, and the head of a frame
-_MOST_QUEUED = 16 << 20  # bytes of a lane's frames, in either direction; one frame more, if it is that large
+_MOST_QUEUED = 16 << 20  # bytes of a connection's frames, in either direction; one frame more, if it is that large
 _FRAME_BYTES = 200  # that a frame takes in a queue besides its own
-_MOST_TASKS = 1 << 13  # of a lane on the event loop: twice the credits that a loader may have
+_MOST_TASKS = 1 << 13  # of a connection on the event loop: twice the credits that a loader may have
 _MOST_TASK_BYTES = 256 << 20  # of their frames
 _MOST_REASON = 2000  # characters
 
 
-class LaneOpening(NamedTuple):
-    """A new lane.
+class ConnectionOpening(NamedTuple):
+    """A new connection.
 
     Attributes:
         number: the node's number for it, from 1.
-        session: the loader that it belongs to.
+        loader: the loader that it belongs to.
         worker: its number among the loader's workers.
         setup: the loader's options, without dataset and functions.
         catalog: the shards that the loader assigns; None: of no such dataset.
         start: where it begins: an `EpochStart`, packed by the loader and not read by the node.
-        facts: what the loader's node says of the dataset, with which it has planned.
+        info: what the loader's node says of the dataset, with which it has planned.
     """
 
     number: int
-    session: str
+    loader: str
     worker: int
     setup: WorkerSetup
     catalog: Catalog | None
     start: bytes
-    facts: DatasetInfo
+    info: DatasetInfo
 
 
-class LaneEnding(NamedTuple):
-    """The end of a lane, at one of its tasks or not, whose loader did not ask for it. The process lives on."""
+class ConnectionEnding(NamedTuple):
+    """The end of a connection, at one of its tasks or not, whose loader did not ask for it. The process lives on."""
 
     number: int
     reason: str
@@ -102,7 +106,7 @@ class HostSetup(NamedTuple):
     Attributes:
         target: names the definition.
         arguments: the definition's.
-        threads: whether its lanes read a blocking dataset in threads (`concurrency`).
+        threads: whether its connections read a blocking dataset in threads (`concurrency`).
         data: the definition itself, where an engine sent it; None: it is imported.
         fingerprint: of the definition that the node has imported; empty: it was sent.
     """
@@ -114,7 +118,7 @@ class HostSetup(NamedTuple):
     fingerprint: str = ""
 
     def run(self, channel: Channel, recorder: Recorder, entered: float) -> None:
-        """Serve lanes until the node ends this process. Raises what its channel raises."""
+        """Serve connections until the node ends this process. Raises what its channel raises."""
         recorder.time("start_import", perf_counter() - entered)
         began = perf_counter()
         torch.multiprocessing._set_thread_name("asyncloader_lane")
@@ -125,18 +129,18 @@ class HostSetup(NamedTuple):
                 definition.check(self.fingerprint, "in the node")
             defined = Defined(definition, self.arguments)
             made = defined.make()
-            facts = dataset_info_of(made.dataset)
-            host = _Host(channel, recorder, defined, made, facts)
+            info = dataset_info_of(made.dataset)
+            host = _Host(channel, recorder, defined, made, info)
         except (Exception, SystemExit) as error:
             text = line_of(f"{self.target} raised {type(error).__name__}: {error}", MOST_PROBLEM)
             channel.send_all(wire.pack(NOT_MADE, pickle.dumps(text)))
             return  # the node starts another process in a while
         recorder.time("start_dataset", perf_counter() - began)
-        channel.send_all(wire.pack(FACTS, pickle.dumps(facts)))
-        if facts.problem:
+        channel.send_all(wire.pack(DATASET_INFO, pickle.dumps(info)))
+        if info.problem:
             channel.receive(wait=True)  # until the node ends this process
             return
-        concurrent = facts.asynchronous or self.threads
+        concurrent = info.asynchronous or self.threads
         tune(concurrent=concurrent)
         if concurrent:
             serve_async(host.run_async)
@@ -144,13 +148,13 @@ class HostSetup(NamedTuple):
             host.run()
 
 
-class _LaneChannel(Channel):
-    """A channel whose `send_all` does not wait: one lane's reader must not hold up the others."""
+class _ConnectionChannel(Channel):
+    """A channel whose `send_all` does not wait: one connection's reader must not hold up the others."""
 
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop | None) -> None:
         super().__init__(sock, _MOST_FRAME)
         self.recorder = Recorder()
-        """What this lane's worker counts. The loader gets it now and then, before an answer."""
+        """What this connection's worker counts. The loader gets it now and then, before an answer."""
         self.sent: Callable[[], None] | None = None
         """Called when all is sent that had to wait, or the loader is gone; only with an event loop."""
         self._loop = loop  # sends the rest; None: the host does
@@ -188,10 +192,10 @@ class _LaneChannel(Channel):
         super().close()
 
 
-class _Lane:
-    def __init__(self, opening: LaneOpening, channel: _LaneChannel, runner: TaskRunner) -> None:
+class _Connection:
+    def __init__(self, opening: ConnectionOpening, channel: _ConnectionChannel, runner: TaskRunner) -> None:
         self.number = opening.number
-        self.session = opening.session
+        self.loader = opening.loader
         self.channel = channel
         self.runner = runner
         self.frames: deque[tuple[int, bytes]] = deque()
@@ -210,12 +214,12 @@ class _Lane:
         return reading | (select.POLLOUT if self.channel.unsent_bytes else 0)
 
 
-class _LaneLoop(AsyncTaskLoop):
-    """Carries out a lane's tasks on the loop of all lanes. `failed` is called before its tasks have ended."""
+class _ConnectionLoop(AsyncTaskLoop):
+    """Carries out a connection's tasks on the shared loop. `failed` is called before its tasks have ended."""
 
-    def __init__(self, lane: _Lane, failed: Callable[[BaseException, bool], None]) -> None:
-        super().__init__(lane.runner)
-        self._channel = lane.channel
+    def __init__(self, connection: _Connection, failed: Callable[..., None]) -> None:
+        super().__init__(connection.runner)
+        self._channel = connection.channel
         self._channel.sent = self._sent
         self._failed = failed
 
@@ -238,23 +242,23 @@ class _LaneLoop(AsyncTaskLoop):
 
     def _end(self, error: BaseException | None, *, at_task: bool = False) -> None:
         if error is not None and not self._done.done():
-            self._failed(error, at_task)
+            self._failed(error, at_task=at_task)
         super()._end(error)
 
 
-class _LaneSetup(NamedTuple):
-    """A lane's set-up, with the process's dataset or one of its own."""
+class _ConnectionSetup(NamedTuple):
+    """A connection's set-up, with the process's dataset or one of its own."""
 
-    opening: LaneOpening
+    opening: ConnectionOpening
     defined: Defined
     made: Made | None
 
     def load(self) -> WorkerSetup:
-        # Another lane's may be set, and a dataset's length may depend on it: the node's facts were taken without any.
+        # Another connection's may be set, and a dataset's length may depend on it: the node's was taken without any.
         torch_worker._worker_info = None
         dataset, functions = self.made or self.defined.make()
         # What is stored may have changed since the node's first process was started.
-        difference = dataset_info_of(dataset).difference(self.opening.facts)
+        difference = dataset_info_of(dataset).difference(self.opening.info)
         if difference:
             raise StateError(
                 f"process {os.getpid()} of the node: {difference}. What is stored has changed since the node was "
@@ -265,7 +269,7 @@ class _LaneSetup(NamedTuple):
         assert seeded is not None  # a service serves seeded loaders only
         return self.opening.setup._replace(
             dataset=dataset,
-            starts=[PLAIN.load_start(self.opening.start)] * (self.opening.worker + 1),
+            starts=[MSGPACK.load_start(self.opening.start)] * (self.opening.worker + 1),
             worker_init_fn=init if self.opening.catalog is None else finding(dataset, self.opening.catalog, init),
             decode=functions.get("decode"),
             collate_fn=collate_fn or self.opening.setup.collate_fn,
@@ -274,61 +278,61 @@ class _LaneSetup(NamedTuple):
 
 
 class _Host:
-    def __init__(self, channel: Channel, recorder: Recorder, defined: Defined, made: Made, facts: DatasetInfo) -> None:
+    def __init__(self, channel: Channel, recorder: Recorder, defined: Defined, made: Made, info: DatasetInfo) -> None:
         self._channel = channel
         self._recorder = recorder
         self._defined = defined
         self._made = made
-        self._fresh = True  # `made` was given to no lane yet
-        self._shared = not (facts.iterable or facts.asynchronous or facts.stateful)
-        self._lanes: dict[int, _Lane] = {}  # by descriptor
-        self._used: dict[str, float] = {}  # seconds of each session that has lanes here
-        self._draw_check = GlobalDrawCheck()  # one for all lanes: they share the generators
-        self._planning: Any = None  # a dataset that no lane has: it makes plans of any number of workers
+        self._fresh = True  # `made` was given to no connection yet
+        self._shared = not (info.iterable or info.asynchronous or info.stateful)
+        self._connections: dict[int, _Connection] = {}  # by descriptor
+        self._used: dict[str, float] = {}  # seconds of each loader that has connections here
+        self._draw_check = GlobalDrawCheck()  # one for all connections: they share the generators
+        self._planning: Any = None  # a dataset that no connection has: it makes plans of any number of workers
         self._plans: list[tuple[int, PlanRequest]] = []  # that the node has asked for
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = False
 
-    # ------------------------------------------------------------------------------------------- lanes
+    # ------------------------------------------------------------------------------------------- connections
 
-    def _control(self) -> list[_Lane]:
-        """Read the process's own channel. Returns the lanes that are new."""
+    def _control(self) -> list[_Connection]:
+        """Read the process's own channel. Returns the connections that are new."""
         opened = []
         for kind, body in self._channel.receive():
             if kind == wire.STOP:
                 self._ended = True
             elif kind == OPEN:
-                lane = self._open(pickle.loads(body))
-                if lane is not None:
-                    opened.append(lane)
+                connection = self._open(pickle.loads(body))
+                if connection is not None:
+                    opened.append(connection)
             elif kind == PLAN:
                 self._plans.append(pickle.loads(body))
         self._ended = self._ended or self._channel.ended
         return opened
 
-    def _open(self, opening: LaneOpening) -> _Lane | None:
-        channel: _LaneChannel | None = None
+    def _open(self, opening: ConnectionOpening) -> _Connection | None:
+        channel: _ConnectionChannel | None = None
         try:
             sock = socket.socket(fileno=self._channel.take_fd())
             sock.setblocking(False)
-            channel = _LaneChannel(sock, self._loop)
+            channel = _ConnectionChannel(sock, self._loop)
             made = self._made if self._shared or self._fresh else None
             self._fresh = False
-            setup = _LaneSetup(opening, self._defined, made)
+            setup = _ConnectionSetup(opening, self._defined, made)
             runner = TaskRunner(
-                opening.worker, channel, setup, channel.recorder, perf_counter(), PLAIN, self._draw_check
+                opening.worker, channel, setup, channel.recorder, perf_counter(), MSGPACK, self._draw_check
             )
-        except Exception as error:  # the other lanes go on
+        except Exception as error:  # the other connections go on
             self._report(opening.number, error, at_task=False)
             if channel is not None:
                 channel.close()
             return None
-        lane = _Lane(opening, channel, runner)
-        self._add(lane)
-        return lane
+        connection = _Connection(opening, channel, runner)
+        self._add(connection)
+        return connection
 
     def _report(self, number: int, error: BaseException, *, at_task: bool) -> None:
-        """Tell the node what ended a lane, unless its loader did: the process lives, so nothing else would."""
+        """Tell the node what ended a connection, unless its loader did: the process lives, so nothing else would."""
         if isinstance(error, ConnectionError):
             return
         kind = type(error).__name__
@@ -336,108 +340,111 @@ class _Host:
             reason = f"{kind}: {error}"
         except Exception:
             reason = kind
-        ending = LaneEnding(number, f"Its worker failed, and its process lives on. {reason[:_MOST_REASON]}", at_task)
+        reason = f"Its worker failed, and its process lives on. {reason[:_MOST_REASON]}"
+        ending = ConnectionEnding(number, reason, at_task)
         with contextlib.suppress(ConnectionError):  # the node is gone, which ends this process
             self._channel.send_all(wire.pack(ENDED, pickle.dumps(ending)))
 
-    def _add(self, lane: _Lane) -> None:
-        # A session that comes late does not get the time that it was not there for.
-        self._used.setdefault(lane.session, min(self._used.values(), default=0.0))
-        self._lanes[lane.channel.fileno()] = lane
+    def _add(self, connection: _Connection) -> None:
+        # A loader that comes late does not get the time that it was not there for.
+        self._used.setdefault(connection.loader, min(self._used.values(), default=0.0))
+        self._connections[connection.channel.fileno()] = connection
 
-    def _close(self, lane: _Lane) -> None:
-        self._lanes.pop(lane.channel.fileno(), None)
-        lane.channel.close()
-        lane.runner.release()
-        if torch_worker._worker_info is lane.info:
-            torch_worker._worker_info = None  # it has the lane's dataset
-        if all(other.session != lane.session for other in self._lanes.values()):
-            self._used.pop(lane.session, None)
+    def _close(self, connection: _Connection) -> None:
+        self._connections.pop(connection.channel.fileno(), None)
+        connection.channel.close()
+        connection.runner.release()
+        if torch_worker._worker_info is connection.info:
+            torch_worker._worker_info = None  # it has the connection's dataset
+        if all(other.loader != connection.loader for other in self._connections.values()):
+            self._used.pop(connection.loader, None)
 
     # ------------------------------------------------------------------------------------------- blocking
 
     def run(self) -> None:
-        """Carry out the lanes' tasks, one after the other."""
+        """Carry out the connections' tasks, one after the other."""
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
         while not self._ended:
-            busy = any(lane.ready for lane in self._lanes.values())
+            busy = any(connection.ready for connection in self._connections.values())
             for fd, events in poll.poll(0 if busy else None):
                 if fd == self._channel.fileno():
-                    for lane in self._control():
-                        poll.register(lane.channel.fileno(), lane.events)
+                    for connection in self._control():
+                        poll.register(connection.channel.fileno(), connection.events)
                     continue
-                self._exchange(self._lanes[fd], events)
+                self._exchange(self._connections[fd], events)
             following = self._next()
             if following is not None:
                 self._carry_out(following)
-            for lane in [lane for lane in self._lanes.values() if lane.channel.ended or lane.runner.stopped]:
-                poll.unregister(lane.channel.fileno())
-                self._close(lane)
-            for lane in self._lanes.values():
-                poll.modify(lane.channel.fileno(), lane.events)
+            for connection in [
+                each for each in self._connections.values() if each.channel.ended or each.runner.stopped
+            ]:
+                poll.unregister(connection.channel.fileno())
+                self._close(connection)
+            for connection in self._connections.values():
+                poll.modify(connection.channel.fileno(), connection.events)
 
-    def _next(self) -> _Lane | None:
-        """The lane whose turn it is: of those with something to do, one of the session that has had the least time."""
-        ready = [lane for lane in self._lanes.values() if lane.ready]
-        return min(ready, key=lambda lane: self._used[lane.session], default=None)
+    def _next(self) -> _Connection | None:
+        """The connection whose turn it is: of those with work, one of the loader that has had the least time."""
+        ready = [connection for connection in self._connections.values() if connection.ready]
+        return min(ready, key=lambda connection: self._used[connection.loader], default=None)
 
-    def _exchange(self, lane: _Lane, events: int) -> None:
-        """Send and receive what the lane's socket takes and has."""
+    def _exchange(self, connection: _Connection, events: int) -> None:
+        """Send and receive what the connection's socket takes and has."""
         try:
-            lane.channel.flush()
+            connection.channel.flush()
             if not events & select.POLLIN:
                 # Perhaps the loader has hung up while nothing was read: nobody wants the answers to what is queued.
-                lane.channel.ended = lane.channel.ended or bool(events & ~select.POLLOUT)
+                connection.channel.ended = connection.channel.ended or bool(events & ~select.POLLOUT)
                 return
-            for frame in lane.channel.receive():
-                lane.frames.append(frame)
-                lane.queued += len(frame[1]) + _FRAME_BYTES
+            for frame in connection.channel.receive():
+                connection.frames.append(frame)
+                connection.queued += len(frame[1]) + _FRAME_BYTES
         except ConnectionError:
-            lane.channel.ended = True
+            connection.channel.ended = True
         except Exception as error:
-            self._fail(lane, error, at_task=False)
+            self._fail(connection, error, at_task=False)
 
-    def _fail(self, lane: _Lane, error: BaseException, *, at_task: bool) -> None:
-        """This lane cannot go on: the others do."""
-        if not lane.channel.ended:
-            self._report(lane.number, error, at_task=at_task)
-        lane.channel.ended = True
+    def _fail(self, connection: _Connection, error: BaseException, *, at_task: bool) -> None:
+        """This connection cannot go on: the others do."""
+        if not connection.channel.ended:
+            self._report(connection.number, error, at_task=at_task)
+        connection.channel.ended = True
 
-    def _carry_out(self, lane: _Lane) -> None:
-        kind, body = lane.frames.popleft()
-        lane.queued -= len(body) + _FRAME_BYTES
-        torch_worker._worker_info = lane.info
+    def _carry_out(self, connection: _Connection) -> None:
+        kind, body = connection.frames.popleft()
+        connection.queued -= len(body) + _FRAME_BYTES
+        torch_worker._worker_info = connection.info
         began = perf_counter()
-        self._recorder.put(LANE_KEY, lane.number)
+        self._recorder.put(CONNECTION_KEY, connection.number)
         try:
             if kind == wire.TASK:
-                lane.runner.task(body)
+                connection.runner.task(body)
             else:
-                lane.runner.control(kind, body)
+                connection.runner.control(kind, body)
         except Exception as error:  # the loader is gone, or sent what is no frame of ours, or the dataset is at fault
-            self._fail(lane, error, at_task=kind == wire.TASK)
-        self._recorder.put(LANE_KEY, 0)
+            self._fail(connection, error, at_task=kind == wire.TASK)
+        self._recorder.put(CONNECTION_KEY, 0)
         seconds = perf_counter() - began
-        self._used[lane.session] += seconds
+        self._used[connection.loader] += seconds
         if kind == wire.TASK:
             self._recorder.time("fetch", seconds)
 
     # ------------------------------------------------------------------------------------------- asynchronous
 
     async def run_async(self) -> None:
-        """Carry out the lanes' tasks, all at a time."""
+        """Carry out the connections' tasks, all at a time."""
         loop = self._loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         current: Any = _CurrentInfo()
 
         def readable() -> None:
             opened = self._control()
-            torch_worker._worker_info = current  # each new lane has put its own there
-            for lane in opened:
+            torch_worker._worker_info = current  # each new connection has put its own there
+            for connection in opened:
                 context = copy_context()
-                context.run(_info.set, lane.info)
-                group.create_task(self._run_lane(lane), context=context)
+                context.run(_info.set, connection.info)
+                group.create_task(self._run_connection(connection), context=context)
             while self._plans:
                 group.create_task(self._plan(*self._plans.pop()))
             if self._ended and not done.done():
@@ -449,9 +456,9 @@ class _Host:
                 await done
             finally:
                 loop.remove_reader(self._channel.fileno())
-                for lane in self._lanes.values():
-                    lane.runner.stopped = True
-                    lane.channel.sock.shutdown(socket.SHUT_RDWR)
+                for connection in self._connections.values():
+                    connection.runner.stopped = True
+                    connection.channel.sock.shutdown(socket.SHUT_RDWR)
 
     async def _plan(self, number: int, request: PlanRequest) -> None:
         answer: Any
@@ -460,23 +467,23 @@ class _Host:
                 self._planning = self._defined.make().dataset
             answer = await planned(self._planning, request)
         except Exception as error:
-            answer = PLAIN.dump_error(error, 0)
+            answer = MSGPACK.dump_error(error, 0)
         self._channel.send_all(wire.pack(PLANNED, pickle.dumps((number, answer))))
 
-    async def _run_lane(self, lane: _Lane) -> None:
+    async def _run_connection(self, connection: _Connection) -> None:
         try:
-            await _LaneLoop(lane, lambda error, at_task: self._fail(lane, error, at_task=at_task)).run()
+            await _ConnectionLoop(connection, partial(self._fail, connection)).run()
         except Exception:  # as in `_carry_out`
-            lane.channel.ended = True
+            connection.channel.ended = True
         finally:
-            self._close(lane)
+            self._close(connection)
 
 
 _info: ContextVar[Any] = ContextVar("asyncloader_worker_info", default=None)
 
 
 class _CurrentInfo:
-    """What `torch.utils.data.get_worker_info` returns where several lanes run on one loop: the current lane's."""
+    """What `torch.utils.data.get_worker_info` returns where connections share a loop: the current connection's."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_info.get(), name)

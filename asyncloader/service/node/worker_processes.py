@@ -1,4 +1,4 @@
-"""The node's side of its worker processes: starts them, opens lanes in them, and replaces those that die.
+"""The node's side of its worker processes: starts them, opens connections in them, and replaces those that die.
 
 Data path: node -> [worker_processes] -> worker_host.
 """
@@ -18,21 +18,21 @@ from typing import Any, Protocol
 
 from asyncloader.bridge import in_thread
 from asyncloader.service.node.worker_host import (
+    DATASET_INFO,
     ENDED,
-    FACTS,
     MOST_PROBLEM,
     NOT_MADE,
     OPEN,
     PLAN,
     PLANNED,
+    ConnectionEnding,
+    ConnectionOpening,
     HostSetup,
-    LaneEnding,
-    LaneOpening,
 )
 from asyncloader.service.protocol.handshake import Opening
 from asyncloader.service.protocol.records import DatasetInfo, DeathReport
 from asyncloader.service.protocol.shard_plan import PlanRequest
-from asyncloader.telemetry.counters import LANE_KEY, StageTimes, stage_times, total
+from asyncloader.telemetry.counters import CONNECTION_KEY, StageTimes, stage_times, total
 from asyncloader.workers import shutdown
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import channel_pair
@@ -46,12 +46,12 @@ _ABANDONED_S = 10.0
 _ALL_BEGUN_S = 60.0
 """Seconds that the first loaders wait for all processes to have their dataset, while one has."""
 _NONE_READY_S = 20.0
-"""Seconds that a lane waits for a process: less than a loader waits for an answer."""
+"""Seconds that a connection waits for a process: less than a loader waits for an answer."""
 _UNWANTED_S = 60.0
 """Seconds without a loader after which a dataset of the loaders' choice that cannot be made is given up."""
 _FAILURES_PER_MINUTE = 6
 _FAILED_S = 60.0
-"""Seconds for which a process in which a lane ended at no task gets no lanes, if there are others."""
+"""Seconds for which a process in which a connection ended at no task gets no connections, if there are others."""
 _STACKS_S = 1.0
 _KILLED = "Its loader had it killed: it was at one task for too long."
 _BUSY = "Its process was at another loader's task."
@@ -61,26 +61,26 @@ class NotMade(Exception):
     """No process has the dataset; the text says why, on one line. Later one may."""
 
 
-class LaneEnd(Protocol):
-    """What holds the node's end of a lane."""
+class WorkerConnection(Protocol):
+    """What holds the node's end of a connection."""
 
     def died(self, death: DeathReport) -> None:
-        """The lane's process died."""
+        """The connection's process died."""
         ...
 
 
 class _Process:
     def __init__(self, process: WorkerProcess) -> None:
         self.process = process
-        self.lanes: dict[int, LaneEnd] = {}
+        self.connections: dict[int, WorkerConnection] = {}
         self.plans: dict[int, asyncio.Future[Any]] = {}
         self.ready = False
         self.problem = ""
         """Why it could not make its dataset."""
         self.failed_at = -inf
-        """When a lane ended in it at no task: it may be out of descriptors, so for a while others get the next ones."""
+        """When a connection ended in it at no task: it may be out of descriptors, so others get the next ones."""
         self.killed_for = 0
-        """The lane whose loader had it killed; 0: none."""
+        """The connection whose loader had it killed; 0: none."""
 
 
 def _end_left_over(process: WorkerProcess) -> None:
@@ -109,7 +109,7 @@ class HostProcesses:
         self._by = {"peer": f"processes of {setup.target}"}  # whose lines of the log these are
         self._logged = LineLimit(_FAILURES_PER_MINUTE)
         self._looking = asyncio.Lock()  # a pipe has one reader
-        self._requests = 0  # lanes and plans that were asked for
+        self._requests = 0  # connections and plans that were asked for
         self._users = 0
         self._tasks_of_dead, self._busy_of_dead = 0, 0.0
         self._context = multiprocessing.get_context("forkserver")
@@ -117,7 +117,7 @@ class HostProcesses:
         self._processes: dict[int, _Process] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._facts: DatasetInfo | None = None  # that were reported first, since no process had the dataset
+        self._info: DatasetInfo | None = None  # that were reported first, since no process had the dataset
         self._news = asyncio.Event()  # replaced by another whenever something below, or a process, has changed
         self._begun: set[int] = set()
         self._waited_for_all = False
@@ -135,20 +135,20 @@ class HostProcesses:
         for number in range(self.number):
             self._keep(number)
 
-    async def first_facts(self) -> DatasetInfo:
+    async def first_dataset_info(self) -> DatasetInfo:
         """What the dataset is, as soon as one process has made it.
 
         Raises:
             NotMade: each process has failed.
         """
-        while not self.running and not (self._facts is not None and self._facts.problem):
+        while not self.running and not (self._info is not None and self._info.problem):
             if self.problem and len(self._begun) == self.number:
                 raise NotMade(self.problem)
             await self._news.wait()
-        assert self._facts is not None
-        return self._facts
+        assert self._info is not None
+        return self._info
 
-    async def facts(self) -> DatasetInfo:
+    async def dataset_info(self) -> DatasetInfo:
         """What the dataset is, as soon as one process has made it, for a loader that wants it.
 
         Raises:
@@ -156,12 +156,12 @@ class HostProcesses:
         """
         assert self._loop is not None
         self._asked = self._loop.time()
-        while not self.running and not (self._facts is not None and self._facts.problem):
+        while not self.running and not (self._info is not None and self._info.problem):
             if self.problem:
                 raise NotMade(self.problem)
             await self._news.wait()
-        assert self._facts is not None
-        return self._facts
+        assert self._info is not None
+        return self._info
 
     async def begun(self) -> None:
         """Wait until each process has its dataset, or has failed, but only once and not for ever: the loaders that come
@@ -202,7 +202,7 @@ class HostProcesses:
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[None]:
-        """While somebody is about to open a lane."""
+        """While somebody is about to open a connection."""
         self._users += 1
         try:
             yield
@@ -211,8 +211,8 @@ class HostProcesses:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody has a lane, or is about to."""
-        return not self._users and not any(each.lanes for each in self._processes.values())
+        """Whether nobody has a connection, or is about to."""
+        return not self._users and not any(each.connections for each in self._processes.values())
 
     @property
     def tasks(self) -> int:
@@ -260,11 +260,11 @@ class HostProcesses:
 
     def _read(self, number: int, made: _Process) -> None:
         for kind, body in made.process.channel.receive():
-            if kind == FACTS:
-                facts: DatasetInfo = pickle.loads(body)
-                if self._facts is None or not self.running:
-                    self._facts = facts
-                made.ready = not facts.problem
+            if kind == DATASET_INFO:
+                info: DatasetInfo = pickle.loads(body)
+                if self._info is None or not self.running:
+                    self._info = info
+                made.ready = not info.problem
                 if self.problem and made.ready:
                     self.problem = ""
                     _log.warning("%s is made now", self.setup.target, extra=self._by)
@@ -279,8 +279,8 @@ class HostProcesses:
                 if future is not None and not future.done():
                     future.set_result(answer)
             elif kind == ENDED:
-                ending: LaneEnding = pickle.loads(body)
-                end = made.lanes.pop(ending.number, None)
+                ending: ConnectionEnding = pickle.loads(body)
+                end = made.connections.pop(ending.number, None)
                 if not ending.at_task:
                     made.failed_at = asyncio.get_running_loop().time()
                 if end is not None:
@@ -329,9 +329,9 @@ class HostProcesses:
         error = process.death()
         at = made.killed_for or self._at(made)
         self.deaths += not made.problem
-        for lane, end in list(made.lanes.items()):
-            blamed = lane == at or (not at and len(made.lanes) == 1)
-            shared = not at and len(made.lanes) > 1 and self._asynchronous
+        for connection, end in list(made.connections.items()):
+            blamed = connection == at or (not at and len(made.connections) == 1)
+            shared = not at and len(made.connections) > 1 and self._asynchronous
             end.died(DeathReport(error.pid, error.exitcode, error.reason, error.trace, blamed, shared))
         for future in made.plans.values():
             if not future.done():
@@ -341,7 +341,7 @@ class HostProcesses:
         self._busy_of_dead += times.total
         del self._processes[number]
         process.release()
-        if self._closing.is_set() or (self._facts is not None and self._facts.problem):
+        if self._closing.is_set() or (self._info is not None and self._info.problem):
             return
         if made.ready:
             _log.warning("process %d of %s died and is replaced: %s", number, self.setup.target, error, extra=self._by)
@@ -352,44 +352,44 @@ class HostProcesses:
 
     @property
     def _asynchronous(self) -> bool:
-        return self.setup.threads or (self._facts is not None and self._facts.asynchronous)
+        return self.setup.threads or (self._info is not None and self._info.asynchronous)
 
-    # ---------------------------------------------------------------------------------------------- lanes
+    # ---------------------------------------------------------------------------------------------- connections
 
     async def open(
-        self, opening: Opening, facts: DatasetInfo, end: Callable[[Any, int], LaneEnd]
-    ) -> tuple[LaneEnd, int, int]:
-        """Open a lane in the process that has the fewest. Returns the node's end, the number, and the process's id.
+        self, opening: Opening, info: DatasetInfo, end: Callable[[Any, int], WorkerConnection]
+    ) -> tuple[WorkerConnection, int, int]:
+        """Open a connection in the process with the fewest. Returns the node's end, its number, and the process's id.
 
         Args:
             opening: the loader's request.
-            facts: that the loader was given of the dataset. Those of a process that was made since may be others.
-            end: makes the node's end, of the socket and the lane's number.
+            info: that the loader was given of the dataset. Those of a process that was made since may be others.
+            end: makes the node's end, of the socket and the connection's number.
 
         Raises:
             NotMade: no process has the dataset.
             ConnectionError: the process died.
         """
         healthy = asyncio.get_running_loop().time() - _FAILED_S
-        made = min(await self._some(), key=lambda each: (each.failed_at > healthy, len(each.lanes)))
+        made = min(await self._some(), key=lambda each: (each.failed_at > healthy, len(each.connections)))
         self._requests += 1
         number = self._requests
         ours, theirs = channel_pair()
         try:
-            asked = LaneOpening(
-                number, opening.session, opening.worker, opening.setup, opening.catalog, opening.start, facts
+            asked = ConnectionOpening(
+                number, opening.loader, opening.worker, opening.setup, opening.catalog, opening.start, info
             )
             self._ask(made, OPEN, asked, [theirs.fileno()])
-            made.lanes[number] = lane = end(ours, number)
+            made.connections[number] = connection = end(ours, number)
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        return lane, number, made.process.pid
+        return connection, number, made.process.pid
 
     async def plan(self, request: PlanRequest) -> Any:
-        """Have a plan made. Returns it, or the error that was raised, in the service's dialect.
+        """Have a plan made. Returns it, or the error that was raised, in the service's codec.
 
         Raises:
             NotMade: no process has the dataset.
@@ -424,10 +424,10 @@ class HostProcesses:
         if done:
             asyncio.get_running_loop().remove_writer(made.process.channel.fileno())
 
-    def close_lane(self, number: int) -> None:
-        """The node's end of this lane is closed."""
+    def close_connection(self, number: int) -> None:
+        """The node's end of this connection is closed."""
         for made in self._processes.values():
-            if made.lanes.pop(number, None) is not None and self._at(made) == number:
+            if made.connections.pop(number, None) is not None and self._at(made) == number:
                 asyncio.get_running_loop().call_later(_ABANDONED_S, self._end_abandoned, made, number)
 
     def _end_abandoned(self, made: _Process, number: int) -> None:
@@ -437,21 +437,22 @@ class HostProcesses:
             made.process.kill_for("It was at a task of a loader that is gone.")
 
     def _at(self, made: _Process) -> int:
-        """The lane whose task the process carries out; 0: none, or several."""
-        return int(total(made.process.recorder.block, LANE_KEY))
+        """The connection whose task the process carries out; 0: none, or several."""
+        return int(total(made.process.recorder.block, CONNECTION_KEY))
 
     def kill(self, number: int) -> None:
-        """A lane's loader says that a task takes too long: kill the process. If it is at another lane's task, this one
-        only waits, and its lane ends, so that the loader goes elsewhere.
+        """A connection's loader says that a task takes too long: kill the process. If it is at another connection's
+        task, this one only waits: it ends, so that the loader goes elsewhere.
         """
         for made in self._processes.values():
-            if number not in made.lanes:
+            if number not in made.connections:
                 continue
             if self._at(made) == number or self._asynchronous:
                 made.killed_for = number
                 made.process.kill_for(_KILLED)
             else:
-                made.lanes[number].died(DeathReport(made.process.pid, None, _BUSY, "", blamed=False, shared=False))
+                report = DeathReport(made.process.pid, None, _BUSY, "", blamed=False, shared=False)
+                made.connections[number].died(report)
             return
 
     async def close(self) -> None:

@@ -12,9 +12,9 @@ A message is a header of 32 bytes, a body, and a payload; numbers are little-end
     8  task
     8  bytes of the payload
 
-The payload is a batch's bytes, aligned as in the ring that they are received into. The bodies of a lane's messages are
-those of `asyncloader.workers.ipc.wire`; those of the session's messages are packed by `records.py`. Both bodies and
-payloads are checked against a limit before memory is taken for them.
+The payload is a batch's bytes, aligned as in the ring that they are received into. The bodies of a worker's messages
+are those of `asyncloader.workers.ipc.wire`; those of the handshake's messages are packed by `records.py`. Both
+bodies and payloads are checked against a limit before memory is taken for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HELLO, PROOF, OPENING, PING, KILL, STAY, PLAN, LOOK = 64, 65, 66, 67, 68, 69, 70
 # node -> loader
 CHALLENGE, WELCOME, OPENED, REFUSED, DIED, PONG, DRAINING, PLANNED, LOOKED = 80, 81, 82, 83, 84, 85, 86, 87, 89
 
-MOST_GREETING: Final = 1 << 17
+MOST_HANDSHAKE: Final = 1 << 17
 """Bytes of a body, at most, until both sides have proved that they have the token."""
 MOST_BODY: Final = 64 << 20
 """Bytes of a body, at most: a dataset's state may be large."""

@@ -1,4 +1,4 @@
-"""The messages with which a session begins, for both sides: who is there, what is read, and how. Pure: no sockets.
+"""The messages with which a connection begins, for both sides: who is there, what is read, and how. Pure: no sockets.
 
     loader -> node: HELLO      versions, the definition's name, arguments and fingerprint, a random number
     node -> loader: CHALLENGE  whether a token is needed, a random number
@@ -97,15 +97,15 @@ class Welcome(NamedTuple):
     """A node's answer to a proof."""
 
     proof: _ProofBytes
-    facts: DatasetInfo
+    info: DatasetInfo
 
-    def checked_facts(self) -> DatasetInfo:
+    def checked_info(self) -> DatasetInfo:
         """What the dataset is. Raises ValueError."""
-        facts = self.facts
-        numbers = all(number is None or 0 <= number < 1 << 63 for number in (facts.length, facts.shuffle))
-        if not numbers or (not facts.iterable and facts.length is None and not facts.problem):
+        info = self.info
+        numbers = all(number is None or 0 <= number < 1 << 63 for number in (info.length, info.shuffle))
+        if not numbers or (not info.iterable and info.length is None and not info.problem):
             raise ValueError("broken stream: a WELCOME that cannot be read")
-        return facts
+        return info
 
 
 class Refusal(NamedTuple):
@@ -141,7 +141,7 @@ class Looked(NamedTuple):
 class Opening(NamedTuple):
     """A request for a logical worker, as the node reads it."""
 
-    session: str
+    loader: str
     worker: int
     credits: int
     share: bool
@@ -204,7 +204,7 @@ class _Policy(NamedTuple):
 
 
 class _OpeningMessage(NamedTuple):
-    session: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[ -~]*$")]
+    loader: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[ -~]*$")]
     worker: Annotated[int, Meta(ge=0, le=MOST_WORKERS - 1)]
     credits: Annotated[int, Meta(ge=1, le=_MOST_CREDITS)]
     share: bool
@@ -216,14 +216,14 @@ class _OpeningMessage(NamedTuple):
 
 
 def pack_opening(
-    session: str, worker: int, credits: int, setup: WorkerSetup, *, share: bool, catalog: Catalog | None = None
+    loader: str, worker: int, credits: int, setup: WorkerSetup, *, share: bool, catalog: Catalog | None = None
 ) -> bytes:
     """The body of OPENING, from a set-up whose functions are the definition's."""
     policy, seeded, start = setup.policy, setup.seeded, setup.starts[worker]
     assert seeded is not None  # a service serves seeded loaders only
     return pack_record(
         _OpeningMessage(
-            session=session,
+            loader=loader,
             worker=worker,
             credits=credits,
             share=share,
@@ -255,4 +255,4 @@ def read_opening(body: bytes) -> Opening:
         policy=None if policy is None else ErrorPolicy("skip", *policy),
         **options._asdict(),
     )
-    return Opening(*(asked.session, asked.worker, asked.credits, asked.share, setup, asked.start, asked.shards))
+    return Opening(*(asked.loader, asked.worker, asked.credits, asked.share, setup, asked.start, asked.shards))

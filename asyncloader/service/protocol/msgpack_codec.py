@@ -1,6 +1,6 @@
 """How values travel between a loader and a service: typed and unexecutable, where a loader's own workers use pickle.
 
-Data path: loader -> [msgpack_codec] -> lane -> [msgpack_codec] -> worker, and back.
+Data path: loader -> [msgpack_codec] -> worker connection -> [msgpack_codec] -> worker, and back.
 
 An error is sent as its type's name, its text and its traceback. The loader raises Python's own types and asyncloader's
 as what they are, and any other as a RuntimeError whose text names it: no constructor of the user's is called.
@@ -57,21 +57,21 @@ class _Raised(NamedTuple):
     notes: Annotated[list[str], Meta(max_length=1000)]
 
 
-class PlainDialect:
-    """The `Dialect` of a service."""
+class MsgpackCodec:
+    """The `MessageCodec` of a service."""
 
     trusted = False
 
     def dumps(self, value: Any) -> bytes:
-        """As `Dialect`. Raises `Unsendable`."""
+        """As `MessageCodec`. Raises `Unsendable`."""
         return pack(value)
 
     def loads(self, data: bytes) -> Any:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         return unpack(data)
 
     def dump_error(self, error: Exception, worker_id: int) -> bytes:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         ours = isinstance(error, LoaderError)
         notes = [] if ours else take_notes(error)
         notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
@@ -82,7 +82,7 @@ class PlainDialect:
         return pack_record(_Raised(ours, name[:_NAME], said, text, worker_id, notes))
 
     def load_error(self, data: bytes) -> Any:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         ours, name, said, text, worker_id, notes = read_record(_Raised, data)
         where = f"in DataLoader worker process {worker_id}"
         kind = (_known(errors, name) or _known(transport_errors, name)) if ours else _known(builtins, name)
@@ -98,7 +98,7 @@ class PlainDialect:
         return wrapper
 
     def load_start(self, data: bytes) -> EpochStart:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         values = unpack(data)
         if type(values) is not tuple or len(values) != len(EpochStart._fields):
             raise ValueError("broken stream: the start of an epoch that cannot be read")
@@ -121,33 +121,33 @@ class PlainDialect:
         return start
 
     def template(self, data: bytes) -> BatchTemplate:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         return BatchTemplate(data)
 
     def encoder(self) -> BatchEncoder:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         return BatchEncoder()
 
     def cursor_packer(self) -> CursorPacker:
-        """As `Dialect`. A cursor whose state cannot be sent says so, as one whose state cannot be pickled does."""
+        """As `MessageCodec`. A cursor whose state cannot be sent says so, as one whose state cannot be pickled does."""
         return _pack_cursor
 
     def load_cursor(self, data: bytes) -> PackedCursor:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         # Unpacked here only to be checked: an answer that cannot be read must not count as one. The bytes are kept,
         # because the cursor of the next batch most often replaces this cursor before its value is asked for.
         _check_cursor(unpack(data))
         return PackedCursor(data, unpack)
 
     def dump_records(self, records: Sequence[SkippedSample]) -> bytes:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         try:
             return pack(records)
         except Unsendable:
             return pack([each._replace(index=repr(each.index), substitute=repr(each.substitute)) for each in records])
 
     def load_records(self, data: bytes) -> Sequence[SkippedSample]:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         records = unpack(data)
         if type(records) is not list or not records or not all(map(_is_record, records)):
             raise ValueError("broken stream: records of samples that cannot be read")
@@ -221,5 +221,5 @@ def epoch_of(start: bytes) -> int:
         raise ValueError("broken stream: an epoch's start that cannot be read") from None
 
 
-PLAIN = PlainDialect()
-"""The dialect; it has no state."""
+MSGPACK = MsgpackCodec()
+"""The codec; it has no state."""

@@ -59,8 +59,8 @@ class DeathReport(NamedTuple):
         exitcode: as of `WorkerDied`.
         reason: as of `WorkerDied`.
         trace: as of `WorkerDied`.
-        blamed: whether it died at this lane's task, and at no other's.
-        shared: whether it may have been at another lane's task, too.
+        blamed: whether it died at this worker connection's task, and at no other's.
+        shared: whether it may have been at another worker connection's task, too.
     """
 
     pid: int

@@ -3,7 +3,7 @@
 Data path: loader -> PLAN -> node -> process: dataset.plan -> [shard_plan] -> PLANNED -> loader's assignment.
 
 The loader never learns where the shards are stored or how they are read: a plan consists of numbers and of names. Each
-lane finds the shards for itself; the *fingerprint* of what it found must be that of the plan, or its ranges would be
+worker finds the shards for itself; the *fingerprint* of what it found must be that of the plan, or its ranges would be
 those of other shards.
 """
 
@@ -33,7 +33,7 @@ class _Planned(NamedTuple):
         samples: in the epoch, in the last message, if known; see `EpochShares`.
         left_out: see there.
         fingerprint: the plan's, in its last message; else empty.
-        error: what was raised instead of a plan, in the service's dialect; empty: nothing.
+        error: what was raised instead of a plan, in the service's codec; empty: nothing.
     """
 
     names: Annotated[list[str], Meta(max_length=_PIECE)]
@@ -127,7 +127,7 @@ def check_catalog(catalog: Catalog) -> None:
 
 def messages(answer: Plan | bytes) -> Iterator[bytes]:
     """The bodies of the messages that a plan is sent in: pieces, however many shards there are, and the end. Or what
-    was raised instead, in the service's dialect.
+    was raised instead, in the service's codec.
     """
     if isinstance(answer, bytes):
         yield pack_record(_Planned([], [], None, 0.0, "", answer))

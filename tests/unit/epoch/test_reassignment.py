@@ -15,9 +15,9 @@ class Deaths:
     def __init__(self) -> None:
         self.pid = 100
 
-    def __call__(self, worker: int = 0, *, at_work: bool = True, retired: bool = False, outside: bool = False) -> Died:
+    def __call__(self, worker: int = 0, *, at_work: bool = True, left: bool = False, outside: bool = False) -> Died:
         self.pid += 1
-        return Died(worker, WorkerDied(worker, self.pid, -9), at_work, retired, outside=outside)
+        return Died(worker, WorkerDied(worker, self.pid, -9), at_work, left, outside=outside)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_retirement_blames_nobody(kind: Callable[[], Reassignment], death: Death
     recovery = kind()
     recovery.died(death(), [0])
     replaced(recovery, 0, [0])
-    assert recovery.died(death(retired=True), [0, 1]) == []
+    assert recovery.died(death(left=True), [0, 1]) == []
     assert len(recovery.deaths(0)) == 1
     assert not recovery.suspected(1)
 
@@ -288,7 +288,7 @@ def test_retirement_costs_no_restart(death: Deaths) -> None:
     """A worker that leaves by itself is replaced however often it does, without any restarts, too."""
     recovery = blocking(max_restarts=0)
     for _ in range(5):
-        recovery.died(death(retired=True), [3])
+        recovery.died(death(left=True), [3])
         assert recovery.may_replace(0)
     recovery.died(death(at_work=False), [3])
     assert not recovery.may_replace(0)

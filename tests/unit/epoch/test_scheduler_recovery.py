@@ -197,7 +197,7 @@ def test_without_restarts_the_advice_names_the_option() -> None:
 def test_retirement_needs_no_restarts() -> None:
     """A worker that leaves by itself is replaced without restarts after deaths, and its tasks are no suspects."""
     s = started(offers=4, max_restarts=0)
-    assert s.handle(death(0, retired=True)) == [Replace(0)]
+    assert s.handle(death(0, left=True)) == [Replace(0)]
     assert s.handle(Replaced(0)) == [Assign(0, task(0)), Assign(0, task(2))]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from asyncloader import Service, ServiceUnavailable
 from asyncloader.service.client import connect
-from asyncloader.service.client.connect import answer_of, ask_facts, on_any_node
+from asyncloader.service.client.connect import answer_of, ask_dataset_info, on_any_node
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import Challenge
@@ -63,7 +63,7 @@ def test_a_peer_that_is_busy_for_ever(challenges: bool, text: str, monkeypatch: 
     """Holds no loader for ever: it need not even have the token for that."""
     monkeypatch.setattr(connect, "_LONGEST_ANSWER_S", 0.1)
     with busy_node(challenges) as address, pytest.raises(ServiceUnavailable, match=text):
-        ask_facts(Service(address, wait=0.2), definitions.numbers())
+        ask_dataset_info(Service(address, wait=0.2), definitions.numbers())
 
 
 def test_nobody_waits_any_more() -> None:

@@ -8,13 +8,13 @@ from asyncloader.service.client.progress import NodeProgress
 
 
 def fail(progress: NodeProgress, now: float, *, every: int = 0, tasks: int = 1, address: str = "a") -> None:
-    """A lane that was just opened ends."""
+    """A worker connection that was just opened ends."""
     progress.connected(address)
     progress.lost(address, "the end", now, tasks, 0, every, now)
 
 
 def test_a_node_that_delivers_nothing_is_left_alone_for_longer_each_time() -> None:
-    """Up to three seconds; lanes that break at a time count once, and the first batch ends that."""
+    """Up to three seconds; worker connections that break at a time count once, and the first batch ends that."""
     progress = NodeProgress(60)
     rests, now = [], 0.0
     for _ in range(9):
@@ -30,7 +30,7 @@ def test_a_node_that_delivers_nothing_is_left_alone_for_longer_each_time() -> No
 
 
 def test_no_progress() -> None:
-    """Is told once three lanes with tasks have ended in `wait` seconds or more, and nothing came from any node."""
+    """Reported once three worker connections with tasks ended in `wait` seconds or more, without an answer."""
     progress = NodeProgress(60)
     for now in range(0, 70, 10):
         assert now == 60 or progress.problem(7, False, now) is None

@@ -1,4 +1,4 @@
-"""The loader's end of a lane: when a node counts as gone."""
+"""The loader's end of a worker connection: when a node counts as gone."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_slow_payload() -> None:
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="no such option")
-def test_a_lane_has_no_time_out_of_the_kernels() -> None:
+def test_a_worker_connection_has_no_time_out_of_the_kernels() -> None:
     """That would count a closed window."""
     seen = []
     checked(lambda node, link: seen.append(link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)))

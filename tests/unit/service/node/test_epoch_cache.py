@@ -122,7 +122,7 @@ def test_a_line_that_is_full() -> None:
     assert isinstance(cache.ask("key", bool), MadeBatch)
 
 
-def test_without_lanes_nothing_is_kept() -> None:
+def test_without_connections_nothing_is_kept() -> None:
     """A quarter of the node's memory is not for those that are gone."""
     cache = EpochCache(1 << 20)
     cache.join()

@@ -5,39 +5,39 @@ from __future__ import annotations
 import pytest
 
 from asyncloader.errors import RingMemoryError
-from asyncloader.service.node.memory_quota import Session
+from asyncloader.service.node.memory_quota import MemoryQuota
 
 
 def test_what_is_unsent_makes_it_full() -> None:
     """Until enough was sent; who waits is called once. Rings alone never do, and one batch must fit."""
     called: list[bool] = []
-    session = Session("one", 100)
-    session.hold(90)
+    quota = MemoryQuota("one", 100)
+    quota.hold(90)
     with pytest.raises(RingMemoryError, match="the most for one loader"):
-        session.hold(11)
+        quota.hold(11)
     with pytest.raises(RingMemoryError, match="the most for one loader"):
-        session.check(101)
-    session.check(100)
-    session.hold(10)
-    assert not session.full
-    session.count(300)
-    assert session.full
+        quota.check(101)
+    quota.check(100)
+    quota.hold(10)
+    assert not quota.full
+    quota.count(300)
+    assert quota.full
 
     def resume() -> None:
-        called.append(session.full)
+        called.append(quota.full)
 
-    session.wait(resume)
-    session.wait(resume)
-    session.count(-299)
-    assert (session.full, called) == (True, [])
-    session.count(-1)
-    session.count(1)
-    session.count(-1)
+    quota.wait(resume)
+    quota.wait(resume)
+    quota.count(-299)
+    assert (quota.full, called) == (True, [])
+    quota.count(-1)
+    quota.count(1)
+    quota.count(-1)
     assert called == [False]
-    session.count(1)
-    session.wait(resume)
-    session.leave(resume)
-    session.hold(-1)
-    assert not session.full
+    quota.count(1)
+    quota.wait(resume)
+    quota.leave(resume)
+    quota.hold(-1)
+    assert not quota.full
     assert called == [False]
-    Session("two", None).check(1 << 60)
+    MemoryQuota("two", None).check(1 << 60)

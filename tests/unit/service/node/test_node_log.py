@@ -1,4 +1,4 @@
-"""A node's log: lines that a stranger causes are escaped, cut and counted."""
+"""A node's log: lines that a peer causes are escaped, cut and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The node's end of a lane, on real sockets."""
+"""The node's end of a connection, on real sockets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Self
 
 import pytest
 
-from asyncloader.service.node.memory_quota import Session
-from asyncloader.service.node.worker_connections import _MOST_QUEUED, ForwardedLane
+from asyncloader.service.node.memory_quota import MemoryQuota
+from asyncloader.service.node.worker_connections import _MOST_QUEUED, RelayedConnection
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, Message
 from asyncloader.service.protocol.records import DeathReport, read_record
@@ -25,13 +25,13 @@ MOST = 8 << 20
 
 
 async def test_a_loader_gets_no_more_memory_than_its_share() -> None:
-    """Its other lanes count; it is told why, as of a death of its own, so it does not try for ever."""
-    session = Session("one", most_bytes=1 << 21)
+    """Its other connections count; it is told why, as of a death of its own, so it does not try for ever."""
+    quota = MemoryQuota("one", most_bytes=1 << 21)
     theirs, ours = socket.socketpair()
     loader, (node_end, process_end) = Link(theirs), channel_pair()
     ended = asyncio.Event()
-    lane = ForwardedLane(Link(ours), node_end, 4, session, ended.set, lambda: None)
-    session.hold(1 << 21)
+    connection = RelayedConnection(Link(ours), node_end, 4, quota, ended.set, lambda: None)
+    quota.hold(1 << 21)
     try:
         loader.send(wire.TASK, b"index", epoch=0, task=0)
         loader.send(wire.TASK, b"index", epoch=0, task=1)  # what comes after it is of no use
@@ -45,32 +45,32 @@ async def test_a_loader_gets_no_more_memory_than_its_share() -> None:
         assert "the most for one loader" in death.reason
         loader.close()
         await ended.wait()
-        session.hold(-(1 << 21))
-        session.hold(1 << 21)  # the lane itself holds nothing any more
+        quota.hold(-(1 << 21))
+        quota.hold(1 << 21)  # the connection itself holds nothing any more
     finally:
-        lane.close()
+        connection.close()
         loader.close()
         process_end.close()
 
 
 class Played:
-    """A lane whose loader and process are played by the test. For use in `async with`."""
+    """A connection whose loader and process are played by the test. For use in `async with`."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
-        self.session = Session("one", most_bytes)
+        self.quota = MemoryQuota("one", most_bytes)
 
     async def __aenter__(self) -> Self:
         theirs, ours = socket.socketpair()
         self.loader, (node_end, process_end) = Link(theirs), channel_pair()
         self.process = Channel(process_end)
-        self.lane = ForwardedLane(Link(ours), node_end, 4, self.session, lambda: None, lambda: None)
+        self.connection = RelayedConnection(Link(ours), node_end, 4, self.quota, lambda: None, lambda: None)
         self.memory = bytearray(MOST)
         self.loader.place = lambda header: memoryview(self.memory)[: header.payload]
         self.loader.most_payload = len(self.memory)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        self.lane.close()
+        self.connection.close()
         self.loader.close()
         self.process.close()
 
@@ -125,7 +125,7 @@ async def test_tasks_behind_the_end_of_a_stream() -> None:
         ((header, _),) = await played.messages_at_loader(1)
         assert header.kind == frames.PONG  # so the task was read, too
         async with asyncio.timeout(10):
-            await played.lane.drain()
+            await played.connection.drain()
 
 
 # ------------------------------------------------------------------------------------------------ what is held
@@ -159,11 +159,11 @@ async def test_batches_that_are_not_read() -> None:
             played.process.flush()
             if turn == 500:
                 assert given <= MOST // size + 2 * slot_count(4)
-                assert played.session._unsent <= MOST + slot_count(4) * size + (1 << 20)
+                assert played.quota._unsent <= MOST + slot_count(4) * size + (1 << 20)
             if turn > 500:
                 came += len(list(played.loader.receive()))
         assert given == number
-        assert not played.session._unsent
+        assert not played.quota._unsent
 
 
 async def test_one_batch_that_is_larger_than_a_loaders_share() -> None:
@@ -184,16 +184,17 @@ async def test_floods(kind: int) -> None:
         body = b"" if kind == frames.PING else bytes(1 << 20)
         body = wire.pack_reset(kind, 1, body)[wire.PREFIX_BYTES :] if kind == wire.RESET else body
         task = 0
-        while played.lane._reads_link:
+        while played.connection._reads_link:
             for _ in range(100 if kind == frames.PING else 1):
                 played.loader.send(kind, body, epoch=1, task=task)
                 task += 1
-            while not played.loader.flush() and played.lane._reads_link:  # noqa: ASYNC110
+            while not played.loader.flush() and played.connection._reads_link:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-        held = played.lane._link.queued + played.lane._channel.unsent_memory + played.lane._waiting_bytes
+        node = played.connection
+        held = node._link.queued + node._channel.unsent_memory + node._waiting_bytes
         assert held <= 3 * _MOST_QUEUED
-        while not played.lane._reads_link:  # once it is read, so is the link
+        while not played.connection._reads_link:  # once it is read, so is the link
             await asyncio.sleep(0)
             list(played.loader.receive())
             for each, frame in played.process.receive():
@@ -216,13 +217,13 @@ async def test_a_process_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("reason", ["", "no descriptors"])
-async def test_a_lane_that_ends_while_its_process_lives(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_ends_while_its_process_lives(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loader learns it, whether the process says why or not."""
     monkeypatch.setattr("asyncloader.service.node.worker_connections._SILENT_S", 0.0 if not reason else 100.0)
     async with Played() as played:
         played.process.close()
         if reason:
-            played.lane.died(DeathReport(1, None, reason, "", blamed=False, shared=False))
+            played.connection.died(DeathReport(1, None, reason, "", blamed=False, shared=False))
         ((header, said),) = await played.messages_at_loader(1)
         death: DeathReport = read_record(DeathReport, said)
         assert (header.kind, death.blamed) == (frames.DIED, False)

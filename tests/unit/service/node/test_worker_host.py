@@ -1,4 +1,4 @@
-"""How the lanes of one process take turns, and what a node says of a dataset."""
+"""How the connections of one process take turns, and what a node says of a dataset."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader import RemoteIterableDataset
 from asyncloader.service.definition import Made
 from asyncloader.service.node.dataset_info import dataset_info_of
-from asyncloader.service.node.worker_host import _Host, _Lane, _LaneSetup
-from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.node.worker_host import _Connection, _ConnectionSetup, _Host
+from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.ipc import wire
@@ -24,35 +24,35 @@ from asyncloader.workers.task_runner import TaskRunner
 from tests.service import definitions
 
 
-def lane(number: int, session: str) -> Any:
-    made = object.__new__(_Lane)
-    made.session, made.frames = session, deque([(1, b"")] * 100)
+def connection(number: int, loader: str) -> Any:
+    made = object.__new__(_Connection)
+    made.loader, made.frames = loader, deque([(1, b"")] * 100)
     made.channel = SimpleNamespace(fileno=lambda: number, full=False)  # type: ignore[assignment]
     return made
 
 
-def test_sessions_have_equal_time() -> None:
-    """However many lanes each has; one that comes late gets its share from then on, and not what it missed."""
+def test_loaders_have_equal_time() -> None:
+    """However many connections each has; one that comes late gets its share from then on, and not what it missed."""
     host: Any = _Host(None, None, None, None, DatasetInfo())  # type: ignore[arg-type]
     for number in range(8):
-        host._add(lane(number, "large"))
+        host._add(connection(number, "large"))
     turns: Counter[str] = Counter()
 
     def take(times: int) -> None:
         for _ in range(times):
             chosen = host._next()
             chosen.frames.popleft()
-            host._used[chosen.session] += 2.0 if chosen.session == "slow" else 1.0
-            turns[chosen.session] += 1
+            host._used[chosen.loader] += 2.0 if chosen.loader == "slow" else 1.0
+            turns[chosen.loader] += 1
 
     take(40)
-    host._add(lane(8, "small"))
-    host._add(lane(9, "slow"))
+    host._add(connection(8, "small"))
+    host._add(connection(9, "slow"))
     take(50)
     assert turns["large"] == 40 + 20
     assert turns["small"] == 20
     assert turns["slow"] == 10
-    for each in host._lanes.values():
+    for each in host._connections.values():
         each.frames.clear()
     assert host._next() is None
 
@@ -86,14 +86,14 @@ class Divided(IterableDataset[int]):
         return iter(range(len(self)))
 
 
-def test_a_lane_beside_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its dataset is compared with the node's outside of any worker, as the node's was described."""
     monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(num_workers=2))
-    start = PLAIN.dumps(tuple(EpochStart()))
+    start = MSGPACK.dumps(tuple(EpochStart()))
     opening: Any = SimpleNamespace(
-        facts=DatasetInfo(iterable=True, length=100), setup=SETUP, start=start, worker=0, catalog=None
+        info=DatasetInfo(iterable=True, length=100), setup=SETUP, start=start, worker=0, catalog=None
     )
-    setup = _LaneSetup(opening, definitions.numbers(), Made(Divided(), {})).load()
+    setup = _ConnectionSetup(opening, definitions.numbers(), Made(Divided(), {})).load()
     assert len(setup.dataset) == 100
 
 

@@ -31,6 +31,6 @@ async def test_one_that_cannot_be_forked(error: Exception, monkeypatch: pytest.M
     processes = HostProcesses(setup, 1)
     processes.start()
     with pytest.raises(NotMade, match=f"data:train: its process cannot be started: {type(error).__name__}"):
-        await processes.first_facts()
+        await processes.first_dataset_info()
     await tried.wait()
     await processes.close()

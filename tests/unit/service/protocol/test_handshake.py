@@ -9,7 +9,7 @@ from asyncloader.service.protocol.records import DatasetInfo
 
 
 @pytest.mark.parametrize(
-    "facts",
+    "info",
     [
         DatasetInfo(length=-1),
         DatasetInfo(length=1 << 63),
@@ -18,15 +18,15 @@ from asyncloader.service.protocol.records import DatasetInfo
         DatasetInfo(),
     ],
 )
-def test_a_dataset_that_cannot_be(facts: DatasetInfo) -> None:
+def test_a_dataset_that_cannot_be(info: DatasetInfo) -> None:
     """Is refused before anything is planned with it, such as one that has neither a length nor is iterated."""
     with pytest.raises(ValueError, match="a WELCOME that cannot be read"):
-        Welcome(b"", facts).checked_facts()
+        Welcome(b"", info).checked_info()
 
 
 @pytest.mark.parametrize(
-    "facts", [DatasetInfo(length=0), DatasetInfo(iterable=True), DatasetInfo(problem="it has no length")]
+    "info", [DatasetInfo(length=0), DatasetInfo(iterable=True), DatasetInfo(problem="it has no length")]
 )
-def test_a_dataset_that_can_be(facts: DatasetInfo) -> None:
+def test_a_dataset_that_can_be(info: DatasetInfo) -> None:
     """Or one that the node itself calls a problem."""
-    assert Welcome(b"", facts).checked_facts() == facts
+    assert Welcome(b"", info).checked_info() == info

@@ -139,7 +139,7 @@ async def test_closing_does_not_wait_for_a_stuck_job() -> None:
     assert not named("jobs-e")
 
 
-async def test_lanes_that_nobody_has_any_more_end() -> None:
+async def test_threads_without_a_user_end() -> None:
     """Threads do not keep their threads."""
     threads: JobThreads | None = JobThreads(2, "jobs-f")
     assert threads is not None

@@ -22,7 +22,7 @@ from asyncloader.service.client.machine_service import shared_service
 from asyncloader.service.node.server import Node
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Proof, Refusal
-from asyncloader.service.protocol.msgpack_codec import PLAIN
+from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import pack_record
 from asyncloader.service.protocol.sockets import OtherUser, check_peer
 from tests.helpers.running import PATIENCE_S
@@ -171,9 +171,9 @@ def test_what_a_node_says_reaches_the_terminal_escaped() -> None:
 
 def test_errors_of_a_node_s_workers() -> None:
     """Keep their lines, and nothing that a terminal obeys."""
-    wrapper = PLAIN.load_error(pack_record((False, FORGED, "", f"Traceback:\n\t{FORGED}\n", 0, [FORGED])))
+    wrapper = MSGPACK.load_error(pack_record((False, FORGED, "", f"Traceback:\n\t{FORGED}\n", 0, [FORGED])))
     assert wrapper.exc_msg.startswith("Traceback:\n\tx\n2026")
-    ours = PLAIN.load_error(pack_record((True, "LoaderError", FORGED, FORGED, 0, [])))
+    ours = MSGPACK.load_error(pack_record((True, "LoaderError", FORGED, FORGED, 0, [])))
     for text in (wrapper.exc_msg, *wrapper.notes, str(ours), *ours.__notes__):
         assert text.replace("\n", "").replace("\t", "").isprintable()
 

@@ -1,9 +1,9 @@
 """Defines how values travel between a loader and its workers: as pickle on one machine, typed for a service's workers.
 
-Data path: loader -> [dialect] -> frame -> [dialect] -> worker, and back.
+Data path: loader -> [codec] -> frame -> [codec] -> worker, and back.
 
-A `Dialect` is one object for both sides, so that both agree. `PickleDialect` is that of a loader's own processes, which
-trust each other.
+A `MessageCodec` is one object for both sides, so that both agree. `PickleCodec` is that of a loader's own processes,
+which trust each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.memory.codec import Encoder, Template
 
 
-class Dialect(Protocol):
+class MessageCodec(Protocol):
     """How values become bytes. Functions that read raise ValueError for bytes that cannot be read."""
 
     trusted: bool
@@ -70,47 +70,47 @@ class Dialect(Protocol):
         ...
 
 
-class PickleDialect:
+class PickleCodec:
     """Values as pickle, errors as torch pickles them."""
 
     trusted = True
 
     def dumps(self, value: Any) -> bytes:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         return pickle.dumps(value, 5)
 
     def loads(self, data: bytes) -> Any:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         return pickle.loads(data)
 
     def load_start(self, data: bytes) -> EpochStart:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         return EpochStart(*pickle.loads(data))
 
     def dump_error(self, error: Exception, worker_id: int) -> bytes:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         return pickle_error(error, worker_id)
 
     load_error = loads
 
     def template(self, data: bytes) -> Template:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         return Template(data)
 
     def encoder(self) -> Encoder:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         return Encoder()
 
     def cursor_packer(self) -> CursorPacker:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         return CursorPickler()
 
     def load_cursor(self, data: bytes) -> PackedCursor:
-        """As `Dialect`. Nothing is checked: a worker of ours is trusted."""
+        """As `MessageCodec`. Nothing is checked: a worker of ours is trusted."""
         return PackedCursor(data)
 
     def dump_records(self, records: Sequence[SkippedSample]) -> bytes:
-        """As `Dialect`."""
+        """As `MessageCodec`."""
         try:
             return pickle.dumps(records, 5)
         except Exception:  # an index that cannot be pickled (inherited by fork)
@@ -119,5 +119,5 @@ class PickleDialect:
     load_records = loads
 
 
-PICKLE: Dialect = PickleDialect()
-"""The dialect of a loader's own worker processes."""
+PICKLE: MessageCodec = PickleCodec()
+"""The codec of a loader's own worker processes."""

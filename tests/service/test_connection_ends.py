@@ -1,4 +1,4 @@
-"""What lanes leave in a node and its processes, and what a loader is told of one that ends while its process lives."""
+"""What worker connections leave in a node, and what a loader receives when one ends while its process lives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def left(pid: int) -> tuple[int, int]:
 
 
 def at_rest(node: NodeProcess, wanted: tuple[int, int] | None = None) -> tuple[int, int]:
-    """What is left once lanes that were hung up are closed: as much as is wanted, or what does not change any more."""
+    """Wait until worker connections that were hung up are closed. Returns the wanted count, or a count that stays."""
     deadline, counts, same = monotonic() + PATIENCE_S, (0, 0), 0
     while monotonic() < deadline and same < 50 and (wanted is None or counts > wanted):
         before, counts = counts, left(node.process.pid)
@@ -41,7 +41,7 @@ def at_rest(node: NodeProcess, wanted: tuple[int, int] | None = None) -> tuple[i
 @pytest.mark.parametrize(
     ("place", "kind"), [("tcp", "numbers"), ("unix", "stream"), ("tcp", "drawn"), ("unix", "awaited")]
 )
-def test_a_hundred_lanes(place: str, kind: str, tmp_path: Path) -> None:
+def test_a_hundred_worker_connections(place: str, kind: str, tmp_path: Path) -> None:
     """One loader after the other: descriptors and threads are those of the first ones."""
     options: dict[str, Any] = {**OPTIONS, "concurrency": 4} if kind == "drawn" else OPTIONS
     with serving(tmp_path, [kind], within=FEW_FILES) as node:
@@ -57,7 +57,7 @@ def test_a_hundred_lanes(place: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["hogging", "awaited_hogging"])
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 def test_a_process_that_can_open_no_more_files(place: str, kind: str, tmp_path: Path) -> None:
-    """Its lanes end, and their loaders go on in others; none of them waits."""
+    """Its worker connections end, and their loaders go on in others; none of them waits."""
     marks = tmp_path / "marks"
     marks.mkdir()
     options: dict[str, Any] = {"batch_size": 2, "seed": 5, "num_workers": 2, "max_worker_restarts": 0}
