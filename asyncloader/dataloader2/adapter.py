@@ -14,7 +14,7 @@ from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_shuffle_settings
 
 from asyncloader.dataloader2.datapipes.forms import has_form
-from asyncloader.dataloader2.graph.utils import DataPipe, end_of, list_dps, remove_dp
+from asyncloader.dataloader2.graph.utils import DataPipe, end_of, end_with, parts_of, parts_of_form, remove_dp
 
 __all__ = [
     "Adapter",
@@ -33,22 +33,22 @@ class Adapter(ABC):
 
     @abstractmethod
     def __call__(self, datapipe: DataPipe) -> DataPipe:
-        """The changed graph's end. `datapipe` may be changed itself: it is the loader's own copy."""
+        """Return the end of the changed graph. `datapipe` itself may be changed: it is the loader's own copy."""
 
 
 class Shuffle(Adapter):
     """Switches the shuffles of a graph on or off.
 
     Args:
-        enable: True (default): on, and one is added at the end, with a warning, if there is none. False: off. None: as
-            they are.
+        enable: True (default): on; a graph without a shuffle gets a shuffle at its end, with a warning. False: off.
+            None: the shuffles stay as they are.
     """
 
     def __init__(self, enable: bool | None = True) -> None:
         self.enable = enable
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
-        """See `Adapter`."""
+        """Switch the shuffles."""
         return apply_shuffle_settings(datapipe, shuffle=self.enable)
 
 
@@ -59,7 +59,7 @@ class CacheTimeout(Adapter):
         timeout: seconds.
 
     Raises:
-        ValueError: it is no integer.
+        ValueError: `timeout` is no integer.
     """
 
     def __init__(self, timeout: int | None = None) -> None:
@@ -68,37 +68,37 @@ class CacheTimeout(Adapter):
         self.timeout = timeout
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
-        """See `Adapter`."""
-        for each in list_dps(traverse_dps(datapipe)):
+        """Set the timeout of each cache."""
+        for each in parts_of(datapipe):
             if has_form(each, "end_caching") or type(each).__name__.startswith(_WAITS):
                 each.set_timeout(self.timeout)
         return datapipe
 
 
 _WAITS = "_WaitPendingCacheItem"
-"""The name of the part of torchdata's caches that waits: its ``end_caching`` makes several."""
+"""The class name of the part that waits in torchdata's caches, whose ``end_caching`` makes several parts."""
 
 
 class InvalidateCache(Adapter):
-    """Has the caches of a graph filled anew: what was cached before this adapter was made counts as not cached.
+    """Has the caches of a graph filled again: items that were cached before a given time count as not cached.
 
-    Ranks and workers that share a cache directory fill it once: give all of them the same time.
+    Ranks and workers that share a cache directory fill it once, if all of them get the same time.
 
     Args:
-        before: nanoseconds since 1970; default None: now.
+        before: that time, in nanoseconds since 1970; default None: now.
 
     Raises:
-        RuntimeError: when applied: a cache on disk is torchdata's, which cannot be invalidated; or there is no cache.
+        RuntimeError: when applied: a cache on disk is torchdata's, which cannot be invalidated; or the graph has no
+            cache.
     """
 
     def __init__(self, before: int | None = None) -> None:
         self.before = time.time_ns() if before is None else before
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
-        """See `Adapter`."""
+        """Invalidate each cache."""
         caches = 0
-        each: Any
-        for each in list_dps(traverse_dps(datapipe)):
+        for each in parts_of(datapipe):
             if type(each).__name__.startswith(_WAITS):
                 raise RuntimeError(
                     "InvalidateCache needs asyncloader's `on_disk_cache`: delete the files of torchdata's"
@@ -116,10 +116,10 @@ class InvalidateCache(Adapter):
 
 
 class PinMemory(Adapter):
-    """Page-locks what the graph gives, unless its end does so already.
+    """Page-locks the graph's items, unless its end does so already.
 
     Args:
-        device: the CUDA device; default None: the current one.
+        device: the CUDA device; default None: the current device.
 
     Raises:
         RuntimeError: when applied: CUDA is not available.
@@ -129,8 +129,8 @@ class PinMemory(Adapter):
         self.device = device
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
-        """See `Adapter`."""
-        return _ending_with("pin_memory", datapipe, self.device)
+        """End the graph with `pin_memory`."""
+        return end_with(datapipe, "pin_memory", self.device)
 
 
 class FullSync(Adapter):
@@ -144,26 +144,19 @@ class FullSync(Adapter):
         self.timeout = timeout
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
-        """See `Adapter`."""
-        return _ending_with("fullsync", datapipe, self.timeout)
-
-
-def _ending_with(form: str, datapipe: DataPipe, *arguments: Any) -> DataPipe:
-    if has_form(datapipe, form):
-        return datapipe
-    made: DataPipe = getattr(datapipe, form)(*arguments)
-    return made
+        """End the graph with `fullsync`."""
+        return end_with(datapipe, "fullsync", self.timeout)
 
 
 class ShardingPolicy(Adapter):
-    """Says among whom the `sharding_filter` parts of a graph share its items.
+    """Sets among which processes the `sharding_filter` parts of a graph share its items.
 
     Args:
         priority: ``SHARDING_PRIORITIES.MULTIPROCESSING``: among the workers of each rank alone, so that each rank reads
             everything. ``DISTRIBUTED``: among the ranks alone. None or ``DEFAULT``: among both.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `priority` is neither a `SHARDING_PRIORITIES` nor None.
         RuntimeError: when applied: the graph has no `sharding_filter`.
     """
 
@@ -173,8 +166,8 @@ class ShardingPolicy(Adapter):
         self.priority = None if priority == SHARDING_PRIORITIES.DEFAULT else priority
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
-        """See `Adapter`."""
-        filters: list[Any] = [each for each in list_dps(traverse_dps(datapipe)) if has_form(each, "sharding_filter")]
+        """Set the priority of each `sharding_filter`."""
+        filters = parts_of_form(datapipe, "sharding_filter")
         if not filters:
             raise RuntimeError("ShardingPolicy needs a `sharding_filter` in the graph")
         for each in filters:
@@ -183,13 +176,13 @@ class ShardingPolicy(Adapter):
 
 
 class PrefetchPolicy(Adapter):
-    """Sets how far the `prefetch` parts of a graph read ahead; adds one at the end if there is none.
+    """Sets how far the `prefetch` parts of a graph read ahead; a graph without such a part gets one at its end.
 
     Args:
-        buffer_size: items; 0 takes all of them out.
+        buffer_size: items; 0 takes all `prefetch` parts out.
 
     Raises:
-        ValueError: it is negative.
+        ValueError: `buffer_size` is negative.
     """
 
     def __init__(self, buffer_size: int) -> None:
@@ -198,8 +191,8 @@ class PrefetchPolicy(Adapter):
         self.buffer_size = buffer_size
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
-        """See `Adapter`."""
-        found: list[Any] = [each for each in list_dps(traverse_dps(datapipe)) if has_form(each, "prefetch")]
+        """Set, add or take out the `prefetch` parts."""
+        found = parts_of_form(datapipe, "prefetch")
         for each in found:
             if self.buffer_size:
                 each.buffer_size = self.buffer_size

@@ -1,4 +1,4 @@
-"""Reads a DataLoader2 with ``async for``: in a thread, so that the event loop goes on.
+"""Reads a DataLoader2 with ``async for``: in a thread, so that the event loop is not blocked.
 
 Data path: graph -> reading service -> DataLoader2 -> [async_iterator: thread] -> the user.
 """
@@ -17,8 +17,8 @@ _OVER = object()
 
 
 class LoaderAsyncIterator(AsyncIterator[T_co]):
-    """Reads a `DataLoader2` in one thread, but for items that are here already. A cancelled call loses nothing: the
-    next one gets its item, which counts as delivered only then.
+    """Reads a `DataLoader2` in one thread, except items that have arrived already. A cancelled call loses nothing: the
+    next call gets its item, which counts as delivered only then.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -28,13 +28,13 @@ class LoaderAsyncIterator(AsyncIterator[T_co]):
         self._waiting = False
 
     def limit(self, num_batches: int | None) -> None:
-        """See `DataLoader2Iterator.limit`. Not while an item is waited for."""
+        """Limit the items like `DataLoader2Iterator.limit`. Not while a call waits for an item."""
         self._reader.limit = num_batches
         if self._reader.iterator is not None:
             self._reader.iterator.limit(num_batches)
 
     def resume(self) -> None:
-        """See `DataLoader2Iterator.resume`."""
+        """Go on after a pause like `DataLoader2Iterator.resume`."""
         if self._reader.iterator is not None:
             self._reader.iterator.resume()
 
@@ -54,8 +54,10 @@ class LoaderAsyncIterator(AsyncIterator[T_co]):
                 ready: T_co = next(iterator)
                 return ready
             self._reading = self._thread.call(_Reader.read, self._reader)
-            self._reading.add_done_callback(_retrieved)
-        await asyncio.wait([self._reading])  # if it is cancelled, even when the item is there, the next call gets that
+            self._reading.add_done_callback(_retrieve_error)
+        # Cancelling this wait does not cancel the read, and `_reading` is kept: the next call gets its item, even if
+        # the item had arrived when the wait was cancelled.
+        await asyncio.wait([self._reading])
         reading, self._reading = self._reading, None
         try:
             item = reading.result()
@@ -65,22 +67,22 @@ class LoaderAsyncIterator(AsyncIterator[T_co]):
             raise StopAsyncIteration
         assert self._reader.iterator is not None
         self._reader.iterator._count()
-        found: T_co = item
-        return found
+        delivered: T_co = item
+        return delivered
 
 
 class _Reader:
-    """What the thread reads with. It does not refer to the iterator: the frames of an error that it raises must not
-    keep that, and with it the thread, until the collector comes.
+    """Reads in the thread. It does not refer to the async iterator: the frames of an error that it raises would keep
+    that, and with it the thread, until the collector runs.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self.iterator: Any = None
-        self.limit: int | None = None  # given before the epoch began
+        self.limit: int | None = None  # set before the epoch began
 
     def read(self) -> Any:
-        """Return the next item, or `_OVER`. The first call begins the epoch."""
+        """Return the next item, or `_OVER` at the end. The first call begins the epoch."""
         if self.iterator is None:
             self.iterator = iter(self._loader)
             if self.limit is not None:
@@ -91,6 +93,6 @@ class _Reader:
             return _OVER
 
 
-def _retrieved(reading: asyncio.Future[Any]) -> None:
-    """Have asyncio not complain of an error that nobody waits for any more."""
+def _retrieve_error(reading: asyncio.Future[Any]) -> None:
+    # asyncio logs an error that no code has retrieved, and the waiting call may have been cancelled.
     reading.exception()

@@ -41,7 +41,7 @@ def _names(module: Any, *further: str) -> dict[str, Any]:
 
 
 _OURS = {name: kind for name, kind in _names(datapipes).items() if name not in ("register_forms", "unzip")}
-# What torchdata's modules of datapipes had, as far as torch or this package has it.
+# The names of torchdata's modules of datapipes that torch or this package has.
 _MODULES: dict[str, dict[str, Any]] = {
     _PIPES: _names(torch.utils.data, "functional_datapipe"),
     f"{_PIPES}.iter": {
@@ -59,7 +59,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds `torchdata.dataloader2`, `torchdata.datapipes` and their modules, and `torchdata` itself, where torchdata
     does not have them.
 
-    It is asked first: a path finder would load the modules of our package again, under the old names.
+    `install` puts it before the other finders: a path finder would load our modules a second time, under the old names.
     """
 
     def find_spec(
@@ -69,7 +69,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if importlib.machinery.PathFinder.find_spec(fullname, path) is not None:
                 return None
             return importlib.machinery.ModuleSpec(fullname, self, is_package=fullname != _OLD)
-        if fullname in _MODULES and _made_here(sys.modules[_PIPES]):
+        if fullname in _MODULES and _is_ours(sys.modules[_PIPES]):
             return importlib.machinery.ModuleSpec(fullname, self)
         if fullname.startswith(f"{_OLD}.") and sys.modules[_OLD].__name__ == _NEW:
             name = _NEW + fullname.removeprefix(_OLD)
@@ -83,13 +83,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if name in _MODULES:
             vars(module).update(_MODULES[name], __all__=sorted(_MODULES[name]))
             for within in _MODULES if name == _PIPES else ():
-                importlib.import_module(within)  # so that ``torchdata.datapipes.iter`` is there without an import
+                importlib.import_module(within)  # ``torchdata.datapipes.iter`` needs no import of its own
         elif name != _PACKAGE:
-            # The import system then takes this one.
+            # After this method the import system returns the module in `sys.modules`, not the empty one it has made.
             sys.modules[name] = importlib.import_module(_NEW + name.removeprefix(_OLD))
 
 
-def _made_here(module: ModuleType) -> bool:
+def _is_ours(module: ModuleType) -> bool:
     return getattr(module.__spec__, "loader", None) is _finder
 
 
@@ -100,18 +100,18 @@ def install() -> None:
     """Have ``import torchdata.dataloader2`` give `asyncloader.dataloader2`, unless torchdata has one. Idempotent.
 
     Likewise ``torchdata.datapipes`` with its ``iter``, ``map`` and ``utils``, which then have torch's own datapipes,
-    and ours. To import what else torchdata 0.9 had there is an ImportError.
+    and ours. Importing another name that torchdata 0.9 had there is an ImportError.
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
 
 def uninstall() -> None:
-    """Undo `install`. What was imported meanwhile stays valid where it is held. Idempotent."""
+    """Undo `install`. Modules and names that were imported since stay valid. Idempotent."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == _PACKAGE and (_made_here(module) or module.__name__.startswith(_NEW)):
+        if name.partition(".")[0] == _PACKAGE and (_is_ours(module) or module.__name__.startswith(_NEW)):
             del sys.modules[name]
             package, _, attribute = name.rpartition(".")
             if package in sys.modules:

@@ -2,9 +2,9 @@
 
 Data path: graph -> adapters -> reading service -> [dataloader2: iterator] -> the user.
 
-A snapshot within an epoch holds how many items were delivered, and the seeds that the epoch began with. To resume, the
-graph begins the epoch again with the same seeds, and the items that were delivered are read and dropped: what comes
-then is the rest of the epoch, exactly.
+A snapshot within an epoch holds the number of items that were delivered, and the seeds with which the epoch began. To
+resume, the graph begins the epoch again with the same seeds, and the delivered items are read and dropped. The items
+after them are exactly the rest of the epoch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch.utils.data import MapDataPipe
 from asyncloader.bridge import in_thread
 from asyncloader.dataloader2.adapter import Adapter
 from asyncloader.dataloader2.async_iterator import LoaderAsyncIterator
-from asyncloader.dataloader2.datapipes.async_map import awaited_graph
+from asyncloader.dataloader2.datapipes.async_map import await_parts
 from asyncloader.dataloader2.datapipes.convert import MapToIterConverter
 from asyncloader.dataloader2.error import PauseIteration
 from asyncloader.dataloader2.graph._serialization import clone, deserialize_datapipe, serialize_datapipe
-from asyncloader.dataloader2.graph.settings import fixed_shuffle_seeds
+from asyncloader.dataloader2.graph.settings import fix_shuffle_seeds
 from asyncloader.dataloader2.graph.utils import DataPipe
-from asyncloader.dataloader2.random.seed_generator import SeedGenerator, checked_seed
+from asyncloader.dataloader2.random.seed_generator import SeedGenerator, check_seed
 from asyncloader.dataloader2.services.interface import (
     CheckpointableReadingServiceInterface,
     ReadingServiceInterface,
+    describe_reader,
     end_soon,
-    read_by,
 )
 from asyncloader.errors import StateError
 from asyncloader.shielding import shielded
@@ -53,7 +53,7 @@ SERIALIZED_DATAPIPE_KEY_NAME = "serialized_datapipe"
 READING_SERVICE_STATE_KEY_NAME = "reading_service_state"
 RANDOMNESS_STATE_KEY_NAME = "randomness_state"
 POSITION_KEY_NAME = "position"
-"""Ours: items of the epoch that were delivered; None between epochs. States of torchdata lack it."""
+"""Items of the epoch that were delivered; None between epochs. torchdata's states have no such key."""
 
 _INVALIDATED = (
     "This iterator has been invalidated because another iterator has been created from the same DataLoader2.\n"
@@ -80,7 +80,7 @@ class DataLoader2Iterator(Iterator[T_co]):
         return item
 
     def _read(self) -> T_co:
-        """The next item, which is not counted as delivered yet."""
+        """Read the next item, without counting it as delivered."""
         loader = self.dataloader
         if self.iterator_id != loader.valid_iterator_id:
             raise RuntimeError(_INVALIDATED)
@@ -95,31 +95,31 @@ class DataLoader2Iterator(Iterator[T_co]):
         return item
 
     def _count(self) -> None:
-        """Count an item as delivered: it is not read again after a resume."""
+        """Count an item as delivered: a loader that resumes from a state does not give it again."""
         loader = self.dataloader
         if self.iterator_id == loader.valid_iterator_id and loader._delivered is not None:
             loader._delivered += 1
 
     def _ready(self) -> bool:
-        """Whether the next item is here, so that `next` waits for nothing and runs nobody's code."""
+        """Whether the next item has arrived, so that `next` waits for nothing and runs no code of the user's."""
         loader = self.dataloader
         valid = self.iterator_id == loader.valid_iterator_id and not loader._is_paused and not loader._to_drop
         return valid and getattr(loader._datapipe_iter, "_asyncloader_ready", False)
 
     def _pause(self) -> None:
-        """Pause: the next call ends as if nothing was left, until `resume`."""
+        """Pause: `next` raises StopIteration until `resume`."""
         self.dataloader._pause()
 
     def resume(self) -> None:
-        """Go on after a pause. A limit counts anew."""
+        """Go on after a pause. A limit counts from 0 again."""
         self.dataloader._resume()
         self.limit_counter = None if self.limit_threshold is None else 0
 
     def limit(self, num_batches: int | None) -> None:
-        """Pause after so many items, and again after as many from each `resume` on.
+        """Pause after this number of items, now and after each `resume`.
 
         Args:
-            num_batches: from 1; None: no limit any more.
+            num_batches: from 1; None removes the limit.
         """
         self.limit_counter = None if num_batches is None else 0
         self.limit_threshold = num_batches
@@ -142,11 +142,11 @@ class DataLoader2(Generic[T_co]):
     Args:
         datapipe: the end of the graph; None if `load_state_dict` follows. A `MapDataPipe` is read in the order of its
             indices.
-        datapipe_adapter_fn: an `Adapter`, or several, which are applied in their order now; default None.
-        reading_service: reads the graph; default None: it is read in this process, as it is.
+        datapipe_adapter_fn: an `Adapter`, or several, which are applied now, in their order; default None.
+        reading_service: reads the graph; default None: the graph is read in this process, as it is.
 
     Raises:
-        Exception: whatever pickling the graph or the service raises.
+        Exception: any error of pickling the graph or the service.
     """
 
     def __init__(
@@ -155,9 +155,10 @@ class DataLoader2(Generic[T_co]):
         datapipe_adapter_fn: Iterable[Adapter] | Adapter | None = None,
         reading_service: ReadingServiceInterface | None = None,
     ) -> None:
-        self._terminated = True  # until the graph is known to pickle
+        self._terminated = True  # until the constructor succeeds: the finalizer of a half-made loader ends nothing
+        # `aclose` runs `shutdown` in another thread, perhaps while the thread of an ``async for`` begins an epoch. With
+        # this lock `shutdown` either ends all that the epoch has started, or comes first, and no epoch begins.
         self._beginning_or_ending = threading.RLock()
-        """Held by a thread that begins an epoch: `aclose` ends what it began, not what it has not begun yet."""
         if isinstance(datapipe, MapDataPipe):
             datapipe = MapToIterConverter(datapipe)
         self.datapipe: DataPipe | None = None if datapipe is None else clone(datapipe)
@@ -179,10 +180,11 @@ class DataLoader2(Generic[T_co]):
             self._seed_generator = SeedGenerator()
         self._initial_seed_generator = clone(self._seed_generator)
         self._delivered: int | None = None  # items of this epoch; None between epochs
-        self._resume_at: int | None = None  # the next `iter()` begins the last epoch again, and drops so many items
+        # If set, the next `iter()` begins the last epoch again, and drops this number of items.
+        self._resume_at: int | None = None
         self._to_drop = 0
-        self._interrupted = False  # by Ctrl-C in `next()`, after which a generator of the graph is over
-        self._read_by = ""  # what read the epoch that the position is in
+        self._interrupted = False  # by Ctrl-C in `next()`, which ends the generators of the graph
+        self._read_by = ""  # describes the reader of the epoch that the position is in
         self._shuffle_seeds: list[int] | None = None  # of that epoch, if no service has set them
         self._adapt()
         self._terminated = False
@@ -200,21 +202,21 @@ class DataLoader2(Generic[T_co]):
         self._datapipe_before_reading_service_adapt = clone(self.datapipe)
 
     def __iter__(self) -> DataLoader2Iterator[T_co]:
-        """Begin an epoch. Without an item read from the iterator before, that one's epoch goes on.
+        """Begin an epoch. If no item was read from the iterator before, the new iterator continues that epoch.
 
         Raises:
-            RuntimeError: there is no datapipe, or the loader was shut down.
-            TypeError: there is a state of the reading service, which cannot restore one.
+            RuntimeError: the loader has no datapipe, or was shut down.
+            TypeError: a loaded state is one of a reading service, and this service cannot restore a state.
         """
         with self._beginning_or_ending:
-            datapipe = self._readable()
-            # First: if the epoch cannot begin, the iterator of the one before has nothing to read any more.
+            datapipe = self._check_readable()
+            # Before `_begin_epoch`: it drops the epoch that the older iterator reads, even if it then fails.
             self.valid_iterator_id = 0 if self.valid_iterator_id is None else self.valid_iterator_id + 1
             if self._reset_iter:
                 self._begin_epoch(datapipe, self._resume_at)
         return DataLoader2Iterator(self, self.valid_iterator_id)
 
-    def _readable(self) -> DataPipe:
+    def _check_readable(self) -> DataPipe:
         if self.datapipe is None:
             raise RuntimeError("Please provide datapipe or use load_state_dict to load datapipe from state")
         if self._terminated:
@@ -222,8 +224,8 @@ class DataLoader2(Generic[T_co]):
         return self.datapipe
 
     def _begin_epoch(self, datapipe: DataPipe, resume_at: int | None) -> None:
-        """Begin the next epoch, or with a position the last one again. If that fails, it can be tried again."""
-        self._datapipe_iter = None  # ends what the epoch before still does
+        """Begin the next epoch, or with a position the last epoch again. If that fails, it can be tried again."""
+        self._datapipe_iter = None  # the last reference: its finalizers end the epoch before
         self._delivered, self._resume_at = None, resume_at
         if self._is_paused:
             self._resume()
@@ -237,31 +239,28 @@ class DataLoader2(Generic[T_co]):
             self._reset_seed = False
         self._initial_seed_generator = clone(self._seed_generator)
         try:
-            self._datapipe_iter = iter(self._begun(datapipe, resume_at))
+            self._datapipe_iter = iter(self._prepare(datapipe, resume_at))
         except BaseException:
+            # A second attempt gets the same seeds.
             self._seed_generator = clone(self._initial_seed_generator)
             raise
         self._reset_iter = self._interrupted = False
         self._resume_at = None
         self._delivered = self._to_drop = resume_at or 0
 
-    def _begun(self, datapipe: DataPipe, resume_at: int | None) -> DataPipe:
-        """The graph, ready for an epoch."""
+    def _prepare(self, datapipe: DataPipe, resume_at: int | None) -> DataPipe:
+        """Prepare the graph for an epoch."""
         service = self.reading_service
         seeds: list[int] | None = None
-        if service is not None:
-            if not self._adapted:
-                datapipe = self.datapipe = self._initialized(service, awaited_graph(datapipe))
-                self._adapted = True
-            change = service.initialize_iteration(self._seed_generator)
-            if change is not None:
-                self.datapipe = datapipe = change(datapipe)
-        else:
-            if not self._adapted:
-                datapipe = self.datapipe = awaited_graph(datapipe)
-                self._adapted = True
-            seeds = fixed_shuffle_seeds(datapipe, self._shuffle_seeds if resume_at is not None else None)
-        reader = read_by(service)
+        if not self._adapted:
+            datapipe = await_parts(datapipe)
+            self.datapipe = datapipe = datapipe if service is None else self._initialize(service, datapipe)
+            self._adapted = True
+        if service is None:
+            seeds = fix_shuffle_seeds(datapipe, self._shuffle_seeds if resume_at is not None else None)
+        elif (change := service.initialize_iteration(self._seed_generator)) is not None:
+            self.datapipe = datapipe = change(datapipe)
+        reader = describe_reader(service)
         if resume_at and self._read_by not in ("", reader):
             raise StateError(
                 f"the position is one of {self._read_by}, and this is {reader}, which would read another rest of the "
@@ -270,7 +269,7 @@ class DataLoader2(Generic[T_co]):
         self._read_by, self._shuffle_seeds = reader, seeds
         return datapipe
 
-    def _initialized(self, service: ReadingServiceInterface, datapipe: DataPipe) -> DataPipe:
+    def _initialize(self, service: ReadingServiceInterface, datapipe: DataPipe) -> DataPipe:
         if self.reading_service_state is None:
             return service.initialize(datapipe)
         if not isinstance(service, CheckpointableReadingServiceInterface):
@@ -278,7 +277,7 @@ class DataLoader2(Generic[T_co]):
         return service.restore(datapipe, self.reading_service_state)
 
     def _read(self) -> Any:
-        """The next item, for the valid iterator."""
+        """Read the next item, for the valid iterator."""
         self._reset_iter = True
         try:
             if self._is_paused:
@@ -302,6 +301,8 @@ class DataLoader2(Generic[T_co]):
             self.shutdown()
             raise
         except BaseException:
+            # Ctrl-C: the user may go on with the same iterator. Its generators are over, so the epoch begins again
+            # then.
             self._interrupted = self._delivered is not None
             raise
         return item
@@ -324,7 +325,7 @@ class DataLoader2(Generic[T_co]):
             TypeError: the seed is no integer.
             ValueError: the seed is not between 0 and 2**64 - 1.
         """
-        self._seed = checked_seed(seed)
+        self._seed = check_seed(seed)
         self._reset_seed = True
         self._resume_at = None
 
@@ -337,20 +338,22 @@ class DataLoader2(Generic[T_co]):
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if not exiting() and not getattr(self, "_terminated", True) and self._adapted:
             self._terminated = True
+            # In a list, so that `_end` holds the last reference: the iterator's own end may wait for threads.
             source, self._datapipe_iter = [self._datapipe_iter], None
             end_soon(_end, source, self.reading_service)
 
     def shutdown(self) -> None:
-        """End the epoch and all that reads for it; wait until it is gone. Idempotent."""
+        """End the epoch, and the processes and threads that read for it; wait for them. Idempotent."""
         with self._beginning_or_ending:
             if self._terminated:
                 return
             self._terminated = True
             source, self._datapipe_iter = [self._datapipe_iter], None
+        # Without the lock: no epoch begins any more, and this may wait for processes.
         _end(source, self.reading_service)
 
     async def aclose(self) -> None:
-        """`shutdown`, in a thread. Idempotent."""
+        """Run `shutdown` in a thread. Idempotent."""
         await shielded(in_thread(self.shutdown))
 
     async def __aenter__(self) -> Self:
@@ -360,24 +363,24 @@ class DataLoader2(Generic[T_co]):
         await self.aclose()
 
     def __aiter__(self) -> LoaderAsyncIterator[T_co]:
-        """An iterator of the next epoch. It begins with the first item, and reads in a thread, so that the event loop
-        goes on. See `iter` for what it raises.
+        """Return an iterator of the next epoch. It begins the epoch with the first item, and reads in a thread, so that
+        the event loop is not blocked. Raises the same errors as `iter`.
         """
-        self._readable()
+        self._check_readable()
         return LoaderAsyncIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, from which another loader goes on exactly; between epochs: the next epoch's beginning.
+        """Return the position, from which another loader goes on exactly; between epochs: the next epoch's beginning.
 
         Returns:
             ``serialized_datapipe``: the graph before the reading service, pickled. ``reading_service_state``: bytes, or
             None. ``randomness_state``: ``(seed, reset_seed, seeds now, seeds at the epoch's beginning)``. ``position``:
-            items of the epoch that were delivered; None between epochs. ``read_by``: what read them, in words.
-            ``shuffle_seeds``: of the epoch's shuffles; None if they follow from ``randomness_state``, as with every
-            reading service.
+            items of the epoch that were delivered; None between epochs. ``read_by``: a description of their reader.
+            ``shuffle_seeds``: those of the epoch's shuffles; None if they follow from ``randomness_state``, as with
+            every reading service.
 
         Raises:
-            RuntimeError: there is no datapipe.
+            RuntimeError: the loader has no datapipe.
         """
         if self._datapipe_before_reading_service_adapt is None:
             raise RuntimeError("Please provide datapipe or use load_state_dict to load datapipe from state")
@@ -397,7 +400,7 @@ class DataLoader2(Generic[T_co]):
 
     @classmethod
     def from_state(cls, state: dict[str, Any], reading_service: ReadingServiceInterface) -> DataLoader2[Any]:
-        """A new loader that goes on from a state; see `load_state_dict`."""
+        """Make a loader that goes on from a state, as by `load_state_dict`."""
         loader: DataLoader2[Any] = cls(None, None, reading_service)
         loader.load_state_dict(state)
         return loader
@@ -405,13 +408,13 @@ class DataLoader2(Generic[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state with the next ``iter()``: in the middle of an epoch with the rest of it.
 
-        The graph is the state's, as adapters had made it; those given to the constructor are applied to it, too. It is
-        unpickled, which runs what the bytes say: load only states that you saved yourself.
+        The graph is that of the state, with its adapters applied; the adapters given to this constructor are applied to
+        it, too. The state is unpickled, which can run any code: load only states that you saved yourself.
 
         Raises:
             RuntimeError: an iterator was made already.
-            StateError: by the next ``iter()``: the position is in an epoch that other reading services, workers or
-                ranks were reading.
+            StateError: by the next ``iter()``: the position is in an epoch that was read by other reading services, or
+                by another number of workers or ranks.
         """
         if self._datapipe_iter is not None or self._adapted:
             raise RuntimeError(
@@ -421,7 +424,7 @@ class DataLoader2(Generic[T_co]):
         datapipe, state = state_dict[SERIALIZED_DATAPIPE_KEY_NAME], state_dict[READING_SERVICE_STATE_KEY_NAME]
         seed, reset_seed, now, initial = state_dict[RANDOMNESS_STATE_KEY_NAME]
         generators, datapipe = (pickle.loads(now), pickle.loads(initial)), deserialize_datapipe(datapipe)
-        # Nothing above has changed the loader if it failed.
+        # Up to here a damaged state raises, and leaves the loader as it was.
         self.datapipe, self.reading_service_state = datapipe, state
         self._seed, self._reset_seed = seed, reset_seed
         self._seed_generator, self._initial_seed_generator = generators
@@ -430,7 +433,7 @@ class DataLoader2(Generic[T_co]):
         self._adapt()
 
     def _restore_checkpoint_beginning_of_epoch(self) -> None:
-        """After `load_state_dict`: begin the last epoch again, from its first item."""
+        """After `load_state_dict`: begin the state's epoch again, from its first item."""
         self._seed_generator = clone(self._initial_seed_generator)
         self._resume_at = 0
 
@@ -464,10 +467,11 @@ class DataLoader2(Generic[T_co]):
 
 
 def _end(source: list[Any], service: ReadingServiceInterface | None) -> None:
-    """End the service, and then what an epoch is read from, whose last reference is in this list."""
+    """End the service, then the epoch's iterator, whose last reference is in this list."""
     try:
         if service is not None:
             service.finalize_iteration()
             service.finalize()
     finally:
+        # Last: the iterator's own end waits for its threads, which may be waiting for items of the service's processes.
         source.clear()

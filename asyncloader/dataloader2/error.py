@@ -1,4 +1,4 @@
-"""The exception that pauses an iterator, and the error for a process that has ended, as graphs word it.
+"""The exception that pauses an iterator, and the error for a process of a graph that has ended.
 
 Data path: none.
 """
@@ -17,6 +17,6 @@ class PauseIteration(StopIteration):
 
 
 def worker_died(text: str) -> WorkerDied:
-    """The error with this text, for a process whose number or exit code is not known here."""
+    """Make the error from a text alone, where the number or the exit code of the process is not known."""
     made: Callable[[str], WorkerDied] = WorkerDied  # type: ignore[assignment]  # each error can be made from a text
     return made(text)

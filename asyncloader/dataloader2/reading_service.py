@@ -1,4 +1,4 @@
-"""All reading services under the one name that they have in torchdata.
+"""Offers all reading services in one module, under the name that it has in torchdata.
 
 Data path: none.
 """

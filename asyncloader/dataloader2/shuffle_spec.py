@@ -1,4 +1,4 @@
-"""A name that torchdata reserved for descriptions of shuffles.
+"""`ShuffleSpec`, a name that torchdata reserved for descriptions of shuffles.
 
 Data path: none.
 """

@@ -26,7 +26,7 @@ import asyncloader.dataloader2
 from asyncloader.dataloader2 import DataLoader2, MultiProcessingReadingService
 from asyncloader.dataloader2.adapter import CacheTimeout, InvalidateCache
 from asyncloader.dataloader2.datapipes.cache_in_memory import InMemoryCacheHolder
-from asyncloader.dataloader2.datapipes.file_claim import _locked, claimed
+from asyncloader.dataloader2.datapipes.file_claim import _lock, claim
 from tests.dataloader2.parts import MP, OnlyHere, double, numbers
 
 _ = asyncloader.dataloader2  # registers the forms
@@ -199,9 +199,9 @@ def test_a_claim_that_somebody_deletes(tmp_path: Path) -> None:
     """Another one that came since stays; nothing is raised, and no descriptor left."""
     path = str(tmp_path / "x")
     name = Path(f"{path}.asyncloader_claim")
-    with claimed(path, 0):
+    with claim(path, 0):
         name.unlink()
-        with claimed(path, 0):
+        with claim(path, 0):
             assert name.exists()
     assert not name.exists()
 
@@ -312,7 +312,7 @@ def test_waits_for_whoever_writes(tmp_path: Path) -> None:
     """As long as it is told; then the documented error. Whoever waited takes what the other wrote."""
     path = in_folder(tmp_path, 0)
     graph = cached(tmp_path, numbers(1), timeout=0)
-    with claimed(path, 0):
+    with claim(path, 0):
         with pytest.raises(TimeoutError, match=r"expected to be written by different process.*in 0 seconds"):
             list(graph)
         graph.set_timeout(60)
@@ -326,24 +326,24 @@ def test_waits_for_whoever_writes(tmp_path: Path) -> None:
 
 def test_waiting_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, in the log."""
-    monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._TELL_AFTER", 0.01)
+    monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._LOG_AFTER", 0.01)
     path = str(tmp_path / "x")
-    with claimed(path, 0), caplog.at_level(logging.WARNING, "asyncloader"), pytest.raises(TimeoutError):
-        _locked(f"{path}.asyncloader_claim", path, 0.05)
+    with claim(path, 0), caplog.at_level(logging.WARNING, "asyncloader"), pytest.raises(TimeoutError):
+        _lock(f"{path}.asyncloader_claim", path, 0.05)
     assert "waits for another process to write" in caplog.text
 
 
 def test_waiting_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any number of seconds; and the claim is then that of the file that has the name."""
-    monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._TELL_AFTER", 0.01)
+    monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._LOG_AFTER", 0.01)
     path = str(tmp_path / "x")
     found: list[bool] = []
 
     def read() -> None:
-        with claimed(path, float("inf")):
+        with claim(path, float("inf")):
             found.append(Path(f"{path}.asyncloader_claim").exists())
 
-    with claimed(path, 0):
+    with claim(path, 0):
         waiting = threading.Thread(target=read)
         waiting.start()
         waiting.join(0.2)

@@ -20,7 +20,7 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 import asyncloader.dataloader2
 from asyncloader.dataloader2 import DataLoader2, compat
 from asyncloader.dataloader2.datapipes import Prefetcher
-from asyncloader.dataloader2.datapipes.async_map import awaited_graph
+from asyncloader.dataloader2.datapipes.async_map import await_parts
 from asyncloader.dataloader2.datapipes.forms import has_form, is_replicable
 from tests.dataloader2.parts import MP, OnlyHere, async_fails_at_5, double, fails_at_5, numbers, slow_double, ticking
 
@@ -176,9 +176,9 @@ def test_an_unfinished_awaited_part_at_the_end_of_the_program() -> None:
     """It ends, with the error of the program alone."""
     script = (
         "import asyncloader.dataloader2\n"
-        "from asyncloader.dataloader2.datapipes.async_map import awaited_graph\n"
+        "from asyncloader.dataloader2.datapipes.async_map import await_parts\n"
         "from tests.dataloader2.parts import ticking\n"
-        "items = iter(awaited_graph(ticking(9)))\n"
+        "items = iter(await_parts(ticking(9)))\n"
         "next(items)\n"
         "raise SystemExit(3)\n"
     )
@@ -194,8 +194,8 @@ def test_a_left_amap_ends() -> None:
 
 def test_awaited_parts_are_wrapped_once() -> None:
     """The graph is read twice, wrapped again without effect, and left in the middle."""
-    graph: Any = awaited_graph(ticking(5).map(double))
-    assert awaited_graph(graph) is graph
+    graph: Any = await_parts(ticking(5).map(double))
+    assert await_parts(graph) is graph
     assert [list(graph), list(graph)] == [[0, 2, 4, 6, 8]] * 2
     iterator = iter(graph)
     next(iterator)

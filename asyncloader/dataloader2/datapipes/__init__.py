@@ -35,7 +35,7 @@ __all__ = [
 
 
 def register_forms() -> None:
-    """Register the functional forms; see `forms.py`. Again without effect."""
+    """Register the functional forms, as `forms.py` does. Idempotent."""
     register_form("amap", AsyncMapper)
     register_form("end_caching", EndOnDiskCacheHolder)
     register_form("fullsync", FullSync)

@@ -2,8 +2,7 @@
 
 Data path: graph -> [async_map: event loop in a thread, calls in flight] -> graph.
 
-The loop runs in a thread of its own (`asyncloader.bridge`) as long as the datapipe is read, in the main process or in a
-worker.
+The event loop has a thread (`asyncloader.bridge`) as long as the datapipe is read, in the main process or in a worker.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from typing import Any
 from torch.utils.data import IterDataPipe
 
 from asyncloader.bridge import Bridge
-from asyncloader.dataloader2.graph.utils import DataPipe, list_dps, replace_dp, traverse_dps
+from asyncloader.dataloader2.graph.utils import DataPipe, end_of, parts_of, replace_dp, traverse_dps
 
 _END = object()
 
 
-def is_awaited(datapipe: Any) -> bool:
+def needs_await(datapipe: Any) -> bool:
     """Whether a datapipe can only be read with ``async for``: it defines ``__aiter__`` and no ``__iter__``."""
     kind = type(datapipe)
     return hasattr(kind, "__aiter__") and getattr(kind, "__iter__", None) is IterDataPipe.__iter__
 
 
-def awaited_graph(datapipe: DataPipe) -> DataPipe:
-    """The graph with an `Awaited` after each part that can only be read with ``async for``."""
-    readers = {id(each.source_datapipe) for each in list_dps(traverse_dps(datapipe)) if isinstance(each, Awaited)}
-    for part in list_dps(traverse_dps(datapipe)):
-        if is_awaited(part) and id(part) not in readers:
-            graph = replace_dp(traverse_dps(datapipe), part, Awaited(part))
-            datapipe = next(iter(graph.values()))[0]
+def await_parts(datapipe: DataPipe) -> DataPipe:
+    """Put an `Awaited` after each part that can only be read with ``async for``. Returns the end of the graph."""
+    parts = parts_of(datapipe)
+    readers = {id(each.source_datapipe) for each in parts if isinstance(each, Awaited)}
+    for part in parts:
+        if needs_await(part) and id(part) not in readers:
+            datapipe = end_of(replace_dp(traverse_dps(datapipe), part, Awaited(part)))
     return datapipe
 
 
 class Awaited(IterDataPipe[Any]):
-    """Reads a datapipe that defines ``__aiter__``, for what reads by ``for``. `DataLoader2` puts it where it is needed.
+    """Lets a plain ``for`` read a datapipe that defines ``__aiter__``. `DataLoader2` adds it where it is needed.
 
     Args:
         source_datapipe: is awaited item by item, in the loop's thread.
@@ -54,13 +53,14 @@ class Awaited(IterDataPipe[Any]):
         bridge = Bridge()
         bridge.acquire()
         try:
-            iterator: AsyncIterator[Any] = bridge.run(_begun(self.source_datapipe))
+            iterator: AsyncIterator[Any] = bridge.run(_begin(self.source_datapipe))
             try:
                 while (item := bridge.run(_next(iterator))) is not _END:
                     yield item
             finally:
-                if not exiting():  # then the loop's thread is gone, and would be waited for in vain
-                    bridge.run(_closed(iterator))
+                # An interpreter that is exiting has stopped the loop's thread: waiting for it would never end.
+                if not exiting():
+                    bridge.run(_close(iterator))
         finally:
             if not exiting():
                 bridge.release()
@@ -69,7 +69,7 @@ class Awaited(IterDataPipe[Any]):
         return len(self.source_datapipe)
 
 
-async def _begun(source: Any) -> AsyncIterator[Any]:
+async def _begin(source: Any) -> AsyncIterator[Any]:
     return aiter(source)
 
 
@@ -77,7 +77,7 @@ async def _next(iterator: AsyncIterator[Any]) -> Any:
     return await anext(iterator, _END)
 
 
-async def _closed(iterator: Any) -> None:
+async def _close(iterator: Any) -> None:
     close = getattr(iterator, "aclose", None)
     if close is not None:
         await close()
@@ -89,7 +89,7 @@ class AsyncMapper(IterDataPipe[Any]):
     An error of a call is raised where its result would have come.
 
     Args:
-        datapipe: read in the reader's thread, at most `concurrency` items ahead.
+        datapipe: is read in the reader's thread, at most `concurrency` items ahead.
         fn: coroutine function of one item.
         concurrency: calls in flight at a time, from 1; default 16.
 
@@ -118,45 +118,46 @@ class AsyncMapper(IterDataPipe[Any]):
                 except StopIteration:
                     break
                 except Exception as error:
-                    failure = error
+                    failure = error  # raised below, after the results of the items before it
                     break
-                calls.append(bridge.run(_called(self.fn, item)))
+                calls.append(bridge.run(_start(self.fn, item)))
                 if len(calls) >= self.concurrency:
-                    yield bridge.run(_result(calls.popleft()))
+                    yield bridge.run(_wait_for(calls.popleft()))
             while calls:
-                yield bridge.run(_result(calls.popleft()))
-            if failure is not None:  # after the results of the items before it
+                yield bridge.run(_wait_for(calls.popleft()))
+            if failure is not None:
                 raise failure
         finally:
             failure = None  # its traceback refers to this frame
             calls.clear()
-            if not exiting():
-                bridge.release()  # cancels what is in flight
+            if not exiting():  # as in `Awaited`
+                bridge.release()  # cancels the calls in flight
 
     def __len__(self) -> int:
         return len(self.datapipe)
 
 
-async def _called(fn: Callable[[Any], Awaitable[Any]], item: Any) -> asyncio.Task[Any]:
-    task = asyncio.ensure_future(_awaited(fn, item))
-    task.add_done_callback(_retrieved)
+async def _start(fn: Callable[[Any], Awaitable[Any]], item: Any) -> asyncio.Task[Any]:
+    task = asyncio.ensure_future(_call(fn, item))
+    task.add_done_callback(_retrieve_error)
     return task
 
 
-async def _awaited(fn: Callable[[Any], Awaitable[Any]], item: Any) -> Any:
+async def _call(fn: Callable[[Any], Awaitable[Any]], item: Any) -> Any:
     made: Any = fn(item)
     if not inspect.isawaitable(made):
         raise TypeError(f"`amap` needs a coroutine function, and {fn!r} returned {type(made).__name__}: use `map`")
     return await made
 
 
-def _retrieved(task: asyncio.Task[Any]) -> None:
-    """Have asyncio not complain of an error whose turn never came."""
+def _retrieve_error(task: asyncio.Task[Any]) -> None:
+    # asyncio logs an error that no code has retrieved, and the reader may stop before the turn of this call.
     if not task.cancelled():
         task.exception()
 
 
-async def _result(task: asyncio.Task[Any]) -> Any:
+async def _wait_for(task: asyncio.Task[Any]) -> Any:
+    # Not ``await task``: a CancelledError of the call would then cancel this coroutine.
     await asyncio.wait([task])
     if task.cancelled():
         raise RuntimeError("a call of `amap` raised CancelledError")

@@ -1,15 +1,15 @@
-"""The files of `on_disk_cache`: which of them are complete, and how they are written.
+"""Finds the complete files of `on_disk_cache`, and writes them.
 
 Data path: cache_on_disk -> [cache_files: temporary file, check, rename] -> files.
 
 Beside an item's file may lie:
 
-    <path>.torchdata_list   the item became other files than this one: their paths, a line each, as in torchdata
+    <path>.torchdata_list   the paths of the item's files, a line each, if they are not this file alone; as in torchdata
     <path>.asyncloader_claim  while a process writes the files of this item (`file_claim`)
-    <file>.<8 digits>.part  what is written now, or what a killed process left: the next one writes over it
+    <file>.<8 digits>.part  a file that is being written, or that a killed process left: the next process writes over it
 
 A file gets its name when it is complete, and an item's list is written after all its files. Only a loss of power may
-leave a file with less in it, which hashes reveal.
+leave a file that is shorter than it should be, which hashes reveal.
 """
 
 # Names are strings, as users' functions give them.
@@ -32,15 +32,15 @@ class CacheFiles:
     """Finds and writes the files of a cache.
 
     Args:
-        hashes: of each file by its path, in hexadecimal digits; None: files are not compared.
+        hashes: hash of each file by its path, in hexadecimal digits; None: files are not compared.
         hash_type: ``"sha256"`` or ``"md5"``.
-        check: whether an item's own file is valid; None: it is.
+        check: returns whether an item's own file is valid; None: it always is.
 
     Attributes:
-        valid_from: nanoseconds since 1970; what was written before counts as not cached. 0: everything is valid.
+        valid_from: nanoseconds since 1970; files that were written before count as not cached. 0: all files are valid.
 
     Raises:
-        ValueError: the type of hash is neither.
+        ValueError: another type of hash.
     """
 
     def __init__(self, hashes: dict[str, str] | None, hash_type: str, check: Callable[[str], bool] | None) -> None:
@@ -51,28 +51,28 @@ class CacheFiles:
         self._hash_type = hash_type
         self._check = check
 
-    def found(self, path: str) -> list[str] | None:
-        """The complete files of the item whose own path this is; None: it is not cached."""
-        listed = self._listed(path)
-        if listed is not None:  # the path itself is then no file of the cache, or an old one
+    def find(self, path: str) -> list[str] | None:
+        """Return the complete files of the item with this path; None: the item is not cached."""
+        listed = self._read_list(path)
+        if listed is not None:  # a file with the item's own path is then not the item's, or is out of date
             return listed or None
-        return [path] if self._valid(path) and (self._check is None or self._check(path)) else None
+        return [path] if self._is_valid(path) and (self._check is None or self._check(path)) else None
 
-    def _listed(self, path: str) -> list[str] | None:
-        """The files in its list, none if one of them is missing; None: it has no list."""
+    def _read_list(self, path: str) -> list[str] | None:
+        """Return the files in the item's list; [] if any of them is missing; None: the item has no list."""
         try:
             with open(_list_of(path), encoding="utf-8", errors="surrogateescape") as lines:
                 files = [line.removesuffix("\n") for line in lines]
         except FileNotFoundError:
             return None
-        return files if self._recent(_list_of(path)) and all(map(self._valid, files)) else []
+        return files if self._is_recent(_list_of(path)) and all(map(self._is_valid, files)) else []
 
-    def _valid(self, file: str) -> bool:
-        if not os.path.isfile(file) or not self._recent(file):
+    def _is_valid(self, file: str) -> bool:
+        if not os.path.isfile(file) or not self._is_recent(file):
             return False
         return self._hashes is None or self._hash(file) == self._hashes.get(file)
 
-    def _recent(self, file: str) -> bool:
+    def _is_recent(self, file: str) -> bool:
         return not self.valid_from or os.stat(file).st_mtime_ns >= self.valid_from
 
     def _hash(self, file: str) -> str:
@@ -82,29 +82,32 @@ class CacheFiles:
     def write(
         self, file: str, item: str, mode: str, write: Callable[[IO[Any]], object], errors: str | None = None
     ) -> None:
-        """Write one of the files of an item, whose right to be written the caller has.
+        """Write one of an item's files. The caller must have claimed the item.
 
         Args:
-            file: its path.
+            file: the file's path.
             item: the item's own path.
             mode: ``"wb"`` or ``"wt"``.
             write: writes the content to the open file.
             errors: of `open`.
 
         Raises:
-            RuntimeError: the hash is another one, or there is none for the file. The file is as it was before.
+            RuntimeError: the file has another hash, or none is given for it. A file of this name stays as it was.
+            ValueError: the path has more than one line.
         """
         if "\n" in file:
             raise ValueError(f"a cached file's path must be one line, not {file!r}")
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        # Items that become files of the same name do not write to the same temporary one.
+        # A temporary file for each item: processes with claims of two items may write files of the same name.
         part = f"{file}.{hashlib.blake2b(os.fsencode(item), digest_size=4).hexdigest()}.part"
         try:
             with open(part, mode, encoding=None if "b" in mode else "utf-8", errors=errors) as opened:
                 write(opened)
             self._compare(part, file)
-            now = max(time.time_ns(), self.valid_from or 0)  # the clock may have been put back, or another machine's
-            os.utime(part, ns=(now, now))  # the kernel's own time stamps are some milliseconds late
+            # Not the kernel's time stamp, which may be some milliseconds older than `valid_from`. Nor the clock alone,
+            # which may have been put back, or differ from that of the machine that `valid_from` comes from.
+            now = max(time.time_ns(), self.valid_from or 0)
+            os.utime(part, ns=(now, now))
             os.replace(part, file)
         except BaseException:
             with suppress(OSError):
@@ -124,14 +127,15 @@ class CacheFiles:
             )
 
     def complete(self, item: str, files: list[str]) -> None:
-        """Say that these are the files of the item, and all of them; without files it is not cached."""
+        """Record that these are all files of the item; without files the item is not cached."""
         if files == [item]:
             with suppress(FileNotFoundError):
-                os.unlink(_list_of(item))  # of an earlier time, when it became others
+                os.unlink(_list_of(item))  # it would name the item's files of an earlier time
         elif files:
             lines = "".join(f"{file}\n" for file in files)
             write = CacheFiles(None, "", None).write
-            write(_list_of(item), item, "wt", lambda opened: opened.write(lines), "surrogateescape")  # as names are
+            # File names are decoded that way, so the list gives back the same bytes.
+            write(_list_of(item), item, "wt", lambda opened: opened.write(lines), "surrogateescape")
 
 
 def _list_of(path: str) -> str:

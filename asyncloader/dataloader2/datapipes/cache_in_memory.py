@@ -1,4 +1,4 @@
-"""The form `in_memory_cache`: keeps what the first epoch read.
+"""The form `in_memory_cache`: keeps the items of the first epoch.
 
 Data path: graph -> [in_memory_cache] -> graph.
 """
@@ -15,16 +15,19 @@ import numpy as np
 import torch
 from torch.utils.data import IterDataPipe
 
+from asyncloader.dataloader2.datapipes.forms import state_with
+
 
 class InMemoryCacheHolder(IterDataPipe[Any]):
-    """Form ``in_memory_cache``. Keeps the items of the first epoch that is read to its end, for those after it.
+    """Form ``in_memory_cache``. Keeps the items of the first epoch that is read to its end, for later epochs.
 
-    Beyond its size it keeps the last items of the epoch, and the others are read again in each. Each process has one of
-    its own. The items are the same objects in each epoch, in the same order: shuffle after this part, not before.
+    If they exceed the size, it keeps the last items of the epoch, and the others are read again in each epoch. Each
+    process has its own cache. Kept items are the same objects in each epoch, in the same order: shuffle after this
+    part, not before.
 
     Args:
         source_dp: is read.
-        size: of the kept items in MiB: tensors and arrays by their elements, other objects as `sys.getsizeof` has them.
+        size: limit of the kept items in MiB: tensors and arrays by their elements, other objects by `sys.getsizeof`.
             Default None: no limit.
     """
 
@@ -66,8 +69,7 @@ class InMemoryCacheHolder(IterDataPipe[Any]):
             ) from None
 
     def __getstate__(self) -> Any:
-        state = {**self.__dict__, "cache": None, "idx": 0}
-        return state if IterDataPipe.getstate_hook is None else IterDataPipe.getstate_hook(state)
+        return state_with(self, cache=None, idx=0)
 
 
 def _size(value: Any, seen: set[int] | None = None) -> int:

@@ -1,11 +1,10 @@
-"""The forms `on_disk_cache` and `end_caching`: what the parts between them make of an item is written to files, once.
+"""The forms `on_disk_cache` and `end_caching`: the results of the parts between them are written to files, once.
 
 Data path: graph -> [on_disk_cache] -> parts that download, decompress, ... -> [end_caching: files] -> paths -> graph.
 
 An item that is not cached goes through the parts between on its own, while this process alone has the right to write
-its files. That right is given back before the paths are given out, so no reader ever waits for a slower reader. Paths
-come in the order of the items, whatever was cached before: an epoch that is resumed finds more files than the first
-time, and gives the same.
+its files. Paths come in the order of the items, whatever is cached: a resumed epoch finds more files than it did the
+first time, and gives the same paths.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data.graph import traverse_dps
 
 from asyncloader.dataloader2.datapipes.cache_files import CacheFiles
-from asyncloader.dataloader2.datapipes.file_claim import claimed
+from asyncloader.dataloader2.datapipes.file_claim import claim
 from asyncloader.dataloader2.datapipes.forms import has_form, is_replicable
-from asyncloader.dataloader2.graph.utils import list_dps
+from asyncloader.dataloader2.graph.utils import list_dps, parts_of
 
 _MODES = {"wb": "wb", "b": "wb", "w": "wt", "wt": "wt", "t": "wt"}
 
 
 class OnDiskCacheHolder(IterDataPipe[Any]):
-    """Form ``on_disk_cache``. What comes after it, up to ``end_caching``, is done for items that are not cached.
+    """Form ``on_disk_cache``. Begins a cache: the parts up to ``end_caching`` run only for items that are not cached.
 
     Args:
         source_datapipe: is read item by item.
-        filepath_fn: from an item to the path of its file; default None: the item is the path.
-        hash_dict: hashes of files by their paths, in hexadecimal digits; default None. A file that has another one, or
-            none here, is not cached. Files are read whole for it in each epoch.
+        filepath_fn: returns the path of an item's file; default None: the item is the path.
+        hash_dict: hashes of files by their paths, in hexadecimal digits; default None: files are not compared. A file
+            with another hash, or without a hash here, is not cached. Each epoch reads whole files to compare them.
         hash_type: ``"sha256"`` (default) or ``"md5"``.
-        extra_check_fn: from the path of an item's file that exists to whether it is valid; default None: it is.
+        extra_check_fn: returns whether an item's file that exists at a path is valid; default None: it always is.
 
     Raises:
-        ValueError: there is no such type of hash.
+        ValueError: another type of hash.
         RuntimeError: it is read before ``end_caching`` was called.
     """
 
@@ -54,7 +53,7 @@ class OnDiskCacheHolder(IterDataPipe[Any]):
         self.filepath_fn = filepath_fn
         self.files = CacheFiles(hash_dict, hash_type, extra_check_fn)
         self.ended = False
-        self.missing: list[Any] = []  # the item that is written now, for the parts between
+        self.missing: list[Any] = []  # the item that is being written: the parts between read it from here
 
     def __iter__(self) -> Iterator[Any]:
         if not self.ended:
@@ -66,26 +65,27 @@ class OnDiskCacheHolder(IterDataPipe[Any]):
 
 
 class EndOnDiskCacheHolder(IterDataPipe[str]):
-    """Form ``end_caching``. Writes what comes to files, and gives the paths of these and of those that were cached.
+    """Form ``end_caching``. Ends a cache: writes files, and gives the paths of all items' files, cached before or not.
 
-    The parts since ``on_disk_cache`` make pairs of path and content of each item: one with the item's own path, or any
-    number with other ones. They begin anew with each item. An item of which they make nothing is not cached. If other
-    processes, ranks or jobs write the same item, one of them does, and the others wait for it.
+    For each item the parts since ``on_disk_cache`` must give pairs of a path and a content: a single pair with the
+    item's own path, or any number of pairs with other paths. They start again for each item. An item for which they
+    give no pair is not cached. If several processes, ranks or jobs need the same item, one of them writes it, and the
+    others wait for that.
 
     Args:
         datapipe: gives the pairs.
         mode: ``"wb"`` (default) or ``"wt"`` (UTF-8).
-        filepath_fn: from the first of a pair to the path; default None: it is the path.
+        filepath_fn: makes the path of the first element of a pair; default None: that element is the path.
         same_filepath_fn: take ``filepath_fn`` of ``on_disk_cache``; default False.
-        skip_read: the second of a pair is the content: bytes, or a string. Default False: it is an open file, or an
-            iterable of such pieces, and is closed at its end.
+        skip_read: the second element of a pair is the content: bytes, or a string. Default False: it is an open file,
+            or an iterable of such pieces, and is closed at its end.
         timeout: seconds to wait for another process that writes the item; default 300.
 
     Raises:
-        ValueError: two functions for paths; a mode that is none of these; between the two forms is a part that shares
-            items among processes, or that is not replicable; two files of an item have the same path.
-        RuntimeError: no ``on_disk_cache`` is before it, or that has an end already; a hash is wrong, or missing.
-        TypeError: no pairs come, or their content is not what `skip_read` says.
+        ValueError: `filepath_fn` together with `same_filepath_fn`; another mode; a part between the two forms shares
+            items among processes, or is not replicable; two files of an item have the same path.
+        RuntimeError: no ``on_disk_cache`` comes before it, or it has an end already; a hash is wrong, or missing.
+        TypeError: the datapipe gives no pairs, or contents of the other kind than `skip_read` asks for.
         TimeoutError: another process did not write the item in time.
     """
 
@@ -116,24 +116,27 @@ class EndOnDiskCacheHolder(IterDataPipe[str]):
         self.timeout = timeout
 
     def invalidate(self, before: int) -> None:
-        """Have what was written before count as not cached.
+        """Have files that were written before a time count as not cached.
 
         Args:
-            before: nanoseconds since 1970.
+            before: the time, in nanoseconds since 1970.
         """
         self._holder.files.valid_from = before
 
     def __iter__(self) -> Iterator[str]:
-        found = self._holder.files.found
+        find = self._holder.files.find
         for item in self._holder.source_datapipe:
             path = _path(item, self._holder.filepath_fn)
-            files = found(path)
+            files = find(path)
             if files is None:
-                with claimed(path, self.timeout):
-                    files = found(path) or self._written(item, path)
+                with claim(path, self.timeout):
+                    # Again: another process may have written them during the wait for the claim.
+                    files = find(path) or self._write_item(item, path)
+            # Without the claim, so that no other process waits until this reader asks for the next item.
             yield from files
 
-    def _written(self, item: Any, path: str) -> list[str]:
+    def _write_item(self, item: Any, path: str) -> list[str]:
+        """Have the parts between make an item's files, and write them. Returns their paths."""
         files: dict[str, None] = {}
         cache = self._holder.files
         self._holder.missing = [item]
@@ -176,8 +179,8 @@ def _path(value: Any, function: Callable[[Any], str | os.PathLike[str]] | None) 
 
 
 def _holder_before(datapipe: Any) -> OnDiskCacheHolder:
-    """The nearest ``on_disk_cache`` without an end; checks the parts after it."""
-    holders = [each for each in list_dps(traverse_dps(datapipe)) if isinstance(each, OnDiskCacheHolder)]
+    """Return the nearest ``on_disk_cache`` without an end, and check the parts after it."""
+    holders = [each for each in parts_of(datapipe) if isinstance(each, OnDiskCacheHolder)]
     for holder in holders:
         if not holder.ended:
             break

@@ -15,11 +15,11 @@ class MapToIterConverter(IterDataPipe[Any]):
     """Form ``to_iter_datapipe`` of a `MapDataPipe`.
 
     Args:
-        datapipe: what is read.
+        datapipe: is read by index.
         indices: the indices or keys to read, in this order; default None: 0 to ``len(datapipe) - 1``.
 
     Raises:
-        TypeError: it is no `MapDataPipe`.
+        TypeError: `datapipe` is no `MapDataPipe`.
     """
 
     def __init__(self, datapipe: MapDataPipe[Any], indices: list[Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The forms `sharding_round_robin_dispatch` and `round_robin_demux`: what is dealt to several readers in turn.
+"""The forms `sharding_round_robin_dispatch` and `round_robin_demux`, which deal items to several readers in turn.
 
 Data path: graph -> [dispatch] -> the workers' parts of the graph.
 """
@@ -15,12 +15,12 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 
 class ShardingRoundRobinDispatcher(IterDataPipe[Any]):
-    """Form ``sharding_round_robin_dispatch``. Marks a cut: what comes before runs in one process, which deals its items
-    to the workers in turn. Without workers it changes nothing.
+    """Form ``sharding_round_robin_dispatch``. Marks a cut: the parts before it run in one process, which deals their
+    items to the workers in turn. Without workers it changes nothing.
 
     Args:
-        source_datapipe: what cannot be split among workers.
-        sharding_group_filter: ``SHARDING_PRIORITIES.MULTIPROCESSING``; others cannot be dealt to.
+        source_datapipe: a part that cannot be split among workers.
+        sharding_group_filter: must be ``SHARDING_PRIORITIES.MULTIPROCESSING``: items are dealt to workers alone.
 
     Raises:
         NotImplementedError: another sharding priority.
@@ -45,7 +45,7 @@ class ShardingRoundRobinDispatcher(IterDataPipe[Any]):
 
 
 class _InTurn:
-    """Says which of the readers the next item is for."""
+    """Returns the reader of the next item. Pickled, it begins with the first reader again."""
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
@@ -60,7 +60,7 @@ class _InTurn:
 
 
 class _Dealer(_DemultiplexerIterDataPipe):
-    """Reads for all readers, and begins with the first one in every epoch."""
+    """Reads the source for all readers. Each epoch's first item goes to the first reader."""
 
     def reset(self) -> None:
         super().reset()
@@ -71,8 +71,8 @@ class RoundRobinDemultiplexer(IterDataPipe[Any]):
     """Form ``round_robin_demux``. Splits a datapipe: item ``i`` goes to reader ``i % num_instances``.
 
     Args:
-        datapipe: is read once for all.
-        num_instances: how many readers; 1 gives the datapipe itself, in a list.
+        datapipe: is read once for all readers.
+        num_instances: number of readers; 1 gives the datapipe itself, in a list.
         buffer_size: items that may wait for a reader that is behind; default 1000; -1: any number.
 
     Returns:
@@ -84,7 +84,7 @@ class RoundRobinDemultiplexer(IterDataPipe[Any]):
     """
 
     def __new__(cls, datapipe: IterDataPipe[Any], num_instances: int, buffer_size: int = 1000) -> Any:
-        """See the class."""
+        """Make the readers."""
         if num_instances < 1:
             raise ValueError(f"Expected `num_instances` larger than 0, but {num_instances} is found")
         if num_instances == 1:

@@ -1,9 +1,8 @@
-"""The form `fullsync`: the ranks' epochs end together, with the first of them that has nothing left.
+"""The form `fullsync`: the ranks' epochs end together, when the first rank has no item left.
 
 Data path: graph -> [fullsync: thread, agreement over gloo] -> DataLoader2.
 
-Each rank reads one item ahead and tells the others whether it has one. How often a rank does that follows from the
-items it has taken, so that ranks that leave an epoch at the same item also agree in the next one.
+Each rank reads one item ahead, and the ranks agree for each item that all of them have one.
 """
 
 from __future__ import annotations
@@ -17,18 +16,20 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterDataPipe
 
+from asyncloader.dataloader2.datapipes.forms import state_with
+from asyncloader.dataloader2.datapipes.prefetch import Pausable
 from asyncloader.dataloader2.datapipes.read_ahead import STOP_S, ReadAhead
 from asyncloader.errors import RanksDisagree
 from asyncloader.ranks.process_group import destroy
 
-_LONGEST_S = 1e8  # what gloo takes
+_LONGEST_S = 1e8  # gloo refuses longer timeouts
 
 
 class PrefetchTimeoutError(RuntimeError):
-    """No item came, or no agreement on one, within `timeout` seconds.
+    """No item came, or the ranks did not agree on an item, within `timeout` seconds.
 
     Attributes:
-        timeout: the seconds that were waited.
+        timeout: the limit in seconds.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -39,13 +40,13 @@ class PrefetchTimeoutError(RuntimeError):
         return type(self), (self.timeout,)
 
 
-class FullSync(IterDataPipe[Any]):
+class FullSync(Pausable):
     """Form ``fullsync``. Ends in all ranks at once: when the first rank has no item left, the others drop theirs.
 
     It is not replicable: the main process of each rank runs it.
 
     Args:
-        datapipe: this rank's items; is read in a thread, one item ahead.
+        datapipe: gives this rank's items; is read in a thread, one item ahead.
         timeout: seconds to wait for an item, in this and in the other ranks; default 1800.
 
     Raises:
@@ -59,10 +60,10 @@ class FullSync(IterDataPipe[Any]):
             raise RuntimeError("Torch Distributed is required to be available to use `FullSync`.")
         self.datapipe: Any = datapipe
         self.timeout = timeout
-        self._group: Any = None  # its own: in another one somebody may agree at the same time, on something else
+        # A group of its own: in a shared group the thread's collective operations would mix with those of other code.
+        self._group: Any = None
         self._numbers = torch.zeros(0, dtype=torch.int32, device="cpu")
         self._epoch = 0
-        self._ahead: ReadAhead | None = None
 
     def __iter__(self) -> Iterator[Any]:
         if not (dist.is_available() and dist.is_initialized()):
@@ -76,7 +77,9 @@ class FullSync(IterDataPipe[Any]):
             self._numbers = torch.zeros(3, dtype=torch.int32, device="cpu")
         self._epoch += 1
         late = partial(PrefetchTimeoutError, self.timeout)
-        begin = partial(_agreed, self.datapipe, self._group, self._numbers, self._epoch, late)
+        begin = partial(_agree, self.datapipe, self._group, self._numbers, self._epoch, late)
+        # `even`: how often a rank agrees must follow from the number of items it has taken alone, and not from how far
+        # its thread has come. Then ranks that leave an epoch at the same item also agree in the next epoch.
         self._ahead = ReadAhead(begin, 1, even=True, timeout=self.timeout, late=late)
         yield from self._ahead
 
@@ -84,29 +87,20 @@ class FullSync(IterDataPipe[Any]):
         return len(self.datapipe)
 
     def __getstate__(self) -> Any:
-        state = {**self.__dict__, "_ahead": None, "_group": None}
-        return state if IterDataPipe.getstate_hook is None else IterDataPipe.getstate_hook(state)
+        return state_with(self, _ahead=None, _group=None)
 
     def is_replicable(self) -> bool:
-        """No: the main processes of the ranks agree."""
+        """Return False: the main processes of the ranks agree."""
         return False
 
     def reset(self) -> None:
         """End the epoch before: wait for an agreement that is under way."""
+        # As long as the other ranks may take for it: the next epoch's agreements must not begin before.
         self._stop(self.timeout)
-
-    def pause(self) -> None:
-        """Read no further until `resume`."""
-        if self._ahead is not None:
-            self._ahead.pause()
-
-    def resume(self) -> None:
-        """Read on."""
-        if self._ahead is not None:
-            self._ahead.resume()
 
     def shutdown(self) -> None:
         """End the thread, and wait for it, at most 20 seconds; then the process group. Idempotent."""
+        # First the thread, which may be in an operation of the group.
         self._stop(STOP_S)
         groups, self._group = [self._group], None
         if groups[0] is not None:
@@ -118,14 +112,14 @@ class FullSync(IterDataPipe[Any]):
             ahead.stop(seconds)
 
 
-def _agreed(
+def _agree(
     source: IterDataPipe[Any],
     group: dist.ProcessGroup,
     numbers: torch.Tensor,
     epoch: int,
     late: Callable[[], Exception],
 ) -> Iterator[Any]:
-    """The items for which every rank has one. In the thread."""
+    """Give the items for whose position every rank has an item. In the thread."""
     iterator = iter(source)
     while True:
         failure: Exception | None = None
@@ -134,8 +128,10 @@ def _agreed(
             item = next(iterator)
         except StopIteration:
             have = 0
-        except Exception as error:  # the others must hear of the end
+        except Exception as error:
+            # Raised only after the operation below: the other ranks wait in theirs, and must learn that this rank ends.
             failure, have = error, 0
+        # With the least of all ranks' numbers each knows whether all have an item, and the first and the last epoch.
         numbers[0], numbers[1], numbers[2] = have, epoch, -epoch
         try:
             dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)

@@ -1,4 +1,4 @@
-"""The forms `prefetch` and `pin_memory`: a thread that reads a graph ahead, and one that also page-locks what it read.
+"""The forms `prefetch` and `pin_memory`: a thread reads a graph ahead, and for `pin_memory` also page-locks the items.
 
 Data path: graph -> [prefetch: thread, buffer] -> graph.
 """
@@ -13,11 +13,33 @@ import torch
 from torch.utils.data import IterDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from asyncloader.dataloader2.datapipes.forms import state_with
 from asyncloader.dataloader2.datapipes.read_ahead import ReadAhead
 
 
-class Prefetcher(IterDataPipe[Any]):
-    """Form ``prefetch``. Reads ahead in a thread, from the first item that is asked for on.
+class Pausable(IterDataPipe[Any]):
+    """A datapipe with a thread that reads ahead, and can pause. Each epoch has a thread of its own, which no pickle
+    has.
+    """
+
+    _ahead: ReadAhead | None = None
+
+    def __getstate__(self) -> Any:
+        return state_with(self, _ahead=None)
+
+    def pause(self) -> None:
+        """Stop reading ahead until `resume`."""
+        if self._ahead is not None:
+            self._ahead.pause()
+
+    def resume(self) -> None:
+        """Go on reading ahead."""
+        if self._ahead is not None:
+            self._ahead.resume()
+
+
+class Prefetcher(Pausable):
+    """Form ``prefetch``. Reads ahead in a thread, which starts when the first item is asked for.
 
     Args:
         source_datapipe: is read in that thread.
@@ -32,42 +54,27 @@ class Prefetcher(IterDataPipe[Any]):
             raise ValueError("'buffer_size' is required to be a positive integer.")
         self.source_datapipe: Any = source_datapipe
         self.buffer_size = buffer_size
-        self._ahead: ReadAhead | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        ahead = self._ahead = ReadAhead(partial(self._begin, self.source_datapipe), self.buffer_size)
+        ahead = self._ahead = ReadAhead(self._begin(), self.buffer_size)
         try:
             yield from ahead
         finally:
             ahead.stop()
 
-    @staticmethod
-    def _begin(source: IterDataPipe[Any]) -> Iterator[Any]:
-        return iter(source)
+    def _begin(self) -> Callable[[], Iterator[Any]]:
+        """Return the function that makes the thread's iterator. It must not refer to this object: see `ReadAhead`."""
+        return partial(iter, self.source_datapipe)
 
     def __len__(self) -> int:
         return len(self.source_datapipe)
-
-    def __getstate__(self) -> Any:
-        state = {**self.__dict__, "_ahead": None}
-        return state if IterDataPipe.getstate_hook is None else IterDataPipe.getstate_hook(state)
 
     def reset(self) -> None:
         """End the thread of the epoch before."""
         self.shutdown()
 
-    def pause(self) -> None:
-        """Read no further until `resume`."""
-        if self._ahead is not None:
-            self._ahead.pause()
-
-    def resume(self) -> None:
-        """Read on."""
-        if self._ahead is not None:
-            self._ahead.resume()
-
     def shutdown(self) -> None:
-        """End the thread, and wait for it. Idempotent."""
+        """End the thread, and wait for it, at most 20 seconds. Idempotent."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.stop()
@@ -80,8 +87,8 @@ class PinMemory(Prefetcher):
 
     Args:
         source_datapipe: is read in that thread.
-        device: the CUDA device that the memory is locked for; default: the current one.
-        pin_memory_fn: from an item and a device to the page-locked one; default: torch's, for any structure.
+        device: the CUDA device that the memory is locked for; default: the current device.
+        pin_memory_fn: from an item and a device to the page-locked item; default: torch's, for any structure.
 
     Raises:
         RuntimeError: CUDA is not available.
@@ -99,19 +106,14 @@ class PinMemory(Prefetcher):
         self.device = torch.cuda.current_device() if device is None else device
         self.pin_memory_fn = pin_memory_fn
 
-    def __iter__(self) -> Iterator[Any]:
-        begin = partial(_pinned, self.source_datapipe, self.pin_memory_fn, self.device)
-        ahead = self._ahead = ReadAhead(begin, self.buffer_size)
-        try:
-            yield from ahead
-        finally:
-            ahead.stop()
+    def _begin(self) -> Callable[[], Iterator[Any]]:
+        return partial(_pin, self.source_datapipe, self.pin_memory_fn, self.device)
 
     def is_replicable(self) -> bool:
-        """No: page-locked memory belongs to one process."""
+        """Return False: page-locked memory belongs to one process."""
         return False
 
 
-def _pinned(source: IterDataPipe[Any], pin: Callable[[Any, Any], Any], device: Any) -> Iterator[Any]:
+def _pin(source: IterDataPipe[Any], pin: Callable[[Any, Any], Any], device: Any) -> Iterator[Any]:
     for item in source:
         yield pin(item, device)

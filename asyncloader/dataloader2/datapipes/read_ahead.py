@@ -1,9 +1,8 @@
-"""Reads an iterator in a thread, some items ahead of whoever takes them.
+"""Reads an iterator in a thread, some items ahead of their taker.
 
-Data path: graph -> [read_ahead: thread, buffer] -> `prefetch`, `pin_memory`, `fullsync`.
+Data path: graph -> [read_ahead: thread, buffer] -> `prefetch`, `pin_memory`, `fullsync`, and each worker's part.
 
-The thread refers to the buffer and the iterator, never to what takes the items, which may therefore be dropped at any
-time: its finalizer ends the thread. An error of the iterator is kept and raised where its item would have come.
+An error of the iterator is kept and raised where its item would have come.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from typing import Any
 from asyncloader.errors import LoaderClosed
 
 STOP_S = 20.0
-"""Longest wait for an item that is being read when the thread is to end."""
+"""Longest wait, in seconds, for an item that is being read when the thread is to end."""
 
 
 class _Buffer:
-    """What the thread and the taker share; all under `changed`'s lock."""
+    """The state that the thread and the taker share. Read and written under the lock of `changed`."""
 
     def __init__(self, size: int, even: bool) -> None:
         self.changed = threading.Condition()
@@ -34,13 +33,15 @@ class _Buffer:
         self.over = self.stopped = self.paused = self.reading = False
 
     def wants_more(self) -> bool:
-        """Wait until there is room. False: read no more."""
+        """In the thread: wait for room. Returns whether to read another item; False: read no more."""
         with self.changed:
             while True:
                 room = len(self.items) < self.size
                 if self.stopped and not (self.even and room):
                     return False
                 if room and not self.paused:
+                    # Under the same lock as the look at `paused`: once `pause` has set that, it either finds `reading`
+                    # set, and waits, or no item will be read.
                     self.reading = True
                     return True
                 self.changed.wait()
@@ -52,13 +53,13 @@ class _Buffer:
 
 
 class ReadAhead:
-    """An iterator that another one is read ahead for.
+    """Gives the items of an iterator that a thread reads ahead.
 
     Args:
-        begin: returns the iterator, called in the thread.
+        begin: returns the iterator; called in the thread.
         size: items that are kept ready, from 1.
-        even: after `stop` the thread still reads until `size` items are ready, so that what was read follows from what
-            was taken alone, in all ranks alike. Default: it stops at once.
+        even: after `stop` the thread still reads until `size` items are ready, so that the number of items read follows
+            from the number taken alone, in all ranks alike. Default: it stops at once.
         timeout: longest wait for an item, in seconds; default None: no limit.
         late: makes the error that is raised after `timeout`.
     """
@@ -74,12 +75,14 @@ class ReadAhead:
     ) -> None:
         self._buffer = _Buffer(size, even)
         self._timeout, self._late = timeout, late
+        # The thread refers to the buffer, and not to this object, which may therefore be dropped at any time: its
+        # finalizer ends the thread.
         self._thread = threading.Thread(
             target=_read, args=(begin, self._buffer), name="asyncloader-read-ahead", daemon=True
         )
         self._thread.start()
         self._owner = os.getpid()
-        self._waited = False  # by `stop`, in vain: the thread is stuck with an item
+        self._joined = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -88,7 +91,9 @@ class ReadAhead:
         return self.take(1)[0]
 
     def take(self, most: int) -> list[Any]:
-        """The items that are ready, at least one, for which it waits, and at most so many; raises as `next` does."""
+        """Take the items that are ready, from 1 to `most`; wait for the first. Raises the iterator's error, and
+        StopIteration at its end.
+        """
         if os.getpid() != self._owner:
             raise LoaderClosed("this process was forked while a thread read ahead, which only its parent has")
         buffer = self._buffer
@@ -113,35 +118,37 @@ class ReadAhead:
             del error  # its traceback refers to this frame
 
     def pause(self) -> None:
-        """Read no further until `resume`, and wait for an item that is being read, at most 20 seconds: what it is read
-        from is then left alone.
+        """Stop reading until `resume`. Waits for an item that is being read, at most 20 seconds, so that the source is
+        left alone afterwards.
         """
         buffer = self._buffer
         with buffer.changed:
             buffer.paused = True
+            # A source that pauses its own reader, in this thread, must not wait for itself.
             if self._thread is not threading.current_thread():
                 buffer.changed.wait_for(lambda: not buffer.reading, STOP_S)
 
     def resume(self) -> None:
-        """Read on."""
+        """Go on reading."""
         with self._buffer.changed:
             self._buffer.paused = False
             self._buffer.changed.notify_all()
 
     def stop(self, timeout: float | None = STOP_S) -> None:
-        """End the thread, and wait for it, once; what was read ahead is dropped. Idempotent.
+        """End the thread, and wait for it; items that were read ahead are dropped. Idempotent.
 
         Args:
-            timeout: seconds to wait; None: as long as it takes.
-
-        A thread that is still reading an item then ends with it.
+            timeout: seconds to wait; None: without a limit. A thread that is still reading an item then ends after it.
         """
+        # In a forked child the thread does not exist, and the lock may have been held at the fork: it would never be
+        # free.
         if os.getpid() != self._owner:
-            return  # the lock may have been held when this process was forked
+            return
         self._end()
-        if self._thread is not threading.current_thread() and not self._waited:
+        # Once: if a stuck item has used up the timeout, the next call does not wait for it again.
+        if self._thread is not threading.current_thread() and not self._joined:
             self._thread.join(timeout)
-            self._waited = True
+            self._joined = True
         self._buffer.items.clear()
 
     def _end(self) -> None:
@@ -150,8 +157,8 @@ class ReadAhead:
             self._buffer.changed.notify_all()
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        # The condition's lock is reentrant: the collector may run this in a thread that holds it, and all others hold
-        # it for a moment only.
+        # Taking the lock in a finalizer is safe here: it is reentrant, so the collector may run this in the thread that
+        # holds it, and no thread waits for another while it holds it.
         if not exiting() and os.getpid() == getattr(self, "_owner", None):
             self._end()
 
@@ -169,9 +176,9 @@ def _read(begin: Callable[[], Iterator[Any]], buffer: _Buffer) -> None:
                 buffer.items.append(item)
                 buffer.reading = False
                 buffer.changed.notify_all()
-            del item
+            del item  # the taker's alone, not kept until the next item comes
     except BaseException as raised:
         error = raised
     finally:
         buffer.end(error)
-        del error
+        del error  # its traceback refers to this frame

@@ -1,4 +1,4 @@
-"""The form `unzip`: a datapipe for each place of the sequences that another one gives.
+"""The form `unzip`: splits a datapipe of sequences into a datapipe for each place in them.
 
 Data path: graph -> [unzip] -> graph.
 """
@@ -17,13 +17,13 @@ def unzip(
 
     Args:
         source_datapipe: gives sequences.
-        sequence_length: their length.
-        buffer_size: how far one of the datapipes may be ahead of another; default 1000; -1: without a limit.
-        columns_to_skip: places for which there is none; default None: each has one.
+        sequence_length: length of each.
+        buffer_size: items by which one datapipe may be ahead of another; default 1000; -1: no limit.
+        columns_to_skip: places that get no datapipe; default None: each place gets a datapipe.
 
     Raises:
         RuntimeError: all places are left out.
-        BufferError: when read: one is further ahead.
+        BufferError: when read: a datapipe is further ahead of another.
     """
     places = [place for place in range(sequence_length) if place not in set(columns_to_skip or ())]
     if not places:

@@ -1,4 +1,4 @@
-"""Functions over graphs of datapipes: to read them, to change them, to seed them.
+"""Functions that read, change and seed graphs of datapipes.
 
 Data path: none. Names as in `torchdata.dataloader2.graph`.
 """

@@ -1,4 +1,4 @@
-"""Finds what must run in one dispatching process: all that `sharding_round_robin_dispatch` deals from.
+"""Finds the parts that must run in one dispatching process: the sources of each `sharding_round_robin_dispatch`.
 
 Data path: none; before the first epoch.
 """
@@ -9,33 +9,30 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import IterDataPipe
-from torch.utils.data.graph import DataPipeGraph, traverse_dps
+from torch.utils.data.graph import DataPipeGraph
 
 from asyncloader.dataloader2.datapipes.forms import has_form
-from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
+from asyncloader.dataloader2.graph.utils import DataPipe, largest_branches, parts_of_form
 
 _FORM = "sharding_round_robin_dispatch"
 
 
 class _DummyIterDataPipe(IterDataPipe[Any]):
-    """Stands in a worker's graph for what the dispatching process runs. It is never read."""
+    """Stands in a worker's graph for the parts that the dispatching process runs. It is never read."""
 
     def __iter__(self) -> Iterator[Any]:
         raise RuntimeError("this datapipe stands for the dispatching process, and is replaced in each worker")
 
 
-def _dispatches(datapipe: DataPipe) -> bool:
-    return any(has_form(each, _FORM) for each in list_dps(traverse_dps(datapipe)))
-
-
 def find_lca_round_robin_sharding_dp(graph: DataPipeGraph) -> DataPipe | None:
-    """The part nearest to the sources that all `sharding_round_robin_dispatch` of the graph come before, or are;
-    None: the graph has none.
+    """Return the part nearest to the sources whose branch holds every `sharding_round_robin_dispatch` of the graph.
+
+    It may be a `sharding_round_robin_dispatch` itself. None: the graph has no such part.
     """
     for datapipe, before in graph.values():
-        if not _dispatches(datapipe):
+        if not parts_of_form(datapipe, _FORM):
             continue
-        branches = {number: each for number, each in before.items() if _dispatches(each[0])}
+        branches = {number: each for number, each in before.items() if parts_of_form(each[0], _FORM)}
         if len(branches) == 1 and not has_form(datapipe, _FORM):
             return find_lca_round_robin_sharding_dp(branches)
         return datapipe
@@ -43,19 +40,5 @@ def find_lca_round_robin_sharding_dp(graph: DataPipeGraph) -> DataPipe | None:
 
 
 def find_non_dispatching_branches(graph: DataPipeGraph) -> list[DataPipe]:
-    """The ends of the largest branches in which nothing is dispatched."""
-    found: dict[int, DataPipe] = {}
-
-    def visit(datapipe: DataPipe, before: DataPipeGraph) -> None:
-        if any(isinstance(each, _DummyIterDataPipe) or has_form(each, _FORM) for each in _all(datapipe)):
-            for each in before.values():
-                visit(*each)
-        else:
-            found[id(datapipe)] = datapipe
-
-    visit(*next(iter(graph.values())))
-    return list(found.values())
-
-
-def _all(datapipe: DataPipe) -> list[DataPipe]:
-    return list_dps(traverse_dps(datapipe))
+    """Return the ends of the largest branches without a `sharding_round_robin_dispatch` or its stand-in."""
+    return largest_branches(graph, lambda each: not (isinstance(each, _DummyIterDataPipe) or has_form(each, _FORM)))

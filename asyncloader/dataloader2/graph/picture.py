@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data.datapipes.iter.combining import _ChildDataPipe
 
-from asyncloader.dataloader2.graph.utils import DataPipe, DataPipeGraph, list_dps, traverse_dps
+from asyncloader.dataloader2.graph.utils import DataPipe, DataPipeGraph, parts_of, traverse_dps
 
 if TYPE_CHECKING:
     import graphviz
@@ -34,12 +34,11 @@ def to_graph(dp: DataPipe, *, debug: bool = False) -> graphviz.Digraph:
         raise ModuleNotFoundError(
             "The package `graphviz` is required to be installed to use this function. Please `pip install graphviz`."
         ) from None
-    graph = traverse_dps(dp)
-    parts = list_dps(graph)
+    parts = parts_of(dp)
     names = {id(part): f"{number}" for number, part in enumerate(parts)}
     drawn = graphviz.Digraph(node_attr={"shape": "box", "style": "filled", "fontname": "monospace", "fontsize": "10"})
     for part in parts:
-        if debug or not _internal(part):
+        if debug or not _is_internal(part):
             sources = _sources(traverse_dps(part), debug)
             color = "darkolivegreen1" if part is dp else "lightgrey" if sources else "lightblue"
             name = type(part).__name__.replace("IterDataPipe", "").replace("MapDataPipe", "").lstrip("_")
@@ -49,14 +48,14 @@ def to_graph(dp: DataPipe, *, debug: bool = False) -> graphviz.Digraph:
     return drawn
 
 
-def _internal(part: Any) -> bool:
+def _is_internal(part: Any) -> bool:
     return isinstance(part, _ChildDataPipe)
 
 
 def _sources(graph: DataPipeGraph, debug: bool) -> list[Any]:
-    """What a part reads from; through internal parts, unless they are drawn."""
+    """Return the sources of a graph's end. An internal part stands for its own sources, unless it is drawn."""
     ((_, before),) = graph.values()
     found: list[Any] = []
     for number, (source, further) in before.items():
-        found += _sources({number: (source, further)}, debug) if _internal(source) and not debug else [source]
+        found += _sources({number: (source, further)}, debug) if _is_internal(source) and not debug else [source]
     return found

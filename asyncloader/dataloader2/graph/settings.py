@@ -1,4 +1,4 @@
-"""Sets the seeds of a graph: shared ones before it is sharded, own ones after that.
+"""Sets the seeds of a graph: shared seeds up to its sharding, and seeds of each process's own after that.
 
 Data path: DataLoader2 -> [settings] -> the `set_seed` of each random datapipe, at the beginning of an epoch.
 """
@@ -6,14 +6,12 @@ Data path: DataLoader2 -> [settings] -> the `set_seed` of each random datapipe, 
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 from torch.utils.data.datapipes.iter import Shuffler
 from torch.utils.data.datapipes.map import Shuffler as MapShuffler
 from torch.utils.data.graph import traverse_dps
 
-from asyncloader.dataloader2.datapipes.forms import has_form
-from asyncloader.dataloader2.graph.utils import DataPipe, list_dps
+from asyncloader.dataloader2.graph.utils import DataPipe, list_dps, parts_of, parts_of_form
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.workers.fetch.seeding import draw_seed
 
@@ -21,11 +19,11 @@ _SHUFFLES = (Shuffler, MapShuffler)
 
 
 def set_datapipes_seed(datapipes: list[DataPipe], seed_generator: SeedGenerator, distributed_shared: bool) -> None:
-    """Give each random part, which is one with a method ``set_seed``, a seed.
+    """Give a seed to each part that has a method ``set_seed``.
 
     Args:
-        datapipes: the parts; others than random ones take no seed.
-        seed_generator: gives one seed for each of them.
+        datapipes: the parts; those without the method take no seed from the generator.
+        seed_generator: gives a seed for each of the others.
         distributed_shared: whether the seeds are those that all workers and ranks share, or this process's own.
     """
     for datapipe in datapipes:
@@ -34,38 +32,35 @@ def set_datapipes_seed(datapipes: list[DataPipe], seed_generator: SeedGenerator,
             datapipe.set_seed(generate())
 
 
-def fixed_shuffle_seeds(datapipe: DataPipe, seeds: list[int] | None) -> list[int]:
+def fix_shuffle_seeds(datapipe: DataPipe, seeds: list[int] | None) -> list[int]:
     """Fix the seeds of torch's shuffles for an epoch in which nothing else sets them.
 
     Args:
         datapipe: the end of the graph.
-        seeds: those of an epoch that is to be repeated; None: those that the user has set, or else the ones that the
-            shuffles would draw, from torch's global generator, which advances.
+        seeds: the seeds of an epoch that is to be repeated; None: those that the user has set, and for the other
+            shuffles seeds as these would draw them, from torch's global generator, which advances.
 
     Returns:
         The seeds.
     """
-    shuffles: list[Any] = [
-        each for each in list_dps(traverse_dps(datapipe)) if isinstance(each, _SHUFFLES) and each._enabled
-    ]
-    found: list[int] = []
+    shuffles = [each for each in parts_of(datapipe) if isinstance(each, _SHUFFLES) and each._enabled]
+    fixed: list[int] = []
     for number, each in enumerate(shuffles):
-        drawn = each._seed if seeds is None else seeds[number]
-        found.append(draw_seed() if drawn is None else drawn)
-        each.set_seed(found[-1])
-    return found
+        seed = each._seed if seeds is None else seeds[number]
+        fixed.append(draw_seed() if seed is None else seed)
+        each.set_seed(fixed[-1])
+    return fixed
 
 
 def set_graph_random_seed(datapipe: DataPipe, seed_generator: SeedGenerator) -> DataPipe:
-    """Seed a graph: up to each `sharding_filter` all workers and ranks get the same seeds, after it others.
+    """Seed a graph: up to each `sharding_filter` all workers and ranks get the same seeds, after it each its own.
 
-    Only so does a shuffle before the filter deal every sample exactly once. Returns the datapipe.
+    Returns the datapipe.
     """
-    graph = traverse_dps(datapipe)
-    filters = [each for each in list_dps(graph) if has_form(each, "sharding_filter")]
-    before: dict[int, DataPipe] = {}
-    for each in filters:
-        before |= {id(part): part for part in list_dps(traverse_dps(each))}
+    filters = parts_of_form(datapipe, "sharding_filter")
+    # A filter keeps every n-th item. Only if the shuffles before it are alike everywhere do the shares of all workers
+    # and ranks make up the whole, with no item twice.
+    before = {id(part): part for each in filters for part in parts_of(each)}
     set_datapipes_seed(list(before.values()), seed_generator, distributed_shared=True)
-    set_datapipes_seed(list_dps(graph, exclude_dps=filters), seed_generator, distributed_shared=False)
+    set_datapipes_seed(list_dps(traverse_dps(datapipe), exclude_dps=filters), seed_generator, distributed_shared=False)
     return datapipe

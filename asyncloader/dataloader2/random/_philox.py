@@ -23,7 +23,6 @@ class PhiloxEngine:
 
     def __init__(self, seed: int | None = None) -> None:
         self._key: tuple[int, int] | None = None
-        self._stream = 0
         self._drawn = 0
         if seed is not None:
             self.seed(seed)
@@ -31,32 +30,32 @@ class PhiloxEngine:
     def seed(self, seed: int) -> Self:
         """Begin the stream of this seed. Returns this engine."""
         self._key = seed & _WORD, seed >> 32 & _WORD
-        self._stream = self._drawn = 0
+        self._drawn = 0
         return self
 
     def generate(self) -> int:
-        """The next number, 0 to 2**64 - 1.
+        """Return the next number, 0 to 2**64 - 1.
 
         Raises:
             AssertionError: the engine has no seed.
         """
-        number = self._number(self._stream, self._drawn)
+        number = self._number(0, self._drawn)
         self._drawn += 1
         return number
 
     def clone(self) -> PhiloxEngine:
-        """An engine that gives the same numbers as this one from here on."""
+        """Return a copy, which continues with the numbers that this engine will give."""
         return copy.copy(self)
 
     def spawn(self, index: int) -> PhiloxEngine:
-        """A new engine: the same for the same index and seed, however many numbers this one has drawn.
+        """Split off a new engine. It follows from the seed and the index, and not from the numbers drawn so far.
 
         Raises:
             AssertionError: the index is negative, or the engine has no seed.
         """
         assert index >= 0, f"Expected a non-negative value for spawn, but found {index}"
-        # The numbers of a stream have even streams; what keys the engines that are split off has odd ones.
-        return PhiloxEngine(self._number(self._stream | 1, index))
+        # From another stream than `generate` reads, so that no number of this engine is the seed of another engine.
+        return PhiloxEngine(self._number(1, index))
 
     def _number(self, stream: int, position: int) -> int:
         assert self._key is not None, "Please provide seed to PhiloxEngine"

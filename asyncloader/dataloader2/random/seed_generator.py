@@ -1,4 +1,4 @@
-"""Generates a graph's seeds: shared ones, equal in all workers and ranks, and own ones, different in each.
+"""Generates a graph's seeds: shared seeds are equal in all workers and ranks, own seeds differ in each.
 
 Data path: DataLoader2 -> [seed_generator] -> the `set_seed` of a graph's datapipes, at the beginning of each epoch.
 """
@@ -13,12 +13,12 @@ from asyncloader.workers.fetch.seeding import draw_seed
 _UINT64 = 1 << 64
 
 
-def checked_seed(seed: int) -> int:
-    """The seed, as an `int`.
+def check_seed(seed: int) -> int:
+    """Return the seed as an `int`.
 
     Raises:
-        TypeError: it is no integer.
-        ValueError: it is not between 0 and 2**64 - 1.
+        TypeError: the seed is no integer.
+        ValueError: the seed is not between 0 and 2**64 - 1.
     """
     if not 0 <= operator.index(seed) < _UINT64:
         raise ValueError(f"Expected an uint64 seed, but got {seed}.")
@@ -26,7 +26,7 @@ def checked_seed(seed: int) -> int:
 
 
 class SeedGenerator:
-    """Two streams of 64-bit seeds: one is the same in all workers and ranks, the other one's own.
+    """Gives 64-bit seeds from two streams: all workers and ranks share the first, each has its own second.
 
     Args:
         seed: 0 to 2**64 - 1; default None: it is drawn from torch's global generator.
@@ -45,27 +45,27 @@ class SeedGenerator:
             self._shared_rng, self._worker_rng = _rngs
 
     def seed(self, seed: int | None = None) -> None:
-        """Begin both streams anew; None: with a seed from torch's global generator, which advances."""
+        """Begin both streams from this seed; None: from a seed of torch's global generator, which advances."""
         if seed is None:
             seed = draw_seed()
-        seed = checked_seed(seed)
+        seed = check_seed(seed)
         self._shared_rng.seed(seed)
         self._worker_rng.seed(seed)
 
     def generate_shared_seed(self) -> int:
-        """The next seed that all workers and ranks share."""
+        """Return the next seed of the shared stream."""
         return self._shared_rng.generate()
 
     def generate_seed(self) -> int:
-        """The next seed of this process's own."""
+        """Return the next seed of this process's own stream."""
         return self._worker_rng.generate()
 
     def spawn(self, worker_id: int, inplace: bool = False) -> SeedGenerator:
-        """A generator for a worker or rank: shared seeds as here, own seeds of its own.
+        """Return the generator of a worker or rank: with this shared stream, and an own stream for the number.
 
         Args:
-            worker_id: its number, from 0.
-            inplace: this generator becomes that one, and is returned; default False: a new one.
+            worker_id: the worker's or rank's number, from 0.
+            inplace: change and return this generator; default False: return a new one.
 
         Raises:
             ValueError: the number is negative.

@@ -2,13 +2,9 @@
 
 Data path: graph (dispatching process) -> [dispatching_process: one pipe per worker] -> graph (workers).
 
-A worker asks for one item at a time, and says for which epoch. The process reads on until it has one for that worker;
-what it read for the others waits for them, however much that is: a worker that needs many items for one of its own must
-not wait for the others. What ends an epoch, or fails it, is told to a worker in the place of its item.
-
-The main process sends what begins an epoch before it lets the workers begin it, so that is there to be read before any
-question for that epoch, and is looked for first. The process ends when it is told so, and is killed when the main
-process dies.
+A worker asks for one item at a time, and names the epoch. The process reads on until it has an item for that worker.
+The items that it reads for other workers wait for them. The end of an epoch and an error are answers in place of items.
+The process ends on a message of the main process, and is killed when the main process dies.
 """
 
 from __future__ import annotations
@@ -27,11 +23,10 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from asyncloader.dataloader2.error import worker_died
-from asyncloader.dataloader2.graph._serialization import _pickled
+from asyncloader.dataloader2.graph._serialization import dumps
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
-from asyncloader.dataloader2.services.interface import Change
-from asyncloader.dataloader2.utils.worker import WorkerInfo, reset_graph
+from asyncloader.dataloader2.utils.worker import Change, WorkerInfo, reset_graph
 from asyncloader.errors import WorkerDied, ending
 from asyncloader.workers.default_signals import set_worker_signals
 from asyncloader.workers.error_pickle import caught
@@ -41,16 +36,16 @@ from asyncloader.workers.setup_payload import InheritedFd
 from asyncloader.workers.starting import start
 
 JOIN_S = 20.0
-"""How long a process gets to end before it is killed."""
+"""Seconds that the process gets to end before it is killed."""
 
 
 class EpochOrder(NamedTuple):
-    """What a process is told when it begins an epoch.
+    """The message by which a process begins an epoch.
 
     Attributes:
-        epoch: its number, from 1.
-        seed_generator: the main process's, to be spawned from.
-        iter_reset_fn: changes the graph; None: it stays as it is.
+        epoch: the epoch's number, from 1.
+        seed_generator: each process spawns its own generator from this.
+        iter_reset_fn: changes the graph; None: the graph stays as it is.
     """
 
     epoch: int
@@ -59,7 +54,7 @@ class EpochOrder(NamedTuple):
 
 
 class Dispatched(IterDataPipe[Any]):
-    """In a worker: the items that the dispatching process deals to it.
+    """In a worker: gives the items that the dispatching process deals to it.
 
     Args:
         connection: this worker's end of its pipe.
@@ -70,6 +65,7 @@ class Dispatched(IterDataPipe[Any]):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[Any]:
+        # Read once: an iterator of an epoch that was left goes on asking for that epoch, and is answered by its end.
         epoch = self.epoch
         while True:
             try:
@@ -93,9 +89,9 @@ class Dispatcher:
     """In the main process: starts the dispatching process, and ends it.
 
     Args:
-        datapipe: the part of the graph that it runs.
-        workers: how many workers it deals to.
-        context: of `multiprocessing`; says how it is started.
+        datapipe: the end of the graph's piece that the process runs.
+        workers: number of workers that it deals to.
+        context: of `multiprocessing`; starts the process.
     """
 
     def __init__(self, datapipe: DataPipe, workers: int, context: Any) -> None:
@@ -105,12 +101,13 @@ class Dispatcher:
         pairs = [context.Pipe() for _ in range(workers)]
         self._lifeline = Lifeline()
         self.dispatched = [Dispatched(ours) for ours, _ in pairs]
-        """For each worker, what it reads. The workers' processes get copies."""
+        """The datapipe of each worker. The workers' processes get copies."""
         theirs = [each for _, each in pairs]
         links = (InheritedFd(self._lifeline.fd), control, theirs)
+        # A forked process inherits also the other ends, and closes them; a spawned process gets its own ends alone.
         others = [self._control, *(ours for ours, _ in pairs)] if context.get_start_method() == "fork" else []
         self._process = context.Process(
-            target=_dispatch, args=(links, others, _pickled(datapipe)), name="asyncloader-dispatch", daemon=True
+            target=_dispatch, args=(links, others, dumps(datapipe)), name="asyncloader-dispatch", daemon=True
         )
         try:
             start(self._process, context, 0)
@@ -122,48 +119,50 @@ class Dispatcher:
                 each.close()
         _dispatchers.add(self)
 
-    def died(self, advice: str) -> WorkerDied:
-        """The error for a worker's having found that the process is gone."""
-        self._process.join(1)
+    def explain_death(self, advice: str) -> WorkerDied:
+        """Make the error for a worker that found its pipe closed."""
+        self._process.join(1)  # its pipes close before its exit code can be read
         how = ending(self._process.exitcode)
         return worker_died(f"the dispatching process (pid {self.pid}) ended unexpectedly, {how}. {advice}")
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process's identifier."""
         return int(self._process.pid or 0)
 
     def begin(self, order: EpochOrder) -> None:
-        """Tell it what begins an epoch. Before any worker begins it."""
-        with contextlib.suppress(OSError):  # it has died: the workers will say so
-            self._control.send_bytes(_pickled(tuple(order)))
+        """Begin an epoch in the process. Call this before any worker begins it."""
+        with contextlib.suppress(OSError):  # the process has died: the workers will report it
+            self._control.send_bytes(dumps(tuple(order)))
 
     def end_soon(self) -> None:
-        """Tell it to end; the workers hear of that. Idempotent."""
+        """Ask the process to end, and do not wait. The workers' pipes close with it. Idempotent."""
         if self._control.closed:
             return
         with contextlib.suppress(OSError):
-            self._control.send_bytes(_OVER)  # closing would not do: forked workers have copies of this end
+            # A message, because closing this end is not enough where another process has a copy of it, such as a child
+            # that another thread forked while the pipes were made: the process would not see it close.
+            self._control.send_bytes(_OVER)
         self._control.close()
         for each in self.dispatched:
             each.close()
 
     def forget_in_child(self) -> None:
-        """In a forked child: end nothing there. A forked worker still needs `dispatched`."""
+        """In a forked child: keep it from ending the parent's process. A forked worker still needs `dispatched`."""
         self._control.close()
         # After a plain `os.fork`, multiprocessing's exit hook in the child would end the parent's process.
         multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """End it, and wait for it; kill it after 20 seconds. Idempotent."""
-        if os.getpid() != self._owner:
+        """End the process, and wait for it; kill it after 20 seconds. Idempotent."""
+        if os.getpid() != self._owner:  # a forked child's copy of the loader: the process is its parent's
             return
         self.end_soon()
         self._process.join(JOIN_S)
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
-        self._lifeline.close()
+        self._lifeline.close()  # last: it kills a process that still runs
         _dispatchers.discard(self)
 
 
@@ -182,11 +181,11 @@ def _forget_all() -> None:
 
 
 class _Dealing:
-    """The dispatching process's state.
+    """In the dispatching process: reads the graph, and deals its items.
 
     Args:
-        graph: what it runs, pickled.
-        workers: how many it deals to.
+        graph: the graph, pickled.
+        workers: number of workers.
     """
 
     def __init__(self, graph: bytes, workers: int) -> None:
@@ -196,17 +195,20 @@ class _Dealing:
         self.epoch = 0
         self._source: Iterator[Any] | None = None
         self._dealt = 0
+        # There is no limit to these: a worker that needs many items for one of its own must not wait for other workers,
+        # which may be waiting to be read after it.
         self._waiting: list[deque[bytes]] = []
 
     def begin(self, order: EpochOrder) -> None:
-        """Begin an epoch; an error of that is dealt as the first item's."""
+        """Begin an epoch. If that fails, the error is dealt in place of the first item."""
         self.epoch, self._dealt, self._source = order.epoch, 0, None
         self._waiting = [deque() for _ in range(self._workers)]
         try:
             if self._datapipe is None:
                 with found_in_main():
                     self._datapipe = pickle.loads(self._graph)
-            # Shared seeds: the ranks' processes deal the same items, of which a filter may follow that shares them out.
+            # Shared seeds: the ranks' processes deal the same items, which a `sharding_filter` after them may share
+            # out.
             info, seeds = WorkerInfo(self._workers, 0), order.seed_generator
             datapipe: Any = reset_graph(self._datapipe, info, seeds, True, order.iter_reset_fn)
             self._source = iter(datapipe)
@@ -214,7 +216,8 @@ class _Dealing:
             self._deal(_failure())
 
     def answer(self, worker: int, epoch: int) -> bytes:
-        """The next item for a worker, pickled."""
+        """Return the next item for a worker, or the end or an error of the epoch, pickled."""
+        # Only a question for an epoch that was left can come late: a new epoch begins here before it does in a worker.
         if epoch != self.epoch:
             return _END
         mine = self._waiting[worker]
@@ -242,8 +245,8 @@ def _failure() -> bytes:
 
 
 def _dispatch(links: tuple[InheritedFd, Connection, list[Connection]], others: list[Connection], graph: bytes) -> None:
-    """The process's main function."""
-    for each in others:  # of the main process; held here too they would never be seen to close
+    """Run the dispatching process."""
+    for each in others:  # the other ends of its own pipes: while it held them it would not see the pipes close
         each.close()
     lifeline, control, pipes = links
     set_worker_signals()
@@ -261,7 +264,9 @@ def _dispatch(links: tuple[InheritedFd, Connection, list[Connection]], others: l
             if order == _OVER:
                 return
             dealing.begin(EpochOrder(*pickle.loads(order)))
-            continue  # before any question: those of the new epoch may be among them
+            # Wait again before any pipe is read: a question in it may belong to an epoch whose order came after `wait`
+            # had returned, and would be answered with the end of that epoch.
+            continue
         for pipe in ready:
             assert isinstance(pipe, Connection)
             try:

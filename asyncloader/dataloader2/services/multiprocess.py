@@ -1,4 +1,4 @@
-"""Reads the replicable part of a graph in worker processes, and the rest in the main process.
+"""Reads the replicable piece of a graph in worker processes, and the rest in the main process.
 
 Data path: graph -> [multiprocess: cut] -> worker processes -> rings -> rest of the graph -> DataLoader2.
 """
@@ -13,31 +13,29 @@ from torch.utils.data.graph import traverse_dps
 
 from asyncloader.dataloader2.graph.cut import _DummyIterDataPipe, find_lca_round_robin_sharding_dp
 from asyncloader.dataloader2.graph.settings import set_graph_random_seed
-from asyncloader.dataloader2.graph.utils import DataPipe, end_of, find_replicable_branches, replace_dp
+from asyncloader.dataloader2.graph.utils import (
+    DataPipe,
+    end_of,
+    find_replicable_branches,
+    parts_of_form,
+    replace_dp,
+)
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services.dispatching_process import Dispatcher, EpochOrder
-from asyncloader.dataloader2.services.interface import (
-    Change,
-    InitFn,
-    PausableReadingService,
-    ResetFn,
-    each_of_form,
-    reset_here,
-    shutdown_parts,
-)
+from asyncloader.dataloader2.services.interface import PausableReadingService, reset_here, shutdown_parts
 from asyncloader.dataloader2.services.worker_streams import Branch, Interleaved, next_order
-from asyncloader.dataloader2.utils.worker import WorkerInfo, worker_graph
+from asyncloader.dataloader2.utils.worker import Change, InitFn, ResetFn, WorkerInfo, worker_graph
 
 
 class MultiProcessingReadingService(PausableReadingService):
     """Reads the graph in worker processes; items cross through shared memory.
 
-    Each worker has a copy of the replicable part of the graph, in which a `sharding_filter` keeps its share. Parts that
-    are not replicable, and those after them, stay in the main process. What comes up to a
-    `sharding_round_robin_dispatch` runs in one process of its own. Items come in turn: one of worker 0, one of worker 1
-    and so on, so that the order is that of the graph without workers. Workers live until `finalize`. One that dies is
-    replaced, with a RuntimeWarning: the new one reads its part again with the epoch's seeds, and drops what had come.
-    At a pause they go on until what they keep ready is full.
+    Each worker has a copy of the graph's replicable piece, in which a `sharding_filter` keeps the worker's share. Parts
+    that are not replicable, and those after them, stay in the main process. The parts up to a
+    `sharding_round_robin_dispatch` run in one process of their own. Items come in turn, one of worker 0, one of worker
+    1 and so on, in the order of the graph without workers. Workers live until `finalize`. A worker that dies is
+    replaced, with a RuntimeWarning: the new worker reads its copy again with the epoch's seeds, and drops the items
+    that had come. At a pause, workers go on until their buffers are full.
 
     Args:
         num_workers: default 0: the graph is read in this process, with a warning.
@@ -45,13 +43,13 @@ class MultiProcessingReadingService(PausableReadingService):
         worker_prefetch_cnt: items that each worker keeps ready; default 10; at least 1 is.
         main_prefetch_cnt: items that are kept ready in the main process, over all workers; default 10.
         worker_init_fn: changes each worker's copy of the graph, once; default None.
-        worker_reset_fn: the same at the beginning of each epoch; default None. The workers' generators of `random`,
-            torch and numpy are seeded before.
+        worker_reset_fn: changes the copies at the beginning of each epoch; default None. The workers' generators of
+            `random`, torch and numpy are seeded before.
 
     Raises:
-        AssertionError: at the first ``iter()``: no replicable part, or more than one.
-        WorkerDied: by ``next()``: a worker died that had been replaced three times in this epoch, or one of a graph
-            with a dispatching process, whose items are dealt only once; or that process died.
+        AssertionError: at the first ``iter()``: the graph has no replicable branch, or more than one.
+        WorkerDied: by ``next()``: a worker died that had been replaced three times in this epoch; or any worker of a
+            graph with a dispatching process, which deals each item only once; or that process.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class MultiProcessingReadingService(PausableReadingService):
             warnings.warn("Please use `InProcessReadingService` for num_workers=0", stacklevel=2)
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
-        """See the interface. Starts the dispatching process, if there is one; the workers start with the first item."""
+        """Cut the graph, and start the dispatching process if it needs one. Workers start with the first item."""
         if self.num_workers:
             try:
                 datapipe = self._cut(datapipe)
@@ -91,7 +89,7 @@ class MultiProcessingReadingService(PausableReadingService):
                 raise
         else:
             datapipe = worker_graph(datapipe, WorkerInfo(1, 0), self.worker_init_fn)
-        self._reads(datapipe)
+        self._set_end(datapipe)
         return datapipe
 
     def _cut(self, datapipe: DataPipe) -> DataPipe:
@@ -106,11 +104,11 @@ class MultiProcessingReadingService(PausableReadingService):
         if dispatching is not None:
             self._dispatcher = Dispatcher(dispatching, self.num_workers, context)
         alone = branches[0] is end_of(graph)
-        synced = bool(each_of_form(end_of(graph), "fullsync"))
-        # What the main process keeps ready comes from the workers. Only what it does itself to the items is read ahead
-        # by a thread, and not past a `fullsync`: how far that is read must be the same in all ranks.
+        synced = bool(parts_of_form(end_of(graph), "fullsync"))
+        # Without parts in the main process its share of ready items is kept by the workers, so no thread is needed.
+        # With such parts a thread reads ahead, but not past a `fullsync`: all ranks must have read equally far there.
         ahead = self.main_prefetch_cnt if alone or synced else 0
-        # A third lies in the worker's thread, and two are under way or in the main process.
+        # A worker's loader has two chunks under way while its thread fills the next: so each is a third of the items.
         each = max(1, (self.worker_prefetch_cnt + -(-ahead // self.num_workers)) // 3)
         self._branches = [
             Branch(
@@ -130,7 +128,7 @@ class MultiProcessingReadingService(PausableReadingService):
         return end
 
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Change | None = None) -> Change | None:
-        """See the interface."""
+        """Seed the main process's parts, and prepare the message by which each process begins the epoch."""
         assert self._end_datapipe is not None
         set_graph_random_seed(self._end_datapipe, seed_generator)
         if not self._branches:
@@ -139,6 +137,7 @@ class MultiProcessingReadingService(PausableReadingService):
         for branch in self._branches:
             branch.order = self._order
         if self._dispatcher is not None:
+            # Before any worker begins the epoch and asks for an item of it.
             self._dispatcher.begin(self._order)
         return None
 
@@ -146,29 +145,35 @@ class MultiProcessingReadingService(PausableReadingService):
         return f"{type(self).__name__} with {self.num_workers} workers"
 
     def finalize(self) -> None:
-        """See the interface. Waits until all processes are gone; one that does not end within 20 seconds is killed."""
-        end = vars(self).pop("_end_datapipe", None)  # once, whichever finalizers' threads come here
+        """End all processes and threads, and wait for them. A process that does not end in time is killed: the
+        dispatching process after 20 seconds.
+        """
+        # The finalizers of the loader and of the service may call this at the same time, each in a thread. `pop` is
+        # atomic, so only one of them gets the graph.
+        end = vars(self).pop("_end_datapipe", None)
         if end is None:
             return
         dispatcher, self._dispatcher = self._dispatcher, None
         interleaved, self._interleaved = self._interleaved, None
         self._branches = []
+        # In the direction of the items: dispatching process, workers, threads of the main process's parts. Each may be
+        # waiting for an item of the process before it, and then can end only once that has ended.
         if dispatcher is not None:
-            dispatcher.end_soon()  # first: a worker may wait for an item of it
+            dispatcher.end_soon()
         try:
             if interleaved is not None:
-                interleaved.shutdown()  # then: a thread of the graph may wait for an item of theirs
+                interleaved.shutdown()
             shutdown_parts(vars(self).pop("_with_threads", ()))
         finally:
             if dispatcher is not None:
-                dispatcher.close()
+                dispatcher.close()  # waits, which `end_soon` has not done
 
 
 class PrototypeMultiProcessingReadingService(MultiProcessingReadingService):
-    """The old name of `MultiProcessingReadingService`: warns, and makes one of those."""
+    """The old name of `MultiProcessingReadingService`: warns, and makes that service."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """See the class."""
+        """Warn, and make a `MultiProcessingReadingService` with these arguments."""
         warnings.warn(
             "`PrototypeMultiProcessingReadingService` is deprecated and will be removed in TorchData 0.8. "
             "Please use `MultiProcessingReadingService`.",

@@ -1,10 +1,10 @@
-"""The workers' part of a graph: what each worker does with its copy, and how the copies' items become one stream again.
+"""Reads a copy of a graph's replicable piece in each worker, and merges the copies' items into one stream.
 
 Data path: graph (a copy per worker) -> [worker_streams: thread, chunks] -> rings -> [items in turn] -> rest of graph.
 
-A thread of the worker reads the graph ahead. What it has read when the worker is asked is sent in one chunk: so small
-items do not cost a message each, and an item that is there never waits for another one. Each worker has a loader of its
-own, so that what one of them sends is not held up by what another one has not, and waits for its turn there.
+A thread of the worker reads the graph ahead. When the worker is asked for a chunk, it sends the items that the thread
+has read by then, at least one. So small items do not cost a message each, and an item that is ready never waits for the
+next. Each worker has a loader of its own, in which its chunks wait for their turn: a slow worker delays no other.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from torch.utils.data import IterableDataset, IterDataPipe
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.dataloader2.datapipes.read_ahead import ReadAhead
-from asyncloader.dataloader2.graph._serialization import _pickled
+from asyncloader.dataloader2.graph._serialization import dumps
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random._philox import PhiloxEngine
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services.dispatching_process import Dispatched, Dispatcher, EpochOrder
-from asyncloader.dataloader2.services.interface import Change, InitFn, ResetFn
-from asyncloader.dataloader2.utils.worker import WorkerInfo, reset_graph, worker_graph
+from asyncloader.dataloader2.utils.worker import Change, InitFn, ResetFn, WorkerInfo, reset_graph, worker_graph
 from asyncloader.errors import StateError, TaskQuarantined, WorkerDied
 from asyncloader.loader import DataLoader
 from asyncloader.workers.error_pickle import caught
@@ -38,9 +37,9 @@ class Chunk(NamedTuple):
     """Some items of one worker, in their order.
 
     Attributes:
-        items: none in the last chunk.
-        last: whether the worker has no more in this epoch.
-        failure: the error that ended its part of the epoch; None: it came to its end.
+        items: empty in the last chunk.
+        last: whether this is the worker's last chunk of the epoch.
+        failure: the error that ended the worker's part of the epoch; None: no error.
     """
 
     items: list[Any]
@@ -49,29 +48,30 @@ class Chunk(NamedTuple):
 
 
 def next_order(before: EpochOrder | None, seed_generator: SeedGenerator, iter_reset_fn: Change | None) -> EpochOrder:
-    """In the main process: what all processes are told when they begin the next epoch."""
-    # They draw from copies of new streams: from copies of these they would draw the same in every epoch.
+    """In the main process: make the message by which all processes begin the next epoch."""
+    # Not copies of the main process's own streams: the workers' draws do not advance those, so their copies would be
+    # the same in every epoch.
     seeds = PhiloxEngine(seed_generator.generate_shared_seed()), PhiloxEngine(seed_generator.generate_seed())
     return EpochOrder(1 if before is None else before.epoch + 1, SeedGenerator(_rngs=seeds), iter_reset_fn)
 
 
-_THEIRS = ("_datapipe", "_init_fn", "_reset_fn", "order")
-"""Attributes of a `Branch` with the user's functions in them."""
+_USERS = ("_datapipe", "_init_fn", "_reset_fn", "order")
+"""Attributes of a `Branch` that may hold the user's functions."""
 
 
 class Branch(IterableDataset[Chunk]):
-    """The dataset of one worker: reads the graph, and gives chunks.
+    """The dataset of one worker: reads the worker's copy of the graph, and gives chunks.
 
     Args:
-        datapipe: the end of the graph's replicable part.
-        worker: which worker this is.
-        ahead: items that it reads ahead, and the most in a chunk.
-        init_fn: see `MultiProcessingReadingService`.
-        reset_fn: the same.
-        dispatched: what reads from the dispatching process; None: there is none.
+        datapipe: the end of the graph's replicable piece.
+        worker: the worker.
+        ahead: items that are read ahead, and the most items in a chunk.
+        init_fn: `worker_init_fn` of `MultiProcessingReadingService`.
+        reset_fn: `worker_reset_fn` of it.
+        dispatched: gives the dispatching process's items; None: the graph has no such process.
 
     Attributes:
-        order: what the worker is told when it begins the next epoch.
+        order: the message by which the worker begins the next epoch.
     """
 
     def __init__(
@@ -98,20 +98,21 @@ class Branch(IterableDataset[Chunk]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For processes that are spawned: also with functions that only cloudpickle or dill can send."""
-        return {**vars(self), **dict.fromkeys(_THEIRS), "pickled": _pickled([getattr(self, name) for name in _THEIRS])}
+        """For spawned processes: pickle also functions that only cloudpickle or dill can send."""
+        return {**vars(self), **dict.fromkeys(_USERS), "pickled": dumps([getattr(self, name) for name in _USERS])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, **dict(zip(_THEIRS, pickle.loads(state.pop("pickled")), strict=True)))
+        vars(self).update(state, **dict(zip(_USERS, pickle.loads(state.pop("pickled")), strict=True)))
 
     def _asyncloader_epoch_message(self) -> bytes:
-        return _pickled(tuple(self.order))
+        return dumps(tuple(self.order))
 
     def _asyncloader_begin_epoch(self, message: bytes) -> None:
         self.order = EpochOrder(*pickle.loads(message))
 
     def __iter__(self) -> Iterator[Chunk]:
-        # As in torchdata: a part that would share itself out among torch's workers gives all its items here.
+        # As in torchdata, whose workers are not torch's either: a part that shares its items among torch's workers
+        # gives all of them here.
         torch_worker._worker_info = None
         return _Chunks(self)
 
@@ -119,13 +120,15 @@ class Branch(IterableDataset[Chunk]):
         """Begin the epoch, and read it in a thread."""
         reading, self._reading = self._reading, None
         if reading is not None:
-            reading.stop(None)  # it reads the same graph
+            # However long that takes: the thread of an epoch that was left reads the same graph.
+            reading.stop(None)
         if self._initialized is None:
             self._initialized = worker_graph(self._datapipe, self.worker, self._init_fn, self._dispatched)
         if self._dispatched is not None:
             self._dispatched.epoch = self.order.epoch
         seeds = self.order.seed_generator.spawn(self.worker.worker_id)
-        # Not kept: what the functions make of the graph is for this epoch, so that each epoch begins with the same.
+        # Not kept in `_initialized`: the functions' changes are for this epoch, and each epoch begins with the same
+        # graph.
         datapipe = reset_graph(
             self._initialized,
             self.worker,
@@ -133,16 +136,12 @@ class Branch(IterableDataset[Chunk]):
             iter_reset_fn=self.order.iter_reset_fn,
             custom_reset_fn=self._reset_fn,
         )
-        self._reading = ReadAhead(partial(_iterated, datapipe), self.ahead)
+        self._reading = ReadAhead(partial(iter, datapipe), self.ahead)
         return self._reading
 
 
-def _iterated(datapipe: Any) -> Iterator[Any]:
-    return iter(datapipe)
-
-
 class _Chunks(Iterator[Chunk]):
-    """The chunks of an epoch. Its state is the number of items in them: a replacement of the worker drops as many."""
+    """The chunks of an epoch. Its state is the number of items given: a replacement of the worker drops that number."""
 
     def __init__(self, branch: Branch) -> None:
         self._branch = branch
@@ -161,7 +160,7 @@ class _Chunks(Iterator[Chunk]):
             raise StopIteration
         try:
             if self._reading is None:
-                self._reading = self._begun()
+                self._reading = self._begin()
             items = self._reading.take(self._branch.ahead)
         except StopIteration:
             self._over = True
@@ -172,7 +171,8 @@ class _Chunks(Iterator[Chunk]):
         self._given += len(items)
         return Chunk(items)
 
-    def _begun(self) -> ReadAhead:
+    def _begin(self) -> ReadAhead:
+        """Begin to read, and in a replacement drop the items that the worker before has given."""
         reading, dropped = self._branch.begin(), 0
         while dropped < self._given:
             try:
@@ -186,19 +186,19 @@ class _Chunks(Iterator[Chunk]):
 
 
 _RESTARTS = 3
-"""How often each worker is replaced in an epoch, as by a loader with a seed."""
+"""Times that a worker is replaced in an epoch: the default of a loader with a seed."""
 
 _RESUME = "Mend what ended it, and go on from where this loader was: DataLoader2.from_state(loader.state_dict(), ...)."
 
 
 class Interleaved(IterDataPipe[Any]):
-    """In the main process: the workers' items, one of each in turn; workers without more are passed over.
+    """In the main process: gives the workers' items, one of each worker in turn, until no worker has more.
 
     It is not replicable.
 
     Args:
-        branches: what the workers read.
-        dispatcher: the process that deals to them; None: there is none.
+        branches: the dataset of each worker.
+        dispatcher: the dispatching process; None: the graph has no such process.
         context: of `multiprocessing`.
     """
 
@@ -208,7 +208,7 @@ class Interleaved(IterDataPipe[Any]):
             DataLoader(
                 branch,
                 batch_size=None,
-                collate_fn=_as_it_is,
+                collate_fn=_pass_through,
                 num_workers=1,
                 prefetch_factor=2,
                 persistent_workers=True,
@@ -222,39 +222,44 @@ class Interleaved(IterDataPipe[Any]):
         self._beginning_or_ending = threading.Lock()
 
     def is_replicable(self) -> bool:
-        """No: the main process has the workers."""
+        """Return False: the main process has the workers."""
         return False
 
     def __iter__(self) -> Iterator[Any]:
-        # Not a generator: torch adds lines to the errors of one.
+        # Not a generator: torch adds lines to an error that a generator raises.
         return _StreamsInTurn(self)
 
     def begin(self) -> list[Iterator[Chunk]]:
         """Begin the epoch in all workers."""
+        # `shutdown` may run in another thread, for a finalizer. It waits until all workers are started, or is first,
+        # and then none is.
         with self._beginning_or_ending:
             assert self._loaders, "the workers have ended"
             return [iter(loader) for loader in self._loaders]
 
-    def died(self, worker: int, error: WorkerDied) -> WorkerDied:
-        """The error with this worker's number, and what a user of a graph can do."""
+    def explain_death(self, worker: int, error: WorkerDied) -> WorkerDied:
+        """Make the error with this worker's number, and with advice for the user of a graph."""
         advice = error.advice
-        if "max_worker_restarts" in advice:  # an option that a reading service does not have
+        # Each loader has one worker, which it calls worker 0, and advises an option that a reading service lacks.
+        if "max_worker_restarts" in advice:
             why = f"It had been replaced {self._restarts} times in this epoch."
             if not self._restarts:
                 why = "It is not replaced, because what the dispatching process dealt to it is gone."
             advice = f"{why} {_RESUME}"
         return WorkerDied(worker, error.pid, error.exitcode, error.reason, advice, error.trace)
 
-    def failed(self, failure: Any) -> None:
+    def raise_failure(self, failure: Any) -> None:
         """Raise the error that ended a worker's part of the epoch."""
+        # A worker knows only that its pipe closed. The main process has the dispatching process's exit code.
         if self._dispatcher is not None and failure.exc_type is WorkerDied:
-            raise self._dispatcher.died(_RESUME)
+            raise self._dispatcher.explain_death(_RESUME)
         failure.reraise()
 
     def shutdown(self) -> None:
         """End the workers, and wait for them. Idempotent."""
         with self._beginning_or_ending:
             loaders, self._loaders = self._loaders, ()
+        # At the same time: each worker may take some seconds to end.
         ending = [threading.Thread(target=each.close, name="asyncloader-stop") for each in loaders[1:]]
         for thread in ending:
             thread.start()
@@ -265,7 +270,7 @@ class Interleaved(IterDataPipe[Any]):
 
 
 class _StreamsInTurn(Iterator[Any]):
-    """The items of an epoch.
+    """The items of an epoch, one of each worker in turn.
 
     Args:
         source: has the workers.
@@ -281,7 +286,7 @@ class _StreamsInTurn(Iterator[Any]):
 
     @property
     def _asyncloader_ready(self) -> bool:
-        """Whether the next item is here, and need not be waited for."""
+        """Whether the next item has arrived, so that `next` does not wait."""
         return bool(self._waiting and self._waiting[self._worker])
 
     def __next__(self) -> Any:
@@ -297,17 +302,18 @@ class _StreamsInTurn(Iterator[Any]):
             if self._waiting[worker]:
                 return self._waiting[worker].popleft()
             if worker in self._failures:
-                self._source.failed(self._failures[worker])
+                self._source.raise_failure(self._failures[worker])
         raise StopIteration
 
     def _take(self, worker: int) -> None:
         try:
             items, last, failure = next(self._chunks[worker])
             if last:
-                for _ in self._chunks[worker]:  # to the end, at which the worker becomes free
+                # Read to the end: only there does the loader know that its worker is free for the next epoch.
+                for _ in self._chunks[worker]:
                     raise AssertionError("a worker gave a chunk after its last one")
         except WorkerDied as error:
-            raise self._source.died(worker, error) from None
+            raise self._source.explain_death(worker, error) from None
         except TaskQuarantined as error:
             deaths = [(worker, pid, code) for _, pid, code in error.deaths]
             raise TaskQuarantined(None, deaths, error.stderr, error.advice) from None
@@ -318,5 +324,5 @@ class _StreamsInTurn(Iterator[Any]):
             self._failures[worker] = failure
 
 
-def _as_it_is(chunk: Any) -> Any:
+def _pass_through(chunk: Any) -> Any:
     return chunk

@@ -1,4 +1,4 @@
-"""Says which worker a function runs in, and begins the epochs of its graph.
+"""`WorkerInfo`, which the functions of a reading service get.
 
 Data path: none. Names as in `torchdata.dataloader2.utils`.
 """

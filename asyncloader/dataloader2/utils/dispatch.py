@@ -1,4 +1,4 @@
-"""The cut of a graph, under the name that it has in `torchdata.dataloader2.utils`: see `graph/cut.py`."""
+"""Offers `graph/cut.py` under the name that it has in `torchdata.dataloader2.utils`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says which worker a function runs in, shares a graph out, and seeds a worker's process and graph.
+"""Describes a worker, gives it its share of a graph, and seeds its process and graph.
 
 Data path: none; at the beginning of a worker, and of each epoch in it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data.graph_settings import apply_sharding
 
 from asyncloader.dataloader2.graph.cut import _DummyIterDataPipe, find_non_dispatching_branches
 from asyncloader.dataloader2.graph.settings import set_datapipes_seed, set_graph_random_seed
-from asyncloader.dataloader2.graph.utils import DataPipe, end_of, find_dps, list_dps, replace_dp
+from asyncloader.dataloader2.graph.utils import DataPipe, end_of, find_dps, parts_of, replace_dp
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 
 
@@ -27,33 +28,40 @@ class WorkerInfo:
     """A worker among the workers of one reading service.
 
     Attributes:
-        num_workers: how many there are.
-        worker_id: its number, from 0.
+        num_workers: number of workers.
+        worker_id: this worker's number, from 0.
     """
 
     num_workers: int
     worker_id: int
 
 
+Change: TypeAlias = Callable[[DataPipe], DataPipe]
+InitFn: TypeAlias = Callable[[DataPipe, WorkerInfo], DataPipe]
+ResetFn: TypeAlias = Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe]
+
+
 def worker_graph(
     datapipe: DataPipe,
     worker_info: WorkerInfo,
-    custom_init_fn: Callable[[DataPipe, WorkerInfo], DataPipe] | None,
+    custom_init_fn: InitFn | None,
     dispatched: DataPipe | None = None,
 ) -> DataPipe:
-    """Make a graph this worker's: its share of what is sharded, and what the dispatching process deals to it.
+    """Turn a graph into that of one worker, with this worker's share of the items.
 
     Args:
         datapipe: the end of the graph, which is changed.
-        worker_info: whose share.
-        custom_init_fn: the user's, which changes the graph then; None: there is none.
-        dispatched: reads what is dealt to this worker, where the graph has a part that stands for that.
+        worker_info: the worker.
+        custom_init_fn: the user's function, called last; None: no function.
+        dispatched: gives the items that the dispatching process deals to this worker. It replaces each stand-in for
+            that process, and may be None if the graph has no stand-in.
 
     Returns:
         The end of the changed graph.
     """
     graph = traverse_dps(datapipe)
     dummies = find_dps(graph, _DummyIterDataPipe)
+    # Items that the dispatching process deals are this worker's share already: a filter after it keeps them all.
     for part in find_non_dispatching_branches(graph) if dummies else [datapipe]:
         apply_sharding(part, worker_info.num_workers, worker_info.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING)
     for dummy in dummies:
@@ -66,43 +74,35 @@ def worker_graph(
     return datapipe
 
 
-def seed_process(seed_generator: SeedGenerator, *, shared: bool = False) -> None:
-    """Seed the global generators of `random`, torch and numpy.
-
-    Args:
-        seed_generator: gives a seed for each.
-        shared: whether they are those that all workers share; default False: this worker's own.
-    """
-    generate = seed_generator.generate_shared_seed if shared else seed_generator.generate_seed
-    random.seed(generate())
-    torch.manual_seed(generate())
-    np.random.seed(generate() & 0xFFFFFFFF)
-
-
 def reset_graph(
     datapipe: DataPipe,
     worker_info: WorkerInfo,
     seed_generator: SeedGenerator,
     distributed_shared_seed: bool = False,
-    iter_reset_fn: Callable[[DataPipe], DataPipe] | None = None,
-    custom_reset_fn: Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe] | None = None,
+    iter_reset_fn: Change | None = None,
+    custom_reset_fn: ResetFn | None = None,
 ) -> DataPipe:
-    """Begin an epoch in a process: seed its global generators and the graph, then let the functions change the graph.
+    """Begin an epoch in a process: seed the global generators and the graph, then let the functions change the graph.
+
+    The generators are those of `random`, torch and numpy.
 
     Args:
         datapipe: the end of the graph.
-        worker_info: for `custom_reset_fn`.
+        worker_info: passed to `custom_reset_fn`.
         seed_generator: gives the seeds.
-        distributed_shared_seed: whether all of them are shared ones; default False.
-        iter_reset_fn: of another reading service; default None.
-        custom_reset_fn: the user's; default None.
+        distributed_shared_seed: take all seeds from its shared stream; default False.
+        iter_reset_fn: another reading service's function, called first; default None.
+        custom_reset_fn: the user's function, called last; default None.
 
     Returns:
         The end of the graph that the functions made.
     """
-    seed_process(seed_generator, shared=distributed_shared_seed)
+    generate = seed_generator.generate_shared_seed if distributed_shared_seed else seed_generator.generate_seed
+    random.seed(generate())
+    torch.manual_seed(generate())
+    np.random.seed(generate() & 0xFFFFFFFF)  # numpy takes 32 bits
     if distributed_shared_seed:
-        set_datapipes_seed(list_dps(traverse_dps(datapipe)), seed_generator, distributed_shared=True)
+        set_datapipes_seed(parts_of(datapipe), seed_generator, distributed_shared=True)
     else:
         set_graph_random_seed(datapipe, seed_generator)
     if iter_reset_fn is not None:
