@@ -258,6 +258,8 @@ def test_the_old_import_path(torchdata: str, tmp_path: Path, monkeypatch: pytest
     for name in {"none": [], "without": ["."], "with": [".", "dataloader2", "datapipes"]}[torchdata]:
         (package / name).mkdir(parents=True, exist_ok=True)
         (package / name / "__init__.py").touch()
+    # Other tests' environments have a torchdata, which none of these cases means.
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if not Path(each, "torchdata").exists()])
     monkeypatch.syspath_prepend(tmp_path)
     names = ("torchdata.dataloader2", "torchdata.datapipes")
     compat.install()
