@@ -1,4 +1,4 @@
-"""`WorkerInfo`, which the functions of a reading service get.
+"""Describes a worker, shares a graph among workers, and begins the epochs in it.
 
 Data path: none. Names as in `torchdata.dataloader2.utils`.
 """
