@@ -106,7 +106,7 @@ class Inbox:
         result, data, packed = wire.unpack_result(body)
         fd = self._process.channel.take_fd() if result.slot == wire.ONEOFF else None
         try:
-            cursor = self._cursor(packed)
+            cursor = self._codec.load_cursor(packed) if packed else None
             ring, template = self._checked(result, data, fd, epoch)
         except BaseException:
             if fd is not None:

@@ -278,12 +278,12 @@ class WorkerPool:
     @property
     def reorder_window(self) -> int:
         """Batches that any worker may have ready ahead of an earlier batch, limited by the memory of its ring."""
-        return min(manager.reorder_window for manager in self.rings)
+        return min([manager.reorder_window for manager in self.rings])
 
     @property
     def credits(self) -> int:
         """Tasks that any worker may have outstanding, limited by the memory of its ring."""
-        return min(manager.credits for manager in self.rings)
+        return min([manager.credits for manager in self.rings])
 
     def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
         """Send a task, with a slot if any slot is free. `suspect`: capture what the task writes to standard error."""

@@ -97,7 +97,7 @@ class TaskRunner:
         self.asynchronous = False
         self._ring: WorkerRing | None = None
         self._ring_number = -1
-        self._assignments = WorkerAssignments(self.channel_send, codec)
+        self._assignments = WorkerAssignments(channel.send_all, codec)
         self._encoder = codec.encoder()
         self._last_template = b""
         self._samples = 0
@@ -115,7 +115,7 @@ class TaskRunner:
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
         use_private_memory()
-        self.channel_send(wire.pack(wire.READY))  # from here on the user's code may run
+        self.channel.send_all(wire.pack(wire.READY))  # from here on the user's code may run
         try:
             self._setup = setup if isinstance(setup, WorkerSetup) else setup.load()
             self._start(self._setup)
@@ -178,7 +178,7 @@ class TaskRunner:
                 cursor = self._reader.first_cursor()
             except Exception as error:  # the user's `state_dict`
                 self._start_error = self._dump_start_error(error)
-        self.channel_send(wire.pack_started(self._epoch, self._start_error or b"", _bytes(cursor)))
+        self.channel.send_all(wire.pack_started(self._epoch, self._start_error or b"", _bytes(cursor)))
 
     def _dump_start_error(self, error: Exception) -> bytes:
         if isinstance(error, StopIteration):  # a `for` loop would take it for the end of an empty epoch
@@ -294,7 +294,7 @@ class TaskRunner:
     def leave(self) -> None:
         """Announce that this worker leaves. Call it with no task in progress, and take none afterwards."""
         seeded = self._setup.seeded is not None
-        self.channel_send(wire.pack(wire.LEAVING, b"" if seeded else save_rng_state()))
+        self.channel.send_all(wire.pack(wire.LEAVING, b"" if seeded else save_rng_state()))
 
     def _stderr_capture(self) -> contextlib.AbstractContextManager[None]:
         """Context around a task: captures standard error if the task is suspected of having killed a worker."""
@@ -305,7 +305,7 @@ class TaskRunner:
         epoch, payload = wire.unpack_reset(body)
         self._epoch = self._assignments.epoch = epoch
         self._ended = False
-        self.channel_send(wire.pack_reset(wire.RESET_DONE, epoch))
+        self.channel.send_all(wire.pack_reset(wire.RESET_DONE, epoch))
         reader = self._reader
         if reader is None:
             return  # the set-up did not unpickle: that error answers every task
@@ -420,13 +420,13 @@ class TaskRunner:
         busy: float,
     ) -> None:
         slot, fds = written
-        data = _bytes(cursor)
+        data = b"" if cursor is None else cursor.data
         same = encoded.template == self._last_template
         result = wire.Result(
             *(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy, same, len(data), perf_counter())
         )
         try:
-            self.channel_send(wire.pack_result(result, encoded.template, data), fds)
+            self.channel.send_all(wire.pack_result(result, encoded.template, data), fds)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -446,7 +446,7 @@ class TaskRunner:
 
     def _send_skipped_samples(self, epoch: int, seq: int, records: list[SkippedSample]) -> None:
         """Send the records of a task's bad samples. The task's answer must follow."""
-        self.channel_send(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, self._codec.dump_records(records)))
+        self.channel.send_all(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, self._codec.dump_records(records)))
 
     def _answer_error(
         self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, records: list[SkippedSample]
@@ -455,12 +455,12 @@ class TaskRunner:
             self._send_skipped_samples(epoch, seq, records)
         if isinstance(error, NoSamples):
             cursor = self._reader.cursor() if self._reader is not None else None
-            self.channel_send(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), _bytes(cursor)))
+            self.channel.send_all(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), _bytes(cursor)))
             return
         if isinstance(error, EndOfData):
             self._ended = True
             cursor = self._reader.last_cursor() if self._reader is not None else None
-            self.channel_send(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), _bytes(cursor)))
+            self.channel.send_all(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), _bytes(cursor)))
             return
         if isinstance(error, _StartError):
             payload = error.payload
@@ -468,11 +468,7 @@ class TaskRunner:
             payload = self._codec.dump_error(error, self.worker_id)
             if self._reader is not None:
                 self._reader.failed()
-        self.channel_send(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))
-
-    def channel_send(self, frame: bytes, fds: list[int] | None = None) -> None:
-        """Send a frame; waits while the socket is full."""
-        self.channel.send_all(frame, fds or ())
+        self.channel.send_all(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))
 
 
 def _bytes(cursor: PackedCursor | None) -> bytes:

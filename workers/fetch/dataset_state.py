@@ -136,17 +136,15 @@ class Bookmark:
         self._initial: PackedCursor | None = None
         self._pack = CursorPickler() if pack is None else pack
         self.batches = 0
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether there is a state to save."""
-        return self._dataset_is_stateful or self._iterator is not None
+        self.keeps_state = self._dataset_is_stateful
+        """Whether the dataset, or the iterator that is read, has a state."""
 
     def begin(self, cursor: Cursor | None) -> None:
         """Begin an epoch: restore the dataset. Call before ``iter(dataset)``."""
         self.batches = 0 if cursor is None else cursor.batches
         self._iterator = None
         self._own = False
+        self.keeps_state = self._dataset_is_stateful
         if cursor is not None and cursor.dataset is not None and cursor.itself in ("", "ended"):
             self._dataset.load_state_dict(cursor.dataset)
 
@@ -161,6 +159,7 @@ class Bookmark:
             iterator = aiter(self._dataset) if hasattr(type(iterator), "__aiter__") else iter(self._dataset)
         self._own = iterator is self._dataset
         self._iterator = iterator if not self._own and is_stateful(iterator) else None
+        self.keeps_state = self._dataset_is_stateful or self._iterator is not None
         if cursor is not None and cursor.iterator is not None and itself != "ended":
             iterator.load_state_dict(cursor.iterator)
         if cursor is None and self._every != 1:

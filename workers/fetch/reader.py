@@ -389,6 +389,9 @@ class DatasetReader:
         """Return the cursor after a fetched batch; None if no cursor is to be saved. Call it exactly once per batch,
         before anything else is awaited.
         """
+        if not self._bookmark.keeps_state:
+            self._bookmark.batches += 1
+            return None
         began = perf_counter()
         cursor = self._bookmark.after_batch(self._samples(), ended=self._ended())
         if cursor is not None:

@@ -69,8 +69,12 @@ class RingManager:
         self._most_extra = credits - self._least_credits
         self._least_slots = slot_count(self._least_credits)
         self.ring_bytes = ring_bytes
-        self._extra, self._ahead = self._affordable(FIRST_SLOT_BYTES if ring_bytes is None else PAGE)
-        self._slots = self._least_slots + self._extra + self._ahead
+        extra, ahead = self._affordable(FIRST_SLOT_BYTES if ring_bytes is None else PAGE)
+        self.credits = self._least_credits + extra
+        """Tasks that the worker may have outstanding, given the batch sizes seen."""
+        self.reorder_window = ahead
+        """Batches that may wait for an earlier batch, in addition to the credits."""
+        self._slots = self._least_slots + extra + ahead
         if ring_bytes is not None:
             segment.check_room(workers * ring_bytes, f"{workers} rings of ring_bytes={ring_bytes}")
         self.ring: Ring | None = None
@@ -82,16 +86,6 @@ class RingManager:
         self._grown = True  # the first ring has to be sent
         self._inherited = False  # `ring` comes from an earlier worker, and has not been sent to this worker yet
         self._number = -1  # of the newest ring
-
-    @property
-    def reorder_window(self) -> int:
-        """Batches that may wait for an earlier batch, in addition to the credits."""
-        return self._ahead
-
-    @property
-    def credits(self) -> int:
-        """Tasks that the worker may have outstanding, given the batch sizes seen."""
-        return self._least_credits + self._extra
 
     def too_small_for(self, nbytes: int) -> int:
         """Return 0 if batches of this size fit into the slots, or will; else the `ring_bytes` that would do."""
@@ -121,10 +115,10 @@ class RingManager:
             try:
                 self._check_room()
             except RingMemoryError:
-                if not (self._extra or self._ahead):
+                if self._slots == self._least_slots:
                     raise
-                self._extra = self._ahead = 0  # they only improve speed
-                self._slots = self._least_slots
+                # Those beyond the least only improve speed.
+                self.credits, self.reorder_window, self._slots = self._least_credits, 0, self._least_slots
                 self._check_room()
         self._number += 1
         self.ring = Ring(self._slots, self._slot_bytes, self._slots - HEADROOM, self._number)
@@ -168,7 +162,7 @@ class RingManager:
             wanted = fit_slot_bytes(nbytes, slots, self.ring_bytes)
             if wanted > self._slot_bytes:
                 self._slot_bytes, self._slots = wanted, slots
-                self._extra, self._ahead = extra, ahead
+                self.credits, self.reorder_window = self._least_credits + extra, ahead
                 self._grown = True
         if held is None:
             return None

@@ -168,9 +168,14 @@ class Link:
                     target.release()
                     yield Message(header, bytes(body))
             else:
-                if self._fill() is None:
+                number = self._fill()
+                if number is None:
                     break
                 yield from self._split()
+                # TCP had no more bytes than these, so another call would find none. Not so with TLS, whose records may
+                # be shorter, nor on a Unix socket, where a call ends behind a message with a descriptor.
+                if number < _READ and not (self._tls or self._unix):
+                    break
             # Bytes that OpenSSL has decrypted already do not make the socket readable: the loop would not wake for
             # them.
             if self.received >= until and not (self._tls and self.sock.pending()):  # type: ignore[attr-defined]

@@ -62,13 +62,7 @@ class MsgpackCodec:
 
     trusted = False
 
-    def dumps(self, value: Any) -> bytes:
-        """As `MessageCodec`. Raises `Unsendable`."""
-        return pack(value)
-
-    def loads(self, data: bytes) -> Any:
-        """As `MessageCodec`."""
-        return unpack(data)
+    dumps, loads = staticmethod(pack), staticmethod(unpack)
 
     def dump_error(self, error: Exception, worker_id: int) -> bytes:
         """As `MessageCodec`."""

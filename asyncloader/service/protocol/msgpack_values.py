@@ -54,6 +54,7 @@ DEPTH: Final = 64
 """Containers in containers, at most."""
 BYTES = 0  # MessagePack extension: msgspec cannot distinguish MessagePack's own bytes from strings in a union
 _PLAIN = frozenset([type(None), bool, float, str])
+_INTEGER = {int}
 SECRETLY_HASHED = frozenset([type(None), bool, str, bytes])
 ARRAY_KINDS = frozenset("biufcMmSU")
 
@@ -215,7 +216,12 @@ def _flat(value: Any, packing: _Packing) -> Any:
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else [Kind.BIG, hex(value)]
     if kind is list or kind is tuple:
-        return [Kind.LIST if kind is list else Kind.TUPLE, *_items(value, packing)]
+        tag, kinds = Kind.LIST if kind is list else Kind.TUPLE, set(map(type, value))
+        # A list of numbers, such as a batch's indices, is packed without a call for each.
+        plain = kinds <= _PLAIN or (kinds == _INTEGER and min(value) >= -(1 << 63) and max(value) < 1 << 64)
+        return [tag, *(value if plain else _items(value, packing))]
+    if kind in _OUR_NAMES:  # named tuples, all of them
+        return [Kind.NAMED, _OUR_NAMES[kind], *_fields(value, kind._fields, packing)]
     if kind is dict or kind is OrderedDict:
         packing.check_keys(value)
         return [Kind.DICT if kind is dict else Kind.ORDERED, *_pairs(value, packing)]
@@ -232,9 +238,9 @@ def _flat(value: Any, packing: _Packing) -> Any:
     if isinstance(value, np.generic):
         return [Kind.SCALAR, *_array_parts(np.asarray(value))]
     if is_named_tuple(kind):
-        return [Kind.NAMED, _name(kind), *_fields(value, kind._fields, packing)]
+        return [Kind.NAMED, name_of(kind), *_fields(value, kind._fields, packing)]
     if dataclasses.is_dataclass(value):
-        return [Kind.NAMED, _name(kind), *_fields(value, init_fields(kind), packing)]
+        return [Kind.NAMED, name_of(kind), *_fields(value, init_fields(kind), packing)]
     raise Unsendable(
         f"is a {kind.__module__}.{kind.__qualname__}, which a service does not send: it sends plain values, "
         "containers, tensors, arrays, named tuples and dataclasses"
@@ -279,10 +285,6 @@ def _fields(value: Any, names: Sequence[str], packing: _Packing) -> list[Any]:
 def init_fields(kind: Any) -> list[str]:
     """Return the names of the fields that a dataclass's constructor takes."""
     return [field.name for field in dataclasses.fields(kind) if field.init]
-
-
-def _name(kind: type) -> str:
-    return _OUR_NAMES.get(kind) or name_of(kind)
 
 
 def _array_parts(array: np.ndarray[Any, Any]) -> list[Any]:

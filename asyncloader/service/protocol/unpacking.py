@@ -140,10 +140,10 @@ class _Builder:
             if tag == LEAF:
                 return self._leaf(tree)
             values = tree[1:]
-            # A long list of numbers, as of indices, is taken without a call for each.
-            if len(values) < 8 or not _SCALARS.issuperset(map(type, values)):
+            # Numbers, such as a batch's indices, are taken without a call for each.
+            if not _SCALARS.issuperset(map(type, values)):
                 depth -= 1
-                values = [self.value(each, depth) for each in values]
+                values = [each if type(each) in _SCALARS else self.value(each, depth) for each in values]
             if tag == _LIST:
                 return values
             return tuple(values) if tag == _TUPLE else _BUILD[tag](self, values)
