@@ -1,4 +1,4 @@
-"""Integrations with frameworks that replace a user's loader by one of their own.
+"""Integrations with frameworks that replace a user's loader by their own.
 
     accelerate     `prepare`, `skip_first_batches`
     lightning      `LoaderCallback`

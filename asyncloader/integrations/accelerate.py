@@ -26,7 +26,7 @@ _TORCHS_OPTIONS = inspect.signature(torch.utils.data.DataLoader).parameters
 
 
 def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
-    """`accelerator.prepare(*objects, **options)`, but our loaders stay ours.
+    """Call `accelerator.prepare(*objects, **options)`, and keep our loaders.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
@@ -37,7 +37,7 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
         The result of `prepare`: one object for one, a tuple for several, in the same order.
 
     Raises:
-        ValueError: see `adopt`.
+        ValueError: as `adopt`.
     """
     prepared = accelerator.prepare(*objects, **options)
     for mine, theirs in zip(objects, prepared if len(objects) > 1 else (prepared,), strict=True):
@@ -47,10 +47,10 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """`accelerate.skip_first_batches`, which builds a stock loader, for a prepared loader of ours.
+    """Do for a prepared loader of ours the work of `accelerate.skip_first_batches`, which builds a stock loader.
 
     Not needed after `accelerator.load_state`, which resumes at the position by itself; a loaded position is reset here.
-    In seeded mode nothing is read for skipped batches, and the others are bit-identical to those of the whole epoch.
+    In seeded mode nothing is read for skipped batches, and the other batches are those of the whole epoch, to the bit.
     """
     wrapper = issubclass(type(loader), DataLoaderAdapter)
     inside = loader.base_dataloader if wrapper else loader
@@ -58,7 +58,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     if not isinstance(inside, DataLoader):
         return skipping
     if wrapper:
-        inside.load_state_dict({})  # or the next epoch would resume there
+        inside.load_state_dict({})  # else the next epoch would resume at a loaded position
     if inside._asyncloader_options.seed is None or is_iterable(inside):
         return adopt(skipping, inside)
     ours = made_from(inside, _skipping(type(inside), num_batches), {}, inside)
@@ -79,15 +79,15 @@ def adopt(prepared: Any, like: DataLoader[Any] | None = None) -> Any:
 
     Args:
         prepared: a `DataLoaderShard`, `DataLoaderDispatcher` or `SkipDataLoader`; or a plain loader, which is rebuilt.
-        like: one of our loaders, whose class and options the new one gets. Default: our `StatefulDataLoader` for
+        like: a loader of ours, whose class and options the new loader gets. Default: our `StatefulDataLoader` for
             torchdata's, else our `DataLoader`, with default options.
 
     Returns:
         `prepared` itself; a new loader if it was a plain one.
 
     Raises:
-        TypeError: `prepared` is neither (on a TPU Accelerate adds another wrapper), or the loader inside is of a third
-            class that has a state, which would be lost.
+        TypeError: `prepared` is none of these (on a TPU Accelerate adds another wrapper), or the loader inside is of a
+            third class with a state, which would be lost.
         ValueError: ``use_stateful_dataloader=True``, but several processes get their batches from one, or each reads a
             stream, while Accelerate keeps one state for all. Or `like` has another rank than Accelerate's.
     """
@@ -124,7 +124,7 @@ def _class_for(inside: Any, like: DataLoader[Any] | None) -> type[DataLoader[Any
 
 
 def _own(like: DataLoader[Any] | None) -> dict[str, Any]:
-    """The options that only our loaders have."""
+    """Return the options that only our loaders have."""
     if like is None:
         return {}
     return {name: value for name, value in constructor_arguments(like, {}).items() if name not in _TORCHS_OPTIONS}
@@ -138,12 +138,12 @@ def _replacement(prepared: Any, inside: Any, like: DataLoader[Any] | None) -> Da
     for each in (batches, getattr(batches, "batch_sampler", None)):
         sampler = getattr(each, "sampler", None)
         if isinstance(sampler, SeedableRandomSampler) and getattr(sampler, "generator", None) is None:
-            # It would make one at its first epoch, too late for a loaded state.
+            # The sampler would make its generator at its first epoch, too late for a loaded state.
             sampler.generator = torch.Generator(torch.get_default_device())
     if type(batches) is BatchSampler:
         changes |= _parts(batches)
-    elif seeded and type(batches) is BatchSamplerShard and _shares_as_we_do(batches):
-        changes |= _shared_out(batches, changes)
+    elif seeded and type(batches) is BatchSamplerShard and _shards_as_we_do(batches):
+        changes |= _shard_like(batches, changes)
         processes = batches.num_processes
     if seeded and issubclass(type(prepared), DataLoaderDispatcher):
         changes |= {"rank": 0, "world_size": 1}  # one process reads for all
@@ -152,7 +152,7 @@ def _replacement(prepared: Any, inside: Any, like: DataLoader[Any] | None) -> Da
     return ours
 
 
-def _shares_as_we_do(shard: Any) -> bool:
+def _shards_as_we_do(shard: Any) -> bool:
     return type(shard.batch_sampler) is BatchSampler and bool(shard.even_batches or shard.drop_last)
 
 
@@ -160,8 +160,8 @@ def _parts(batches: BatchSampler) -> dict[str, Any]:
     return {"sampler": batches.sampler, "batch_size": batches.batch_size, "drop_last": batches.drop_last}
 
 
-def _shared_out(shard: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that make a seeded loader give a process the same batches as the shard would."""
+def _shard_like(shard: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by which a seeded loader gives a process the same batches as the shard would."""
     here = shard.process_index, shard.num_processes
     named = own.get("rank"), own.get("world_size")
     if named not in ((None, None), here):
@@ -184,7 +184,7 @@ def _set_num_processes(ours: DataLoader[Any], processes: int) -> None:
 
 
 def _skipping(kind: type[DataLoader[Any]], first: int) -> type[DataLoader[Any]]:
-    """A class of seeded loaders whose epochs begin with batch number `first`."""
+    """Derive a class of seeded loaders whose epochs begin with batch number `first`."""
 
     class Skipping(kind):  # type: ignore[valid-type, misc]
         def __iter__(self) -> Any:
@@ -203,7 +203,7 @@ def _skipping(kind: type[DataLoader[Any]], first: int) -> type[DataLoader[Any]]:
 
 
 def _one_state_for_all(prepared: Any, inside: Any) -> bool:
-    """Whether one process's state is valid for all of them, as Accelerate keeps only one."""
+    """Whether one process's state is valid for all processes: Accelerate keeps a single state."""
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     dispatched = issubclass(type(prepared), DataLoaderDispatcher)
     stream = is_iterable(inside)
@@ -238,19 +238,18 @@ class _Epoch:
     """
 
     def __init__(self, wrapper: Any) -> None:
-        self._wrapper = weakref.ref(
-            wrapper
-        )  # weak, because the wrapper refers to this: a cycle would keep workers alive
+        # Weak, because the wrapper refers to this: a reference cycle would keep its workers until the collector runs.
+        self._wrapper = weakref.ref(wrapper)
 
     def save(self) -> None:
-        """Called by Accelerate after it has taken the loader's state. That needs no other adjustment, because it
-        counts only delivered batches.
+        """Add the number. Accelerate calls this after it has taken the loader's state, to subtract batches that were
+        read ahead. Ours needs no such correction: it counts only delivered batches.
         """
         wrapper = self._alive()
         wrapper.dl_state_dict["iteration"] = getattr(wrapper, "iteration", 0)
 
     def load(self, state_dict: dict[str, Any]) -> None:
-        """Replaces the wrapper's `load_state_dict`."""
+        """Load the state and the number, in place of the wrapper's `load_state_dict`."""
         wrapper = self._alive()
         wrapper.base_dataloader.load_state_dict(state_dict)
         if state_dict:

@@ -45,7 +45,7 @@ def install() -> AbstractContextManager[type[DataLoader[Any]]]:
 
     Inside the block, in all threads, ``torch.utils.data.DataLoader(...)`` makes an `asyncloader.DataLoader`, whatever
     name it is called by, and so do its subclasses: their loaders are instances of their class and of ours. Loaders that
-    were made inside the block stay ours; earlier ones do not change. Blocks may be nested.
+    were made inside the block stay ours; earlier loaders do not change. Blocks may be nested.
 
     A library that makes torch's *iterators* itself is not affected; a warning names it once when that happens inside
     the block.
@@ -77,7 +77,7 @@ class _Hooks:
         with self.lock:
             self.blocks += 1
             if self.blocks == 1:
-                hooks: list[tuple[Any, Any]] = [(_Torchs, _making), (_BaseDataLoaderIter, _iterating)]
+                hooks: list[tuple[Any, Any]] = [(_Torchs, _wrap_loader), (_BaseDataLoaderIter, _wrap_iterator)]
                 for kind, hook in hooks:
                     self._put.append((kind, hook(kind.__init__)))
                     kind.__init__ = self._put[-1][1]
@@ -87,7 +87,9 @@ class _Hooks:
             self.blocks -= 1
             if not self.blocks:
                 for kind, hook in self._put:
-                    if kind.__init__ is hook:  # else other code has wrapped it; it does nothing from here on
+                    # If other code has wrapped our hook since, it stays, and with no block open only calls the
+                    # original.
+                    if kind.__init__ is hook:
                         kind.__init__ = hook.__wrapped__
                 self._put.clear()
                 self.named.clear()
@@ -100,15 +102,16 @@ class _Hooks:
 
 _hooks = _Hooks()
 if hasattr(os, "register_at_fork"):
+    # Another thread may hold the lock at the fork; in the child it would never be released.
     os.register_at_fork(after_in_child=lambda: setattr(_hooks, "lock", threading.Lock()))
 
 
-def _making(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_loader(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def make(self: Any, /, *args: Any, **kwargs: Any) -> None:
         if _hooks.blocks and not issubclass(type(self), LoaderSpec) and _become_ours(self):
             self.__dict__["_asyncloader_installed"] = True
-            DataLoader.__init__(self, *args, **kwargs)  # calls this function again, for our class
+            DataLoader.__init__(self, *args, **kwargs)  # calls this function again, now for a class of ours
         else:
             original(self, *args, **kwargs)
 
@@ -118,34 +121,31 @@ def _making(original: Callable[..., None]) -> Callable[..., None]:
 def _become_ours(loader: Any) -> bool:
     kind = type(loader)
     try:
-        object.__setattr__(loader, "__class__", DataLoader if kind is _Torchs else _ours_from(kind))
+        object.__setattr__(loader, "__class__", DataLoader if kind is _Torchs else _derive(kind))
     except Exception as error:  # the class's own metaclass or `__init_subclass__` may raise anything
         _hooks.warn(_name(kind), f"no class can be derived from it ({error}). Its batches come from torch's engine")
         return False
     return True
 
 
-def _ours_from(kind: type[Any]) -> type[Any]:
-    """Our class for a subclass of torch's; the same one as long as it is referenced."""
+def _derive(kind: type[Any]) -> type[Any]:
+    """Derive our class from a subclass of torch's; the same class as before, as long as that is referenced."""
     for made in type.__subclasses__(kind):
         if made.__dict__.get("_asyncloader_of") is kind:
             return made
     body = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_asyncloader_of": kind}
     reduce: Any = kind.__reduce__
     if reduce is object.__reduce__:
-        body["__reduce__"] = lambda self: (
-            _new,
-            (kind,),
-            self.__getstate__(),
-        )  # pickle would look it up by name, and find the original
+        # pickle finds a class by its name, which is the original's.
+        body["__reduce__"] = lambda self: (_new, (kind,), self.__getstate__())
     return types.new_class(kind.__name__, (kind, DataLoader), exec_body=lambda names: names.update(body))
 
 
 def _new(kind: type[Any]) -> Any:
-    return object.__new__(_ours_from(kind))
+    return object.__new__(_derive(kind))
 
 
-def _iterating(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_iterator(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         if _hooks.blocks and not isinstance(self, (CountedNext, ThreadIterator)) and not _was_made_before(self, loader):

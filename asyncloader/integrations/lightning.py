@@ -1,8 +1,8 @@
 """Logs a loader's counters in Lightning, and corrects two positions that Lightning saves wrongly.
 
 Lightning keeps a loader's class, saves and loads its state, and drops its iterators when a stage ends, so our loaders
-work without this. The callback adds the counters of `DataLoader.stats` to the logged metrics, and makes checkpoints
-exact in the two cases in which Lightning saves another position than the one from which it continues.
+work without this. The callback adds the counters of `DataLoader.stats` to the logged metrics, and corrects checkpoints
+in the two cases in which Lightning saves another position than that from which it continues.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader as TorchDataLoader
 
 from asyncloader.loader import DataLoader
 
@@ -23,12 +22,13 @@ class LoaderCallback(Callback):
     In checkpoints it corrects the states of our training loaders. Without it a run that is resumed from a checkpoint of
     ``on_train_batch_end`` (as `ModelCheckpoint` with ``every_n_train_steps`` saves them) loses
 
-    - the next epoch, if that batch was the last of its epoch: Lightning begins a new epoch with a loader that is at the
-      end of the old one (with `limit_train_batches` the new epoch gets the rest of the old one);
+    - the next epoch, if that batch was the last of its epoch: Lightning begins a new epoch with a loader that has
+      reached the end of the old epoch (with `limit_train_batches` the new epoch gets the rest of the old epoch);
     - one batch of a loader without a length, of which Lightning reads one batch more than it trains on.
 
     Args:
-        every_n_steps: log every so many training steps, at least 1; None logs at the end of each epoch only (default).
+        every_n_steps: training steps between two loggings, at least 1; None logs at the end of each epoch only
+            (default).
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -65,9 +65,9 @@ class LoaderCallback(Callback):
         ready, completed = progress["current"]["ready"], progress["current"]["completed"]
         last = progress["is_last_batch"] or ready == trainer.num_training_batches
         if last and completed == ready:
-            return  # at the epoch's end: Lightning resumes here and finds the epoch exhausted, which is right
+            return  # the epoch is over: Lightning resumes here and finds it exhausted, which is right
         fetcher: Any = trainer.fit_loop._data_fetcher
-        # Whether it has read ahead. After `fit` the fetcher is gone, but the batch was read.
+        # Whether Lightning has read a batch ahead. After `fit` no fetcher exists to tell, but the batch was read.
         ahead = (
             trainer.num_training_batches == float("inf") if fetcher is None else bool(getattr(fetcher, "batches", ()))
         )
@@ -80,7 +80,7 @@ class LoaderCallback(Callback):
                 states[number] = loader._asyncloader_state.keeper.state(loader, before_last=True)
 
     def _log(self, trainer: Trainer) -> None:
-        ours = list(_flat(trainer.train_dataloader))
+        ours = list(_ours(trainer.train_dataloader))
         for number, loader in enumerate(ours):
             stats = loader.stats()
             if len(ours) > 1:
@@ -90,24 +90,17 @@ class LoaderCallback(Callback):
 
 
 def _leaves(loaders: Any) -> list[Any]:
-    """The loaders in the order of Lightning's states."""
+    """Return the loaders in the order of Lightning's states."""
     return list(CombinedLoader(loaders, "min_size").flattened)
+
+
+def _ours(loaders: Any) -> Iterator[DataLoader[Any]]:
+    for each in _leaves(loaders):
+        if isinstance(each, DataLoader):
+            yield each
+        elif isinstance(each, CombinedLoader):
+            yield from _ours(each.iterables)
 
 
 def _is_stateful(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-
-
-def _flat(loaders: Any) -> Iterator[DataLoader[Any]]:
-    if isinstance(loaders, DataLoader):
-        yield loaders
-    elif isinstance(loaders, TorchDataLoader) or loaders is None:
-        return
-    elif isinstance(loaders, CombinedLoader):
-        yield from _flat(loaders.iterables)
-    elif isinstance(loaders, dict):
-        for loader in loaders.values():
-            yield from _flat(loader)
-    elif isinstance(loaders, (list, tuple)):
-        for loader in loaders:
-            yield from _flat(loader)

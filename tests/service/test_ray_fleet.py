@@ -26,7 +26,7 @@ class RayError(Exception):
 
 
 class Played:
-    """An agent. Its `how` says what becomes of each kind of question; "lives" is answered by `end`."""
+    """An agent. Its `how` says what becomes of each kind of question; "run_until_end" is answered by `end`."""
 
     def __init__(self, machine: str) -> None:
         self.machine = machine
@@ -43,7 +43,7 @@ class Played:
             return await self.how[name]()
         if name == "serve":
             self.served.append(given[0])
-        if name == "lives":
+        if name == "run_until_end":
             self.ends.append(asyncio.get_running_loop().create_future())
             await self.ends[-1]
         return (f"tcp://{self.machine}:1",)

@@ -15,10 +15,10 @@ __all__ = ["BlockSampler", "RayBlocks", "RayWorkers", "prepare_data_loader"]
 
 
 def prepare_data_loader(data_loader: Any, add_dist_sampler: bool = True, **options: Any) -> Any:
-    """`ray.train.torch.prepare_data_loader`, but our loader stays ours.
+    """Call `ray.train.torch.prepare_data_loader`, and keep our loader.
 
     Args:
-        data_loader: a loader; one that is not ours is passed to Ray unchanged.
+        data_loader: a loader; Ray gets a loader that is not ours unchanged.
         add_dist_sampler: shard a map dataset among the ranks by a `DistributedSampler`, shuffled if the loader was
             (default True). It replaces the loader's own sampler, as Ray's does.
         options: Ray's own, for example ``move_to_device``.
@@ -32,7 +32,7 @@ def prepare_data_loader(data_loader: Any, add_dist_sampler: bool = True, **optio
 
 
 def shard(loader: DataLoader[Any], world_size: int, rank: int) -> DataLoader[Any]:
-    """A loader of this rank's share; the loader itself if it needs no sharding, or is sharded already."""
+    """Return a loader of this rank's share; the loader itself if it needs no sharding, or is sharded already."""
     if world_size == 1 or isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
         return loader
     shuffle = not isinstance(loader.sampler, SequentialSampler)

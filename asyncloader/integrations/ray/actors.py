@@ -1,9 +1,9 @@
-"""Ray's part of `RayWorkers`: an actor on each machine that keeps a node there, and one that keeps these actors.
+"""Ray's part of `RayWorkers`: an actor on each machine, which runs a node there, and an actor that keeps these actors.
 
-Data path: none; before a node of a service is there.
+Data path: none; it starts the nodes of a service.
 
-The fleet asks Ray once a second which machines there are, as Ray tells nobody. Of the end of a node loaders learn from
-their own connections, long before Ray does; what the fleet learns is for those that look for a node next.
+The fleet asks Ray for its machines once a second, because Ray sends no notice of changes. Loaders notice the end of a
+node by their own connections, long before Ray does; the fleet's list is for loaders that look for another node.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LOOK_S = 1.0
 _ANSWER_S = 5.0
 _CHECK_S = 10.0
 _START_S = 120.0
-"""Seconds after which a node that does not come, or does not take what it should serve, is reported, and begun anew."""
+"""Seconds after which a node that does not start, or does not take a definition, is logged, and started again."""
 _MOST_WAIT_S = 30.0
 
 
 class FleetOptions(NamedTuple):
-    """As the arguments of `RayWorkers`; and for how many seconds the load must have been lower before a node goes."""
+    """The arguments of `RayWorkers`, and the seconds of lower load after which a node is taken away (`calm_s`)."""
 
     nodes: int | None
     cpus_per_node: int | None
@@ -50,8 +50,8 @@ class FleetNode(NamedTuple):
     """A node that is ready.
 
     Attributes:
-        machine: Ray's name for the machine.
-        addresses: where it is; see `AgentNode`.
+        machine: Ray's identifier of the machine.
+        addresses: where loaders reach it; see `AgentNode`.
         workers: processes for each dataset.
     """
 
@@ -61,14 +61,14 @@ class FleetNode(NamedTuple):
 
 
 class FleetView(NamedTuple):
-    """What a fleet says of itself.
+    """A fleet's state at one time.
 
     Attributes:
-        life: another one after the fleet was started anew: it has forgotten what it served.
+        life: differs after Ray has started the fleet's actor again, which then knows no definitions.
         number: grows with each change.
-        nodes: those that are ready.
-        machines: how many there are on which a node is, or is starting.
-        credentials: what the nodes ask for.
+        nodes: the nodes that are ready.
+        machines: number of machines with a node that is ready or starting.
+        credentials: the nodes' token and certificates.
     """
 
     life: str
@@ -79,17 +79,19 @@ class FleetView(NamedTuple):
 
 
 class Agent:
-    """Keeps a node on its machine. If the node dies, so does the agent, and Ray starts it anew.
+    """Runs a node on its machine. If the node dies, the agent ends itself, and Ray starts it again.
 
     Args:
         workers: processes for each dataset.
-        credentials: what loaders must have.
+        credentials: the node's token and certificates.
     """
 
     def __init__(self, workers: int, credentials: Credentials) -> None:
         try:
             self._node = AgentNode(AgentSetup(_ray().util.get_node_ip_address(), workers, credentials))
-        except Exception:  # Ray starts an actor anew whose process has ended, and none whose constructor raised
+        except Exception:
+            # Not raised: Ray starts an actor again if its process has ended, but not if its constructor has raised.
+            # After a second, so that it does not do so all the time.
             _log.exception("the node cannot be started")
             time.sleep(_LOOK_S)
             os._exit(1)
@@ -100,7 +102,7 @@ class Agent:
         os._exit(1)
 
     def addresses(self) -> tuple[str, ...]:
-        """Where the node is."""
+        """Return the node's addresses."""
         return self._node.addresses
 
     def serve(self, data: bytes) -> None:
@@ -108,25 +110,26 @@ class Agent:
         self._node.serve(data)
 
     def load(self) -> Load:
-        """What the node's processes have done so far."""
+        """Return the totals of the node's processes."""
         return self._node.load()
 
     def drain(self) -> None:
-        """Have the node finish what is in work, and send its loaders elsewhere."""
+        """Have the node finish its tasks, and send its loaders elsewhere."""
         self._node.drain()
 
-    def lives(self) -> None:
-        """Return never: the caller gets an error at the end. A node that has stopped is ended: see `AgentNode`."""
+    def run_until_end(self) -> None:
+        """Never return: the caller gets an error when the actor ends."""
         while True:
             time.sleep(_CHECK_S)
+            # A node that hangs does not end by itself. `AgentNode` kills a node that does not answer in time.
             self._node.load()
 
 
 class Fleet:
-    """Keeps an agent on each machine that is wanted.
+    """Keeps an agent on each machine that it uses. Its methods and tasks all run in one event loop.
 
     Args:
-        options: which these are.
+        options: the number and the kind of machines to use.
         credentials: files of certificates; the token is made here.
     """
 
@@ -135,11 +138,11 @@ class Fleet:
         self._credentials = credentials._replace(token=secrets.token_hex(32))
         self._life = secrets.token_hex(8)
         self._number = 0
-        self._served: dict[str, Any] = {}  # each in Ray's store, once for all machines
-        self._near: dict[str, None] = {}  # machines of loaders, where nodes are wanted first
+        self._served: dict[str, Any] = {}  # the definitions, in Ray's store, once for all machines
+        self._near: dict[str, None] = {}  # the loaders' machines, which get nodes first
         self._agents: dict[str, Any] = {}
-        self._taking: dict[asyncio.Task[None], str] = {}  # machines whose nodes are given one more definition
-        self._late: dict[str, FleetNode] = {}  # those that take long for it
+        self._taking: dict[asyncio.Task[None], str] = {}  # tasks that give a further definition to a machine's node
+        self._late: dict[str, FleetNode] = {}  # nodes that take long for it, and are not ready until they have it
         self._keeping: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         fewest, most = options.nodes or 1, options.max_nodes
@@ -149,44 +152,47 @@ class Fleet:
         self._looking: asyncio.Task[None] | None = None
 
     async def serve(self, name: str, data: bytes, machine: str) -> FleetView:
-        """Have all nodes serve a pickled definition, for a loader on this machine. Returns once one does, or soon."""
+        """Have all nodes serve a pickled definition, for a loader on `machine`. Waits 30 s at most for a first node."""
         self._near[machine] = None
         if name not in self._served:
             self._served[name] = _ray().put(data)
         if self._looking is None:
-            self._looking = _begun(self._look())
-        taking = {_begun(self._serve_at(each, self._served[name])): each for each in self._ready}
+            self._looking = _start_task(self._look())
+        taking = {_start_task(self._serve_at(each, self._served[name])): each for each in self._ready}
         self._taking |= taking
         if taking:
             _, late = await asyncio.wait(taking, timeout=_ANSWER_S)
-            for task in late:  # they go on, for a dataset may be large; loaders go elsewhere meanwhile
+            # A dataset may be large, so these go on. Until they are done no loader is sent to their nodes.
+            for task in late:
                 if (node := self._ready.pop(taking[task], None)) is not None:
                     self._late[node.machine] = node
-                    self._tell()
+                    self._announce()
         if not self._ready:
             await self._change(_MOST_WAIT_S)
         return self._view()
 
     async def _serve_at(self, machine: str, stored: Any) -> None:
-        """Have a node that is ready serve one more definition."""
+        """Have a node that is ready serve a further definition."""
         agent = self._agents[machine]
         try:
             await _within(_START_S, agent.serve.remote(stored))
+            # Several loaders may have begun at once. The last of their tasks for this machine makes it ready.
             others = [each for task, each in self._taking.items() if task is not asyncio.current_task()]
             if machine in self._late and machine not in others:
                 self._ready[machine] = self._late.pop(machine)
-                self._tell()
+                self._announce()
         except Exception as error:
             if self._agents.get(machine) is agent:
                 _log.warning("the node at machine %s does not take a dataset, and is begun anew: %r", machine, error)
-                # `_keep` notices its end. To begin anew beside a `lives` that goes on would take both of its threads.
+                # Killed, and not asked again from here: `_keep` notices that, and gives it everything again. A second
+                # `run_until_end` beside that of `_keep` would occupy both threads of the agent.
                 with contextlib.suppress(Exception):
                     _ray().kill(agent, no_restart=False)
         finally:
             del self._taking[asyncio.current_task()]  # type: ignore[arg-type]
 
     async def view(self, number: int) -> FleetView:
-        """What is there, once it is another than this one; or after some seconds."""
+        """Return the fleet's state once its number is not `number`, or after 30 seconds."""
         if number == self._number:
             await self._change(_MOST_WAIT_S)
         return self._view()
@@ -202,51 +208,51 @@ class Fleet:
         except TimeoutError:
             pass
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         self._number += 1
+        # A new event for later waiters: tasks that wait for the old event may not have run yet, and must see it set.
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _look(self) -> None:
-        """Begin with machines that come, and let go of those that go, for ever."""
-        said = ""
+        """Follow the cluster: start agents on new machines, and drop those of lost machines. Never returns."""
+        logged = ""
         while True:
             try:
                 await self._look_once()
-                said = ""
-            except Exception as error:  # whatever Ray answers once: without this task no machine would be used any more
-                if said != repr(error):  # and not each second
-                    said = repr(error)
+                logged = ""
+            except Exception as error:  # any error of Ray's: without this task no new machine would ever be used
+                if logged != repr(error):  # and not each second
+                    logged = repr(error)
                     _log.warning("Ray does not say which machines there are, and is asked again", exc_info=error)
             await asyncio.sleep(_LOOK_S)
 
     async def _look_once(self) -> None:
         alive = await in_thread(partial(_machines, self._options.resources))
         for machine in [each for each in self._agents if each not in alive]:
-            self._forget(machine)
-        wanted = self._options.nodes if self._scaling is None else await self._scaled(self._scaling)
+            self._drop(machine)
+        wanted = self._options.nodes if self._scaling is None else await self._scale(self._scaling)
         for machine in sorted(alive, key=lambda each: (each not in self._near, -alive[each])):
             if machine in self._agents or (wanted is not None and len(self._agents) >= wanted):
                 continue
             workers = self._options.cpus_per_node or max(1, alive[machine] // 2)
             if alive[machine] >= workers:
-                self._begin(machine, workers)
+                self._start_agent(machine, workers)
 
-    async def _scaled(self, scaling: Scaling) -> int:
-        """How many nodes there should be. Those that came last go first, if there are too many."""
-        before, wanted = scaling.wanted, scaling.look(asyncio.get_running_loop().time(), await self._loads())
+    async def _scale(self, scaling: Scaling) -> int:
+        """Return the number of nodes that the load needs. Of too many, the last to come leave first."""
+        before, wanted = scaling.wanted, scaling.look(asyncio.get_running_loop().time(), await self._ask_loads())
         if wanted != before:
             _log.info("the load wants %d nodes; until now it wanted %d", wanted, before)
         staying = [machine for machine in self._agents if machine not in self._leaving]
         for machine in sorted(staying, key=lambda each: each not in self._near)[wanted:]:
-            self._leaving[machine] = _begun(self._leave(machine))
+            self._leaving[machine] = _start_task(self._leave(machine))
         return wanted
 
-    async def _loads(self) -> dict[str, Load]:
+    async def _ask_loads(self) -> dict[str, Load]:
         async def ask(machine: str) -> None:
-            with contextlib.suppress(
-                _ray().exceptions.RayError, TimeoutError
-            ):  # Ray notices late that a machine is gone
+            # Ray notices late that a machine is lost. The result then lacks it.
+            with contextlib.suppress(_ray().exceptions.RayError, TimeoutError):
                 loads[machine] = await _within(_ANSWER_S, self._agents[machine].load.remote())
 
         loads: dict[str, Load] = {}
@@ -254,67 +260,73 @@ class Fleet:
         return loads
 
     async def _leave(self, machine: str) -> None:
-        """Have its loaders go elsewhere, then end it."""
+        """Send the node's loaders elsewhere, then end its agent."""
         agent = self._agents[machine]
-        self._let_go(machine)
+        # First: no further loader may be sent to a node that drains.
+        self._withdraw(machine)
         with contextlib.suppress(_ray().exceptions.RayError, TimeoutError):
             await _within(DRAIN_S + _ANSWER_S, agent.drain.remote())
         _ray().kill(agent)
         del self._agents[machine], self._leaving[machine]
 
-    def _let_go(self, machine: str) -> None:
-        """No loader should go there any more."""
+    def _withdraw(self, machine: str) -> None:
+        """Send no further loader to the machine's node."""
         self._keeping.pop(machine).cancel()
+        self._set_not_ready(machine)
+
+    def _set_not_ready(self, machine: str) -> None:
         self._late.pop(machine, None)
         if self._ready.pop(machine, None) is not None:
-            self._tell()
+            self._announce()
 
-    def _forget(self, machine: str) -> None:
-        """It is not there any more."""
+    def _drop(self, machine: str) -> None:
+        """Forget the agent of a lost machine."""
         if machine in self._leaving:
             self._leaving.pop(machine).cancel()
         else:
-            self._let_go(machine)
+            self._withdraw(machine)
         del self._agents[machine]
 
-    def _begin(self, machine: str, workers: int) -> None:
+    def _start_agent(self, machine: str, workers: int) -> None:
+        # Two threads: one is occupied by `run_until_end`.
         options = {"num_cpus": workers, "resources": self._options.resources, "max_restarts": -1, "max_concurrency": 2}
         actor = _ray().remote(Agent).options(scheduling_strategy=placed_at(machine), **options)
         self._agents[machine] = actor.remote(workers, self._credentials)
-        self._keeping[machine] = _begun(self._keep(machine, workers))
+        self._keeping[machine] = _start_task(self._keep(machine, workers))
 
     async def _keep(self, machine: str, workers: int) -> None:
-        """Have the agent serve everything whenever it is there, and say where it is."""
-        agent, said, there = self._agents[machine], "", False
+        """Have the agent serve all definitions whenever it has started, then announce its node."""
+        agent, logged, placed = self._agents[machine], "", False
         while True:
             try:
                 addresses = await _within(_START_S, agent.addresses.remote())
-                there = True
+                placed = True
                 served: set[str] = set()
+                # Again and again, because `serve` may add a definition during each wait, and gives it only to nodes
+                # that are ready. Between the last look and `_ready` there is no wait.
                 while len(served) < len(self._served):
                     for name, stored in list(self._served.items()):
                         await _within(_START_S, agent.serve.remote(stored))
                         served.add(name)
                 self._ready[machine] = FleetNode(machine, addresses, workers)
-                self._tell()
-                said = ""
-                await agent.lives.remote()
-            except Exception as error:  # of Ray's, or of the agent's node: whatever it is, the agent is tried again
-                self._late.pop(machine, None)
-                if self._ready.pop(machine, None) is not None:
-                    self._tell()
-                if said != type(error).__name__:
-                    said = type(error).__name__
+                self._announce()
+                logged = ""
+                await agent.run_until_end.remote()
+            except Exception as error:  # of Ray's, or of the agent's node: after any error the agent is tried again
+                self._set_not_ready(machine)
+                if logged != type(error).__name__:
+                    logged = type(error).__name__
                     _log.warning("the node at machine %s is not ready, and is tried again: %r", machine, error)
-                if there and isinstance(error, TimeoutError):  # one that Ray has not placed yet is no worse than none
-                    there = False
+                # An agent that Ray could not place yet is left waiting: a new agent would be placed no sooner.
+                if placed and isinstance(error, TimeoutError):
+                    placed = False
                     with contextlib.suppress(Exception):
                         _ray().kill(agent, no_restart=False)
                 await asyncio.sleep(_LOOK_S)
 
 
-def _begun(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Begin a task that is not awaited; what it raises is logged."""
+def _start_task(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task that no code awaits. Its error is logged."""
     task = asyncio.get_running_loop().create_task(coroutine)
     task.add_done_callback(_report)
     return task
@@ -326,14 +338,14 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 async def _within(seconds: float, answer: Awaitable[_T]) -> _T:
-    """Await an agent's answer for so long. Raises TimeoutError."""
+    """Await an agent's answer for this long. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
         return await answer
 
 
 def _machines(resources: Mapping[str, float]) -> dict[str, int]:
-    """The machines that are there, each with its free CPUs; none are free where one of the resources is not."""
-    free = import_module("ray._private.state").available_resources_per_node()  # nothing public says it
+    """Return the cluster's machines with their free CPUs; 0 for a machine that lacks one of the resources."""
+    free = import_module("ray._private.state").available_resources_per_node()  # Ray has no public function for this
     found = {}
     for each in _ray().nodes():
         if each["Alive"]:
@@ -344,9 +356,9 @@ def _machines(resources: Mapping[str, float]) -> dict[str, int]:
 
 
 def placed_at(machine: str) -> Any:
-    """For `scheduling_strategy`: this machine, and no other one."""
+    """Return Ray's `scheduling_strategy` for this machine alone."""
     return import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy(machine, soft=False)
 
 
 def _ray() -> Any:
-    return import_module("ray")  # which has no types, and is there only where it is used
+    return import_module("ray")  # imported late, as it is optional; it has no types

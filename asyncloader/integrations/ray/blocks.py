@@ -16,19 +16,19 @@ from torch.utils.data import Dataset, Sampler
 
 from asyncloader.samplers.permutation import Permutation
 
-_KEPT = 4  # blocks that a process has at hand
-_MIX = 0x9E3779B97F4A7C15  # makes another seed of each block's number
+_KEPT = 4  # blocks that a process keeps
+_MIX = 0x9E3779B97F4A7C15  # makes a different seed for each block
 
 
 class RayBlocks(Dataset[dict[str, Any]]):
     """The rows of a Ray dataset, each a dictionary of its columns: numbers, texts and numpy arrays.
 
-    What the dataset still has to compute is computed now, in the cluster; the rows are in the order of its blocks,
-    which Ray Data keeps only if told so (`preserve_order`). The blocks stay in Ray's object store. A process reads
+    The constructor executes the dataset's pending operations, in the cluster. The rows are in the order of its blocks,
+    which Ray Data keeps only with its option `preserve_order`. The blocks stay in Ray's object store. A process reads
     them in the memory of its own machine, to which Ray brings a block once for all processes. Use `BlockSampler`, so
-    that each block is asked for by few batches.
+    that few batches need the same block.
 
-    Workers of any kind can read it. Those that are not Ray's own join the cluster when they first read.
+    Workers of any kind can read it. Workers that Ray has not started join the cluster when they first read.
 
     Args:
         dataset: a `ray.data.Dataset`.
@@ -46,7 +46,8 @@ class RayBlocks(Dataset[dict[str, Any]]):
         self.block_sizes: list[int] = ray.get([count.remote(ref) for ref in refs])
         """Rows of each block."""
         self._ends: list[int] = np.cumsum(self.block_sizes, dtype=np.int64).tolist()
-        self._packed: bytes = ray.cloudpickle.dumps(refs)  # opened by who reads: it takes a connection to the cluster
+        # Unpickled only by a process that reads: that takes a connection to the cluster.
+        self._packed: bytes = ray.cloudpickle.dumps(refs)
         self._address: str = ray.get_runtime_context().gcs_address
         self._refs: list[Any] | None = None
         self._at_hand: OrderedDict[int, dict[str, Any]] = OrderedDict()
@@ -58,34 +59,34 @@ class RayBlocks(Dataset[dict[str, Any]]):
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One row.
+        """Return one row.
 
         Raises:
-            IndexError: there is none of this index.
+            IndexError: the index is below 0, or not below the number of rows.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} of {len(self)} rows")
         block = bisect_right(self._ends, index)
         row = index - self._ends[block] + self.block_sizes[block]
-        # Copies: the store's arrays cannot be written to, of which torch warns.
+        # Copies, because the store's arrays are read-only, and torch warns of tensors over such arrays.
         return {name: np.array(column[row])[()] for name, column in self._columns(block).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """The rows of a batch, in the order of their indices."""
+        """Return the rows of a batch, in the order of their indices."""
         return [self[index] for index in indices]
 
     def _columns(self, block: int) -> dict[str, Any]:
         columns = self._at_hand.get(block)
         if columns is None:
             accessor = import_module("ray.data.block").BlockAccessor
-            columns = self._at_hand[block] = accessor.for_block(self._fetched(block)).to_numpy()
+            columns = self._at_hand[block] = accessor.for_block(self._fetch(block)).to_numpy()
             if len(self._at_hand) > _KEPT:
                 self._at_hand.popitem(last=False)
         else:
             self._at_hand.move_to_end(block)
         return columns
 
-    def _fetched(self, block: int) -> Any:
+    def _fetch(self, block: int) -> Any:
         ray = import_module("ray")
         if not ray.is_initialized():
             ray.init(address=self._address, log_to_driver=False, logging_level="WARNING")
@@ -96,12 +97,13 @@ class RayBlocks(Dataset[dict[str, Any]]):
 
 
 class BlockSampler(Sampler[int]):
-    """All rows of a `RayBlocks`, block by block: the blocks in a shuffled order, the rows within each shuffled, too.
+    """Gives all rows of a `RayBlocks`, block by block: in a shuffled order of the blocks, each block's rows shuffled,
+    too.
 
-    The order follows from seed and epoch alone, as that of `SeededSampler`.
+    The order follows from seed and epoch alone, like that of `SeededSampler`.
 
     Args:
-        dataset: what is read.
+        dataset: gives the sizes of the blocks.
         seed: 0 to 2**64 - 1.
 
     Raises:
@@ -115,12 +117,12 @@ class BlockSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that of epoch `epoch`, 0 to 2**64 - 1.
+        """Have the next iteration give the order of epoch `epoch`, 0 to 2**64 - 1.
 
         Raises:
-            ValueError: it is out of range.
+            ValueError: the number is out of range.
         """
-        Permutation(0, self.seed, epoch)
+        Permutation(0, self.seed, epoch)  # checks the number
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -130,7 +132,7 @@ class BlockSampler(Sampler[int]):
         return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[int]:
-        """The present epoch's order from position `start` on. Blocks before it are passed over."""
+        """Give the present epoch's order from position `start` on. Skips whole blocks before it without drawing them."""
         starts = np.cumsum([0, *self.block_sizes], dtype=np.int64)
         blocks = len(self.block_sizes)
         for block in Permutation(blocks, self.seed, self.epoch)(np.arange(blocks)).tolist():

@@ -1,6 +1,6 @@
 """`RayWorkers`: a loader's workers on the machines of a Ray cluster.
 
-Data path: none; before a node of a service is there. Batches do not pass through Ray.
+Data path: none; it starts the nodes of a service. Batches do not pass through Ray.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.placement.engine import Credentials, EngineNode
 
 _log = logging.getLogger("asyncloader")
-_SAY_AFTER_S = 60.0
+_LOG_AFTER_S = 60.0
 _START_S = 240.0
+"""Seconds to wait for the actor's answer after that."""
 
 
 class RayWorkers:
     """Workers on the machines of a Ray cluster, for `workers=` of any number of loaders.
 
-    Each machine gets a node, a process beside Ray with worker processes of its own, which an actor keeps. Loaders
-    connect to the nodes: batches do not pass through Ray. Any dataset and any functions will do that cloudpickle packs.
+    Each machine gets a node: a process beside Ray, with worker processes of its own, which an actor watches. Loaders
+    connect to the nodes: batches do not pass through Ray. Datasets and functions must be such that cloudpickle packs.
 
-    Copies that reach other processes of the job, as in the configuration of a `TorchTrainer`, use the same nodes. These
-    end with the last loader, closed or collected; if there are copies, once no process has a copy any more. `close`
-    lets go of this one.
+    Copies that reach other processes of the job, as in the configuration of a `TorchTrainer`, use the same nodes. The
+    nodes end when the last loader is closed or collected; if copies were made, once no process has a copy any more.
+    `close` gives up this copy.
 
     Args:
-        nodes: machines to use; with fewer, it runs on these, and a warning says so. "auto": all that have a free CPU.
-            Those where loaders are come first.
-        cpus_per_node: worker processes of each node, which are CPUs that it reserves with Ray; None: half of the CPUs
-            that are free when it starts, and at least one.
-        resources: Ray's custom resources that each node reserves, and so, which machines have one; None: none.
-        max_nodes: if given, their number follows the load: at least `nodes`, which are then 1 by default, and at most
-            so many. Processes should be at tasks for 80 % of the time; a node comes at once, and goes once the load
+        nodes: number of machines to use; with fewer it runs on these, and logs a warning. "auto": all machines with a
+            free CPU. The machines of the loaders are taken first.
+        cpus_per_node: worker processes of each node, for each of which it reserves a CPU with Ray; None: half of the
+            CPUs that are free when the node starts, and at least one.
+        resources: Ray's custom resources that each node reserves, which limits the nodes to machines that have them;
+            None: none.
+        max_nodes: if given, the number of nodes follows the load: at least `nodes`, then 1 by default, and at most
+            this. Processes should be busy for 80 % of the time. A node is added at once, and taken away when the load
             was lower for five minutes, after it has finished its work. The load of async datasets is not known: they
-            keep `nodes`. None: it stays as it is.
+            keep `nodes`. None: the number stays as it is.
 
     Raises:
         ValueError: a number is below 1, or `max_nodes` below `nodes`.
@@ -75,14 +77,14 @@ class RayWorkers:
         self._begin(None)
 
     def _begin(self, fleet: Any) -> None:
-        self._lock = threading.Lock()  # finalizers do not wait for it: see `_settle`
-        self._gone: deque[None] = deque()  # loaders that have left, and are to be counted
+        self._lock = threading.Lock()
+        self._gone: deque[None] = deque()  # an entry for each loader that has left and is not counted yet
         self._fleet: Any = fleet
-        self._copied = fleet is not None  # whether other processes have copies, as far as is known
+        self._copied = fleet is not None  # whether other processes may have copies
         self._loaders = 0
         self._job = _job() if fleet is not None else None
         self._view: FleetView | None = None
-        self._pending: Any = None  # the question to the fleet that is not answered yet
+        self._pending: Any = None  # the question to the fleet that has no answer yet
         self._machine = ""
         self._served: weakref.WeakSet[PickledDefinition] = weakref.WeakSet()
         self._watching: dict[object, Callable[[], None]] = {}
@@ -93,23 +95,25 @@ class RayWorkers:
     def __reduce__(self) -> tuple[Any, ...]:
         with self._locked():
             self._copied = True
-            return _copied, (self._options, self._started())
+            return _restore, (self._options, self._ensure_fleet())
 
     # ------------------------------------------------------------------------------------------ as an `Engine`
 
     def serve(self, what: PickledDefinition) -> Credentials:
-        """As `Engine`.
+        """Have the nodes serve a definition; see `Engine`.
 
         Raises:
             RuntimeError: this process is not connected to a Ray cluster.
+            ServiceUnavailable: the actor that keeps the nodes did not answer within five minutes.
         """
         with self._locked():
-            fleet = self._started()
+            fleet = self._ensure_fleet()
             self._loaders += 1
             self._machine = _ray().get_runtime_context().get_node_id()
         self._served.add(what)
         try:
-            view: FleetView = self._answer(fleet.serve.remote(what.name, what.data, self._machine))
+            # Without the lock: it may wait minutes for the first node.
+            view: FleetView = self._wait_for(fleet.serve.remote(what.name, what.data, self._machine))
         except BaseException:
             self.left()
             raise
@@ -118,37 +122,41 @@ class RayWorkers:
             text = "%r: %d of %d machines have a free CPU, and the resources asked for; it runs on these"
             _log.warning(text, self, view.machines, wanted)
         with self._locked():
+            # `_take` may have received a newer view while this call waited.
             if self._view is None or self._view.life != view.life or self._view.number < view.number:
                 self._view = view
             question = self._ask(fleet) if self._pending is None else None
-        self._hear(question)
+        self._receive(question)
         return view.credentials
 
-    def _answer(self, question: Any) -> FleetView:
-        """Wait for the fleet, which may be starting.
+    def _wait_for(self, question: Any) -> FleetView:
+        """Wait for the fleet's answer; the fleet may be starting.
 
         Raises:
             ServiceUnavailable: it did not answer in time.
         """
         try:
-            if not _ray().wait([question], timeout=_SAY_AFTER_S)[0]:
+            if not _ray().wait([question], timeout=_LOG_AFTER_S)[0]:
                 _log.warning("%r waits for the actor that keeps its nodes, which Ray has not started yet", self)
             view: FleetView = _ray().get(question, timeout=_START_S)
         except _ray().exceptions.GetTimeoutError:
             _ray().cancel(question)
             raise ServiceUnavailable(
-                f"{self!r}: the actor that keeps its nodes has not answered for {_SAY_AFTER_S + _START_S:.0f} seconds. "
+                f"{self!r}: the actor that keeps its nodes has not answered for {_LOG_AFTER_S + _START_S:.0f} seconds. "
                 "`ray list actors` says whether Ray could start it"
             ) from None
         return view
 
     def left(self) -> None:
-        """As `Engine`. With the last loader the nodes end, unless this was copied. Waits for nothing."""
+        """Count a loader as gone; see `Engine`. The nodes end with the last loader, unless this was copied. Does not
+        wait.
+        """
+        # Finalizers call this, so it takes no lock that the interrupted code may hold: see `_settle`.
         self._gone.append(None)
         self._settle()
 
     def nodes(self) -> list[EngineNode]:
-        """As `Engine`. A node on this machine is reached without a network."""
+        """Return the nodes that are ready; see `Engine`. A node on this machine is reached without a network."""
         view = self._view
         return [
             EngineNode(node.addresses[-1 if node.machine == self._machine else 0], node.workers)
@@ -156,7 +164,7 @@ class RayWorkers:
         ]
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """As `Engine`."""
+        """Have `changed` called when `nodes` has changed; see `Engine`."""
         key = object()
         self._watching[key] = changed
         return partial(self._watching.pop, key, None)
@@ -169,67 +177,72 @@ class RayWorkers:
             with self._lock:
                 yield
         finally:
+            # After the lock is released: a loader that left until then found it taken, and left its entry to this call.
             self._settle()
 
     def _settle(self) -> None:
-        """Count the loaders that have left. If the lock is taken, who has it does so next."""
+        """Count the loaders that have left. If the lock is taken, its holder does that next."""
+        # The outer loop: an entry that is added after the last `pop` finds the lock taken until it is released.
         while self._gone and self._lock.acquire(blocking=False):
             try:
                 while self._gone:
                     self._gone.pop()
                     self._loaders -= 1
                     if not self._loaders and not self._copied:
-                        self._let_go()
+                        self._give_up()
             finally:
                 self._lock.release()
 
-    def _started(self) -> Any:
-        """The fleet, which is made if there is none. With the lock."""
+    def _ensure_fleet(self) -> Any:
+        """Return the fleet; start it if this job has none. With the lock."""
         if not _ray().is_initialized():
             raise RuntimeError(f"{self!r} needs a Ray cluster: call ray.init() before")
         if self._fleet is None or self._job != _job():
             _warn_if_open()
             credentials = Credentials("")
-            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):  # where Ray's traffic is secret, so is ours
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):  # encrypt batches where Ray encrypts
                 names = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
                 credentials = Credentials("", *(os.environ.get(name) for name in names))
-            here = placed_at(_ray().get_runtime_context().get_node_id())  # if this machine goes, so does the loader
+            # On this machine, without which the loader has ended, too: no other machine's loss ends the fleet.
+            here = placed_at(_ray().get_runtime_context().get_node_id())
             options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
             self._fleet = _ray().remote(Fleet).options(**options).remote(self._options, credentials)
             self._job, self._view, self._pending = _job(), None, None
         return self._fleet
 
     def _ask(self, fleet: Any) -> Any:
-        """Ask for the next change. With the lock; `_hear` follows, without it."""
+        """Ask for the next change. With the lock. The caller then calls `_receive` without it."""
         assert self._view is not None
         self._pending = fleet.view.remote(self._view.number)
         return self._pending
 
-    def _hear(self, question: Any) -> None:
-        """Take the answer when it comes; that may be at once, and in this thread."""
+    def _receive(self, question: Any) -> None:
+        """Take the answer when it comes."""
         if question is not None:
-            question.future().add_done_callback(partial(_answered, weakref.ref(self), question))
+            # Not with the lock, which `_take` needs: a callback for an answer that has come is called here, at once.
+            question.future().add_done_callback(partial(_on_answer, weakref.ref(self), question))
 
     def _take(self, question: Any, view: FleetView) -> None:
         with self._locked():
             if self._pending is not question or self._view is None:
-                return  # it was closed
-            anew, self._view, fleet = view.life != self._view.life, view, self._fleet
+                return  # it was closed, and perhaps used again: the answer is that of an earlier fleet
+            restarted, self._view, fleet = view.life != self._view.life, view, self._fleet
             question = self._ask(fleet)
-            if anew:
+            if restarted:  # Ray has started the fleet's actor again, which does not know what it served
                 for each in list(self._served):
                     fleet.serve.remote(each.name, each.data, self._machine)
+        # Without the lock, for these are the loaders' functions, which may call `nodes` or `left`.
         for changed in list(self._watching.values()):
             changed()
-        self._hear(question)
+        self._receive(question)
 
     def close(self) -> None:
-        """Let go of the nodes. Those that no other process uses end; loaders that use them have to wait for others."""
+        """Give up the nodes. Nodes that no other process uses end; loaders that use them have to wait for new nodes."""
         with self._locked():
-            self._let_go()
+            self._give_up()
 
-    def _let_go(self) -> None:
-        """With the lock, or once nobody else has this object."""
+    def _give_up(self) -> None:
+        """Drop the fleet. With the lock, or in the finalizer."""
         pending, self._pending = self._pending, None
         self._fleet = self._view = None
         if pending is not None and _ray().is_initialized() and self._job == _job():
@@ -237,7 +250,7 @@ class RayWorkers:
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if not exiting() and getattr(self, "_pending", None) is not None:
-            self._let_go()
+            self._give_up()
 
     def __enter__(self) -> Self:
         return self
@@ -246,21 +259,21 @@ class RayWorkers:
         self.close()
 
 
-def _copied(options: FleetOptions, fleet: Any) -> RayWorkers:
+def _restore(options: FleetOptions, fleet: Any) -> RayWorkers:
     copy = RayWorkers.__new__(RayWorkers)
     copy._options = options
     copy._begin(fleet)
     return copy
 
 
-def _answered(workers: weakref.ref[RayWorkers], question: Any, answer: Future[FleetView]) -> None:
-    """In a thread of Ray's."""
+def _on_answer(workers: weakref.ref[RayWorkers], question: Any, answer: Future[FleetView]) -> None:
+    """Called in a thread of Ray's. The reference is weak, so that a pending question keeps neither object nor nodes."""
     this = workers()
     if this is None or answer.cancelled():
         return
     if answer.exception() is None:
         this._take(question, answer.result())
-    elif this._pending is question:  # it was not taken back
+    elif this._pending is question:  # else `_give_up` has cancelled it
         _log.warning("%r does not learn of its nodes any more: %r", this, answer.exception())
 
 
