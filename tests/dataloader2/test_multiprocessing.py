@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ from asyncloader.dataloader2 import (
     SequentialReadingService,
 )
 from asyncloader.dataloader2.graph import list_dps, traverse_dps
+from asyncloader.dataloader2.graph._serialization import dumps
+from asyncloader.dataloader2.random import SeedGenerator
+from asyncloader.dataloader2.services import dispatching_process
 from asyncloader.dataloader2.utils import WorkerInfo
 from tests.dataloader2.parts import (
     GRAPHS,
@@ -148,6 +153,20 @@ def test_a_program_that_dispatches_first(method: str, tmp_path: Path) -> None:
     done = run_script(tmp_path, DISPATCHES_FIRST.format(method=method))
     assert (done.returncode, done.stdout) == (0, "['SigBlk:\\t0000000000000000']\n"), done.stderr
     assert "left behind" not in done.stderr
+
+
+def test_a_question_that_overtakes_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker gets an item of its epoch even if `wait` has missed the order that begins it."""
+    (ours, control), (worker, pipe) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    monkeypatch.setattr(dispatching_process, "wait", lambda _: [pipe if pipe.poll() else control])
+    monkeypatch.setattr(dispatching_process, "reset_graph", lambda graph, *_: graph)  # leaves global generators alone
+    dealing = dispatching_process._Dealing(dumps(numbers(3)), 1)
+    with ours, control, worker, pipe:
+        worker.send_bytes((1).to_bytes(8, "little"))
+        ours.send_bytes(dumps(tuple(dispatching_process.EpochOrder(1, SeedGenerator(0), None))))
+        ours.send_bytes(dispatching_process._OVER)
+        dispatching_process._serve(dealing, control, [pipe])
+        assert pickle.loads(worker.recv_bytes()) == ("item", 0)
 
 
 def test_where_the_parts_run() -> None:

@@ -115,6 +115,7 @@ class Dispatcher:
             self._lifeline.close()
             raise
         finally:
+            # The process has these ends alone, so that its death closes the pipes, and the workers notice it.
             for each in (control, *theirs):
                 each.close()
         _dispatchers.add(self)
@@ -251,26 +252,41 @@ def _dispatch(links: tuple[InheritedFd, Connection, list[Connection]], others: l
     lifeline, control, pipes = links
     set_worker_signals()
     hold(lifeline.fd)
-    torch.set_num_threads(1)
-    dealing = _Dealing(graph, len(pipes))
+    torch.set_num_threads(1)  # the workers need the other CPUs
+    _serve(_Dealing(graph, len(pipes)), control, pipes)
+
+
+def _serve(dealing: _Dealing, control: Connection, pipes: list[Connection]) -> None:
+    """Obey the main process and answer the workers, until the main process ends this."""
     workers = {pipe: number for number, pipe in enumerate(pipes)}
     while True:
         ready = wait([control, *workers])
         if control in ready:
-            try:
-                order = control.recv_bytes()
-            except EOFError:
+            if not _obey(control, dealing):
                 return
-            if order == _OVER:
-                return
-            dealing.begin(EpochOrder(*pickle.loads(order)))
-            # Wait again before any pipe is read: a question in it may belong to an epoch whose order came after `wait`
-            # had returned, and would be answered with the end of that epoch.
             continue
         for pipe in ready:
             assert isinstance(pipe, Connection)
             try:
                 epoch = int.from_bytes(pipe.recv_bytes(), "little")
+                # The order of an epoch is sent before any question for it. But `wait` looks at one pipe after the
+                # other: it can miss an order and then see the question.
+                while epoch > dealing.epoch:
+                    if not _obey(control, dealing):
+                        return
                 pipe.send_bytes(dealing.answer(workers[pipe], epoch))
             except (EOFError, OSError):
+                # The worker has died, and the items dealt to it are lost: why a graph with this process replaces none.
                 del workers[pipe]
+
+
+def _obey(control: Connection, dealing: _Dealing) -> bool:
+    """Begin the next epoch. Returns False when the main process has ended, or ends this process."""
+    try:
+        order = control.recv_bytes()
+    except EOFError:
+        return False
+    if order == _OVER:
+        return False
+    dealing.begin(EpochOrder(*pickle.loads(order)))
+    return True

@@ -206,6 +206,7 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
 
     def finalize(self) -> None:
         """Finalize the services in the reverse order."""
+        # The attribute may be missing: a finalizer also calls this if the constructor has failed.
         for each in reversed(getattr(self, "reading_services", ())):
             each.finalize()
 

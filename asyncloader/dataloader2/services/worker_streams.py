@@ -168,6 +168,7 @@ class _Chunks(Iterator[Chunk]):
         except Exception:
             self._over = True
             return Chunk([], last=True, failure=caught(f"in worker process {self._branch.worker.worker_id}"))
+        # The state with this number travels with the chunk. So a replacement drops exactly the items that have arrived.
         self._given += len(items)
         return Chunk(items)
 
@@ -203,6 +204,7 @@ class Interleaved(IterDataPipe[Any]):
     """
 
     def __init__(self, branches: list[Branch], dispatcher: Dispatcher | None, context: Any) -> None:
+        # Items that the dispatching process has dealt to a dead worker are lost, so no replacement could give them.
         self._restarts = 0 if dispatcher else _RESTARTS
         self._loaders: tuple[DataLoader[Any, Any], ...] = tuple(
             DataLoader(
@@ -301,6 +303,7 @@ class _StreamsInTurn(Iterator[Any]):
             self._worker = (worker + 1) % len(self._waiting)
             if self._waiting[worker]:
                 return self._waiting[worker].popleft()
+            # Only after the items before it, at the worker's turn, so that the error comes at the same place each time.
             if worker in self._failures:
                 self._source.raise_failure(self._failures[worker])
         raise StopIteration

@@ -95,6 +95,7 @@ class Agent:
             _log.exception("the node cannot be started")
             time.sleep(_LOOK_S)
             os._exit(1)
+        # In a thread, because the node may die while no method of the actor is called.
         threading.Thread(target=self._end_with_node, name="asyncloader-agent", daemon=True).start()
 
     def _end_with_node(self) -> None:
@@ -164,6 +165,7 @@ class Fleet:
             _, late = await asyncio.wait(taking, timeout=_ANSWER_S)
             # A dataset may be large, so these go on. Until they are done no loader is sent to their nodes.
             for task in late:
+                # It may have ended during the wait: then `_keep` has taken it out.
                 if (node := self._ready.pop(taking[task], None)) is not None:
                     self._late[node.machine] = node
                     self._announce()
@@ -182,6 +184,7 @@ class Fleet:
                 self._ready[machine] = self._late.pop(machine)
                 self._announce()
         except Exception as error:
+            # Else the machine was lost or has left during the wait, and there is nothing to start again.
             if self._agents.get(machine) is agent:
                 _log.warning("the node at machine %s does not take a dataset, and is begun anew: %r", machine, error)
                 # Killed, and not asked again from here: `_keep` notices that, and gives it everything again. A second
@@ -228,6 +231,7 @@ class Fleet:
             await asyncio.sleep(_LOOK_S)
 
     async def _look_once(self) -> None:
+        # Ray's functions block, and would hold up all loaders' questions.
         alive = await in_thread(partial(_machines, self._options.resources))
         for machine in [each for each in self._agents if each not in alive]:
             self._drop(machine)
@@ -267,6 +271,7 @@ class Fleet:
         with contextlib.suppress(_ray().exceptions.RayError, TimeoutError):
             await _within(DRAIN_S + _ANSWER_S, agent.drain.remote())
         _ray().kill(agent)
+        # Only now: a machine with an agent gets no other, and this agent held the machine's CPUs until it was killed.
         del self._agents[machine], self._leaving[machine]
 
     def _withdraw(self, machine: str) -> None:

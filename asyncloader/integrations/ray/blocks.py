@@ -132,7 +132,7 @@ class BlockSampler(Sampler[int]):
         return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[int]:
-        """Give the present epoch's order from position `start` on. Skips whole blocks before it without drawing them."""
+        """Give the present epoch's order from position `start` on. Skips whole blocks without drawing them."""
         starts = np.cumsum([0, *self.block_sizes], dtype=np.int64)
         blocks = len(self.block_sizes)
         for block in Permutation(blocks, self.seed, self.epoch)(np.arange(blocks)).tolist():

@@ -94,6 +94,7 @@ class RayWorkers:
 
     def __reduce__(self) -> tuple[Any, ...]:
         with self._locked():
+            # From here on a copy may exist that this process does not see: the last loader here must not end the nodes.
             self._copied = True
             return _restore, (self._options, self._ensure_fleet())
 
@@ -115,7 +116,7 @@ class RayWorkers:
             # Without the lock: it may wait minutes for the first node.
             view: FleetView = self._wait_for(fleet.serve.remote(what.name, what.data, self._machine))
         except BaseException:
-            self.left()
+            self.left()  # there will be no `EngineService` that does it
             raise
         wanted = self._options.nodes
         if wanted is not None and view.machines < wanted:
@@ -157,6 +158,7 @@ class RayWorkers:
 
     def nodes(self) -> list[EngineNode]:
         """Return the nodes that are ready; see `Engine`. A node on this machine is reached without a network."""
+        # Read once, without the lock: other threads replace the view, but never change it.
         view = self._view
         return [
             EngineNode(node.addresses[-1 if node.machine == self._machine else 0], node.workers)
@@ -197,6 +199,7 @@ class RayWorkers:
         """Return the fleet; start it if this job has none. With the lock."""
         if not _ray().is_initialized():
             raise RuntimeError(f"{self!r} needs a Ray cluster: call ray.init() before")
+        # After another `ray.init` the fleet is that of an earlier job, and has ended with it.
         if self._fleet is None or self._job != _job():
             _warn_if_open()
             credentials = Credentials("")
@@ -232,6 +235,7 @@ class RayWorkers:
                 for each in list(self._served):
                     fleet.serve.remote(each.name, each.data, self._machine)
         # Without the lock, for these are the loaders' functions, which may call `nodes` or `left`.
+        # A copy of the list, for other threads may add to it.
         for changed in list(self._watching.values()):
             changed()
         self._receive(question)
@@ -243,12 +247,15 @@ class RayWorkers:
 
     def _give_up(self) -> None:
         """Drop the fleet. With the lock, or in the finalizer."""
+        # Without the last reference to it, Ray ends the fleet's actor, and with it the agents and their nodes. The open
+        # question is cancelled, because the fleet may take 30 seconds to answer it.
         pending, self._pending = self._pending, None
         self._fleet = self._view = None
         if pending is not None and _ray().is_initialized() and self._job == _job():
             _ray().cancel(pending)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Without the lock: no other thread has a reference any more.
         if not exiting() and getattr(self, "_pending", None) is not None:
             self._give_up()
 
