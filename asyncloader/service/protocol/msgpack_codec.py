@@ -167,7 +167,7 @@ def _check_cursor(value: Any) -> None:
     if type(value) not in (tuple, Cursor) or len(value) != len(Cursor._fields):
         raise ValueError("broken stream: a cursor that cannot be read")
     batches, samples, ended, _, _, problem, itself = value
-    texts = type(problem) is str and type(itself) is str and itself in ("", "within", "before")
+    texts = type(problem) is str and type(itself) is str and itself in ("", "within", "before", "ended")
     if not (_is_count(batches) and _is_count(samples) and type(ended) is bool and texts):
         raise ValueError("broken stream: a cursor that cannot be read")
 
