@@ -147,11 +147,16 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             raise ValueError(refusal(spec, "`async for` cannot read"))
         if spec.num_workers:
             spec.check_worker_number_rationality()
-        with self._keeper.making_iterator(), recording(self._statistics.recorder):
-            if spec.num_workers:
-                iterator = AsyncLoaderIterator(self._statistics, _LoaderPoolCache(self))
-            else:
-                iterator = AsyncInlineIterator(spec, self._statistics, self._keeper)
+        undo = self._keeper.mark()
+        try:
+            with recording(self._statistics.recorder):
+                if spec.num_workers:
+                    iterator = AsyncLoaderIterator(self._statistics, _LoaderPoolCache(self))
+                else:
+                    iterator = AsyncInlineIterator(spec, self._statistics, self._keeper)
+        except BaseException:
+            undo()
+            raise
         self._newest = weakref.ref(iterator)
         self._iterators.add(iterator)
         return iterator

@@ -166,7 +166,9 @@ class Bridge:
         Raises:
             LoaderClosed: the loop is gone.
         """
-        loop = self._live_loop()
+        loop = self._loop
+        if loop is None or os.getpid() != self._owner:
+            loop = self._live_loop()  # raises
         self._calls.append((function, args))
         if not self._woken:
             try:

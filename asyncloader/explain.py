@@ -14,7 +14,6 @@ from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.cpus import cpu_limit, usable_cpus
 from asyncloader.delivery.loader_device import current_transfer
-from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.plan import start_method
 from asyncloader.options.declaration import LoaderSpec, given_options, is_iterable
 from asyncloader.options.epoch_config import EpochConfig
@@ -24,7 +23,6 @@ from asyncloader.telemetry.run_figures import Run
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.transports.retrying_client import silent_servers
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
-from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.pool import WorkerPool
 
 
@@ -91,13 +89,13 @@ def _workers(config: EpochConfig) -> str:
         return f"no workers, {kind} dataset read in this process"
     keep = "persistent" if config.persistent_workers else "for one epoch"
     where = f"by {start_method(config)}" if config.workers is None else f"at {config.dataset.service.url}"
-    return f"{config.num_workers} workers {where}, {keep}, {most_credits(config)} batches ahead each, {kind} dataset"
+    return f"{config.num_workers} workers {where}, {keep}, {config.credits} batches ahead each, {kind} dataset"
 
 
 def _concurrency(config: EpochConfig, statistics: Statistics) -> list[str]:
     lines = []
     if config.concurrent and not config.iterable:
-        most = most_credits(config)
+        most = config.credits
         depth = statistics.prefetch_depth
         room = "" if depth in (0, most) else f" ({depth} now, as large as they are)"
         how = f"by {config.fetch_threads} threads" if config.fetch_threads else f"{config.concurrency} at a time"
@@ -225,6 +223,6 @@ def diagnose_run(spec: LoaderSpec[Any], statistics: Statistics) -> Diagnosis:
         in_order=config.in_order,
         memory_limit=config.worker_memory_limit,
         snapshot_every=config.snapshot_every or 1,
-        keeps_states=not config.iterable and is_stateful(config.dataset),
+        keeps_states=not config.iterable and config.stateful,
     )
     return diagnose(run)

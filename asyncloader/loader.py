@@ -95,8 +95,13 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             iterator = ThreadIterator(self)
         else:
             kind = WorkerIterator if self.num_workers else SyncInlineIterator
-            with state.keeper.making_iterator(), recording(state.statistics.recorder):
-                iterator = kind(self, state.statistics, state.bridge, state.keeper)
+            undo = state.keeper.mark()
+            try:
+                with recording(state.statistics.recorder):
+                    iterator = kind(self, state.statistics, state.bridge, state.keeper)
+            except BaseException:
+                undo()
+                raise
             state.newest = weakref.ref(iterator)
         state.iterators.add(iterator)
         return iterator

@@ -125,12 +125,15 @@ class Inbox:
         if fd is not None and not 0 < result.nbytes <= os.fstat(fd).st_size:
             size = os.fstat(fd).st_size
             raise ValueError(f"a worker's answer is broken: {result.nbytes} bytes in a segment of {size}")
-        self._check_expected(result.epoch, result.seq, epoch)
+        if result.epoch >= epoch and not self._rings.expects(result.epoch, result.seq):
+            raise self._unexpected(result.epoch, result.seq)
         template = self._template if result.same else self._codec.template(data)
         if template is None:
             raise ValueError(f"a worker's answer is broken: worker {self._worker} has sent no template before")
         ring = self._rings.answered(result.epoch, result.seq, result.slot, result.nbytes)
         self._template = template
+        if self._codec.trusted:
+            return ring, template  # its structure is read when the batch is opened
         try:
             if ring is not None:
                 template = template.with_structure(lambda: ring.look(result.slot, result.nbytes))
@@ -142,18 +145,18 @@ class Inbox:
             raise
         return ring, template
 
-    def _check_expected(self, sent_epoch: int, seq: int, epoch: int) -> None:
-        if sent_epoch >= epoch and not self._rings.expects(sent_epoch, seq):
-            raise ValueError(
-                f"a worker's answer is broken: worker {self._worker} was not given task {seq} of epoch {sent_epoch}"
-            )
+    def _unexpected(self, sent_epoch: int, seq: int) -> ValueError:
+        return ValueError(
+            f"a worker's answer is broken: worker {self._worker} was not given task {seq} of epoch {sent_epoch}"
+        )
 
     def _answer_without_batch(
         self, kind: int, body: bytes, epoch: int, listener: Listener | None, watchdog: TaskWatchdog | None
     ) -> None:
         worker = self._worker
         sent_epoch, seq, busy, payload = wire.unpack_answer(body)
-        self._check_expected(sent_epoch, seq, epoch)
+        if sent_epoch >= epoch and not self._rings.expects(sent_epoch, seq):
+            raise self._unexpected(sent_epoch, seq)
         self._rings.answered(sent_epoch, seq, wire.NO_SLOT, 0)
         records = self._answered(sent_epoch == epoch, seq, watchdog)
         if kind == wire.ALL_DROPPED and not records:
@@ -171,9 +174,6 @@ class Inbox:
         else:
             listener.on_error(worker, seq, busy, self._codec.load_error(payload), records)
         self._process.answers += 1  # only now: one that cannot be read is none
-
-    def _cursor(self, data: bytes) -> PackedCursor | None:
-        return self._codec.load_cursor(data) if data else None
 
     def _answered(self, current: bool, seq: int, watchdog: TaskWatchdog | None) -> Sequence[SkippedSample]:
         """Note that a task of the current epoch or an older one was answered. Returns its records of bad samples."""

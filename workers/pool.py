@@ -29,7 +29,6 @@ from typing import Any, Protocol
 
 from asyncloader.errors import LoaderClosed, WorkerDied
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.fetch.dataset_kinds import is_concurrent
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.ipc import wire
@@ -56,6 +55,7 @@ class WorkerPool:
         setup: the set-up that all workers share.
         credits: outstanding tasks per worker, as long as batches are small.
         ring_bytes: upper bound on the size of each ring; None: no bound.
+        concurrent: whether a worker has several samples in flight, by awaiting them or in threads.
         reorder_window: batches that may wait for an earlier batch, in addition to the credits.
         worker_timeout: seconds that a worker may spend on one task; None: no limit.
         least_credits: outstanding tasks per worker, however large batches are; default: `credits`.
@@ -73,6 +73,8 @@ class WorkerPool:
         setup: WorkerSetup,
         credits: int,
         ring_bytes: int | None,
+        *,
+        concurrent: bool,
         reorder_window: int = 0,
         worker_timeout: float | None = None,
         least_credits: int | None = None,
@@ -80,11 +82,9 @@ class WorkerPool:
         statistics: Statistics | None = None,
     ) -> None:
         self.start_method = source.start_method
-        self.concurrent = is_concurrent(setup.dataset, setup.fetch_threads)
-        """Whether a worker carries out several tasks at a time."""
         # Threads take samples in task order, and streams are read by one task after the other: there a slow task
         # delays the tasks behind it, which must not be blamed.
-        self._all_at_once = self.concurrent and not setup.fetch_threads and not setup.iterable
+        self._all_at_once = concurrent and not setup.fetch_threads and not setup.iterable
         self.epoch = 0
         self._source = source
         self._worker_timeout = worker_timeout
@@ -326,25 +326,22 @@ class WorkerPool:
             self._loop.remove_writer(process.channel.fileno())
 
     def _on_readable(self, process: WorkerHandle) -> None:
-        self._drain_or_end(process)
+        self._drain(process)
         if process.channel.ended and self._loop is not None:
             # The end of the socket is no death: the worker may have closed its end, or a child of it may hold it open.
             # The pidfd reports deaths. A reader that stayed would be called for the end again and again.
             self._loop.remove_reader(process.channel.fileno())
 
-    def _drain_or_end(self, process: WorkerHandle) -> None:
+    def _drain(self, process: WorkerHandle) -> None:
+        inbox = self._inboxes[process.worker_id]
         try:
-            self._drain(process)
+            for kind, body in process.channel.receive():
+                inbox.frame(kind, body, self.epoch, self._listener, self._watchdog)
+                if kind == wire.LEAVING and self._loop is not None:
+                    self._loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
         except Exception as error:  # the loop would only log it, and the consumer would wait forever
             if not isinstance(error, ValueError) or not process.distrust(error):
                 self._fail(error)
-
-    def _drain(self, process: WorkerHandle) -> None:
-        inbox = self._inboxes[process.worker_id]
-        for kind, body in process.channel.receive():
-            inbox.frame(kind, body, self.epoch, self._listener, self._watchdog)
-            if kind == wire.LEAVING and self._loop is not None:
-                self._loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
 
     def _on_death(self, process: WorkerHandle) -> None:
         # Frames that it sent before it died are still in the socket.
@@ -352,7 +349,7 @@ class WorkerPool:
         while not self._failed and not process.channel.ended and process.channel.received != before:
             # Not until the socket's end: a child of the worker may hold the other end open.
             before = process.channel.received
-            self._drain_or_end(process)
+            self._drain(process)
         self._on_exited(process, process.death())
         process.release()
 

@@ -272,11 +272,12 @@ class LocalWorkers:
 
     def _note(self, dataset: Any) -> None:
         """Note, before the first fork, the dataset that all workers are to have."""
+        if not self._replaces or self._dataset is not None:
+            return
         # Datapipes are seeded, and datasets of ours plan, in the main process at each epoch; these changes do not
         # count, because the workers get the seeds and the plan.
         ours = assigns_shards(dataset) or hasattr(type(dataset), "_asyncloader_epoch_message")
-        changes = isinstance(dataset, (IterDataPipe, MapDataPipe)) or ours
-        if self._replaces and self._dataset is None and not changes:
+        if not (isinstance(dataset, (IterDataPipe, MapDataPipe)) or ours):
             self._dataset, self._marks = dataset, marks(dataset)
 
     def obstacle(self) -> str:

@@ -20,7 +20,6 @@ from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import LARGE, Opener, raise_worker_error
 from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
 from asyncloader.delivery.transfer import DeviceTransfer
-from asyncloader.epoch.credits import least_credits, most_credits
 from asyncloader.epoch.pipeline import Pipeline, WorkerBegun
 from asyncloader.epoch.plan import make_scheduler
 from asyncloader.epoch.quarantine import Quarantine
@@ -35,7 +34,6 @@ from asyncloader.samplers.index_stream import time_pull
 from asyncloader.shielding import shielded
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.pool import WorkerPool
 
@@ -60,12 +58,6 @@ class Delivery:
         self.descriptors: list[int] | None = None  # the answer's descriptors that must still be closed
         self.offer: Any = NOTHING  # the sampler's next index
         self.reached = _BEGUN
-
-    def begin(self, item: Deliver) -> None:
-        """Start over with this item."""
-        # No calls in here, so that Ctrl-C cannot interrupt it halfway.
-        self.batch, self.error, self.descriptors, self.offer, self.reached = NO_BATCH, None, None, NOTHING, _BEGUN
-        self.item = item
 
 
 class Consumer:
@@ -93,6 +85,7 @@ class Consumer:
         begun: float,
     ) -> None:
         self._statistics = statistics
+        self._time = statistics.recorder.time
         self._config = config
         self._quarantine = quarantine
         self._notices: deque[Notice | WorkerBegun] = deque()
@@ -118,9 +111,8 @@ class Consumer:
         self._skipped = SkippedSampleLog(config.max_skipped_samples, statistics)
         self._agreement = progress.agreement
         self._agreeing: AgreementStage | None = None
-        credits = most_credits(config)
-        self._adapts = config.reorder_window > 0 or credits > least_credits(config)
-        self.offers = self._prime(credits * config.num_workers + config.reorder_window)
+        self._adapts = config.reorder_window > 0 or config.credits > config.least_credits
+        self.offers = self._prime(config.credits * config.num_workers + config.reorder_window)
         """Indices taken before the first batch; in torch mode as many as torch takes."""
 
     @property
@@ -140,12 +132,20 @@ class Consumer:
         """The sampler's next index, while `left` are outstanding. The same again until `_tasks` is incremented."""
         torch_iter = self._torch_iter()
         assert torch_iter is not None
+        order = torch_iter.order
+        assert order is not None
+        # As `TorchIterator.pull`, which is called for a library's iterator in the place of the order.
+        pull = order.pull if torch_iter.__dict__["_sampler_iter"] is order else torch_iter.pull
         began = perf_counter()
         try:
-            step, offer = torch_iter.pull(self._tasks)
+            step, offer = pull(self._tasks)
         except StopIteration:
             return NOTHING if left else ENDED  # as torch, ask again after the next batch
-        time_pull(self._progress.sampler_log, self._statistics.recorder, perf_counter() - began)
+        seconds, log = perf_counter() - began, order.log
+        if log is None:
+            self._time("sampler", seconds)
+        else:
+            time_pull(log, self._statistics.recorder, seconds)
         self._progress.pulled(self._tasks, step)
         return offer
 
@@ -180,7 +180,7 @@ class Consumer:
             respawner=respawner,
             loss=self._config.loss,
             replays=self._config.replays,
-            stateful=is_stateful(self._config.dataset),
+            stateful=self._config.stateful,
             assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
             adapts=self._adapts,
             statistics=self._statistics,
@@ -257,7 +257,10 @@ class Consumer:
         delivery = self.delivery
         if delivery.item is not item:
             self._arrived = perf_counter()
-            delivery.begin(item)
+            # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
+            delivery.batch, delivery.error, delivery.descriptors, delivery.offer = NO_BATCH, None, None, NOTHING
+            delivery.reached = _BEGUN
+            delivery.item = item
         if delivery.reached < _ADVANCED:
             self._open(delivery, item.outcome, opened)
             if delivery.reached < _PULLED:

@@ -25,7 +25,6 @@ from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.delivery.stage import torch_pin
 from asyncloader.delivery.transfer import Ready
 from asyncloader.epoch.consumer import NO_BATCH
-from asyncloader.epoch.credits import most_credits
 from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.plan import worker_setup
 from asyncloader.epoch.shard_assignment import InlineAssignments
@@ -119,7 +118,7 @@ class InlineEpoch:
         self.context = self.reader.context()
         self.prefetcher: BatchPrefetcher | None = None  # blocking datasets and streams have none
         if self.reader.asynchronous and not config.iterable:
-            self.prefetcher = BatchPrefetcher(self.reader, self.context, most_credits(config))
+            self.prefetcher = BatchPrefetcher(self.reader, self.context, config.credits)
 
     def refresh(self) -> None:
         """Before the first batch: begin once more if another epoch was set since."""

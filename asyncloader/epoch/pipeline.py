@@ -160,7 +160,8 @@ class Pipeline(Listener):
         if self._source is not None:
             self._allow = asyncio.Event()
             self._reader = loop.create_task(self._read(self._source))
-        self._adapt()
+        if self._adapts:
+            self._adapt()
         self._offers.extend(offers)
         self._handle(Started())
 
@@ -174,7 +175,8 @@ class Pipeline(Listener):
         if offer is not NOTHING:
             self._offers.append(offer)
         self._handle(Delivered(seq))
-        self._mind_late()
+        if self._late_tasks is not None:
+            self._mind_late()
         if self._offers and self._allowed:
             self._handle(None)
 
@@ -232,7 +234,8 @@ class Pipeline(Listener):
             return
         if self._resume_points is not None:
             self._resume_points.answered(worker, answer.cursor)
-        self._adapt()
+        if self._adapts:
+            self._adapt()
         result = answer.result
         self._time("transfer", answer.arrived - result.sent)
         if self._at_nodes:
@@ -247,8 +250,10 @@ class Pipeline(Listener):
         if self._late_tasks is not None:
             self._late_tasks.answered(seq, worker)
         self._handle(Completed(worker, seq, outcome))
-        self._mind_late()
-        self._made_batch(worker)
+        if self._late_tasks is not None:
+            self._mind_late()
+        if self._assigner is not None:
+            self._send_assignments(self._assigner.answered(worker))
 
     def _note_oneoff(self, worker: int, nbytes: int) -> None:
         """Count a batch that came in memory of its own, if the worker's ring can never hold one of that size."""
@@ -294,10 +299,6 @@ class Pipeline(Listener):
     def on_log(self, level: int, text: str, store: str | None, silent: bool) -> None:
         """See `Listener`."""
         self._statistics.relay(level, text, store, silent=silent)
-
-    def _made_batch(self, worker: int) -> None:
-        if self._assigner is not None:
-            self._send_assignments(self._assigner.answered(worker))
 
     def _send_assignments(self, replies: Sequence[Reply]) -> None:
         for worker, number, assignment, over, last in replies:
@@ -381,7 +382,8 @@ class Pipeline(Listener):
                 self._pool.assign(action.worker, task.epoch, task.seq, task.index, suspect=action.suspect)
                 if self._late_tasks is not None:
                     self._late_tasks.assigned(task.seq, action.worker)
-                self._adapt()
+                if self._adapts:
+                    self._adapt()
             elif isinstance(action, Pull):
                 self._allowed += action.number
                 self._offer()
@@ -404,8 +406,7 @@ class Pipeline(Listener):
 
     def _adapt(self) -> None:
         """Update run-ahead and credits: larger rings have fewer slots."""
-        if self._adapts:
-            self._scheduler.reorder_window, self._scheduler.credits = self._pool.reorder_window, self._pool.credits
+        self._scheduler.reorder_window, self._scheduler.credits = self._pool.reorder_window, self._pool.credits
 
     def _offer(self) -> None:
         """Pass on as many of the requested indices as are available."""

@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, default_collate, default_convert
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
-from asyncloader.epoch.credits import least_credits, most_credits
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.options.epoch_config import EpochConfig
@@ -134,11 +133,12 @@ def make_pool(config: EpochConfig, setup: WorkerSetup, kept: KeptRings | None, s
     return WorkerPool(
         _worker_source(config),
         setup,
-        most_credits(config),
+        config.credits,
         config.ring_bytes,
-        config.reorder_window,
+        concurrent=config.concurrent,
+        reorder_window=config.reorder_window,
         worker_timeout=config.worker_timeout,
-        least_credits=least_credits(config),
+        least_credits=config.least_credits,
         kept=kept,
         statistics=statistics,
     )
@@ -154,14 +154,14 @@ def _worker_source(config: EpochConfig) -> WorkerSource:
         )
     from asyncloader.service.client.remote_workers import ServiceWorkers
 
-    return ServiceWorkers(config.dataset, most_credits(config))
+    return ServiceWorkers(config.dataset, config.credits)
 
 
 def make_scheduler(config: EpochConfig, first_worker: int) -> Scheduler:
     """A scheduler for one epoch, in which worker `first_worker` comes first."""
     return Scheduler(
         workers=config.num_workers,
-        credits=most_credits(config),
+        credits=config.credits,
         in_order=config.in_order,
         iterable=config.iterable,
         # torch defines which worker makes which batch. That matters in torch mode and for iterable datasets, whose

@@ -6,7 +6,7 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
 
 * A task is outstanding from `Assign` until the consumer took its outcome (`Delivered`). At most ``credits * workers``
   tasks are outstanding, so no more batches exist ahead of the consumer. `credits` is torch's `prefetch_factor`, or more
-  where that many batches are needed to keep enough samples in flight (`credits.most_credits`). The pipeline lowers
+  where that many batches are needed to keep enough samples in flight (`options/credits.py`). The pipeline lowers
   `credits` when batches turn out to be large; nothing is pulled then until enough batches were taken.
 * ``assignment="round_robin"`` is torch's rule: the next worker in turn that still has data. With ``in_order=False`` a
   worker is skipped while it has its share outstanding. So the same batches come from the same workers as in torch,
@@ -123,7 +123,8 @@ class Scheduler:
         )
         self._next_worker = first_worker  # round robin: the worker that gets the next task
         self._offers_ended = False
-        self._over = False
+        self.over = False
+        """Whether `Finish` or `Fail` was issued."""
 
     # -------------------------------------------------------------------------------------------- reading
 
@@ -157,15 +158,10 @@ class Scheduler:
         """Tasks whose outcome the consumer has not taken yet."""
         return len(self._owner)
 
-    @property
-    def over(self) -> bool:
-        """Whether `Finish` or `Fail` was issued."""
-        return self._over
-
     def __repr__(self) -> str:
         return (
             f"<Scheduler epoch={self.epoch} sent={self._send_seq} unanswered={len(self._unanswered_tasks)} "
-            f"undelivered={len(self._owner)} next={self._reorder.next_seq} over={self._over}>"
+            f"undelivered={len(self._owner)} next={self._reorder.next_seq} over={self.over}>"
         )
 
     # -------------------------------------------------------------------------------------------- deciding
@@ -176,7 +172,7 @@ class Scheduler:
         Raises:
             ValueError: the event is impossible (an answer to no outstanding task, a task beyond the credits).
         """
-        if self._over:
+        if self.over:
             return []
         # Ordered by frequency.
         if isinstance(event, Completed):
@@ -203,7 +199,7 @@ class Scheduler:
 
     def abandon(self) -> list[Deliver]:
         """Give the epoch up. Returns the outcomes that were held back and will not be delivered."""
-        self._over = True
+        self.over = True
         return self._reorder.drain()
 
     def _started(self) -> list[Action]:
@@ -234,14 +230,26 @@ class Scheduler:
         self._owner[seq] = worker
         self._unanswered_tasks[seq] = task
         self._load[worker] += 1
-        self._count(worker, 1)
+        self._unanswered[worker] += 1
+        if self._choice is not None:
+            self._choice.enter(worker)
         if self._recovery.active and not self._recovery.free(worker):
             self._recovery.wait(worker, seq)
             return []
         return [Assign(worker, task)]
 
     def _choose(self) -> int | None:
-        worker = self._in_turn() if self._choice is None else self._least_unanswered(self._choice)
+        worker = None
+        if self._choice is not None:
+            worker = self._least_unanswered(self._choice)
+        else:
+            share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
+            for _ in range(self.workers):
+                turn = self._next_worker
+                self._next_worker = (turn + 1) % self.workers
+                if self._active[turn] and (self.in_order or self._load[turn] < share):
+                    worker = turn
+                    break
         if worker is not None or self.iterable:
             return worker
         # An index that was pulled before `credits` was lowered, or there are tasks that two workers have: to the least
@@ -254,15 +262,6 @@ class Scheduler:
         candidates = [w for w in range(self.workers) if self._active[w] and self._load[w] < self._share]
         candidates = [w for w in candidates if self._recovery.free(w)] or candidates
         return min(candidates, key=self._unanswered.__getitem__, default=None)
-
-    def _in_turn(self) -> int | None:
-        share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
-        for _ in range(self.workers):
-            worker = self._next_worker
-            self._next_worker = (worker + 1) % self.workers
-            if self._active[worker] and (self.in_order or self._load[worker] < share):
-                return worker
-        return None
 
     def _count(self, worker: int, change: int) -> None:
         self._unanswered[worker] += change
@@ -315,7 +314,9 @@ class Scheduler:
         if self._second and self._second.get(seq, 0) is None:
             del self._second[seq]
         worker = self._owner[seq]
-        self._count(worker, -1)
+        self._unanswered[worker] -= 1
+        if self._choice is not None:
+            self._choice.enter(worker)
         deliver = Deliver(seq, worker, outcome)
         waiting: list[Action] = []
         if self._recovery.active:
@@ -342,7 +343,10 @@ class Scheduler:
         if self.assignment == "least_loaded":
             return self._pull_ahead()
         number = self.credits * self.workers - len(self._owner) - self._asked
-        return self._pull(number) if number > 0 else []
+        if number <= 0:
+            return []
+        self._asked += number
+        return [Pull(number)]
 
     def _pull(self, number: int) -> list[Action]:
         self._asked += number
@@ -431,7 +435,7 @@ class Scheduler:
         return actions
 
     def _fail(self, error: BaseException) -> list[Action]:
-        self._over = True
+        self.over = True
         return [Fail(error)]
 
     def _exhausted(self, event: Exhausted) -> list[Action]:
@@ -454,7 +458,7 @@ class Scheduler:
         no_more = not any(self._active) if self.iterable else self._offers_ended
         if self._owner or not no_more:
             return []
-        self._over = True
+        self.over = True
         return [Finish()]
 
 

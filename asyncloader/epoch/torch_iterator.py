@@ -13,8 +13,9 @@ the attributes that it has: `_next_index` and `_sampler_iter`, which starts as t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -26,10 +27,16 @@ from asyncloader.events import PositionedIndex
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import RankView
-from asyncloader.samplers.generators import drawing_from, drawn_from, generator_states, iterates_plainly, own_generator
+from asyncloader.samplers.generators import (
+    DRAWING,
+    Drawing,
+    drawn_from,
+    generator_states,
+    iterates_plainly,
+    own_generator,
+)
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
-from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.seeding import derive, draw_device
 
 
@@ -47,43 +54,42 @@ class TorchIterator(_BaseDataLoaderIter):
     _states: dict[str, torch.Tensor] | None = None  # the generators' states before that
 
     def __init__(self, loader: LoaderSpec[Any], progress: Progress) -> None:
-        with self._drawing(loader, progress):
-            super().__init__(loader)
+        self._draw(loader, progress, partial(super().__init__, loader))
 
     def _begin_order(self, loader: LoaderSpec[Any], progress: Progress, *, first_iter: bool = False) -> None:
         """Call torch's `_reset` for an epoch that begins at this position."""
-        with self._drawing(loader, progress):
-            if progress.config.seeded and not first_iter:
-                # Rank and world size, and with them the share, may have changed.
-                self._index_sampler = loader._index_sampler
-            _BaseDataLoaderIter._reset(self, loader, first_iter)
+        if progress.config.seeded and not first_iter:
+            # Rank and world size, and with them the share, may have changed.
+            self._index_sampler = progress.config.index_sampler
+        self._draw(loader, progress, partial(_BaseDataLoaderIter._reset, self, loader, first_iter))
 
-    @plain_context
-    def _drawing(self, loader: LoaderSpec[Any], progress: Progress) -> Generator[None]:
-        """In this context the first iterator that is assigned to `_sampler_iter` becomes the epoch's order. In seeded
-        mode random numbers are drawn from a generator of the seed and the epoch, and the global generators do not
-        advance.
+    def _draw(self, loader: LoaderSpec[Any], progress: Progress, begin: Callable[[], None]) -> None:
+        """Call `begin`, in which torch draws random numbers and asks the sampler for an iterator. The first iterator
+        that is assigned to `_sampler_iter` becomes the epoch's order. In seeded mode the numbers are drawn from a
+        generator of the seed and the epoch, and the global generators do not advance.
         """
-        seed = progress.config.seed
+        config = progress.config
+        generator = loader.generator
+        if config.seed is not None:
+            generator = torch.Generator()
+            generator.manual_seed(derive(config.seed, "iterator", progress.epoch))
         self._awaited = progress
-        self._note_states()
+        token = DRAWING.set(Drawing(loader, generator, config.index_sampler))
         try:
-            if seed is None:
-                with _on_device_of(loader.generator):
-                    yield
-            else:
-                generator = torch.Generator()
-                generator.manual_seed(derive(seed, "iterator", progress.epoch))
-                with drawing_from(generator, loader), _on_device_of(generator):
-                    yield
+            self._note_states()
+            with _on_device_of(generator):
+                begin()
         finally:
+            DRAWING.reset(token)
             self._awaited = self._states = None
 
     def _note_states(self) -> None:
         """Save the generators' states: a user's sampler may draw in `__iter__`, which is called next."""
-        sampler = self._index_sampler
+        if self._awaited is None:
+            return
+        sampler = self.__dict__.get("_index_sampler")
         known = isinstance(sampler, (AsyncIndexSource, RankView)) or type(sampler) is BatchSampler
-        if self._awaited is not None and sampler is not None and not known and not iterates_plainly(sampler):
+        if sampler is not None and not known and not iterates_plainly(sampler):
             self._states = generator_states(own_generator(sampler))
 
     @property
@@ -103,7 +109,7 @@ class TorchIterator(_BaseDataLoaderIter):
     def _sampler_iter(self, iterator: Any) -> None:
         progress, self._awaited = self._awaited, None
         if progress is not None:  # else a library replaced the iterator
-            sampler = self._index_sampler
+            sampler = self.__dict__["_index_sampler"]
             self.order = None
             if self._dataset_kind != DatasetKind.Iterable and not isinstance(sampler, AsyncIndexSource):
                 before = self._states
@@ -119,8 +125,9 @@ class TorchIterator(_BaseDataLoaderIter):
             StopIteration: at the end.
             TypeError: in seeded mode, if the replaced `_sampler_iter` gives indices without positions.
         """
-        if self.order is not None and self._sampler_iter is self.order:
-            return self.order.pull(task)
+        order = self.order
+        if order is not None and self.__dict__["_sampler_iter"] is order:
+            return order.pull(task)
         index: Any = self._next_index()  # type: ignore[no-untyped-call]
         if isinstance(self._index_sampler, RankView) and not isinstance(index, PositionedIndex):
             raise TypeError(

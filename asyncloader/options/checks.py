@@ -33,18 +33,20 @@ Check: TypeAlias = Callable[[str, Any], object]
 """A function of an option's name and value that raises if the value is out of range."""
 
 
-def check_options(options: Mapping[str, Any], *, iterable: bool) -> None:
+def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any], *, iterable: bool) -> None:
     """Check all arguments of a loader's constructor that torch does not check.
 
     Args:
         options: every argument by name, torch's too; those that are objects with their fields.
+        defaults: those of the options, which need no check of their own.
         iterable: whether the dataset is iterated rather than indexed.
 
     Raises:
         ValueError, TypeError: one is out of range, or does not go with another one or with the dataset.
     """
     for name, check in CHECKS.items():
-        check(name, options[name])
+        if options[name] is not defaults[name]:  # not `!=`: False equals 0, which it may not stand for
+            check(name, options[name])
         if name in _AFTER:
             _AFTER[name](options, iterable)
 

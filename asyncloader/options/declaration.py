@@ -35,7 +35,7 @@ from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery,
 from asyncloader.ranks.topology import RankGroupLike, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
 from asyncloader.samplers.distributed import OnUneven, rank_view
-from asyncloader.samplers.generators import drawing_generator
+from asyncloader.samplers.generators import DRAWING
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.samplers.seeded_draws import with_seeded_draws
 from asyncloader.service.client.remote_dataset import ServedDataset, located
@@ -188,7 +188,10 @@ OUR_OPTION_NAMES = tuple(name for name in OPTION_NAMES if name in CHECKS or name
 DEFAULTS = {name: _PARAMETERS[name].default for name in OUR_OPTION_NAMES}
 """Their defaults."""
 
-FIELD_NAMES = tuple(name for name in flattened(DEFAULTS) if name not in DEFAULTS)
+FLAT_DEFAULTS = flattened(DEFAULTS)
+"""The defaults, and those of the fields of options that are objects."""
+
+FIELD_NAMES = tuple(name for name in FLAT_DEFAULTS if name not in DEFAULTS)
 """The fields of the options that are objects, which `clone` takes by their own names."""
 
 _POSITIONAL = tuple(name for name, each in _PARAMETERS.items() if each.kind is each.POSITIONAL_OR_KEYWORD)
@@ -281,7 +284,8 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
                 given["sampler"], given["shuffle"] = sampler, None
             elif is_seed(arguments["seed"]) or arguments["seed"] is None:
                 for name in ("sampler", "batch_sampler"):
-                    given[name] = with_seeded_draws(given[name], arguments["seed"])
+                    if given[name] is not None:
+                        given[name] = with_seeded_draws(given[name], arguments["seed"])
         construct: Any = super(LoaderOptions, self).__init__  # torch's, or that of another base of the user's class
         try:
             construct(*(given[name] for name in _POSITIONAL), **{name: given[name] for name in _TORCHS_KEYWORDS})
@@ -291,22 +295,26 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             raise
         if stream:
             self.__dict__["dataset"] = dataset  # torch forbids assigning it from here on
-        flat, defaults = flattened(arguments), flattened(DEFAULTS)
-        check_options(flat, iterable=is_iterable(self))
-        self._asyncloader_options = ours = OurOptions({name: flat[name] for name in defaults})
+        flat, defaults = flattened(arguments), FLAT_DEFAULTS
+        check_options(flat, defaults, iterable=is_iterable(self))
+        self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
         changed = [name for name in defaults if flat[name] != defaults[name]]
         changed += ["collate_fn"] * (flat["collate_fn"] is not None)
         warn_without_effect(flat, changed, iterable=is_iterable(self))
-        for name in OUR_OPTION_NAMES:
-            value, owner = getattr(ours, name), next(base for base in type(self).__mro__ if name in vars(base))
-            if owner is _Defaults and name not in vars(self) and value != DEFAULTS[name]:
-                setattr(self, name, value)  # else the name is the subclass's, or the class attribute has the default
+        for name in changed:
+            if name in DEFAULTS and name not in vars(self):
+                owner = next(base for base in type(self).__mro__ if name in vars(base))
+                if owner is _Defaults:  # else the name is the subclass's
+                    setattr(self, name, flat[name])
         self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; copies do not have this
 
     @property
     def generator(self) -> torch.Generator | None:
         """torch's argument; in seeded mode, while an iterator is made, a generator of the seed."""
-        return drawing_generator(self) or vars(self).get("generator")
+        drawing = DRAWING.get()
+        if drawing is not None and drawing.loader is self:
+            return drawing.generator
+        return vars(self).get("generator")
 
     @generator.setter
     def generator(self, generator: torch.Generator | None) -> None:
@@ -314,6 +322,9 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
 
     @property
     def _index_sampler(self) -> Any:
+        drawing = DRAWING.get()
+        if drawing is not None and drawing.loader is self:
+            return drawing.index_sampler
         # torch's iterator calls `iter()` on it; for an async sampler that is empty, and a task of the loop reads it.
         plain = super()._index_sampler
         source = as_async_source(plain)

@@ -17,13 +17,15 @@ import torch
 
 from asyncloader.delivery.transfer import DeviceLike
 from asyncloader.options.checks import max_restarts
+from asyncloader.options.credits import most_credits
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
 from asyncloader.ranks.topology import Topology, process_group, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource
-from asyncloader.samplers.distributed import OnUneven, plain_sampler
+from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
 from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.dataset_state import is_stateful
 
 _CONCURRENCY = 256
 _LOSS = (
@@ -47,6 +49,8 @@ class EpochConfig:
     """Whether the main process assigns the dataset's shards to the workers."""
     concurrent: bool
     """Whether a copy of the dataset has several samples in flight, by awaiting them or in threads."""
+    stateful: bool
+    """Whether the dataset has a state of its own."""
 
     auto_collation: bool
     """Whether samples are put together to batches."""
@@ -60,10 +64,18 @@ class EpochConfig:
     """What gives the indices of one batch after the other; in seeded mode this rank's."""
     source: AsyncIndexSource | None
     """The index sampler if it is an async one."""
+    sampler_ranks: Topology | None
+    """The rank and the number of ranks of a sampler that shards by itself; None: it does not."""
+    free: bool
+    """Whether any worker may make any batch."""
     generator: torch.Generator | None
 
     num_workers: int
     prefetch_factor: int | None
+    least_credits: int
+    """Batches that one copy of the dataset may have outstanding in any case: `prefetch_factor`; 1 without workers."""
+    credits: int
+    """Most batches that one copy of the dataset may have outstanding, while they are small."""
     persistent_workers: bool
     in_order: bool
     timeout: float
@@ -73,7 +85,12 @@ class EpochConfig:
     """Whether `iter()` waits until the workers have begun, and raises an error of one that could not."""
 
     seed: int | None
+    seeded: bool
+    """Whether order and random numbers follow from a seed, rather than as in torch."""
     topology: Topology
+    even_ranks: int
+    """Number of ranks that share a map dataset's samples evenly and wait for one another; 1 in torch mode, and for
+    streams, whose ranks agree on the end of the epoch instead."""
     group: Any
     """The process group of the ranks, if one was given."""
     on_uneven: OnUneven
@@ -116,22 +133,41 @@ class EpochConfig:
         ours, dataset, index_sampler = loader._asyncloader_options, loader.dataset, loader._index_sampler
         iterable, assigned, seeded = is_iterable(loader), assigns_shards(dataset), ours.seed is not None
         exact = not (ours.allow_replay or loader._asyncloader_replays)
-        threads = 0 if iterable or is_async_dataset(dataset) else ours.concurrency or 0
+        awaited, stateful, batches = is_async_dataset(dataset), is_stateful(dataset), bool(loader._auto_collation)
+        concurrency = ours.concurrency or _CONCURRENCY
+        threads = 0 if iterable or awaited else ours.concurrency or 0
+        concurrent = awaited or threads > 0
+        least, here = loader.prefetch_factor or 1, topology(loader)
+        source = index_sampler if isinstance(index_sampler, AsyncIndexSource) else None
+        sampler, batch_sampler = plain_sampler(loader), loader.batch_sampler
         every = ours.snapshot_every_n_steps or 0
         resolved: dict[str, Any] = {
             "dataset": dataset,
             "iterable": iterable,
             "assigns_shards": assigned,
-            "concurrent": is_concurrent(dataset, threads),
-            "concurrency": ours.concurrency or _CONCURRENCY,
+            "concurrent": concurrent,
+            "concurrency": concurrency,
+            "stateful": stateful,
             "fetch_threads": threads,
-            "auto_collation": bool(loader._auto_collation),
-            "sampler": plain_sampler(loader),
+            "least_credits": least,
+            "credits": most_credits(
+                dataset,
+                getattr(batch_sampler, "batch_size", None) if batches else 1,
+                least=least,
+                concurrency=threads or concurrency if concurrent and not (iterable or stateful) else 0,
+                threads=threads if batches else 0,
+            ),
+            "auto_collation": batches,
+            "sampler": sampler,
+            "sampler_ranks": replicas(sampler, batch_sampler),
             "index_sampler": index_sampler,
-            "source": index_sampler if isinstance(index_sampler, AsyncIndexSource) else None,
+            "source": source,
+            "free": source is not None or (seeded and not iterable),
             "awaits_workers": loader._asyncloader_awaits_workers,
-            "topology": topology(loader),
-            "group": process_group(ours.group),
+            "seeded": seeded,
+            "topology": here,
+            "even_ranks": here.world_size if seeded and not iterable else 1,
+            "group": None if ours.group is None else process_group(ours.group),
             "reorder_window": ours.reorder_window if seeded and loader.in_order and not iterable else 0,
             "exact": exact,
             # A worker stream is assigned the same shards again, so replaying it gives the same samples.
@@ -150,20 +186,3 @@ class EpochConfig:
             if field.name not in resolved
         }
         return cls(**as_given, **resolved)
-
-    @property
-    def seeded(self) -> bool:
-        """Whether order and random numbers follow from a seed, rather than as in torch."""
-        return self.seed is not None
-
-    @property
-    def even_ranks(self) -> int:
-        """Number of ranks that share a map dataset's samples evenly and wait for one another; 1 in torch mode, and for
-        streams, whose ranks agree on the end of the epoch instead.
-        """
-        return self.topology.world_size if self.seeded and not self.iterable else 1
-
-    @property
-    def free(self) -> bool:
-        """Whether any worker may make any batch."""
-        return self.source is not None or (self.seeded and not self.iterable)

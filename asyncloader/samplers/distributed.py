@@ -221,14 +221,15 @@ class RankView:
         self, cutter: Cutter, size: int, order: Callable[[Indices], Indices], step: int
     ) -> Iterator[PositionedIndex]:
         stride, each = cutter.stride, self.share.batch_size or 1
-        rank = self.share.topology.rank
+        rank, batched = self.share.topology.rank, self.share.batch_size is not None
         full = size // stride
         steps_a_block = max(1, _BLOCK // each)
         for first in range(step, full, steps_a_block):
             steps = np.arange(first, min(first + steps_a_block, full), dtype=np.int64)
             positions = steps[:, None] * stride + np.arange(rank * each, (rank + 1) * each, dtype=np.int64)
             for begin, row in zip(positions[:, 0].tolist(), order(positions).tolist(), strict=True):
-                yield positioned(self.share, begin, row)
+                # As `positioned`, of indices that no sampler has shared out before: a call for each step would show.
+                yield PositionedIndex(begin, row if batched else row[0])
         if step <= full:
             last = Cutter(self.share, full)
             item = last.cut(order(np.arange(full * stride, size, dtype=np.int64)).tolist())
@@ -253,14 +254,16 @@ def plain_sampler(spec: Any) -> Any:
     return getattr(spec, "sampler", None)
 
 
-def replicas(sampler: Any) -> Topology | None:
-    """The topology of a sampler that shards by itself, or reads from one that does; None if none does."""
-    for each in samplers_within(sampler):
+def replicas(*samplers: Any) -> Topology | None:
+    """The topology of the first of these samplers that shards by itself, or reads from one that does; None if none
+    does.
+    """
+    for each in samplers_within(*samplers):
         if isinstance(each, DistributedSampler):
             return Topology(each.rank, each.num_replicas)
         # Accelerate's BatchSamplerShard and its like; and samplers made after DistributedSampler.
         for names in (("process_index", "num_processes"), ("rank", "num_replicas"), ("rank", "world_size")):
-            rank, size = (getattr(each, name, None) for name in names)
+            rank, size = getattr(each, names[0], None), getattr(each, names[1], None)
             if isinstance(rank, int) and isinstance(size, int):
                 return Topology(rank, size)
     return None

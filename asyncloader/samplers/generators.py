@@ -9,53 +9,53 @@ from __future__ import annotations
 import base64
 import inspect
 import struct
-from collections.abc import Generator, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from asyncloader.errors import StateError
-from asyncloader.workers.fetch.plain_context import plain_context
 
 
-def samplers_within(sampler: Any) -> Iterator[Any]:
-    """The sampler and those that it reads from, outermost first, each once: some samplers refer to themselves, so that
-    code that looks for ``batch_sampler.sampler`` finds them.
+def samplers_within(*samplers: Any) -> list[Any]:
+    """These samplers, each followed by those that it reads from, outermost first, each once: some samplers refer to
+    themselves, so that code that looks for ``batch_sampler.sampler`` finds them.
     """
-    waiting, seen = [sampler], set[int]()
+    found: dict[int, Any] = {}
+    waiting = [*reversed(samplers)]
     while waiting:
         each = waiting.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        yield each
-        waiting += getattr(each, "batch_sampler", None), getattr(each, "sampler", None)
+        if each is not None and id(each) not in found:
+            found[id(each)] = each
+            waiting += getattr(each, "batch_sampler", None), getattr(each, "sampler", None)
+    return list(found.values())
 
 
-_drawing: ContextVar[tuple[torch.Generator, object] | None] = ContextVar("asyncloader_drawing", default=None)
+class Drawing(NamedTuple):
+    """What a loader shows to torch's iterator base while that draws its random numbers.
+
+    Attributes:
+        loader: the loader.
+        generator: stands for its own generator.
+        index_sampler: its index sampler, which is not made a second time.
+    """
+
+    loader: object
+    generator: torch.Generator | None
+    index_sampler: Any
 
 
-@plain_context
-def drawing_from(generator: torch.Generator, loader: object) -> Generator[None]:
-    """Context in which, in this thread, `generator` is the loader's generator."""
-    token = _drawing.set((generator, loader))
-    try:
-        yield
-    finally:
-        _drawing.reset(token)
-
-
-def drawing_generator(loader: object) -> torch.Generator | None:
-    """The generator that `drawing_from` has set for the loader; None: its own."""
-    drawing = _drawing.get()
-    return None if drawing is None or drawing[1] is not loader else drawing[0]
+DRAWING: ContextVar[Drawing | None] = ContextVar("asyncloader_drawing", default=None)
+"""Set in the thread in which an iterator is made, for that time."""
 
 
 def own_generator(sampler: Any) -> torch.Generator | None:
     """The generator of the sampler, or of the one that it reads from; None if it draws from the global one."""
-    found = (getattr(each, "generator", None) for each in samplers_within(sampler))
-    return next((own for own in found if isinstance(own, torch.Generator)), None)
+    for each in samplers_within(sampler):
+        own = getattr(each, "generator", None)
+        if isinstance(own, torch.Generator):
+            return own
+    return None
 
 
 def set_generators(saved: dict[str, str], own: torch.Generator | None) -> None:

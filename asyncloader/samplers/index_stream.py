@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -183,7 +184,6 @@ class IndexStream:
         self._every = every
         self._read: deque[Any] = deque()  # taken from the sampler, and not given out; one at most
         self._pulled: tuple[int | None, int, Any] = None, 0, None  # the last one: its task, step and index
-        self._own = own_generator(self._sampler)
         self.unclaimed: list[int] = []
         """Numbers of steps that ``next()`` gave to code outside the loader, which made no task of them."""
         self.log: StateLog | None = None
@@ -194,6 +194,11 @@ class IndexStream:
         # position to seek, the sampler begins with the first index, as in torch.
         seeks = isinstance(self._sampler, SeekableSampler) and (step or isinstance(index_sampler, RankView))
         self._items: Iterator[Any] | None = self._sought(step) if seeks else None
+
+    @cached_property
+    def _own(self) -> torch.Generator | None:
+        """The sampler's own generator."""
+        return own_generator(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
         return self

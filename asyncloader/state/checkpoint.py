@@ -10,7 +10,7 @@ layout and checks states that come from outside.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -21,7 +21,7 @@ from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement, length_is_exact
 from asyncloader.ranks.process_group import RankGroup, make_group
 from asyncloader.remote.assignment_state import new_key
-from asyncloader.samplers.distributed import RankView, replicas
+from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.generators import own_generator, set_generators
 from asyncloader.samplers.index_stream import IndexStream, base_sampler
 from asyncloader.samplers.seeded import SeededSampler
@@ -31,8 +31,6 @@ from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_ep
 from asyncloader.state.progress import Progress, dataset_length
 from asyncloader.state.schema import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.state.tally import Tally
-from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.plain_context import plain_context
 
 
 class StateKeeper:
@@ -144,15 +142,14 @@ class StateKeeper:
                 _keep_generator(progress)
         return progress
 
-    @plain_context
-    def making_iterator(self) -> Generator[None]:
-        """Context that keeps a loaded position for the next iterator if making this one fails."""
+    def mark(self) -> Callable[[], None]:
+        """Return a function that undoes `begin`: if making the iterator fails, the next has the loaded position."""
         before = self._newest, self._loaded, self._pending, self._old
-        try:
-            yield
-        except BaseException:
+
+        def undo() -> None:
             self._newest, self._loaded, self._pending, self._old = before
-            raise
+
+        return undo
 
     def _agreement(self, spec: LoaderSpec[Any], config: EpochConfig, first_step: int) -> Agreement | None:
         assigned = config.assigns_shards  # its shards are shared by all ranks in torch mode, too
@@ -168,11 +165,12 @@ class StateKeeper:
 
     def _progress(self, config: EpochConfig, clock: EpochClock, resumed: dict[str, Any] | None) -> Progress:
         streams = None
-        if config.iterable or (is_stateful(config.dataset) and not _reads_by_chance(config)):
+        if config.iterable or (config.stateful and not _reads_by_chance(config)):
             streams = {"num_workers": config.num_workers, **config.topology._asdict()}
         total = _length(config.index_sampler) if config.seeded and not config.iterable else None
         every, rank = config.snapshot_every, config.topology.rank
-        described = _described(config) | {"world_size": _sharing_ranks(config)}
+        ranks = _sharing_ranks(config)
+        described = _described(config, ranks) | {"world_size": ranks}
         progress = Progress(clock, described, streams, resumed, total, every, self.tally, rank)
         progress.config = config
         if says := getattr(type(config.dataset), "_asyncloader_epoch_message", None):
@@ -191,7 +189,7 @@ class StateKeeper:
         if self._loaded is not None and late is None and not elsewhere:
             return copy.deepcopy(self._loaded)
         if newest is not None and not elsewhere:
-            if is_stateful(config.dataset) and _reads_by_chance(config):
+            if config.stateful and _reads_by_chance(config):
                 self._check_exact(config, newest, finished=not running)
             if before_last:
                 return newest.state_before_last()
@@ -334,20 +332,20 @@ def _follow(progress: Progress, finished: dict[str, Any]) -> None:
 
 def expectations(config: EpochConfig) -> dict[str, Any]:
     """The part of a state that must agree with the loader that it is loaded into."""
-    return _described(config) | {"length": None if config.iterable else dataset_length(config.dataset)}
+    described = _described(config, _sharing_ranks(config))
+    return described | {"length": None if config.iterable else dataset_length(config.dataset)}
 
 
-def _described(config: EpochConfig) -> dict[str, Any]:
+def _described(config: EpochConfig, ranks: int) -> dict[str, Any]:
     """`expectations` without the dataset's length, which may cost much, and is asked for only with a state."""
     size, drop_last = config.batch_size, config.drop_last
     if type(config.batch_sampler) is BatchSampler:
         size, drop_last = config.batch_sampler.batch_size, config.batch_sampler.drop_last
     if not config.iterable:
-        own = replicas(config.sampler) or replicas(config.batch_sampler)
-        if own is None and config.seeded:
+        if config.sampler_ranks is None and config.seeded:
             size = size or 1  # without a batch size: the items of one step
         if size is not None:
-            size *= _sharing_ranks(config)
+            size *= ranks
     return {
         "mode": "seeded" if config.seeded else "torch",
         "kind": "iterable" if config.iterable else "map",
@@ -362,8 +360,8 @@ def _sharing_ranks(config: EpochConfig) -> int:
     """The number of ranks that a batch of the state's `batch_size` is shared among."""
     if config.iterable:
         return 1
-    if own := replicas(config.sampler) or replicas(config.batch_sampler):
-        return own.world_size
+    if config.sampler_ranks is not None:
+        return config.sampler_ranks.world_size
     return config.topology.world_size if config.seeded else 1
 
 

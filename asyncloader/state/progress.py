@@ -58,8 +58,14 @@ class Progress:
         self.every = every
         self._finished = False
         self._touched = False
-        self._step = 0 if resumed is None else resumed["step"]
-        self._beyond: set[int] = set() if resumed is None else set(resumed["beyond"])
+        self.first_step: int = 0 if resumed is None else resumed["step"]
+        """Number of steps that were delivered before this iterator, without a gap."""
+        self.skipped = frozenset[int](() if resumed is None else resumed["beyond"])
+        """Numbers of later steps that were delivered before this iterator, too."""
+        self.saved_sampler: dict[str, Any] | None = None if resumed is None else resumed["sampler"]
+        """The sampler's state to resume from; None: begin at the start."""
+        self._step = self.first_step
+        self._beyond = set(self.skipped)
         self._failed: int | None = None  # the task whose error the user got last
         self._delivered: int | None = None  # the last task that was delivered
         self._steps: dict[int, int] = {}  # task -> step, for tasks that are outstanding
@@ -141,21 +147,6 @@ class Progress:
     def iterates_itself(self) -> bool:
         """Whether the dataset is its own iterator, as far as its states show."""
         return any(cursor.value.itself for cursor in self._cursors if cursor is not None)
-
-    @property
-    def first_step(self) -> int:
-        """Number of steps that were delivered before this iterator, without a gap."""
-        return 0 if self._resumed is None else int(self._resumed["step"])
-
-    @property
-    def skipped(self) -> frozenset[int]:
-        """Numbers of later steps that were delivered before this iterator, too."""
-        return frozenset() if self._resumed is None else frozenset(self._resumed["beyond"])
-
-    @property
-    def saved_sampler(self) -> dict[str, Any] | None:
-        """The sampler's state to resume from; None: begin at the start."""
-        return None if self._resumed is None else self._resumed["sampler"]
 
     @property
     def saved_assignment(self) -> Any:
@@ -285,8 +276,11 @@ class Progress:
         self._steps.pop(task, None)
         if failed is not None:
             self._steps.pop(failed, None)
-        self._pass_over()
-        if (log := self.sampler_log) is not None:
+        stream = self._stream
+        if stream is not None and stream.unclaimed:
+            self._pass_over()
+        log = self.log if stream is None else stream.log
+        if log is not None:
             log.forget(self._step)
         if self._step == self._total:
             self._complete()

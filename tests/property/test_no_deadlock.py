@@ -244,13 +244,13 @@ class Machine(RuleBasedStateMachine):
                 free = list(ring._free)
                 tasks = [slot for held, slot in self.managers[worker]._held.values() if held is ring]
                 ready = [a.result.slot for a in self.answered.values() if a.ring is ring]
-                states = [*free, *tasks, *ready, *ring._leases, *ring._retired]
+                states = [*free, *tasks, *ready, *ring._leases, *ring.retired]
                 assert sorted(states) == list(range(ring.slots)), (free, tasks, ready, ring)
                 lent = sum(lender is ring for _, _, lender in self.held)
                 assert len(ring._leases) <= lent
                 if worker not in self.draining:
                     assert len(tasks) + len(ready) <= self.credits * self.workers
-                assert len(ring._leases) + len(ring._retired) <= ring.slots - ring.credits
+                assert len(ring._leases) + len(ring.retired) <= ring.slots - ring.credits
 
     def epoch_began(self) -> bool:
         return getattr(self, "epoch", -1) >= 0
@@ -269,7 +269,7 @@ class Machine(RuleBasedStateMachine):
             manager.reset_done(self.epoch + 1)
             for ring in self.rings[worker]:
                 ring.reclaim()
-                assert sorted([*ring._free, *ring._retired]) == list(range(ring.slots))
+                assert sorted([*ring._free, *ring.retired]) == list(range(ring.slots))
                 assert ring.leased == 0
             manager.close()
         del self.scheduler, self.managers, self.rings, self.jobs

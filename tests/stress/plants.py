@@ -37,8 +37,7 @@ def no_generation_check() -> None:
         while self._released:
             lease = self._released.popleft()
             self._leases.pop(lease.slot, None)
-            self._retired.discard(lease.slot)
-            self._generation[lease.slot] += 1
+            self.retired.discard(lease.slot)
             self._free.append(lease.slot)
 
     _replace(Ring, "retire", retire_and_hear)

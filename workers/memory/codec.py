@@ -367,7 +367,13 @@ class Template:
             ValueError: a leaf is not within the anchor.
             Exception: whatever unpickling the user's objects raises.
         """
-        self._check_extent(anchor)
+        if self._extent and (anchor is None or len(anchor) < self._extent):
+            raise self._too_short(anchor)
+        if self._simple:
+            # Only dense tensors of common types: this loop determines the loader's speed on small batches.
+            ndarray, from_numpy = np.ndarray, torch.from_numpy
+            leaves: list[Any] = [from_numpy(ndarray(s, d, anchor, o)) for d, s, o in self._simple]  # type: ignore[arg-type]
+            return self._with_leaves(anchor, leaves)
         return self._with_leaves(anchor, self._leaves_in(anchor))
 
     def copy_out(self, anchor: Memory) -> Any:
@@ -376,30 +382,27 @@ class Template:
         Each leaf has an allocation of its own, so that labels which are kept do not keep the images; leaves that
         overlap share their allocation. Errors as `build`.
         """
-        self._check_extent(anchor)
+        if len(anchor) < self._extent:
+            raise self._too_short(anchor)
         return self._with_leaves(anchor, self._private_leaves(anchor))
 
     def _with_leaves(self, anchor: Memory | None, leaves: list[Any]) -> Any:
         structure = self._structure if self._inside < 0 else self._structure_in(anchor)
         return pickle.loads(structure, buffers=leaves)
 
-    def _check_extent(self, anchor: Memory | None) -> None:
-        if self._extent and (anchor is None or len(anchor) < self._extent):
-            there = 0 if anchor is None else len(anchor)
-            raise ValueError(f"a worker's answer is broken: a batch that ends at byte {self._extent} of {there}")
+    def _too_short(self, anchor: Memory | None) -> ValueError:
+        there = 0 if anchor is None else len(anchor)
+        return ValueError(f"a worker's answer is broken: a batch that ends at byte {self._extent} of {there}")
 
     def _structure_in(self, anchor: Memory | None) -> bytes:
         """Return the structure that is among the leaves."""
-        self._check_extent(anchor)
+        if self._extent and (anchor is None or len(anchor) < self._extent):
+            raise self._too_short(anchor)
         assert anchor is not None or not self._size
         return b"" if anchor is None else bytes(_bytes(anchor, self._inside, self._size))
 
     def _leaves_in(self, anchor: Memory | None) -> list[Any]:
         """Build the leaves. The anchor must be as long as `_extent`."""
-        if self._simple:
-            # Only dense tensors of common types: this loop determines the loader's speed on small batches.
-            ndarray, from_numpy = np.ndarray, torch.from_numpy
-            return [from_numpy(ndarray(s, d, anchor, o)) for d, s, o in self._simple]  # type: ignore[arg-type]
         storages: dict[int, torch.UntypedStorage] = {}
         return [_build_leaf(spec, anchor, storages) for spec in self._specs]
 

@@ -58,7 +58,7 @@ class Recycler:
         del self._free[:-_KEPT]
         anchor = make_anchor(memory, 0, nbytes)
         self._count += 1
-        self._leases[self._count] = make_lease(anchor, self._released.append, self._count, 0), memory
+        self._leases[self._count] = make_lease(anchor, self._released.append, self._count), memory
         return anchor
 
 

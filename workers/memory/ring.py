@@ -81,10 +81,10 @@ class Ring:
         # never touched. The loop thread and the consumer thread share the deque without a lock: `append` and `pop` are
         # atomic.
         self._free: deque[int] = deque(reversed(range(slots)))
-        self._generation = [0] * slots
         self._leases: dict[int, Lease] = {}  # slot -> its current lease
         self._released: deque[Lease] = deque()
-        self._retired: set[int] = set()
+        self.retired: set[int] = set()
+        """Slots that are never used again."""
         # The weak references' callback. A built-in method, not a function of ours: it takes no lock and runs no Python
         # code, so it may run in any thread, inside the garbage collector, or in a forked child, where it appends to a
         # copy that is never read.
@@ -106,7 +106,7 @@ class Ring:
     @property
     def worn(self) -> bool:
         """Whether retired slots fill the headroom: no slot can ever be lent again, so the ring should be replaced."""
-        return len(self._retired) >= self.slots - self.credits
+        return len(self.retired) >= self.slots - self.credits
 
     @property
     def idle(self) -> bool:
@@ -123,14 +123,14 @@ class Ring:
         # At the same time, the thread that delivers may move slots from leased to free, and a thread that forks from
         # leased to retired. In this order a moved slot is missed, and the ring refused, rather than counted twice.
         there = len(self._free)
-        there += len(self._retired)
+        there += len(self.retired)
         there += len(self._leases)
         return there == self.slots and not self.worn
 
     def __repr__(self) -> str:
         return (
             f"<Ring {self.number}: {self.slots} slots x {self.slot_bytes} bytes, "
-            f"{len(self._free)} free, {len(self._leases)} leased, {len(self._retired)} retired>"
+            f"{len(self._free)} free, {len(self._leases)} leased, {len(self.retired)} retired>"
         )
 
     def close_fd(self) -> None:
@@ -202,14 +202,14 @@ class Ring:
             if leases.get(slot) is released[0]:
                 # No function is called in this block, so Ctrl-C cannot strike in between.
                 del leases[slot]
-                self._generation[slot] += 1
                 free += (slot,)
             del released[0]
 
     def may_lend(self) -> bool:
         """Whether a slot may be lent; if not, the batch must be copied out."""
-        self.reclaim()
-        return len(self._leases) + len(self._retired) < self.slots - self.credits
+        if self._released:
+            self.reclaim()
+        return len(self._leases) + len(self.retired) < self.slots - self.credits
 
     def lend(self, slot: int, nbytes: int) -> Anchor:
         """Lease the first `nbytes` of an assigned slot to the consumer. The slot comes back when the anchor dies.
@@ -220,7 +220,9 @@ class Ring:
         if slot in self._leases:
             raise ValueError(f"a worker's answer is broken: slot {slot} of {self!r} is the consumer's already")
         anchor = self.look(slot, nbytes)
-        self._leases[slot] = make_lease(anchor, self._append_released, slot, self._generation[slot])
+        lease = Lease(anchor, self._append_released)  # as `make_lease`, without the call
+        lease.slot = slot
+        self._leases[slot] = lease
         return anchor
 
     def take_back(self, slot: int) -> None:
@@ -237,7 +239,7 @@ class Ring:
         """
         if not (0 <= slot < self.slots and 0 <= nbytes <= self.slot_bytes):
             raise ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot} of {self!r}")
-        return make_anchor(self._memory, slot * self.slot_bytes, nbytes)
+        return _array_type(nbytes).from_buffer(self._memory, slot * self.slot_bytes)
 
     def retire(self) -> None:
         """Retire the leased slots: after a fork the child may look into them as long as it lives."""
@@ -245,8 +247,7 @@ class Ring:
         for slot, lease in list(self._leases.items()):
             if lease() is None:
                 continue  # the last view has died; `reclaim` will free it
-            self._generation[slot] += 1
-            self._retired.add(slot)
+            self.retired.add(slot)
             self._leases.pop(slot, None)
 
 
@@ -331,17 +332,15 @@ def make_anchor(memory: mmap.mmap, offset: int, nbytes: int) -> Anchor:
 
 
 class Lease(weakref.ref[Any]):
-    """A weak reference to an anchor, with its slot and the generation of the slot's use."""
+    """A weak reference to an anchor, with its slot."""
 
-    __slots__ = ("generation", "slot")
+    __slots__ = ("slot",)
 
     slot: int
-    generation: int
 
 
-def make_lease(anchor: Anchor, released: Callable[[Any], None], slot: int, generation: int) -> Lease:
+def make_lease(anchor: Anchor, released: Callable[[Any], None], slot: int) -> Lease:
     """Return a lease on the anchor; `released` is called with it when the anchor dies."""
     lease = Lease(anchor, released)
     lease.slot = slot
-    lease.generation = generation
     return lease

@@ -108,7 +108,7 @@ class RingManager:
             if self.ring is not None and self.ring.reusable:
                 return self.ring
             self._grown = True
-        if not self._grown and not (self.ring is not None and self.ring.worn):
+        if not self._grown and (self.ring is None or not self.ring.retired or not self.ring.worn):
             return None
         if self.ring_bytes is None and self._slot_bytes > FIRST_SLOT_BYTES:
             # Check first: the kernel would overcommit and, at the control group's limit, kill a process.

@@ -17,7 +17,7 @@ import torch
 from asyncloader import DataLoader, Tuning
 from asyncloader.bridge import Bridge
 from asyncloader.delivery.opener import Opener
-from asyncloader.epoch.consumer import Consumer, Delivery
+from asyncloader.epoch.consumer import Consumer
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.samplers.index_stream import IndexStream
@@ -30,7 +30,6 @@ SEED = 7
 WATCHED = [
     WorkerIterator._next_data,
     *(Consumer.deliver, Consumer._open, Consumer._advance, Consumer._pull, Consumer._count, Consumer._without_answer),
-    Delivery.begin,
     *(Opener.build, Opener.release, Opener.forget),
     *(Ring.reclaim, Ring.may_lend, Ring.lend, Ring.look, Ring.take_back, oneoff_anchor),
     *(Progress.pulled, Progress.delivered, Progress._mark, Progress._past, Progress._pass_over, Progress.failed),

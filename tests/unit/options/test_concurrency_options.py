@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler, Subset
 
 from asyncloader import DataLoader
-from asyncloader.epoch.credits import most_credits
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.objects import grouped
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
@@ -79,7 +78,7 @@ def test_decode_is_called(function: Any) -> None:
 
 
 def credits(dataset: Any, **options: Any) -> int:
-    return most_credits(EpochConfig.of(DataLoader[Any](dataset, **options)))
+    return EpochConfig.of(DataLoader[Any](dataset, **options)).credits
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from asyncloader import AsyncDataLoader, DataLoader, SeededSampler
 from asyncloader.options.checks import check_options
-from asyncloader.options.declaration import DEFAULTS, default_sampler
+from asyncloader.options.declaration import DEFAULTS, FLAT_DEFAULTS, default_sampler
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.objects import flattened
 from asyncloader.ranks.topology import Topology, topology
@@ -59,7 +59,7 @@ class Wrapped(BatchSampler):
 
 def check(*, iterable: bool = False, **changes: Any) -> None:
     given = {"dataset": DATA, "generator": None, **flattened(DEFAULTS), "seed": 1, **changes}
-    check_options(given, iterable=iterable)
+    check_options(given, FLAT_DEFAULTS, iterable=iterable)
 
 
 ALLOWED: list[dict[str, Any]] = [

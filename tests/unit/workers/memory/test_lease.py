@@ -44,19 +44,19 @@ def test_lease_tells_once_what_was_released() -> None:
     """When the last user of the anchor is gone, the lease itself arrives, with slot and generation."""
     released: deque[Lease] = deque()
     anchor = make_anchor(memory(), 0, 16)
-    lease = make_lease(anchor, released.append, slot=3, generation=8)
+    lease = make_lease(anchor, released.append, slot=3)
     tensor = torch.frombuffer(anchor, dtype=torch.int32)
     del anchor
     assert not released
     del tensor
     assert list(released) == [lease]
-    assert (lease.slot, lease.generation, lease()) == (3, 8, None)
+    assert (lease.slot, lease()) == (3, None)
 
 
 def test_a_dropped_lease_tells_nothing() -> None:
     """The release of a lease that was dropped before is not reported."""
     released: deque[Lease] = deque()
     anchor: Anchor = make_anchor(memory(), 0, 16)
-    lease = make_lease(anchor, released.append, 0, 0)
+    lease = make_lease(anchor, released.append, 0)
     del lease, anchor
     assert not released

@@ -1,0 +1,92 @@
+"""Counts the calls of our own code, and how often it goes from one file to another, with a profile function.
+
+Only frames of `asyncloader`, `workers` and `transports` count. Comprehensions do not: from Python 3.12 on they have no
+frames of their own. A generator counts each time that it goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import asyncloader
+
+_ROOT = asyncloader.__path__[0].removesuffix("asyncloader")
+_OURS = tuple(f"{_ROOT}{room}/" for room in ("asyncloader", "workers", "transports"))
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
+
+
+class Count(NamedTuple):
+    """What our code did.
+
+    Attributes:
+        calls: frames of ours that were entered.
+        changes: how often the next such frame of a thread was in another file.
+        files: in which those frames were.
+        functions: how often each was entered.
+    """
+
+    calls: int
+    changes: int
+    files: frozenset[str]
+    functions: Counter[str]
+
+    def __str__(self) -> str:
+        lines = [f"{number:5} {name}" for name, number in self.functions.most_common()]
+        return "\n".join([f"{self.calls} calls, {self.changes} changes of file, {len(self.files)} files", *lines])
+
+
+class Calls:
+    """The frames of ours that were entered, in this thread and in those that start while it is `installed`."""
+
+    def __init__(self) -> None:
+        self._entered: dict[int, list[CodeType]] = {}  # of each thread
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        """The profile function."""
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(_OURS) and code.co_name not in _COMPREHENSIONS:
+            self._entered.setdefault(threading.get_ident(), []).append(code)
+
+    def forget(self) -> None:
+        """Begin to count once more."""
+        for entered in list(self._entered.values()):
+            entered.clear()
+
+    def count(self, thread: int | None = None) -> Count:
+        """What was counted, in this thread or over all. Each thread's changes of file are its own."""
+        functions, files, changes = Counter[str](), set[str](), 0
+        for each, entered in list(self._entered.items()):
+            if thread not in (None, each):
+                continue
+            names = [code.co_filename.removeprefix(_ROOT) for code in entered]
+            changes += sum(name != before for before, name in pairwise(names))
+            functions.update(f"{name} {code.co_qualname}" for name, code in zip(names, entered, strict=True))
+            files.update(names)
+        return Count(functions.total(), changes, frozenset(files), functions)
+
+    @contextmanager
+    def installed(self) -> Generator[None]:
+        """Context in which this is the profile function of this thread, and of those that it starts."""
+        before = sys.getprofile(), threading.getprofile()
+        threading.setprofile(self)  # type: ignore[arg-type]
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(before[0])
+            threading.setprofile(before[1])  # type: ignore[arg-type]
+
+
+def counted(run: Callable[[], object]) -> Count:
+    """What our code does while this function runs: in this thread, and in those that it starts."""
+    calls = Calls()
+    with calls.installed():
+        run()
+    return calls.count()
