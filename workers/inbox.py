@@ -175,6 +175,9 @@ class Inbox:
             listener.on_error(worker, seq, busy, self._codec.load_error(payload), records)
         self._process.answers += 1  # only now: one that cannot be read is none
 
+    def _cursor(self, data: bytes) -> PackedCursor | None:
+        return self._codec.load_cursor(data) if data else None
+
     def _answered(self, current: bool, seq: int, watchdog: TaskWatchdog | None) -> Sequence[SkippedSample]:
         """Note that a task of the current epoch or an older one was answered. Returns its records of bad samples."""
         self._process.outstanding = self._rings.outstanding

@@ -75,13 +75,13 @@ class Calls:
     def installed(self) -> Generator[None]:
         """Context in which this is the profile function of this thread, and of those that it starts."""
         before = sys.getprofile(), threading.getprofile()
-        threading.setprofile(self)  # type: ignore[arg-type]
+        threading.setprofile(self)
         sys.setprofile(self)
         try:
             yield
         finally:
             sys.setprofile(before[0])
-            threading.setprofile(before[1])  # type: ignore[arg-type]
+            threading.setprofile(before[1])
 
 
 def counted(run: Callable[[], object]) -> Count:

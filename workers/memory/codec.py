@@ -129,7 +129,7 @@ class Encoder:
 
     def _table(self, specs: list[LeafSpec], inside: int, length: int) -> bytes:
         """Return the table of leaves; the structure of this length is at `inside`, or follows if that is negative."""
-        table = (tuple((LEAF_SPECS.index(type(spec)), tuple(spec)) for spec in specs), inside, length)
+        table = (tuple([(LEAF_SPECS.index(type(spec)), tuple(spec)) for spec in specs]), inside, length)
         return pickle.dumps(table, protocol=5)
 
     def _lay_out(self, structure: bytes) -> Encoded:

@@ -96,9 +96,10 @@ class Collator:
         straight = isinstance(samples, (list, tuple)) and bool(samples) and _only_stores_values(samples[0])
         try:
             batch = torch_collate.collate(samples, collate_fn_map=self._map if straight else self._private)
-            return self._encoder.encode(batch)
-        finally:
-            self._encoder.discard()
+        except BaseException:
+            self._encoder.discard()  # the leaves that were announced for a part of the batch
+            raise
+        return self._encoder.encode(batch)
 
     def _with_private_map(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a user's function. It may collate parts of samples and use the result, so it gets no placeholders."""
