@@ -1,4 +1,4 @@
-"""Lets a loader with another global batch go on from a state, or says what to set. Pure.
+"""Converts a state to the global batch of another loader, or explains which batch size to set. Pure.
 
 Data path: checkpoint -> [batch_change] -> schema.
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def in_batches_of(expected: dict[str, Any], state: dict[str, Any], samples: int | None) -> dict[str, Any]:
-    """The state with its position counted in the loader's global batches; the state itself where that is impossible.
+    """Return the state with its position counted in the loader's global batches; unchanged where that is impossible.
 
     Args:
         expected: the part of a state that must agree with the loader.
@@ -39,7 +39,7 @@ def in_batches_of(expected: dict[str, Any], state: dict[str, Any], samples: int 
 
 
 def explain_batch_change(state: dict[str, Any], size: int, ranks: int) -> str:
-    """The error's text for a state whose global batch is not the loader's: what the run had, and what to set here.
+    """Return the error's text for a state whose global batch is not the loader's, with the settings that would fit.
 
     Args:
         state: a checked state with a batch size.
@@ -72,7 +72,7 @@ def _on_ranks(batch_size: int, ranks: int) -> str:
 
 def _is_computed(state: dict[str, Any]) -> bool:
     """Whether the position is a number of samples alone: neither the sampler, nor a generator that it draws from, nor
-    the dataset has a state, and no batch was delivered before an earlier one.
+    the dataset has a state, and batches were delivered in order.
     """
     return (
         (state["mode"], state["kind"]) == ("seeded", "map")

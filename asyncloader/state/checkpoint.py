@@ -2,7 +2,7 @@
 
 Data path: consumer -> progress -> [checkpoint]. Only *delivered* batches count; batches fetched ahead are ignored.
 
-A `Progress` (`progress.py`) tracks one iterator. The loader's `StateKeeper` keeps that of the newest one, makes a state
+A `Progress` (`progress.py`) tracks one iterator. The loader's `StateKeeper` keeps the newest iterator's, makes a state
 of it (`state_dict`), and begins the next epoch from a state that was loaded. `schema.py` describes the dictionary's
 layout and checks states that come from outside.
 """
@@ -41,7 +41,7 @@ class StateKeeper:
         self._group: RankGroup | None = None
         self._clock: EpochClock | None = None
         self._newest: Progress | None = None
-        self._read_before = False  # an epoch before the newest one gave a batch
+        self._read_before = False  # an iterator before the newest gave a batch
         self._loaded: dict[str, Any] | None = None  # the loaded state as given, until an iterator begins from it
         self._pending: dict[str, Any] | None = None  # the same, checked
         self._old: Progress | None = None  # the newest iterator of the moment when a state was loaded
@@ -65,7 +65,7 @@ class StateKeeper:
         return self._clock
 
     def set_epoch(self, spec: LoaderSpec[Any], epoch: int) -> None:
-        """See `DataLoader.set_epoch`."""
+        """Set the epoch of the next iterator. See `DataLoader.set_epoch`."""
         self._clock_of(EpochConfig.of(spec)).set(epoch)
 
     @property
@@ -75,7 +75,7 @@ class StateKeeper:
         return "not iterated yet" if newest is None else f"epoch {newest.epoch}, {newest.place}"
 
     def epoch(self, spec: LoaderSpec[Any]) -> int:
-        """See `DataLoader.epoch`."""
+        """Return the current epoch's number. See `DataLoader.epoch`."""
         newest, late = self._newest, self._late
         if late is not None:
             return late.epoch
@@ -85,8 +85,8 @@ class StateKeeper:
 
     @property
     def _late(self) -> Progress | None:
-        """The newest iterator from before a state was loaded, if it has delivered since: then the loader stands where
-        that one does.
+        """The newest iterator from before a state was loaded, if it has delivered since: its position is the loader's
+        then.
         """
         old = self._old
         return None if old is None or old.finished or old.moment == self._moment else old
@@ -116,6 +116,7 @@ class StateKeeper:
         """
         config = config or EpochConfig.of(spec)
         clock = self._clock_of(config)
+        # A state begins one iterator only. If the iterator cannot be made, the function of `mark` restores it.
         resumed, self._pending, self._loaded = self._pending, None, None
         clock.begin()
         finished = resumed if resumed is not None and resumed["finished"] else None
@@ -160,7 +161,7 @@ class StateKeeper:
         if length_is_exact(config.dataset, config.num_workers, assigns_shards=assigned):
             steps = _length(spec)
             if steps is not None:
-                steps = max(0, steps - first_step)
+                steps = max(0, steps - first_step)  # the ranks count the batches of their iterators, not of the epoch
         return Agreement(self._group, steps, uneven_is_error=config.on_uneven == "error")
 
     def _progress(self, config: EpochConfig, clock: EpochClock, resumed: dict[str, Any] | None) -> Progress:
@@ -178,8 +179,12 @@ class StateKeeper:
         return progress
 
     def state(self, spec: LoaderSpec[Any], *, before_last: bool = False, finished: bool = False) -> dict[str, Any]:
-        """See `DataLoader.state_dict`. `before_last`: as it was before the last delivery; `finished`: as if the epoch
-        had ended here.
+        """Return the loader's position. See `DataLoader.state_dict`.
+
+        Args:
+            spec: the loader's options.
+            before_last: return the position before the last delivery.
+            finished: return the position as if the epoch had ended here.
         """
         late = self._late
         newest = late or self._newest
@@ -223,7 +228,7 @@ class StateKeeper:
         )
 
     def _elsewhere(self, config: EpochConfig) -> bool:
-        """Whether `set_epoch` chose another epoch than the one that follows from the last position."""
+        """Whether `set_epoch` chose another epoch than the epoch that follows from the last position."""
         if not config.seeded or config.iterable:
             return False
         epoch = self._clock_of(config).value
@@ -232,7 +237,7 @@ class StateKeeper:
         return self._newest is not None and self._newest.finished and epoch != self._newest.epoch + 1
 
     def load(self, spec: LoaderSpec[Any], given: dict[str, Any]) -> None:
-        """See `DataLoader.load_state_dict`."""
+        """Let the next iterator begin at a saved position. See `DataLoader.load_state_dict`."""
         if not given:
             self._note_old()
             self._loaded = self._pending = self._newest = None
@@ -245,7 +250,7 @@ class StateKeeper:
         compare(state, expected, _sharing_ranks(config))
         workers = state["workers"]
         if workers is not None and (state["finished"] or not any(workers["given"])):
-            # Between epochs any loader can begin; only one with the same workers and ranks restores its datasets.
+            # Between epochs any loader can begin, but only a loader with the same workers and ranks restores datasets.
             same = here._asdict() | {"num_workers": config.num_workers}
             if any(workers[name] != value for name, value in same.items()):
                 workers = None
@@ -266,6 +271,7 @@ class StateKeeper:
         except BaseException:
             take_back()
             raise
+        # Last: a state that is refused above leaves the loader's position as it was.
         self._note_old()
         self._loaded, self._pending = copy.deepcopy(given), state
 
@@ -313,7 +319,7 @@ def _most_steps(index_sampler: Any) -> int | None:
 
 
 def _follow(progress: Progress, finished: dict[str, Any]) -> None:
-    """Advance the sampler to the end of its last epoch, from where the next one continues."""
+    """Advance the sampler to the end of its last epoch, where its next epoch begins."""
     saved, generators = finished["sampler"], finished["generators"]
     index_sampler = progress.config.index_sampler
     if progress.config.source is not None:
@@ -337,7 +343,7 @@ def expectations(config: EpochConfig) -> dict[str, Any]:
 
 
 def _described(config: EpochConfig, ranks: int) -> dict[str, Any]:
-    """`expectations` without the dataset's length, which may cost much, and is asked for only with a state."""
+    """Return `expectations` without the dataset's length, which may take long, and is needed only with a state."""
     size, drop_last = config.batch_size, config.drop_last
     if type(config.batch_sampler) is BatchSampler:
         size, drop_last = config.batch_sampler.batch_size, config.batch_sampler.drop_last

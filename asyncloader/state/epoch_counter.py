@@ -22,7 +22,7 @@ class EpochClock:
     Args:
         samplers: the loader's sampler and batch sampler; `set_epoch` is called on those that have it, once each.
         dataset: the same, if it has `set_epoch`.
-        seeded: whether a completed epoch sets the next one. In torch mode the user calls `set_epoch`.
+        seeded: whether a completed epoch sets the following epoch everywhere. In torch mode the user calls `set_epoch`.
     """
 
     def __init__(self, samplers: list[Any], dataset: Any, *, seeded: bool) -> None:
@@ -67,12 +67,12 @@ class EpochClock:
     def restore(self, epoch: int, *, finished: bool) -> Callable[[], None]:
         """Restore the epoch of a loaded state. Returns a function that undoes this if the state is refused.
 
-        In torch mode the user sets the epochs of samplers and datasets, and also the one after this: `set_epoch` is
-        only called on a sampler whose `epoch` differs.
+        In torch mode the user sets the epochs of samplers and datasets, the following epoch's too: `set_epoch` is only
+        called on a sampler whose `epoch` differs.
         """
         before, count = self.value, self._count
         moved: list[tuple[Any, int]] = []
-        self.restored += 1
+        self.restored += 1  # an iterator from before, whose end may still come, must not advance the restored epoch
         self._count = epoch + finished
         if self._seeded:
             self.set(epoch + finished)
@@ -99,7 +99,7 @@ class EpochClock:
             self.set(self.value)
 
     def completed(self, epoch: int) -> None:
-        """Advance after an iterator delivered all of this epoch, unless another epoch was set meanwhile. Idempotent."""
+        """Advance after an iterator delivered all of this epoch, unless the user has set another. Idempotent."""
         if self.value != epoch:
             return
         if self._seeded:

@@ -1,4 +1,4 @@
-"""Predicts what the next `iter()` will begin with, without calling it.
+"""Predicts seeds, order and dataset state of the next epoch, without calling `iter()`.
 
 Data path: beside the sampler; [next_epoch] -> checkpoint.
 
@@ -38,8 +38,8 @@ class Prospect(NamedTuple):
 
 
 def of_a_first_epoch(config: EpochConfig, workers_begin: Callable[[], None]) -> Prospect:
-    """Predict the first epoch, before any iterator was made. `workers_begin` is what the loader calls before workers
-    start.
+    """Predict the first epoch, before any iterator was made. `workers_begin` is called where the loader would start
+    workers.
     """
     if config.iterable:
         with _undone(config.generator):
@@ -74,6 +74,8 @@ def after_an_epoch(config: EpochConfig, *, itself: bool) -> Prospect:
 @plain_context
 def _undone(*generators: torch.Generator | None) -> Generator[None]:
     before = [(each, each.get_state()) for each in generators if each is not None]
+    # Without a generator of the loader, the base seed is drawn from torch's global generator; and the user's code that
+    # is called here (`__iter__`, `state_dict`) may draw from any.
     with global_generators_kept():
         try:
             yield

@@ -36,7 +36,7 @@ class Progress:
     config: EpochConfig
     """The options of the epoch."""
     message = b""
-    """What the workers' copies of the dataset are told; see `EpochStart`."""
+    """The main process's message to the workers' copies of the dataset; see `EpochStart`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Progress:
         self.live: Callable[[], Callable[[], PackedCursor | None] | None] | None = None
         """A weak reference to a function that takes the dataset's current cursor, where nothing is read ahead."""
         self._previous: tuple[Any, ...] = ()  # the position before the last delivery, without the steps beyond it
-        self._added: set[int] | None = None  # the steps that the last delivery added; None: the next one
+        self._added: set[int] | None = None  # the steps that the last delivery added; None: the next step
         self.padding = 0
         """Samples at the end of the last batch that only keep the ranks even."""
 
@@ -114,7 +114,7 @@ class Progress:
 
     @property
     def outdated(self) -> bool:
-        """Whether another epoch was set before this one gave a batch: in seeded mode the iterator then begins that one.
+        """Whether another epoch was set before this epoch gave a batch. In seeded mode the iterator then has that.
         An iterator that resumes from a loaded position keeps it, as Lightning needs, which counts epochs itself.
         """
         if self._touched or self._resumed is not None or self._expects["mode"] != "seeded":
@@ -138,7 +138,7 @@ class Progress:
 
     @property
     def place(self) -> str:
-        """What was delivered, in words; after out-of-order batches, up to the first that is missing."""
+        """The number of batches that were delivered without a gap, in words."""
         if self._finished:
             return "finished"
         return f"{self._step}{'' if self._total is None else f' of {self._total}'} batches delivered"
@@ -156,7 +156,7 @@ class Progress:
 
     @property
     def sampler_log(self) -> StateLog | None:
-        """The states of the sampler, async or not; None if it has none."""
+        """The states of the sampler, async or not; None for a sampler without a state."""
         return self.log if self._stream is None else self._stream.log
 
     @property
@@ -199,6 +199,7 @@ class Progress:
         if saved is None:
             saved_cursors = [None] * workers if self.carried is None else self.carried["cursors"]
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
+            # Persistent workers still have their datasets: they go on without a cursor.
             if new_workers and len(self._inherited) == workers:
                 found = [_value(cursor) for cursor in self._inherited]
             assigned = self.carried is not None and "leases" in self.carried
@@ -247,6 +248,7 @@ class Progress:
 
     def begun(self, worker: int, cursor: PackedCursor | None) -> None:
         """Record the cursor of a worker's copy of the dataset when it began, if it has a state."""
+        # Only the first cursor: the consumer may process a notice twice, the second time behind a newer cursor.
         if cursor is not None and self._streams is not None and self._cursors[worker] is None:
             self._cursors[worker] = cursor
 
@@ -362,7 +364,8 @@ class Progress:
     def finish(self) -> None:
         """Record that the user has seen the end of the epoch."""
         self._finished = True
-        for worker, cursor in self.ends.items():
+        # A copy: the loop's thread may add another worker's end while the ranks have already agreed on the epoch's.
+        for worker, cursor in self.ends.copy().items():
             if cursor is not None:
                 self._cursors[worker] = cursor
         self._complete()
@@ -384,6 +387,7 @@ class Progress:
         step, worker, *stream = self._previous
         beyond = {*range(step, self._step), *self._beyond} - ({step} if self._added is None else self._added)
         given, cursors, next_worker = list(self._given), list(self._cursors), self._next_worker
+        # `state` reads these fields and much else, so they are set back for the call instead of copied with the rest.
         try:
             self._step, self._beyond, self._finished = step, beyond, False
             if stream:
@@ -395,6 +399,8 @@ class Progress:
 
     def state(self, *, finished: bool = False) -> dict[str, Any]:
         """A new dictionary; see `schema.py`. `finished`: as if the epoch had ended here."""
+        # An async sampler is advanced to the end of the epoch before only when it is read. Until then, its own state is
+        # of an earlier place than the loaded state.
         if self.undrained is not None and self.log is None and not self._touched:
             return copy.deepcopy(self.undrained)
         finished = finished or self._finished
@@ -459,14 +465,15 @@ def _packed(cursor: Cursor | None) -> PackedCursor | None:
 
 
 def _later(cursor: Cursor | None, assigned: bool) -> Cursor | None:
-    """`Cursor.epoch_later`. `assigned`: the stream's shards are assigned anew for each epoch, and so its state is."""
+    """Return `Cursor.epoch_later`. `assigned`: each epoch assigns the shards of the stream once more."""
     if cursor is None:
         return None
+    # The state of such an iterator is its place in the shards of this epoch, which the next epoch assigns once more.
     return (cursor._replace(iterator=None) if assigned else cursor).epoch_later()
 
 
 def dataset_length(dataset: Any) -> int | None:
-    """The length of a map dataset; None if it has none."""
+    """Return the length of a map dataset; None for a dataset without a length."""
     try:
         return len(dataset)
     except Exception:  # torch does not call `len` if a sampler was given, so an error must not surface

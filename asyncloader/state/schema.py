@@ -18,9 +18,9 @@ states are):
     finished       whether the user has seen the epoch's end
     sampler        {at, ended, sampler, iterator}: a stateful sampler's own states after `at` steps, and whether it had
                    seen its end by then; or None
-    generators     {global, own}: what the sampler drew its order from (base64), or None
+    generators     {global, own}: generators that the sampler drew its order from (base64), or None
     seeds          {rank, base, shared}: the epoch's base seed, from which the workers' seeds count, and the datapipes'
-                   shared one, or None; both of the rank that saved them. After the end of an epoch: the next one's.
+                   shared seed, or None; both of the rank that saved them. After the end of an epoch: the next's.
                    None in seeded mode, and where they are unknown
     workers        for datasets that are read as streams or have a state: {num_workers, rank, world_size, next, given,
                    cursors}, or None. See `workers/fetch/dataset_state.py`
@@ -210,10 +210,10 @@ def _check_fields(given: Any, types: dict[str, tuple[type, ...]], what: str) -> 
 
 
 def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) -> None:
-    """Check that the state was saved by a loader like this one. `world_size`: the ranks that share its batches.
+    """Check that the state was saved by a loader with the same options. `world_size`: the ranks that share its batches.
 
     Raises:
-        StateError: it was not; names both values.
+        StateError: an option differs; the text names both values.
     """
     for name in EXPECTED:
         saved, here = state[name], expected[name]
@@ -252,7 +252,7 @@ def check_generators(generators: dict[str, Any] | None, *, own: bool) -> None:
 
 
 def check_length(state: dict[str, Any], steps: int | None) -> None:
-    """Check that an epoch of so many steps contains the state's position (None: unknown).
+    """Check that an epoch of `steps` steps (None: unknown) contains the state's position.
 
     Raises:
         StateError: the position is beyond the end.
@@ -285,7 +285,7 @@ def check_exact(workers: dict[str, Any], *, stream: bool) -> None:
     """Check that every copy of the dataset that was read can be resumed exactly.
 
     Raises:
-        StateError: one cannot.
+        StateError: the position of a copy is unknown.
     """
     for worker, (given, cursor) in enumerate(zip(workers["given"], workers["cursors"], strict=True)):
         if cursor is not None and cursor["problem"]:
