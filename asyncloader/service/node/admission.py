@@ -1,4 +1,4 @@
-"""What a node serves, and whether it is what a loader asks for. Pure."""
+"""Checks a loader's request against the definitions that a node serves. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Refused(Exception):
-    """A loader is not served; the text says why, to it.
+    """A loader is not served.
 
     Args:
-        text: why.
+        text: the reason, which the loader receives.
         for_now: whether it may be served later.
     """
 
@@ -32,10 +32,10 @@ class Served:
     """A definition that is served.
 
     Attributes:
-        target: where it is, as ``module:name``.
-        definition: it.
-        arguments: with which it is called, unless a loader may choose.
-        open: whether loaders give its arguments.
+        target: its place, as ``module:name``.
+        definition: the definition.
+        arguments: of its calls; defaults, if loaders may choose.
+        open: whether loaders choose its arguments.
     """
 
     target: str
@@ -45,15 +45,16 @@ class Served:
 
 
 def find_served(everything: Mapping[str, Served], hello: Hello) -> tuple[Served, Mapping[str, Any]]:
-    """Find what a loader asks for, and with which arguments.
+    """Return the definition that a loader asks for, and the arguments of its call.
 
     Raises:
-        Refused: it is not served, or not so.
+        Refused: it is not served, or not in this version or with these arguments.
     """
     if hello.protocol != PROTOCOL:
         raise Refused(f"the loader speaks protocol {hello.protocol}, and this node {PROTOCOL}")
     mine = Hello.versions()
-    if (hello.version, hello.torch) != mine:  # random numbers may differ between two versions
+    # Not only the protocol's version: random numbers may differ between two versions, and with them the batches.
+    if (hello.version, hello.torch) != mine:
         theirs = f"asyncloader {line_of(hello.version)} and torch {line_of(hello.torch)}"
         raise Refused(f"the loader has {theirs}, and this node asyncloader {mine[0]} and torch {mine[1]}")
     served = everything.get(hello.name)
@@ -84,5 +85,5 @@ def find_served(everything: Mapping[str, Served], hello: Hello) -> tuple[Served,
 
 
 def as_text(arguments: Mapping[str, Any]) -> str:
-    """A definition's arguments, for people."""
+    """Format a definition's arguments for a log line or an error."""
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"

@@ -25,7 +25,7 @@ async def speaks_tls(sock: socket.socket) -> bool:
     """Whether a connection begins with TLS. Waits for its first byte, which stays to be read; not at a Unix socket.
 
     Raises:
-        OSError: it ended before, as those of a load balancer that looks whether a node is there.
+        OSError: it ended before its first byte, such as a load balancer's health check.
     """
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
@@ -38,15 +38,16 @@ async def speaks_tls(sock: socket.socket) -> bool:
 
 
 async def secure(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:
-    """Shake hands with TLS, if there is any. Returns what to read from.
+    """Set keepalive, and carry out the TLS handshake if `tls` is given. Returns the socket to read from.
 
     Raises:
-        OSError: it is somebody else.
+        OSError: the handshake failed.
     """
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         return sock
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a loader that lost its power says nothing
+    # A loader whose machine has lost its power sends no end: without keepalive its connection would stay for ever.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -76,13 +77,15 @@ def _continue_handshake(secured: ssl.SSLSocket) -> bool | None:
 
 
 async def wait_for(answer: Coroutine[Any, Any, _T], link: Link) -> _T:
-    """Wait for a process's answer, and give the loader a sign of life now and then."""
+    """Wait for a process's answer, and send the loader a PONG every few seconds."""
     task = asyncio.get_running_loop().create_task(answer)
     try:
+        # Without messages the loader would take the node for dead, and a loader that hung up would not be noticed.
         while not (await asyncio.wait([task], timeout=_SIGN_OF_LIFE_S))[0]:
             link.send(frames.PONG)
         return task.result()
     finally:
+        # Awaited after it is cancelled, so that it is no longer running when the caller closes the connection.
         task.cancel()
         await asyncio.wait([task])
 
@@ -91,8 +94,8 @@ async def message_of(link: Link, *kinds: int) -> Message:
     """Wait for a message of one of these kinds.
 
     Raises:
-        ValueError: another one came.
-        ConnectionError: none came.
+        ValueError: a message of another kind came.
+        ConnectionError: the connection ended.
     """
     while True:
         for message in link.receive():
@@ -105,7 +108,7 @@ async def message_of(link: Link, *kinds: int) -> Message:
 
 
 async def send_whole(link: Link, kind: int, body: bytes) -> None:
-    """Send a message, however large."""
+    """Send a message, and wait until the socket has taken all of it."""
     done = link.send(kind, body)
     while not done:
         await _ready(link.sock, read=False)
@@ -117,6 +120,7 @@ async def _ready(sock: socket.socket, *, read: bool) -> None:
     is_ready: asyncio.Future[None] = loop.create_future()
 
     def done() -> None:
+        # The loop may call this once more before the waiting coroutine has removed it.
         if not is_ready.done():
             is_ready.set_result(None)
 

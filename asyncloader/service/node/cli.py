@@ -1,4 +1,4 @@
-"""Runs the command `asyncloader`: a node. What it is asked by is in `command.py`."""
+"""Runs the command `asyncloader serve`: a node. Its command line is in `command.py`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _LISTS = ("listen", "arg", "open")
 
 
 class _Mistake(Exception):
-    """What was asked for cannot be done; the text says what to do."""
+    """The options cannot be carried out; the text says how to correct them."""
 
 
 def run(given: dict[str, Any]) -> int:
-    """Serve what these flags say until the process is asked to end. Returns its exit code."""
+    """Run a node with these flags until the process is asked to end. Returns its exit code."""
     set_up_log(logging.INFO)
     try:
         node_options = _options(given)
@@ -47,7 +47,7 @@ def run(given: dict[str, Any]) -> int:
 
 
 def _options(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags, environment and file together."""
+    """Merge flags, environment and file, in this order of precedence."""
     chosen: dict[str, Any] = {}
     path = flags.pop("config") or os.environ.get("ASYNCLOADER_CONFIG")
     if path:
@@ -79,11 +79,13 @@ async def _serve(options: dict[str, Any]) -> None:
     try:
         if options["metrics"]:
             await metrics.listen(options["metrics"])
+        # Two tasks: datasets may take minutes to be made, and a signal ends the node before.
         starting = loop.create_task(node.start())
         stopping = loop.create_task(ended.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            # Only now, because the node ends if a dataset cannot be made.
             addresses = [await node.listen(address) for address in listen]
             metrics.ready = True
             said: dict[str, Any] = {"listening": addresses[0], "addresses": addresses, "pid": os.getpid()}
@@ -91,7 +93,7 @@ async def _serve(options: dict[str, Any]) -> None:
                 said["metrics"] = metrics.address
             print(json.dumps(said), flush=True)  # noqa: T201 - the line that says that it is ready
             await stopping
-            metrics.ready = False
+            metrics.ready = False  # first, so that a load balancer sends no more loaders
             _log.info("draining: no more loaders, and no more tasks")
             await node.drain(DRAIN_S)
         for task in (starting, stopping):
@@ -161,7 +163,7 @@ def _tls(options: dict[str, Any]) -> ssl.SSLContext | None:
 
 
 def _check_open_addresses(listen: Sequence[str], options: dict[str, Any]) -> None:
-    """Beyond this machine only for those who can prove who they are."""
+    """Check that addresses beyond this machine need a token, or certificates. Raises `_Mistake`."""
     outside = [address for address in listen if not _is_local(address)]
     if not outside:
         return

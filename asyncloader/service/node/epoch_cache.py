@@ -1,11 +1,10 @@
-"""Batches that several loaders want: each is made once, and kept for a while for those who come later. Pure.
+"""Keeps batches that several loaders read: each is made once, and kept for a while for slower loaders. Pure.
 
 Data path: worker_host -> [epoch_cache] -> worker connections of the loaders that share.
 
-A loader whose task nobody has is told to make the batch; others that want it meanwhile wait for it. If it is not made
-(an error, a death, a loader that leaves), the next one in the line makes it. The oldest batches go when there are too
-many bytes: a loader that is slower than the rest by more than that makes its own. Should more wait than fit into the
-line, a batch may be made twice.
+The first connection that asks for a batch makes it; later ones wait in line until it is made. If making it fails (an
+error, a death, a loader that leaves), the next connection in line makes it. When the batches take too many bytes the
+oldest are dropped: a loader that is slower than the rest by more than these makes its own.
 """
 
 from __future__ import annotations
@@ -34,9 +33,10 @@ class MadeBatch(NamedTuple):
 
 
 Waiter: TypeAlias = Callable[[MadeBatch | None], bool]
-"""Called with the batch, or with None: whether its loader makes it now. May ask, leave and fail; may raise nothing."""
+"""Called with the batch, or with None, which asks it to make the batch; returns whether it does. It may call `ask`,
+`leave` and `failed`, and must not raise."""
 
-_ENTRY_BYTES = 1500  # that a batch takes besides its own: its key, and Python's objects
+_ENTRY_BYTES = 1500  # of a batch's key and Python's objects, besides its own bytes
 _MOST_WAITING = 1 << 17
 
 
@@ -60,26 +60,27 @@ class EpochCache:
         self._failing = False
 
     def join(self) -> None:
-        """One more worker connection uses it."""
+        """Count a worker connection that uses the cache."""
         self._users += 1
 
     def part(self) -> None:
-        """One worker connection less does. Without any, nothing is kept."""
+        """Count a worker connection that no longer uses the cache. The last drops all batches."""
         self._users -= 1
         if not self._users:
             self.clear()
 
     def ask(self, key: Hashable, waiter: Waiter) -> MadeBatch | Literal["make", "wait"]:
-        """Ask for a batch.
+        """Ask for a batch. Returns it, or whether to make it or to wait for it.
 
         Args:
-            key: what makes it what it is. Its size should not depend on the loader.
+            key: of all that decides on the batch's content. Its size should not depend on the loader.
             waiter: called later, if the answer is "wait".
         """
         made = self._made.get(key)
         if made is not None:
             return made
         if self._entries >= self._most_waiting:
+            # Not noted, so that loaders cannot make the lines grow without end. The batch may be made twice.
             return "make"
         self._entries += 1
         waiting = self._waiting.get(key)
@@ -90,7 +91,7 @@ class EpochCache:
         return "wait"
 
     def leave(self, key: Hashable, waiter: Waiter) -> None:
-        """Who waits for the batch does so no more."""
+        """Take a waiter out of the line for this batch."""
         waiting = self._waiting.get(key)
         if waiting is not None and waiter in waiting:
             del waiting[waiter]
@@ -98,9 +99,10 @@ class EpochCache:
 
     def made(self, key: Hashable, batch: MadeBatch) -> None:
         """Store the batch that a process has made, and give it to the worker connections that wait for it."""
+        # The line is removed before its waiters are called: they may ask for the same batch again.
         waiting = self._taken(key)
         size = _size(batch)
-        if size <= self._most and key not in self._made:
+        if size <= self._most and key not in self._made:  # a larger batch would drop all others, and then itself
             self._made[key] = batch
             self._bytes += size
         while self._bytes > self._most:
@@ -110,9 +112,11 @@ class EpochCache:
 
     def failed(self, key: Hashable) -> None:
         """Have the next worker connection in line make the batch, because the first failed to."""
+        # A waiter that cannot make its batch fails in turn, and its connection's other batches with it: this is called
+        # from inside itself, once for each. The outermost call carries them out, so that the stack stays short.
         self._failures.append(key)
         if self._failing:
-            return  # a waiter's doing: the call that is in progress goes on with it, however many there are
+            return
         self._failing = True
         try:
             while self._failures:
@@ -122,6 +126,7 @@ class EpochCache:
 
     def _pass_on(self, key: Hashable) -> None:
         waiting = self._waiting.get(key)
+        # The line may change in each call: a waiter may leave others, or ask again.
         while waiting:
             waiter, _ = waiting.popitem(last=False)
             self._entries -= 1
@@ -130,7 +135,7 @@ class EpochCache:
         self._taken(key)
 
     def _taken(self, key: Hashable) -> OrderedDict[Waiter, None]:
-        """Remove the line of those that wait for this batch."""
+        """Remove and return the line for this batch."""
         waiting = self._waiting.pop(key, None)
         if waiting is None:
             return OrderedDict()
@@ -138,7 +143,7 @@ class EpochCache:
         return waiting
 
     def clear(self) -> None:
-        """Forget the batches that are made."""
+        """Drop the batches. Lines of waiters stay: their batches are still being made."""
         self._made.clear()
         self._bytes = 0
 

@@ -1,7 +1,7 @@
 """The node that `workers="shared"` starts:
 `python -m asyncloader.service.node.machine_node MODULE:DEFINITION DESCRIPTOR`.
 
-Data path: as of `server.py`.
+Data path: that of `server.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncloader.workers.worker import serve_async
 
 __all__: list[str] = []
 
-_FIRST_S = 60.0
+_FIRST_S = 60.0  # for the first loader to connect
 
 
 def _main(argv: Sequence[str]) -> None:
@@ -29,7 +29,8 @@ def _main(argv: Sequence[str]) -> None:
     served, problem = [], ""
     try:
         served = [Served(target, load_definition(target), open=True)]
-    except (Exception, SystemExit) as error:  # of the user's module; the loaders are told
+    except (Exception, SystemExit) as error:
+        # The node listens although it serves nothing: no other place can report the user's error to the loaders.
         problem = f"its node cannot import {target}: {type(error).__name__}: {error}"
     serve_async(lambda: _serve(served, problem, socket.socket(fileno=int(descriptor))))
 

@@ -1,4 +1,4 @@
-"""What one loader has at a node: its connections, and the memory that its batches in work may take. Pure."""
+"""Counts the memory that one loader's rings and unsent messages take at a node, and bounds it. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _ADVICE = "Use smaller batches, fewer workers or a smaller prefetch_factor, or g
 
 
 class MemoryQuota:
-    """One loader at a node.
+    """The memory of one loader at a node, over all of its worker connections.
 
-    Rings are held as long as their connections: there are never more than fit. What is *unsent* besides (batches that
-    fit no slot, copies that are shared, descriptions, errors) goes as the loader reads, and how large it will be is not
-    known before it is made. So it may exceed the limit, and the quota is `full` until enough was sent: the connections
-    give their processes no tasks meanwhile. The rings alone never make it full, so that this ends if the loader reads.
+    Rings live as long as their connections: a ring that does not fit is refused. *Unsent* bytes (batches that fit no
+    slot, copies of shared batches, descriptions, errors) go as the loader reads. Their number is not known before they
+    are made, so they may exceed the limit: then the quota is `full`, and the connections give their processes no tasks
+    until enough was sent.
 
     Args:
-        name: the loader's own for it.
+        name: the name that the loader gave itself.
         most_bytes: bytes that it may have, at most; None: no limit.
     """
 
@@ -32,26 +32,28 @@ class MemoryQuota:
         self._waiting: dict[Callable[[], None], None] = {}
 
     def hold(self, nbytes: int) -> None:
-        """Count a change of its rings' bytes.
+        """Count a change of the rings' bytes.
 
         Raises:
-            RingMemoryError: there would be more than it may have. Nothing is counted.
+            RingMemoryError: the rings would take more than the limit. Nothing is counted.
         """
+        # Compared without the unsent bytes: rings alone never make the quota full, which therefore ends as the loader
+        # reads.
         if nbytes > 0 and self._most is not None and self._rings + nbytes > self._most:
             raise RingMemoryError(self._rings + nbytes, self._most, _REASON, _ADVICE)
         self._change(nbytes, 0)
 
     def check(self, nbytes: int) -> None:
-        """Check one batch that is in no ring.
+        """Check a batch that is in no ring.
 
         Raises:
-            RingMemoryError: it alone takes more than the quota may have.
+            RingMemoryError: the batch alone takes more than the limit.
         """
         if self._most is not None and nbytes > self._most:
             raise RingMemoryError(nbytes, self._most, _REASON, _ADVICE)
 
     def count(self, nbytes: int) -> None:
-        """Count a change of the bytes that are unsent. Those that wait are called if it was full, and is no more."""
+        """Count a change of the unsent bytes. Calls the functions that wait, if the quota is no longer full."""
         self._change(0, nbytes)
 
     def _change(self, rings: int, unsent: int) -> None:
@@ -59,19 +61,21 @@ class MemoryQuota:
         self._rings += rings
         self._unsent += unsent
         if was_full and not self.full:
+            # Replaced before the calls: a function may find the quota full once more, and wait again.
             waiting, self._waiting = self._waiting, {}
             for resume in waiting:
                 resume()
 
     @property
     def full(self) -> bool:
-        """Whether it has more than it may have."""
+        """Whether the loader has more than the limit."""
         return self._most is not None and self._rings + self._unsent > self._most
 
     def wait(self, resume: Callable[[], None]) -> None:
-        """Have this called, once, when the quota is not full any more. It may not raise."""
+        """Call this, once, when the quota is no longer full. It must not raise."""
+        # A dictionary as an ordered set: connections are called in the order in which they began to wait.
         self._waiting[resume] = None
 
     def leave(self, resume: Callable[[], None]) -> None:
-        """Do not have this called."""
+        """Do not call this any more."""
         self._waiting.pop(resume, None)

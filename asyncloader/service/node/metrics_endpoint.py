@@ -1,6 +1,6 @@
-"""A node's HTTP endpoint: ``/metrics`` for Prometheus, ``/healthz`` and ``/readyz`` for who runs it.
+"""A node's HTTP endpoint: ``/metrics`` for Prometheus, ``/healthz`` and ``/readyz`` for load balancers.
 
-It answers GET with one of three short texts and closes the connection, which takes no web framework.
+It answers GET with one of three short texts and closes the connection. This takes no web framework.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class MetricsEndpoint:
         self.ready = False
         """Whether loaders may come."""
         self.address = ""
-        """Where it listens."""
+        """The URL at which it listens."""
 
     async def listen(self, address: str) -> None:
         """Listen at ``host:port``. Raises OSError."""
         parts = urlsplit(f"//{address}")
         if parts.port is None:
             raise ValueError(f"--metrics {address}: give host:port")
-        # Looked up in a thread of ours: asyncio uses the loop's default executor.
+        # Looked up in a thread of ours: asyncio would use the loop's default executor.
         flags = socket.AI_PASSIVE
         look_up = partial(socket.getaddrinfo, parts.hostname, parts.port, type=socket.SOCK_STREAM, flags=flags)
         hosts = list(dict.fromkeys(str(place[0]) for *_, place in await in_thread(look_up)))
@@ -63,7 +63,8 @@ class MetricsEndpoint:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers[writer] = None
-        if len(self._writers) > _MOST_CONNECTIONS:  # a probe is answered at once: the oldest has nothing to say
+        if len(self._writers) > _MOST_CONNECTIONS:
+            # Not the newest: a probe is answered at once, so the oldest connection sends nothing, or slowly on purpose.
             self._abort(next(iter(self._writers)))
         try:
             async with asyncio.timeout(_REQUEST_S):
@@ -82,15 +83,17 @@ class MetricsEndpoint:
                     return
                 writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
                 writer.write_eof()
-                while await reader.read(_MOST_LINE):  # or what is left unread would make the kernel drop the answer
+                # Read to the end: if bytes are unread when a socket is closed, the kernel resets the connection, and
+                # the client may lose the answer.
+                while await reader.read(_MOST_LINE):
                     pass
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # it was reset, slow, too short, or a line of it too long
+            pass  # the connection was reset or slow, or the request was cut off or had a line that is too long
         finally:
             self._abort(writer)
 
     def _abort(self, writer: asyncio.StreamWriter) -> None:
-        """Close it without waiting for its peer. Idempotent."""
+        """Close a connection without waiting for its peer. Idempotent."""
         self._writers.pop(writer, None)
         writer.transport.abort()
 

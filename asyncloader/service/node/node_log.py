@@ -2,10 +2,9 @@
 
 Data path: none.
 
-Whatever module logs: control characters are escaped, lines are cut, and their number in a minute is bounded. A record
-may name the peer that caused it (``extra={"peer": ...}``), which then has a bound of its own, besides that of all peers
-together; records of no peer have theirs, so that no peer can crowd them out. What is left out is counted, and the next
-line says how many that were.
+In records of all modules, control characters are escaped, lines are cut, and their number in a minute is bounded. A
+record may name the peer that caused it (``extra={"peer": ...}``). Omitted lines are counted, and the next line has
+their number.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Final
 from asyncloader.workers.ipc.peer_text import LINES_PER_MINUTE, LineLimit, block_of, line_of
 
 ALL_PER_MINUTE: Final = 300
-"""Lines of all peers together in a minute, at most; and of what no peer caused."""
+"""Lines of all peers together in a minute, at most; and lines that no peer caused."""
 BLOCK: Final = 4000
 """Characters of a traceback, at most."""
 _BLOCK_LINES = 60
@@ -41,7 +40,7 @@ class NodeLog(logging.StreamHandler):  # type: ignore[type-arg] # it takes param
         self._left_out = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, unless there were too many."""
+        """Write the record, or count it if there were too many."""
         if self._admits(getattr(record, "peer", None)):
             super().emit(record)
         else:
@@ -49,18 +48,22 @@ class NodeLog(logging.StreamHandler):  # type: ignore[type-arg] # it takes param
 
     def _admits(self, peer: str | None) -> bool:
         now = self._clock()
+        # Records of the node itself have a bound of their own, so that peers cannot crowd them out.
         if peer is None:
             return self._own.admits(now)
+        # Taken out and put in again, which keeps the dictionary in the order of the last lines: the first peer has been
+        # silent for longest, so that its count may be forgotten.
         limit = self._peers.pop(peer, None) or LineLimit(LINES_PER_MINUTE)
         while len(self._peers) >= _MOST_PEERS:
-            del self._peers[next(iter(self._peers))]  # the one that is silent for longest
+            del self._peers[next(iter(self._peers))]
         self._peers[peer] = limit
         return limit.admits(now) and self._all_peers.admits(now)
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line. A traceback, and further lines of what no peer caused, follow with a bar, as no record begins."""
+        """Return the record as one line. Its traceback, and further lines of a text of the node's own, follow it."""
+        # These begin with a bar, as no record does: they cannot be taken for records.
         first, rest = record.getMessage(), ""
-        if getattr(record, "peer", None) is None:
+        if getattr(record, "peer", None) is None:  # a peer's text stays one line, with its line ends escaped
             first, _, rest = first.partition("\n")
         if record.exc_info and record.exc_info[0] is not None:
             rest += "\n" + self._lines.formatException(record.exc_info)
@@ -72,5 +75,5 @@ class NodeLog(logging.StreamHandler):  # type: ignore[type-arg] # it takes param
 
 
 def set_up_log(level: int) -> None:
-    """Have this program, which is a node, log to standard error from this level on."""
+    """Log to standard error from this level on, as a node does."""
     logging.basicConfig(level=level, handlers=[NodeLog()])

@@ -1,10 +1,9 @@
-"""A service's node: listens for loaders, checks who they are, and connects each to one of its processes.
+"""A service's node: listens for loaders, checks their proofs, and connects each to one of its processes.
 
-Data path: loader -> connection -> [server] -> worker connection.
+Data path: loader -> link -> [server] -> worker connection.
 
-Each connection is one logical worker of one loader. Its handshake is a coroutine with a deadline; after that the
-callbacks of its worker connection have it. Nothing that came over a connection is unpickled, and nothing but the
-served definitions is called.
+The handshake of each connection is a coroutine with a deadline; after it a worker connection has the link. Nothing that
+came over a connection is unpickled, and nothing but the served definitions is called.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from asyncloader.workers.memory.segment import memory_limit
 _log = logging.getLogger("asyncloader")
 
 DRAIN_S = 30.0
-"""Seconds that a node which is to end should give what is in work."""
+"""Seconds in which a node that is asked to end finishes the tasks in work."""
 HANDSHAKE_S = 10.0
 """Seconds that a handshake may take, besides the time in which a process makes its dataset."""
 _PLAN_S = 60.0
@@ -64,9 +63,9 @@ _PAUSE_S = 0.1
 """Seconds without new connections after one could not be accepted."""
 _MOST_CONNECTIONS = 4096
 _MOST_UNAUTHENTICATED = 128
-_MOST_MEMORY = 0.5  # of what is there, for one quota's batches in work
-_MOST_CACHED = 0.25  # of it, for batches that several loaders share
-_CACHED_BYTES = 1 << 30  # if the system does not say what is there
+_MOST_MEMORY = 0.5  # of the machine's memory, for one loader
+_MOST_CACHED = 0.25  # of the machine's memory, for batches that several loaders share
+_CACHED_BYTES = 1 << 30  # for these, if the system does not report its memory
 _MOST_DATASETS = 8
 _LOCAL = "this machine"
 _REFUSAL = 2000  # characters of the reason that a loader is given, at most
@@ -76,11 +75,11 @@ class Node:
     """Serves definitions.
 
     Args:
-        served: what.
+        served: the definitions.
         workers: processes for each definition and set of arguments.
-        token: what loaders must prove to have; None: nothing.
+        token: the secret that loaders must prove to have; None: they need none.
         tls: the server's side of TLS; None: plain connections.
-        problem: why it serves nothing, which every loader is told; "": it does.
+        problem: why it refuses every loader; empty: it does not.
     """
 
     def __init__(
@@ -98,10 +97,11 @@ class Node:
         self._tls = tls
         self._problem = problem
         self._hosts: dict[tuple[str, str, bool], HostProcesses] = {}
-        self._past = {"deaths": 0.0, "tasks": 0.0, "busy_seconds": 0.0}  # totals of datasets that are not read any more
+        # Totals of processes that were ended: `/metrics` promises counters, which never fall.
+        self._past = {"deaths": 0.0, "tasks": 0.0, "busy_seconds": 0.0}
         self._closing: set[asyncio.Task[None]] = set()
         self._handshakes: set[asyncio.Task[None]] = set()
-        self._unauthenticated: dict[asyncio.Task[None], None] = {}  # have proved nothing yet, the oldest first
+        self._unauthenticated: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._connections: set[RelayedConnection | LocalConnection] = set()
         self._sockets: list[socket.socket] = []
         self._paths: list[str] = []
@@ -116,7 +116,7 @@ class Node:
     # ---------------------------------------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Start the processes of what is served with fixed arguments, and wait until each dataset is made.
+        """Start the processes of definitions with fixed arguments, and wait until each dataset is made.
 
         Raises:
             ValueError: a dataset cannot be made, or not be served.
@@ -130,20 +130,21 @@ class Node:
                 raise ValueError(info.problem)
 
     def problem(self) -> str:
-        """Why a definition with fixed arguments cannot be served now, as one line; empty if all can."""
+        """Return why a definition with fixed arguments cannot be served now, as one line; empty if all can."""
         for (target, _, threads), host in self._hosts.items():
+            # Processes with threads are started when the first loader asks for them: they may be starting.
             if host.lasting and not host.running and (host.problem or not threads):
                 return host.problem or f"no process of {target} has its dataset yet"
         return ""
 
     def serve(self, served: Served) -> None:
-        """Serve this from now on, too."""
+        """Serve this definition from now on, too."""
         self._served.setdefault(served.definition.name, served)
 
     def _host(self, served: Served, arguments: Mapping[str, Any], *, threads: bool = False) -> HostProcesses:
         key = served.target, json.dumps(arguments, sort_keys=True, default=str), threads
         host = self._hosts.get(key)
-        if host is not None and host.given_up:
+        if host is not None and host.given_up:  # a loader asks again
             self._drop(key)
             host = None
         if host is None:
@@ -157,9 +158,11 @@ class Node:
         return host
 
     def _make_room(self) -> None:
-        """End the processes of a dataset that nobody reads now."""
+        """End the processes of a dataset that no loader reads now. Raises `Refused`."""
+        # Only datasets with arguments of a loader's choice: the others are kept for the life of the node.
         opened = {served.target for served in self._served.values() if served.open}
         idle = next((key for key, host in self._hosts.items() if key[0] in opened and host.idle), None)
+        # Processes that are being ended take memory, too: loaders that ask for ever new arguments must not outrun them.
         if idle is None or len(self._closing) >= _MOST_DATASETS:
             raise Refused(f"{len(self._hosts)} datasets are read here, and it makes no more now", for_now=True)
         self._drop(idle)
@@ -191,7 +194,7 @@ class Node:
         asyncio.get_running_loop().add_reader(sock.fileno(), self._accept, sock)
 
     async def left(self, seconds: float) -> None:
-        """Wait until nobody is connected any more; for the first, that many seconds."""
+        """Wait until all connections have ended; wait for the first connection for `seconds` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._came.wait()
@@ -199,32 +202,36 @@ class Node:
             await self._left.wait()
 
     def _handshake_done(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
-        if task.cancelled():  # perhaps before it began
+        if task.cancelled():  # perhaps before `_admit` could close the socket itself
             sock.close()
         self._unauthenticated.pop(task, None)
         self._ended(task)
 
     def _ended(self, which: asyncio.Task[None] | RelayedConnection | LocalConnection) -> None:
-        """A connection has ended."""
+        """Note that a handshake or a connection has ended."""
         self._handshakes.discard(which)
         self._connections.discard(which)
         if not self._handshakes and not self._connections:
             self._left.set()
 
     def _accept(self, listener: socket.socket) -> None:
-        # Not `loop.sock_accept`: cancelled at the wrong moment, it loses the connection that it has accepted.
+        # Not `loop.sock_accept`: if it is cancelled at the wrong moment, the connection that it has accepted is lost.
         loop = asyncio.get_running_loop()
         try:
             sock, where = listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionError):  # it is gone already
+        except (BlockingIOError, InterruptedError, ConnectionError):  # the peer has closed it already
             return
-        except OSError as error:  # no descriptors are left: those that are connected go on
+        except OSError as error:
+            # No descriptor is left. The connection stays in the backlog, and the listener readable: without a pause the
+            # loop would do nothing else, and established connections would not go on.
             _log.warning("a connection could not be accepted: %s", error)
             loop.remove_reader(listener.fileno())
             loop.call_later(_PAUSE_S, self._accept_again, listener)
             return
         if sock.family == socket.AF_UNIX:
-            try:  # at once, and before it is counted: another user's must not keep this user's out, or end the node
+            try:
+                # Now, before the connection is counted: those of another user must not take this user's places, nor
+                # count as the first or the last connection, with which a node may end.
                 check_peer(sock)
             except OSError as error:
                 _log.warning("a connection is closed: %s", error, extra={"peer": _LOCAL})
@@ -237,25 +244,28 @@ class Node:
         task = loop.create_task(self._admit(sock, str(peer)))
         self._handshakes.add(task)
         self._unauthenticated[task] = None
-        if len(self._unauthenticated) > _MOST_UNAUTHENTICATED:  # the oldest may never prove it; others must get in
+        if len(self._unauthenticated) > _MOST_UNAUTHENTICATED:
+            # Not the newest: connections that prove nothing could then keep loaders out for `HANDSHAKE_S`, again and
+            # again. A loader proves itself within a few round trips.
             oldest = next(iter(self._unauthenticated))
             del self._unauthenticated[oldest]
             oldest.cancel()
+        # A handshake counts as a connection: a node that ends with the last must not end while a loader connects.
         self._came.set()
         self._left.clear()
         task.add_done_callback(partial(self._handshake_done, sock))
 
     def _accept_again(self, listener: socket.socket) -> None:
-        if listener in self._sockets:
+        if listener in self._sockets:  # the node may have stopped listening since
             asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
 
     async def drain(self, seconds: float) -> None:
-        """Take no more loaders and no more tasks; finish those in work, `seconds` at most. Loaders go elsewhere."""
+        """Refuse new loaders and tasks, and finish the tasks in work, in `seconds` at most. Loaders go elsewhere."""
         self.draining = True
         self._stop_listening()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await asyncio.gather(*(connection.drain() for connection in list(self._connections)))
+                await asyncio.gather(*(connection.drain() for connection in self._connections))
 
     def _stop_listening(self) -> None:
         for sock in self._sockets:
@@ -268,16 +278,17 @@ class Node:
 
     async def close(self) -> None:
         """End all: listeners, connections, processes."""
+        # In this order: a handshake may be about to open a connection, and a connection needs its process.
         self._stop_listening()
         for task in self._handshakes:
             task.cancel()
         await asyncio.gather(*self._handshakes, return_exceptions=True)
-        for connection in list(self._connections):
+        for connection in list(self._connections):  # a copy: each takes itself out of the set
             connection.close()
         await asyncio.gather(*(host.close() for host in self._hosts.values()), *self._closing)
 
     def figures(self) -> dict[str, float]:
-        """Numbers for an exporter."""
+        """Return the numbers for `/metrics`."""
         return {
             "sessions": len(self._quotas),
             "lanes": len(self._connections),
@@ -292,10 +303,13 @@ class Node:
     # ---------------------------------------------------------------------------------------------- a connection
 
     async def _admit(self, sock: socket.socket, peer: str) -> None:
-        by = {"peer": peer}  # whose line of the log it is
+        """Carry out a connection's handshake, and refuse or close it if that fails."""
+        by = {"peer": peer}  # the log bounds the lines of each peer
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 wanted = self._tls is not None and sock.family != socket.AF_UNIX
+                # TLS and our protocol differ in the first byte. A peer with the wrong protocol is refused in plain
+                # bytes: a loader without TLS shows the reason, and one with TLS has an error of OpenSSL that says it.
                 tls = await speaks_tls(sock)
                 if tls == wanted:
                     sock = await secure(sock, self._tls)
@@ -320,19 +334,30 @@ class Node:
             _log.info("a loader at %s was refused: %s", peer, text, extra=by)
             with contextlib.suppress(OSError):
                 if tls != wanted:
-                    sock.recv(1 << 16)  # what lies unread when a connection is closed would take the answer with it
+                    # Read first: if bytes are unread when a socket is closed, the kernel resets the connection, and the
+                    # peer may lose the answer.
+                    sock.recv(1 << 16)
                 link.send(frames.REFUSED, pack_record(Refusal(text, for_now)))
                 sock.shutdown(socket.SHUT_WR)
         except (OSError, TimeoutError) as error:
             _log.debug("a connection ended in its handshake: %r", error, extra=by)
-        except Exception:  # a fault of ours must not take the node with it
+        except Exception:  # a fault of ours must not end the node
             _log.exception("the handshake of a loader at %s failed", peer, extra=by)
         finally:
             if not opened:
                 link.close()
 
     async def _handshake(self, link: Link) -> bool:
-        """Returns whether the link is kept: it is a connection's, or somebody's who stays."""
+        """Carry out the handshake. Returns whether the link stays open.
+
+        Raises:
+            Refused: this loader is not served.
+            NotMade: no process has the dataset.
+            ValueError: a message cannot be read.
+            OSError: the connection ended.
+            TimeoutError: the loader took too long.
+        """
+        # Until the proof, 128 KiB of fixed records are read at most, and JSON is not parsed.
         async with asyncio.timeout(HANDSHAKE_S):
             hello = read_record(Hello, (await message_of(link, frames.HELLO)).body)
             mine = nonce()
@@ -340,18 +365,21 @@ class Node:
             given = read_record(Proof, (await message_of(link, frames.PROOF)).body)
             if not proves(given.proof, self._token, "loader", hello.nonce, mine):
                 raise Refused("the token is wrong, or was not given: set token=, or ASYNCLOADER_TOKEN")
-            link.most_body = frames.MOST_BODY  # OPENING may have a dataset's state, as RESET may
+            # Only now larger bodies: OPENING and RESET may have a dataset's state.
+            link.most_body = frames.MOST_BODY
             self._unauthenticated.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+        # Reasons of the node's own are given after the proof only.
         if self.draining:
             raise Refused("this node is about to end", for_now=True)
         if self._problem:
             raise Refused(self._problem)
         served, arguments = find_served(self._served, hello)
         host = self._host(served, arguments)
-        with host.in_use():
+        with host.in_use():  # or `_make_room` could end the processes while the loader waits for them
             return await self._welcome(link, host, served, hello.nonce, mine)
 
     async def _welcome(self, link: Link, host: HostProcesses, served: Served, theirs: bytes, mine: bytes) -> bool:
+        # Without a deadline of its own: to make a dataset may take minutes, and the loader gets signs of life.
         info = await wait_for(host.dataset_info(), link)
         if info.problem:
             raise Refused(info.problem)
@@ -373,6 +401,7 @@ class Node:
                 raise Refused("share='epoch' is for datasets with an index and without a state of their own")
             if (opening.catalog is None) != (info.shuffle is None):
                 raise Refused("this dataset's shards are, or are not, assigned by the loader")
+            # Reads in threads need other processes: whether connections share an event loop is decided at the start.
             if opening.setup.fetch_threads and not info.asynchronous:
                 host = self._host(served, host.setup.arguments, threads=True)
                 with host.in_use():
@@ -385,7 +414,7 @@ class Node:
         return True
 
     async def _plan(self, link: Link, host: HostProcesses, info: DatasetInfo, request: PlanRequest) -> None:
-        """Have the plan of an epoch made, and send it."""
+        """Have a process make the plan of an epoch, and send it."""
         if info.shuffle is None:
             raise Refused("a plan is made of a dataset whose shards the loader assigns")
         answer = await wait_for(host.plan(request), link)
@@ -394,7 +423,8 @@ class Node:
                 await send_whole(link, frames.PLANNED, body)
 
     async def _look(self, link: Link, asked: HostProcesses, pids: Sequence[int]) -> None:
-        """Say what processes do that read this dataset."""
+        """Send the states and stacks of these processes, as far as they read this dataset."""
+        # Also of the processes that read it in threads, which are another `HostProcesses`.
         same = [
             host
             for host in self._hosts.values()
@@ -405,7 +435,7 @@ class Node:
             await send_whole(link, frames.LOOKED, pack_record(Looked([each for reports in found for each in reports])))
 
     def _keep(self, link: Link) -> None:
-        """A process is there that has no connections now: a node that ends with the last one stays for it."""
+        """Keep the link of a loader without workers, as a connection: `left` waits for its end, too."""
         guest: LocalConnection = LocalConnection(link, lambda: self._ended(guest), lambda: None)
         self._connections.add(guest)
 
@@ -419,14 +449,14 @@ class Node:
                 self._forget(quota)
                 self._ended(connection)
 
-        def end(sock: socket.socket, number: int) -> WorkerConnection:
+        def make_end(sock: socket.socket, number: int) -> WorkerConnection:
             nonlocal connection
             kill = partial(host.kill, number)
             if opening.share:
                 dataset = served.target, json.dumps(host.setup.arguments, sort_keys=True, default=str)
                 connection = SharedEpochConnection(link, sock, opening, quota, ended, kill, self._cache, dataset)
             elif link.sock.family == socket.AF_UNIX:
-                passed.append(sock)
+                passed.append(sock)  # the loader gets it: its frames do not pass through the node
                 connection = LocalConnection(link, ended, kill)
             else:
                 connection = RelayedConnection(link, sock, opening.credits, quota, ended, kill)
@@ -434,31 +464,33 @@ class Node:
 
         quota = self._quotas.setdefault(opening.loader, MemoryQuota(opening.loader, self._most_memory))
         if not quota.connections:
-            told = quota.name, served.target, as_text(host.setup.arguments)
-            _log.info("loader %s reads %s with %s", *told, extra={"peer": "loaders"})
+            reads = quota.name, served.target, as_text(host.setup.arguments)
+            _log.info("loader %s reads %s with %s", *reads, extra={"peer": "loaders"})
+        # Before anything is awaited: the loader's other connections may end, and the last would drop the quota.
         quota.connections += 1
         try:
             await wait_for(host.begun(), link)
-            _, number, pid = await host.open(opening, info, end)
+            number, pid = await host.open(opening, info, make_end)
         except BaseException:
             self._forget(quota)
             raise
         assert connection is not None
         self._connections.add(connection)
+        # Before anything is awaited, too: frames of the process are passed on from the event loop, and follow OPENED.
         try:
             link.send(frames.OPENED, pack_record(Opened(pid)), fd=passed[0].fileno() if passed else -1)
         except OSError:
             connection.close()
         finally:
             for sock in passed:
-                sock.close()
+                sock.close()  # the link has a duplicate, if the message has to wait
 
     def _forget(self, quota: MemoryQuota) -> None:
         quota.connections -= 1
         if not quota.connections:
             del self._quotas[quota.name]
             _log.info("loader %s has ended", quota.name, extra={"peer": "loaders"})
-        if not self._quotas:
+        if not self._quotas:  # no loader is left that could ask for a batch again
             self._cache.clear()
 
 

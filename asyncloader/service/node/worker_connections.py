@@ -1,21 +1,14 @@
-"""The node's end of one logical worker: passes a loader's tasks to a process, and batches back.
+"""The node's end of one worker connection: passes a loader's tasks to a process, and batches back.
 
-Data path: loader -> connection -> [worker_connections] -> worker_host -> [worker_connections] -> connection -> loader.
+Data path: loader -> link -> [worker_connections] -> worker_host -> [worker_connections] -> link -> loader.
 
 A loader on another machine has a `RelayedConnection`: the process writes a batch into a ring of the node's, and the
-node sends it from there. A loader on this machine gets the process's socket itself (`LocalConnection`): it shares its
-own ring with the process, and the node is not in between; it only says how the process ended.
+node sends it from there. A loader on this machine has a `LocalConnection`: it gets the process's socket itself and
+shares its own ring with the process, so that the node only reports how the process ended.
 
-*What a loader makes the node hold is bounded, and an honest loader is never held up.* Tasks are given to the process
-while the loader has credits, and the quota is not full; others wait here. The loader is read only while its tasks
-that wait, what its process has not taken, and the messages that the loader has not read are below a bound, and the
-process only while the messages are.
-
-This cannot last for ever. Messages go as the loader reads. What waits for the process goes as the process works, and if
-it does not for `_DEAF_S`, the connection is closed: its loader's PINGs are unanswered, so an honest loader is elsewhere
-by then, and one that has hung up would not be noticed. KILL is read behind what came before it, hence by then at the
-latest. A quota is full only of what its loader has not read. A loader within its credits has no tasks that wait, and
-so is read all the time, unless its indices take more than `_MOST_QUEUED` twice.
+The memory that a loader makes the node hold is bounded: tasks wait in the node until the process may have them, and
+the node stops reading from either side while the queue towards the other side is too long (see `_steer`). A loader
+within its credits never waits for this, unless its indices take more than `_MOST_QUEUED` twice.
 """
 
 from __future__ import annotations
@@ -44,20 +37,21 @@ from asyncloader.workers.memory.ring_manager import RingManager
 _log = logging.getLogger("asyncloader")
 
 _PASSED_ON = frozenset((wire.RESET, wire.ASSIGNMENT, wire.STOP))
-_UNANSWERED = 1 << 12
-_MOST_QUEUED = 16 << 20  # bytes, in each queue; one message more, if it is that large
-_TASK_BYTES = 300  # that a task takes in a queue besides its index
-_DEAF_S = 10.0
+_UNANSWERED = 1 << 12  # tasks of one loader, at most: the most credits that it may ask for
+# Checked after a message was added: the queue may exceed it by that message, however large.
+_MOST_QUEUED = 16 << 20  # bytes, in each queue
+_TASK_BYTES = 300  # of memory that a waiting task takes besides its index
+_DEAF_S = 10.0  # without any frame that the process takes from a full queue
 _SILENT_S = 2.0
-"""Seconds after a connection's end in which its process reports why, or turns out to be dying."""
+"""Seconds that a process has to report why a connection ended, or to turn out to be dying."""
 
 
 class LocalConnection:
-    """The connection of a loader on this machine.
+    """The connection of a loader on this machine, which has the process's socket itself.
 
     Args:
-        link: to the loader; it says nothing more on it, until it ends.
-        ended: called once it has.
+        link: to the loader. After OPENED only KILL and DIED are sent on it.
+        ended: called once the connection is closed.
         kill: called when a task takes too long for the loader.
     """
 
@@ -73,38 +67,39 @@ class LocalConnection:
             for message in self._link.receive():
                 if message.header.kind == frames.KILL:
                     self._kill()
-        except ValueError:
+        except ValueError:  # a broken stream
             self._link.ended = True
         if self._link.ended:
             self.close()
 
     def died(self, death: DeathReport) -> None:
-        """As `WorkerConnection`."""
+        """Report to the loader that the process died."""
+        # Not kept if the socket is full: a report is small, and nothing else was sent on this link.
         with contextlib.suppress(ConnectionError):
             self._link.send(frames.DIED, pack_record(death))
         self.close()
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """Close the link. Idempotent."""
         if self._link.fileno() >= 0:
             self._loop.remove_reader(self._link.fileno())
             self._link.close()
             self._ended()
 
     async def drain(self) -> None:
-        """Its loader has what was made, and gets no more."""
+        """Close the link: batches that the process has made are in the loader's own ring already."""
         self.close()
 
 
 class RelayedConnection:
-    """The connection of a loader anywhere.
+    """The connection of a loader on any machine, whose batches the node sends.
 
     Args:
         link: to the loader.
-        sock: the node's end of the connection, non-blocking.
+        sock: to the process, non-blocking.
         credits: tasks that the loader has outstanding, at most.
-        quota: the loader.
-        ended: called once the connection has.
+        quota: the loader's memory.
+        ended: called once the connection is closed.
         kill: called when a task takes too long for the loader.
     """
 
@@ -119,19 +114,19 @@ class RelayedConnection:
     ) -> None:
         self._link = link
         self._quota = quota
-        self._held = 0  # bytes of its ring
-        self._queued = 0  # of the messages that are unsent, as the quota knows them
+        self._held = 0  # bytes of the ring, as the quota counts them
+        self._queued = 0  # bytes of unsent messages, as the quota counts them
         self._channel = Channel(sock)
         self._ended = ended
         self._kill = kill
         self._rings = RingManager(credits=credits, ring_bytes=None)
         self._most_given = slot_count(credits)
         self._loop = asyncio.get_running_loop()
-        self._unanswered: dict[tuple[int, int], int] = {}  # bytes of each task's index that the process has
+        self._unanswered: dict[tuple[int, int], int] = {}  # bytes of each task's index, 0 while the task waits
         self._given_bytes = 0  # their sum
-        self._waiting: deque[tuple[int, int, bytes]] = deque()  # those of them that the process has not yet
+        self._waiting: deque[tuple[int, int, bytes]] = deque()  # unanswered tasks that the process does not have yet
         self._waiting_bytes = 0
-        self._exhausted = -1  # the newest epoch in which the process's stream has ended: it answers no task of it
+        self._exhausted = -1  # the newest epoch whose stream has ended: the process answers no further task of it
         self._idle = asyncio.Event()
         self._sent = asyncio.Event()
         self._draining = False
@@ -145,25 +140,31 @@ class RelayedConnection:
     # ------------------------------------------------------------------------------------------ from the loader
 
     def _on_link(self) -> None:
+        # `_steer` schedules this call, too, and the connection may have been closed, or the queue be full, since then.
         if self._link.fileno() < 0 or not self._reads_link:
             return
         try:
             for message in self._link.receive():
                 self._take(message)
                 if not self._reads_link:
-                    break  # the rest of the link's messages are taken when it is read again
-        except Exception as error:  # of any kind: a loader waits for a connection that answers pings
-            self._fails(error)
+                    break  # the link keeps its other messages, until `_steer` reads it again
+        except Exception as error:
+            # Any error, also of our own code, ends the connection. One that goes on, answering PINGs and nothing else,
+            # would look alive to its loader, which would wait for the task forever.
+            self._fail(error)
         if self._link.ended:
             self.close()
 
-    def _fails(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         """End the connection, or report a death, because a request of the loader cannot be carried out."""
-        why = str(error) or type(error).__name__  # a log record that somebody keeps must not keep the ring
-        if isinstance(error, RingMemoryError):  # at another node it may be the same: the loader must not try for ever
+        # The text, not the error: a handler may keep its log records, and the error's traceback holds the ring.
+        why = str(error) or type(error).__name__
+        if isinstance(error, RingMemoryError):
+            # Reported as a death at the loader's task, which counts against the task. A closed connection does not, and
+            # the loader would try the same task forever, as other nodes may have no more memory.
             _log.warning("a loader asks for more memory than there is: %s", why, extra={"peer": self._quota.name})
             self.died(DeathReport(0, None, why, "", blamed=True, shared=False))
-        else:  # the peer does not follow the protocol
+        else:  # mostly a peer that does not follow the protocol
             _log.warning("a loader's connection is closed: %s", why, extra={"peer": self._quota.name})
             self.close()
 
@@ -182,18 +183,21 @@ class RelayedConnection:
 
     def _task(self, epoch: int, task: int, index: bytes) -> None:
         if self._draining or self._channel.fileno() < 0:
-            return  # the loader gives it to another node, or to another process
+            return  # DRAINING or DIED is on its way, at which the loader gives the task to another worker
         if epoch <= self._exhausted:
-            return  # it was sent before the loader knew
+            return  # the loader sent it before it received EXHAUSTED
         if (epoch, task) in self._unanswered or len(self._unanswered) >= _UNANSWERED:
             raise ValueError("broken stream: a task twice, or too many at a time")
+        # While others wait, this task waits behind them: a stream's process carries tasks out in the loader's order.
         if not self._waiting and self._may_give:
-            self._hand_over(epoch, task, index)
+            self._start(epoch, task, index)
             return
-        self._unanswered[epoch, task] = 0
+        self._unanswered[epoch, task] = 0  # counted as waiting, not as given
         self._waiting.append((epoch, task, index))
         self._waiting_bytes += len(index) + _TASK_BYTES
         if self._quota.full:
+            # Perhaps this process has no task, and so no answer to come that would give the next task. The memory is
+            # then that of the loader's other connections, and only the quota reports when it is free.
             self._quota.wait(self._give_soon)
         self._steer()
 
@@ -203,13 +207,14 @@ class RelayedConnection:
         given = len(self._unanswered) - len(self._waiting)
         return given < self._most_given and self._given_bytes < _MOST_QUEUED and not self._quota.full
 
-    def _hand_over(self, epoch: int, task: int, index: bytes) -> None:
+    def _start(self, epoch: int, task: int, index: bytes) -> None:
         self._unanswered[epoch, task] = len(index)
         self._given_bytes += len(index)
         self._give(epoch, task, index)
 
     def _give_soon(self) -> None:
-        """Not at once: this is called while a message is sent, or another connection is."""
+        # Not at once: the quota calls this when a message was sent, from inside `Link.flush` of this connection or of
+        # another connection of the loader. To give a task may send, and would enter `flush` a second time.
         self._loop.call_soon(self._give_waiting)
 
     def _give_waiting(self) -> None:
@@ -217,55 +222,59 @@ class RelayedConnection:
             while self._waiting and self._may_give:
                 epoch, task, index = self._waiting.popleft()
                 self._waiting_bytes -= len(index) + _TASK_BYTES
-                self._hand_over(epoch, task, index)
+                self._start(epoch, task, index)
             if self._waiting and self._quota.full:
-                self._quota.wait(self._give_soon)
+                self._quota.wait(self._give_soon)  # again: the quota calls each function once
         except Exception as error:
-            self._fails(error)
+            self._fail(error)
         self._steer()
 
     def _forget_waiting(self, epoch: int) -> None:
-        """No task of an earlier epoch is given to the process any more."""
+        """Drop waiting tasks of earlier epochs."""
         if self._waiting:
             self._waiting = deque(each for each in self._waiting if each[0] >= epoch)
             self._waiting_bytes = sum(len(index) + _TASK_BYTES for _, _, index in self._waiting)
 
     def _pass_to_process(self, kind: int, body: bytes) -> None:
-        """The loader says that an epoch begins, or that it ends the worker."""
+        """Pass on that an epoch begins, which shards to read, or that the worker ends."""
         if kind == wire.RESET:
+            # Before the frame is sent: a task of the epoch before that followed RESET would be carried out in the new
+            # epoch. The tasks stay among the unanswered until RESET_DONE, as those do that the process has.
             self._forget_waiting(wire.unpack_reset(body)[0])
-        self._tell(wire.pack(kind, body))
+        self._send_frame(wire.pack(kind, body))
 
     def _give(self, epoch: int, task: int, index: bytes) -> None:
         """Give the task to the process."""
         self._renew_ring()
         number, slot = self._rings.assign(epoch, task)
-        self._tell(wire.pack_task(epoch, task, slot, number, perf_counter(), index))
+        self._send_frame(wire.pack_task(epoch, task, slot, number, perf_counter(), index))
 
     def _renew_ring(self) -> None:
-        """Give the process a larger ring, if it needs one. Raises RingMemoryError."""
+        """Send the process a larger ring, if it needs one. Raises RingMemoryError."""
         grown = self._rings.replacement()
         if grown is not None:
+            # Counted before it is sent: the process touches the pages only once it has the ring. The old ring
+            # no longer counts, although some of its batches may be unsent: they go as the loader reads.
             self._hold(grown.nbytes)
             assert grown.fd is not None
-            self._tell(wire.pack_ring(grown.number, grown.slots, grown.slot_bytes), grown.fd)
-            grown.close_fd()
+            self._send_frame(wire.pack_ring(grown.number, grown.slots, grown.slot_bytes), grown.fd)
+            grown.close_fd()  # the channel has a duplicate, if the frame has to wait
 
     def _hold(self, nbytes: int) -> None:
-        """Count the bytes of this connection's ring. Raises RingMemoryError."""
+        """Count the ring's bytes in the quota. Raises RingMemoryError."""
         self._quota.hold(nbytes - self._held)
         self._held = nbytes
 
-    def _tell(self, frame: bytes, fd: int = -1) -> None:
+    def _send_frame(self, frame: bytes, fd: int = -1) -> None:
         if self._channel.fileno() < 0:
             return
-        with contextlib.suppress(ConnectionError):  # the process is dying, which its pidfd reports
+        with contextlib.suppress(ConnectionError):  # the process is dying: its pidfd reports that, and `died` is called
             if not self._channel.send(frame, () if fd < 0 else (fd,)):
                 self._loop.add_writer(self._channel.fileno(), self._flush_process)
                 self._steer()
 
     def _flush_process(self) -> None:
-        done = True
+        done = True  # also after an error: the loop would report the broken socket as writable without end
         with contextlib.suppress(ConnectionError):
             done = self._channel.flush()
         if done:
@@ -273,9 +282,15 @@ class RelayedConnection:
         self._steer()
 
     def _steer(self) -> None:
-        """Read from the loader and from the process, or not, as the queues allow. See the top of this file."""
+        """Start or stop reading from the loader and from the process, as the queues allow."""
         if self._link.fileno() < 0:
             return
+        # We cannot put a bound on a queue itself: a message that was received is in memory. Instead we stop reading
+        # from the sources. Messages to the loader come from the process, and (PONG) from the loader: a long queue to
+        # it stops both. Frames to the process come from the loader alone: a long queue to it stops only the loader.
+        #
+        # Neither lasts for ever. Messages go as the loader reads; if it does not, that is its own loss. Frames and
+        # waiting tasks go as the process works; for a process that does not, there is the timer below.
         read = self._link.queued <= _MOST_QUEUED
         if read != self._reads_process and self._channel.fileno() >= 0:
             self._reads_process = read
@@ -285,20 +300,24 @@ class RelayedConnection:
                 self._loop.remove_reader(self._channel.fileno())
         queued = self._channel.unsent_memory + self._waiting_bytes
         full = self._channel.fileno() >= 0 and queued > _MOST_QUEUED
-        if self._deaf is not None and (not full or queued < self._queued_when_deaf):  # it takes some, if slowly
+        # While the queue is full, the loader's PINGs are not read: an honest loader has left long before `_DEAF_S`, a
+        # loader that hung up would not be noticed, and a KILL may lie unread behind the tasks. So the connection is
+        # closed, but not while the queue gets shorter: the process is only slow then.
+        if self._deaf is not None and (not full or queued < self._queued_when_deaf):
             self._deaf.cancel()
             self._deaf = None
         if full:
             read = False
             if self._deaf is None:
                 deaf = ValueError("its process takes nothing from it")
-                self._queued_when_deaf, self._deaf = queued, self._loop.call_later(_DEAF_S, self._fails, deaf)
+                self._queued_when_deaf, self._deaf = queued, self._loop.call_later(_DEAF_S, self._fail, deaf)
         if read == self._reads_link:
             return
         self._reads_link = read
         if read:
             self._loop.add_reader(self._link.fileno(), self._on_link)
-            self._loop.call_soon(self._on_link)  # messages may lie in the link already
+            # Messages that the link has received already do not make its socket readable.
+            self._loop.call_soon(self._on_link)
         else:
             self._loop.remove_reader(self._link.fileno())
 
@@ -308,10 +327,11 @@ class RelayedConnection:
         try:
             for kind, body in self._channel.receive():
                 self._pass_on(kind, body)
-        except Exception as error:  # a corrupt process; memory or descriptors are short; or a fault of ours
-            self._fails(error)
+        except Exception as error:  # a corrupt process, too little memory, too few descriptors, or a fault of ours
+            self._fail(error)
         if self._channel.ended and self._channel.fileno() >= 0:
-            # How it ended is reported by its process's pidfd, or by the process.
+            # Why it ended is not known yet: the process's pidfd reports a death, and a process that lives reports its
+            # reason on its own channel. Both arrive apart from this socket's end, often after it.
             self._loop.remove_reader(self._channel.fileno())
             if self._silent is None:
                 self._silent = self._loop.call_later(_SILENT_S, self._ended_silently)
@@ -328,7 +348,8 @@ class RelayedConnection:
             epoch, task, _, _ = wire.unpack_answer(body)
             self._rings.answered(epoch, task, wire.NO_SLOT, 0)
             self._answered(epoch, task)
-            if kind == wire.EXHAUSTED:  # perhaps late: the loader may have begun a new epoch, whose tasks stay
+            if kind == wire.EXHAUSTED:
+                # Up to this epoch, not all: the answer may be late, and the loader may have begun a new epoch since.
                 self._exhausted = epoch
                 self._void(epoch + 1)
         elif kind == wire.RESET_DONE:
@@ -336,7 +357,7 @@ class RelayedConnection:
         self._send(kind, body)
 
     def _void(self, epoch: int) -> None:
-        """The process answers no task of an earlier epoch any more."""
+        """Forget tasks of earlier epochs, which the process does not answer any more."""
         self._rings.reset_done(epoch)
         self._forget_waiting(epoch)
         self._unanswered = {key: nbytes for key, nbytes in self._unanswered.items() if key[0] >= epoch}
@@ -353,7 +374,8 @@ class RelayedConnection:
             try:
                 payload = memoryview(oneoff_anchor(fd, result.nbytes))
             finally:
-                os.close(fd)
+                os.close(fd)  # the mapping keeps the memory
+            # Checked alone, not with the unsent bytes: the batch is made, and goes as the loader reads.
             self._quota.check(result.nbytes)
         ring = self._rings.answered(epoch, task, result.slot, result.nbytes)
         if ring is not None:
@@ -362,12 +384,15 @@ class RelayedConnection:
             sent = self._own(payload)
         self._batch(body, result, template, payload, sent)
         self._answered(epoch, task)
+        # The channel may be closed by now: to send a shared batch wakes other connections, and when one of these fails,
+        # its task may pass to this connection, which may fail in turn.
         if result.slot == wire.ONEOFF and self._channel.fileno() >= 0:
-            # Not with the next task: the process has others, whose batches may be as large, and perhaps too large.
+            # Now, not with the next task: the process has tasks already whose batches may be as large. If there is no
+            # memory for such a ring, the loader must know before each of them takes a segment of its own.
             self._renew_ring()
 
     def _own(self, payload: memoryview) -> Callable[[], None]:
-        """Count a batch that lies in no ring. Returns the function to call once it was sent."""
+        """Count a batch that is in no ring. Returns the function to call once it was sent."""
         self._quota.count(payload.nbytes)
         return partial(self._quota.count, -payload.nbytes)
 
@@ -379,7 +404,15 @@ class RelayedConnection:
         payload: memoryview | None,
         sent: Callable[[], None] | None,
     ) -> None:
-        """The process has made a batch; `body` is its description and template. `sent` is called when it may go."""
+        """Send a batch that the process has made.
+
+        Args:
+            body: its description and template, as received.
+            result: the description.
+            template: the template; for subclasses.
+            payload: its bytes; None: a batch without bytes.
+            sent: called when the payload's memory may be used again.
+        """
         del template
         self._send(wire.RESULT, body, result.epoch, result.seq, payload, sent)
 
@@ -402,22 +435,25 @@ class RelayedConnection:
         payload: memoryview | None = None,
         sent: Callable[[], None] | None = None,
     ) -> None:
-        """Send a message to the loader, as by `Link.send`; the rest of it follows when the socket takes more."""
+        """Send a message to the loader; see `Link.send`. The rest of it follows when the socket takes more."""
         if self._link.fileno() < 0:
             if sent is not None:
-                sent()
+                sent()  # as by a link that is closed with the message unsent: the slot is free again
             return
         try:
             done = self._link.send(kind, body, epoch=epoch, task=task, payload=payload, sent=sent)
         except OSError:
+            # Not closed here: callers go on with the channel and the rings. Not left to the link's reader, either: it
+            # may be removed at the moment.
             self._link.ended = True
-            self._loop.call_soon(self.close)  # the reader would see it, too, but perhaps there is none now
+            self._loop.call_soon(self.close)
             return
         if done:
             self._sent.set()
         else:
             self._sent.clear()
             self._loop.add_writer(self._link.fileno(), self._flush_link)
+        # The usual message was sent at once, and the queue was empty: nothing has changed.
         if not done or self._queued:
             self._count()
 
@@ -433,7 +469,7 @@ class RelayedConnection:
         self._count()
 
     def _count(self) -> None:
-        """Note how much is unsent."""
+        """Count the unsent bytes in the quota."""
         queued = self._link.queued
         self._quota.count(queued - self._queued)
         self._queued = queued
@@ -442,7 +478,10 @@ class RelayedConnection:
     # ---------------------------------------------------------------------------------------------- ending
 
     def died(self, death: DeathReport) -> None:
-        """As `WorkerConnection`: what the process had sent goes first."""
+        """Pass on the frames that the process had sent, then report its death to the loader."""
+        # Batches that it finished before its death would otherwise be made a second time. The pidfd can be readable
+        # before the socket was read to its end, and a call of `receive` reads a part only. An error is of no interest:
+        # DIED must be sent.
         before = -1
         with contextlib.suppress(Exception):
             while not self._channel.ended and self._channel.received != before:
@@ -453,7 +492,7 @@ class RelayedConnection:
         self._leave_process()
 
     def _leave_process(self) -> None:
-        """Let go of the process. The link stays until all is sent and the loader closes it."""
+        """Close the channel to the process. The link stays open until all is sent and the loader closes it."""
         if self._channel.fileno() >= 0:
             self._loop.remove_reader(self._channel.fileno())
             self._loop.remove_writer(self._channel.fileno())
@@ -464,31 +503,32 @@ class RelayedConnection:
         for timer in (self._deaf, self._silent):
             if timer is not None:
                 timer.cancel()
-        self._steer()
+        self._steer()  # the queue to the process is no more a reason not to read the loader's PINGs
 
     async def drain(self) -> None:
         """Take no more tasks, and wait until those in work are answered and sent."""
         self._draining = True
+        # Waiting tasks were not begun: the loader gives them to another node at DRAINING.
         for epoch, task, _ in self._waiting:
             self._unanswered.pop((epoch, task), None)
         self._waiting.clear()
         self._waiting_bytes = 0
-        self._idle.clear()
+        self._idle.clear()  # set whenever no task was unanswered, which was so at some time before
         if self._unanswered:
             await self._idle.wait()
-        self._send(frames.DRAINING)
+        self._send(frames.DRAINING)  # after the last batch: the loader ends the connection at it
         await self._sent.wait()
         self.close()
 
     def close(self) -> None:
-        """End the connection. Idempotent."""
+        """Close link and channel. Idempotent."""
         self._leave_process()
-        self._idle.set()
+        self._idle.set()  # both, so that `drain` does not wait for answers that will not come
         self._sent.set()
         if self._link.fileno() >= 0:
             self._loop.remove_reader(self._link.fileno())
             self._loop.remove_writer(self._link.fileno())
-            self._link.close()
+            self._link.close()  # before the rings: it gives back the slots of unsent batches
             self._rings.close()
             self._quota.count(-self._queued)
             self._queued = 0

@@ -1,23 +1,11 @@
-"""The main function of a service's worker process: carries out the tasks of several logical workers.
+"""The main function of a service's worker process: carries out the tasks of several worker connections.
 
 Data path: node -> connection -> [worker_host: fetch -> collate -> slot] -> connection -> node or loader.
 
-A *connection* is one logical worker of one loader: a socket, with a `TaskRunner` behind it. A process has any number of
-them. Those of a blocking dataset take turns, task by task: next is a connection of the loader that has had the least
-time.
-Those of an asynchronous dataset, or of one that is read in threads, run on one event loop.
-
-A blocking map dataset, whose samples depend on nothing but their index, is made once and shared by all connections. Any
-other is made for each connection, because it may keep a position, or open connections.
-
-The node opens connections, over the process's own channel. A connection ends with its socket, or on STOP. One that
-ends for any other reason, of the dataset's or of this process's, is reported to the node, so that its loader goes on
-elsewhere.
-
-*What a connection holds is bounded.* A loader that sends more than its process carries out, or does not read what was
-made, holds up itself: nothing is read from its connection, or none of its tasks is carried out, until its queues are
-shorter. Both
-get shorter without a frame that was not read: by carrying frames out, or by the loader that reads.
+A connection is one logical worker of one loader: a socket, with a `TaskRunner` behind it. Connections to a blocking
+dataset take turns, task by task. Those to an asynchronous dataset, or to one that is read in threads, share an event
+loop. A connection ends with its socket, or on STOP. One that ends for any other reason, of the dataset or of this
+process, is reported to the node, so that its loader goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -55,18 +43,18 @@ from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.worker import AsyncTaskLoop, serve_async, tune
 
 DATASET_INFO, OPEN, PLAN, PLANNED, NOT_MADE, ENDED = 40, 41, 42, 43, 44, 45
-"""Frames between the node and its process, all pickled, as both are the node's own: what the dataset is; a new
-connection, whose socket comes with the frame; a number and a `PlanRequest`; this number with the `Plan`, or an error
-as bytes; why there is no dataset, as text; a `ConnectionEnding`."""
+"""Frames between the node and its process, pickled, as both are processes of the node: a `DatasetInfo`; a
+`ConnectionOpening`, with the connection's socket; a number and a `PlanRequest`; this number with the `Plan`, or with an
+error as bytes; the reason why the dataset could not be made, as text; a `ConnectionEnding`."""
 MOST_PROBLEM = 1500
-"""Characters of the text that says why there is no dataset, at most."""
+"""Characters of that reason, at most."""
 
-_COUNTS_S = 0.25
+_COUNTS_S = 0.25  # between two messages with a worker's counts
 _MOST_FRAME = (64 << 20) + 256  # a message's largest body, and the head of a frame
-_MOST_QUEUED = 16 << 20  # bytes of a connection's frames, in either direction; one frame more, if it is that large
-_FRAME_BYTES = 200  # that a frame takes in a queue besides its own
-_MOST_TASKS = 1 << 13  # of a connection on the event loop: twice the credits that a loader may have
-_MOST_TASK_BYTES = 256 << 20  # of their frames
+_MOST_QUEUED = 16 << 20  # bytes of a connection's frames, in either direction, and one frame more
+_FRAME_BYTES = 200  # of memory that a queued frame takes besides its own bytes
+_MOST_TASKS = 1 << 13  # of a connection on an event loop: twice the credits that a loader may have
+_MOST_TASK_BYTES = 256 << 20  # bytes of their frames
 _MOST_REASON = 2000  # characters
 
 
@@ -74,13 +62,13 @@ class ConnectionOpening(NamedTuple):
     """A new connection.
 
     Attributes:
-        number: the node's number for it, from 1.
-        loader: the loader that it belongs to.
-        worker: its number among the loader's workers.
+        number: the node's number for the connection, from 1.
+        loader: the name that the loader gave itself.
+        worker: the worker's number among the loader's workers.
         setup: the loader's options, without dataset and functions.
-        catalog: the shards that the loader assigns; None: of no such dataset.
-        start: where it begins: an `EpochStart`, packed by the loader and not read by the node.
-        info: what the loader's node says of the dataset, with which it has planned.
+        catalog: the shards, if the loader assigns them; else None.
+        start: an `EpochStart`, packed by the loader and not read by the node.
+        info: the dataset's kind and length that the node gave the loader, which planned its epoch with them.
     """
 
     number: int
@@ -93,7 +81,7 @@ class ConnectionOpening(NamedTuple):
 
 
 class ConnectionEnding(NamedTuple):
-    """The end of a connection, at one of its tasks or not, whose loader did not ask for it. The process lives on."""
+    """The end of a connection that its loader did not ask for. The process lives on."""
 
     number: int
     reason: str
@@ -101,14 +89,14 @@ class ConnectionEnding(NamedTuple):
 
 
 class HostSetup(NamedTuple):
-    """What a process of the service is started with.
+    """The main function of a process of the service, with its arguments.
 
     Attributes:
-        target: names the definition.
+        target: the definition's name, as ``module:name``.
         arguments: the definition's.
-        threads: whether its connections read a blocking dataset in threads (`concurrency`).
-        data: the definition itself, where an engine sent it; None: it is imported.
-        fingerprint: of the definition that the node has imported; empty: it was sent.
+        threads: whether connections read a blocking dataset in threads (`concurrency`).
+        data: the pickled definition, if an engine sent it; None: it is imported.
+        fingerprint: of the definition that the node has imported; empty if it was sent.
     """
 
     target: str
@@ -118,27 +106,28 @@ class HostSetup(NamedTuple):
     fingerprint: str = ""
 
     def run(self, channel: Channel, recorder: Recorder, entered: float) -> None:
-        """Serve connections until the node ends this process. Raises what its channel raises."""
+        """Serve connections until the node ends this process. Raises the errors of its channel."""
         recorder.time("start_import", perf_counter() - entered)
         began = perf_counter()
         torch.multiprocessing._set_thread_name("asyncloader_lane")
         torch.set_num_threads(1)
         try:
             definition = load_definition(self.target) if self.data is None else PickledDefinition(self.data)
-            if self.fingerprint:  # the files may have been changed since the node was started
+            if self.fingerprint:  # files may have been changed since the node imported them
                 definition.check(self.fingerprint, "in the node")
             defined = Defined(definition, self.arguments)
             made = defined.make()
             info = dataset_info_of(made.dataset)
             host = _Host(channel, recorder, defined, made, info)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # of the user's module: an import may call `sys.exit`
             text = line_of(f"{self.target} raised {type(error).__name__}: {error}", MOST_PROBLEM)
             channel.send_all(wire.pack(NOT_MADE, pickle.dumps(text)))
-            return  # the node starts another process in a while
+            return  # the process exits, and the node starts another after a pause
         recorder.time("start_dataset", perf_counter() - began)
         channel.send_all(wire.pack(DATASET_INFO, pickle.dumps(info)))
         if info.problem:
-            channel.receive(wait=True)  # until the node ends this process
+            # Until the node ends this process: an exit would count as a death.
+            channel.receive(wait=True)
             return
         concurrent = info.asynchronous or self.threads
         tune(concurrent=concurrent)
@@ -154,14 +143,14 @@ class _ConnectionChannel(Channel):
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop | None) -> None:
         super().__init__(sock, _MOST_FRAME)
         self.recorder = Recorder()
-        """What this connection's worker counts. The loader gets it now and then, before an answer."""
+        """The worker's counts, which are sent to the loader before an answer, every `_COUNTS_S` at most."""
         self.sent: Callable[[], None] | None = None
-        """Called when all is sent that had to wait, or the loader is gone; only with an event loop."""
-        self._loop = loop  # sends the rest; None: the host does
+        """Called when all waiting frames were sent, or the loader has hung up; only with an event loop."""
+        self._loop = loop  # sends waiting frames; None: `_Host._exchange` does
         self._counts_due = 0.0
 
     def send_all(self, frame: bytes, fds: Any = ()) -> None:
-        """Send what the socket takes; the rest follows when it takes more."""
+        """Send a frame as far as the socket takes it; the rest follows later."""
         now = perf_counter()
         if now >= self._counts_due:
             self._counts_due = now + _COUNTS_S
@@ -172,7 +161,7 @@ class _ConnectionChannel(Channel):
     def _writable(self) -> None:
         try:
             done = self.flush()
-        except ConnectionError:  # the loader is gone
+        except ConnectionError:  # the loader has hung up
             self.ended = done = True
         if done and self._loop is not None:
             self._loop.remove_writer(self.fileno())
@@ -181,13 +170,15 @@ class _ConnectionChannel(Channel):
 
     @property
     def full(self) -> bool:
-        """Whether so much waits to be sent that nothing may be added. A segment counts as much, whatever its size."""
+        """Whether the queue of unsent frames is too long for another answer."""
+        # A single descriptor fills it: each is of a segment with a batch of any size, which lives until it is sent.
         return self.unsent_fds > 0 or self.unsent_memory > _MOST_QUEUED
 
     def close(self) -> None:
-        """As `Channel.close`."""
+        """Close the socket and drop unsent frames. Idempotent."""
         if self._loop is not None and self.fileno() >= 0:
-            self._loop.remove_writer(self.fileno())  # or the loop would keep it for another socket of that number
+            # Before the number is free: the loop knows sockets by their numbers, and the next socket may get this one.
+            self._loop.remove_writer(self.fileno())
         self.sent = None
         super().close()
 
@@ -204,18 +195,25 @@ class _Connection:
 
     @property
     def ready(self) -> bool:
-        """Whether it has something to do, and its loader reads what it is sent."""
+        """Whether a frame can be carried out, and its answer be queued."""
+        # A loader that does not read its batches holds up its own tasks only. The queue gets shorter as it reads, and
+        # `frames` gets shorter as they are carried out: neither needs a frame that was not read yet.
         return bool(self.frames) and not self.channel.full
 
     @property
     def events(self) -> int:
-        """What the host waits for. That the loader hangs up is reported in any case."""
+        """The events to poll for, besides the loader's hanging up, which is always reported."""
         reading = select.POLLIN if self.queued <= _MOST_QUEUED else 0
         return reading | (select.POLLOUT if self.channel.unsent_bytes else 0)
 
 
 class _ConnectionLoop(AsyncTaskLoop):
-    """Carries out a connection's tasks on the shared loop. `failed` is called before its tasks have ended."""
+    """Carries out a connection's tasks on the loop that all connections share.
+
+    Args:
+        connection: the connection.
+        failed: called with the error that ends it, and whether a task raised it, before its tasks have ended.
+    """
 
     def __init__(self, connection: _Connection, failed: Callable[..., None]) -> None:
         super().__init__(connection.runner)
@@ -225,6 +223,8 @@ class _ConnectionLoop(AsyncTaskLoop):
 
     def _readable(self) -> None:
         super()._readable()
+        # A task on the loop begins when it is read. So a loader that does not read its batches is not read from, until
+        # `_sent` is called: its answers would fill the memory.
         if self._channel.full:
             self._loop.remove_reader(self._channel.fileno())
 
@@ -235,29 +235,34 @@ class _ConnectionLoop(AsyncTaskLoop):
             self._loop.add_reader(self._channel.fileno(), self._readable)
 
     def _take(self, kind: int, body: bytes) -> None:
+        # Tasks in progress need a bound of their own: a dataset that waits for a store answers none for a while. The
+        # sum is computed for large frames only: the small ones take 256 MiB together at most, by their number.
         large = len(body) > 1 << 15 and sum(self._tasks.values()) > _MOST_TASK_BYTES
         if kind == wire.TASK and (large or len(self._tasks) >= _MOST_TASKS):
             raise ValueError(f"broken stream: a loader has {len(self._tasks)} tasks or their bytes at one worker")
         super()._take(kind, body)
 
     def _end(self, error: BaseException | None, *, at_task: bool = False) -> None:
+        # Now, not when `run` raises: that waits for the cancelled tasks, which may take long, and the loader waits for
+        # this report.
         if error is not None and not self._done.done():
             self._failed(error, at_task=at_task)
         super()._end(error)
 
 
 class _ConnectionSetup(NamedTuple):
-    """A connection's set-up, with the process's dataset or one of its own."""
+    """A connection's set-up, with the process's dataset, or None for one of its own."""
 
     opening: ConnectionOpening
     defined: Defined
     made: Made | None
 
     def load(self) -> WorkerSetup:
-        # Another connection's may be set, and a dataset's length may depend on it: the node's was taken without any.
+        # Another connection's info may be set. A dataset's length may depend on it, and the node's `DatasetInfo`, which
+        # is compared below, was taken without any.
         torch_worker._worker_info = None
         dataset, functions = self.made or self.defined.make()
-        # What is stored may have changed since the node's first process was started.
+        # The stored data may have changed since the node's first process was started.
         difference = dataset_info_of(dataset).difference(self.opening.info)
         if difference:
             raise StateError(
@@ -269,6 +274,7 @@ class _ConnectionSetup(NamedTuple):
         assert seeded is not None  # a service serves seeded loaders only
         return self.opening.setup._replace(
             dataset=dataset,
+            # As a list with an entry for each worker up to this one: `TaskRunner` takes the entry of its number.
             starts=[MSGPACK.load_start(self.opening.start)] * (self.opening.worker + 1),
             worker_init_fn=init if self.opening.catalog is None else finding(dataset, self.opening.catalog, init),
             decode=functions.get("decode"),
@@ -284,19 +290,21 @@ class _Host:
         self._defined = defined
         self._made = made
         self._fresh = True  # `made` was given to no connection yet
+        # Samples of a blocking map dataset depend on nothing but their index, so all connections read one copy. Any
+        # other dataset may keep a position, or connections of an event loop.
         self._shared = not (info.iterable or info.asynchronous or info.stateful)
         self._connections: dict[int, _Connection] = {}  # by descriptor
         self._used: dict[str, float] = {}  # seconds of each loader that has connections here
-        self._draw_check = GlobalDrawCheck()  # one for all connections: they share the generators
-        self._planning: Any = None  # a dataset that no connection has: it makes plans of any number of workers
-        self._plans: list[tuple[int, PlanRequest]] = []  # that the node has asked for
+        self._draw_check = GlobalDrawCheck()  # of all connections: they share the process's generators
+        self._planning: Any = None  # a dataset that no connection reads: it makes plans of any number of workers
+        self._plans: list[tuple[int, PlanRequest]] = []  # requests of the node
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = False
 
     # ------------------------------------------------------------------------------------------- connections
 
     def _control(self) -> list[_Connection]:
-        """Read the process's own channel. Returns the connections that are new."""
+        """Read the process's own channel. Returns the new connections."""
         opened = []
         for kind, body in self._channel.receive():
             if kind == wire.STOP:
@@ -316,6 +324,7 @@ class _Host:
             sock = socket.socket(fileno=self._channel.take_fd())
             sock.setblocking(False)
             channel = _ConnectionChannel(sock, self._loop)
+            # The first connection reads the process's own copy, which was made to look at it: it is as good as new.
             made = self._made if self._shared or self._fresh else None
             self._fresh = False
             setup = _ConnectionSetup(opening, self._defined, made)
@@ -332,21 +341,23 @@ class _Host:
         return connection
 
     def _report(self, number: int, error: BaseException, *, at_task: bool) -> None:
-        """Tell the node what ended a connection, unless its loader did: the process lives, so nothing else would."""
+        """Report the error that ended a connection to the node, unless the loader hung up."""
+        # The node would learn of a death from the pidfd, but this process lives.
         if isinstance(error, ConnectionError):
             return
         kind = type(error).__name__
         try:
             reason = f"{kind}: {error}"
-        except Exception:
+        except Exception:  # the `__str__` of a user's error
             reason = kind
         reason = f"Its worker failed, and its process lives on. {reason[:_MOST_REASON]}"
         ending = ConnectionEnding(number, reason, at_task)
-        with contextlib.suppress(ConnectionError):  # the node is gone, which ends this process
+        with contextlib.suppress(ConnectionError):  # the node has died, which ends this process
             self._channel.send_all(wire.pack(ENDED, pickle.dumps(ending)))
 
     def _add(self, connection: _Connection) -> None:
-        # A loader that comes late does not get the time that it was not there for.
+        # A new loader begins with the time of the loader that had the least. From zero it would have all turns until it
+        # had caught up with loaders that have read for hours.
         self._used.setdefault(connection.loader, min(self._used.values(), default=0.0))
         self._connections[connection.channel.fileno()] = connection
 
@@ -355,17 +366,18 @@ class _Host:
         connection.channel.close()
         connection.runner.release()
         if torch_worker._worker_info is connection.info:
-            torch_worker._worker_info = None  # it has the connection's dataset
+            torch_worker._worker_info = None  # it refers to the connection's dataset
         if all(other.loader != connection.loader for other in self._connections.values()):
             self._used.pop(connection.loader, None)
 
     # ------------------------------------------------------------------------------------------- blocking
 
     def run(self) -> None:
-        """Carry out the connections' tasks, one after the other."""
+        """Carry out the connections' frames, one after the other."""
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
         while not self._ended:
+            # Sockets are looked at between any two tasks, so that a new loader waits for one task at most.
             busy = any(connection.ready for connection in self._connections.values())
             for fd, events in poll.poll(0 if busy else None):
                 if fd == self._channel.fileno():
@@ -379,7 +391,7 @@ class _Host:
             for connection in [
                 each for each in self._connections.values() if each.channel.ended or each.runner.stopped
             ]:
-                poll.unregister(connection.channel.fileno())
+                poll.unregister(connection.channel.fileno())  # while it has its number
                 self._close(connection)
             for connection in self._connections.values():
                 poll.modify(connection.channel.fileno(), connection.events)
@@ -390,11 +402,12 @@ class _Host:
         return min(ready, key=lambda connection: self._used[connection.loader], default=None)
 
     def _exchange(self, connection: _Connection, events: int) -> None:
-        """Send and receive what the connection's socket takes and has."""
+        """Send waiting frames, and read the connection's socket if it is readable."""
         try:
             connection.channel.flush()
             if not events & select.POLLIN:
-                # Perhaps the loader has hung up while nothing was read: nobody wants the answers to what is queued.
+                # POLLHUP or POLLERR alone: the loader has hung up while its queue was too long to be read. Its queued
+                # tasks are dropped, as no one would read their answers.
                 connection.channel.ended = connection.channel.ended or bool(events & ~select.POLLOUT)
                 return
             for frame in connection.channel.receive():
@@ -406,8 +419,8 @@ class _Host:
             self._fail(connection, error, at_task=False)
 
     def _fail(self, connection: _Connection, error: BaseException, *, at_task: bool) -> None:
-        """This connection cannot go on: the others do."""
-        if not connection.channel.ended:
+        """End this connection, and report why."""
+        if not connection.channel.ended:  # reported before, or the loader has hung up
             self._report(connection.number, error, at_task=at_task)
         connection.channel.ended = True
 
@@ -416,13 +429,15 @@ class _Host:
         connection.queued -= len(body) + _FRAME_BYTES
         torch_worker._worker_info = connection.info
         began = perf_counter()
+        # In memory that the node reads: if this process dies now, the node knows at which task, and blames no other
+        # loader.
         self._recorder.put(CONNECTION_KEY, connection.number)
         try:
             if kind == wire.TASK:
                 connection.runner.task(body)
             else:
                 connection.runner.control(kind, body)
-        except Exception as error:  # the loader is gone, or sent what is no frame of ours, or the dataset is at fault
+        except Exception as error:  # the loader has hung up or sent a broken frame, or the dataset is at fault
             self._fail(connection, error, at_task=kind == wire.TASK)
         self._recorder.put(CONNECTION_KEY, 0)
         seconds = perf_counter() - began
@@ -433,14 +448,14 @@ class _Host:
     # ------------------------------------------------------------------------------------------- asynchronous
 
     async def run_async(self) -> None:
-        """Carry out the connections' tasks, all at a time."""
+        """Carry out the tasks of all connections on one loop."""
         loop = self._loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         current: Any = _CurrentInfo()
 
         def readable() -> None:
             opened = self._control()
-            torch_worker._worker_info = current  # each new connection has put its own there
+            torch_worker._worker_info = current  # each new connection has replaced it by its own
             for connection in opened:
                 context = copy_context()
                 context.run(_info.set, connection.info)
@@ -456,6 +471,7 @@ class _Host:
                 await done
             finally:
                 loop.remove_reader(self._channel.fileno())
+                # Each connection's loop notices its socket's end, cancels its tasks, and closes the dataset's context.
                 for connection in self._connections.values():
                     connection.runner.stopped = True
                     connection.channel.sock.shutdown(socket.SHUT_RDWR)
@@ -473,7 +489,7 @@ class _Host:
     async def _run_connection(self, connection: _Connection) -> None:
         try:
             await _ConnectionLoop(connection, partial(self._fail, connection)).run()
-        except Exception:  # as in `_carry_out`
+        except Exception:  # was reported by `_ConnectionLoop`; the other connections go on
             connection.channel.ended = True
         finally:
             self._close(connection)
@@ -483,7 +499,7 @@ _info: ContextVar[Any] = ContextVar("asyncloader_worker_info", default=None)
 
 
 class _CurrentInfo:
-    """What `torch.utils.data.get_worker_info` returns where connections share a loop: the current connection's."""
+    """The result of `torch.utils.data.get_worker_info` where connections share a loop: the current connection's."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_info.get(), name)

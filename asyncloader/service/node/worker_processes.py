@@ -1,4 +1,4 @@
-"""The node's side of its worker processes: starts them, opens connections in them, and replaces those that die.
+"""The node's side of its worker processes: starts them, opens worker connections in them, and replaces the dead.
 
 Data path: node -> [worker_processes] -> worker_host.
 """
@@ -41,31 +41,31 @@ from asyncloader.workers.ipc.peer_text import LineLimit, line_of
 from asyncloader.workers.process import WorkerProcess, look
 
 _log = logging.getLogger("asyncloader")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
-_ABANDONED_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0  # before a process is started again
+_ABANDONED_S = 10.0  # for a process to end a task without a loader, or to exit without a dataset
 _ALL_BEGUN_S = 60.0
-"""Seconds that the first loaders wait for all processes to have their dataset, while one has."""
+"""Seconds that the first loaders wait until all processes have their dataset, once one has."""
 _NONE_READY_S = 20.0
 """Seconds that a connection waits for a process: less than a loader waits for an answer."""
 _UNWANTED_S = 60.0
 """Seconds without a loader after which a dataset of the loaders' choice that cannot be made is given up."""
-_FAILURES_PER_MINUTE = 6
+_FAILURES_PER_MINUTE = 6  # that are logged
 _FAILED_S = 60.0
-"""Seconds for which a process in which a connection ended at no task gets no connections, if there are others."""
+"""Seconds in which a process gets no connections after one ended at no task, if there are other processes."""
 _STACKS_S = 1.0
 _KILLED = "Its loader had it killed: it was at one task for too long."
 _BUSY = "Its process was at another loader's task."
 
 
 class NotMade(Exception):
-    """No process has the dataset; the text says why, on one line. Later one may."""
+    """No process has the dataset; the text says why, on one line. A process may have it later."""
 
 
 class WorkerConnection(Protocol):
-    """What holds the node's end of a connection."""
+    """The node's end of a worker connection, as `HostProcesses` uses it."""
 
     def died(self, death: DeathReport) -> None:
-        """The connection's process died."""
+        """Report to the loader that its process died."""
         ...
 
 
@@ -78,9 +78,9 @@ class _Process:
         self.problem = ""
         """Why it could not make its dataset."""
         self.failed_at = -inf
-        """When a connection ended in it at no task: it may be out of descriptors, so others get the next ones."""
+        """When a connection last ended at no task: the process may be out of descriptors."""
         self.killed_for = 0
-        """The connection whose loader had it killed; 0: none."""
+        """The connection for which the node killed it; 0: it did not."""
 
 
 def _end_left_over(process: WorkerProcess) -> None:
@@ -96,9 +96,9 @@ class HostProcesses:
     """The processes of one definition with one set of arguments.
 
     Args:
-        setup: what they are started with.
-        number: how many there are.
-        lasting: whether the dataset is to be made however often that fails, even if nobody wants it.
+        setup: their main function.
+        number: of processes.
+        lasting: whether they are started however often the dataset cannot be made, even if no loader asks for it.
     """
 
     def __init__(self, setup: HostSetup, number: int, *, lasting: bool = True) -> None:
@@ -106,86 +106,85 @@ class HostProcesses:
         self.setup = setup
         self.number = number
         self.deaths = 0
-        self._by = {"peer": f"processes of {setup.target}"}  # whose lines of the log these are
+        self._by = {"peer": f"processes of {setup.target}"}  # the log bounds the lines of each peer
         self._logged = LineLimit(_FAILURES_PER_MINUTE)
-        self._looking = asyncio.Lock()  # a pipe has one reader
-        self._requests = 0  # connections and plans that were asked for
-        self._users = 0
+        self._looking = asyncio.Lock()  # a process writes its stacks into one pipe, which has one reader at a time
+        self._requests = 0  # numbers connections and plans; no number is used twice
+        self._users = 0  # handshakes that are about to open a connection
         self._tasks_of_dead, self._busy_of_dead = 0, 0.0
+        # Not "fork": a child would inherit the node's sockets, and locks that other threads hold.
         self._context = multiprocessing.get_context("forkserver")
         self._lifeline = Lifeline()
         self._processes: dict[int, _Process] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._info: DatasetInfo | None = None  # that were reported first, since no process had the dataset
-        self._news = asyncio.Event()  # replaced by another whenever something below, or a process, has changed
-        self._begun: set[int] = set()
+        self._info: DatasetInfo | None = None  # of the first process that had the dataset while no other had it
+        self._news = asyncio.Event()  # set, and replaced by another, whenever a process has begun or failed
+        self._begun: set[int] = set()  # processes that have had their dataset, or have failed, at least once
         self._waited_for_all = False
-        self._asked = 0.0  # when somebody wanted the dataset
+        self._asked = 0.0  # the time at which a loader last asked for the dataset
         self._closing = asyncio.Event()
         self.problem = ""
         """Why no process has the dataset: the newest failure, as one line; empty while one has, or may yet."""
         self.given_up = False
-        """No process is there, and none is started any more: for a long time nobody wanted it."""
+        """No process runs, and none is started any more: no loader asked for `_UNWANTED_S`."""
 
     def start(self) -> None:
-        """Start the processes, without waiting for them. In the node's loop."""
+        """Start the processes, without waiting for them. Call it in the node's loop."""
         self._loop = asyncio.get_running_loop()
         self._asked = self._loop.time()
         for number in range(self.number):
             self._keep(number)
 
     async def first_dataset_info(self) -> DatasetInfo:
-        """What the dataset is, as soon as one process has made it.
+        """Return the dataset's info as soon as one process has made it.
 
         Raises:
             NotMade: each process has failed.
         """
-        while not self.running and not (self._info is not None and self._info.problem):
-            if self.problem and len(self._begun) == self.number:
-                raise NotMade(self.problem)
-            await self._news.wait()
-        assert self._info is not None
-        return self._info
+        return await self._dataset_info(tries=self.number)
 
     async def dataset_info(self) -> DatasetInfo:
-        """What the dataset is, as soon as one process has made it, for a loader that wants it.
+        """Return the dataset's info as soon as one process has made it, for a loader that asks for it.
 
         Raises:
             NotMade: at the moment it cannot be made.
         """
         assert self._loop is not None
         self._asked = self._loop.time()
+        return await self._dataset_info(tries=1)
+
+    async def _dataset_info(self, tries: int) -> DatasetInfo:
         while not self.running and not (self._info is not None and self._info.problem):
-            if self.problem:
+            if self.problem and len(self._begun) >= tries:
                 raise NotMade(self.problem)
             await self._news.wait()
         assert self._info is not None
         return self._info
 
     async def begun(self) -> None:
-        """Wait until each process has its dataset, or has failed, but only once and not for ever: the loaders that come
-        first would all share the first process.
-        """
+        """Wait until each process has its dataset or has failed: the first time only, and `_ALL_BEGUN_S` at most."""
+        # Otherwise the loaders that come first would all get the process that was ready first.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ALL_BEGUN_S):
                 while len(self._begun) < self.number and not self._waited_for_all:
                     await self._news.wait()
         if not self._waited_for_all:
             self._waited_for_all = True
-            self._tell()
+            self._notify()  # the loaders that wait here, too
 
-    def _tell(self) -> None:
-        """Wake up whoever waits for a change."""
+    def _notify(self) -> None:
+        """Wake up all coroutines that wait for a change."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    async def _some(self) -> list[_Process]:
-        """The processes that have the dataset; there is at least one. Nothing is awaited since this was found.
+    async def _ready_processes(self) -> list[_Process]:
+        """Return the processes that have the dataset, at least one.
 
         Raises:
-            NotMade: there was none for too long.
+            NotMade: no process has it, for too long.
         """
+        # Awaits nothing after the check: a process cannot die before the caller uses it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_NONE_READY_S):
                 while not self.running and not self.problem:
@@ -197,12 +196,12 @@ class HostProcesses:
 
     @property
     def running(self) -> int:
-        """How many processes are ready."""
+        """The number of processes that have the dataset."""
         return sum(each.ready for each in self._processes.values())
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[None]:
-        """While somebody is about to open a connection."""
+        """Context in which a loader is about to open a connection, and the processes are not idle."""
         self._users += 1
         try:
             yield
@@ -211,38 +210,39 @@ class HostProcesses:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody has a connection, or is about to."""
+        """Whether no loader has a connection, or is about to open one."""
         return not self._users and not any(each.connections for each in self._processes.values())
 
     @property
     def tasks(self) -> int:
-        """Tasks carried out, of a blocking dataset."""
+        """The number of tasks carried out, of a blocking dataset."""
         return self._tasks_of_dead + sum(_times(each).number for each in self._processes.values())
 
     @property
     def busy(self) -> float:
-        """Seconds that processes were at them."""
+        """The seconds that processes took for them."""
         return self._busy_of_dead + sum(_times(each).total for each in self._processes.values())
 
     def _keep(self, number: int, pause: float = 0.0) -> None:
         assert self._loop is not None
         task = self._loop.create_task(self._start(number, pause))
-        self._tasks.add(task)
+        self._tasks.add(task)  # the loop itself has weak references only
         task.add_done_callback(self._tasks.discard)
 
     async def _start(self, number: int, pause: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause):
-                await self._closing.wait()
+                await self._closing.wait()  # a pause that `close` ends early
         if self._closing.is_set() or self.given_up:
             return
+        # In a thread: the fork server may have to be started first, and connections must go on.
         try:
             process = await in_thread(partial(self._make, number))
-        except Exception as error:  # such as an EOFError: a fork server that cannot fork ends
+        except Exception as error:  # such as an EOFError, of a fork server that could not fork and exited
             why = f"{type(error).__name__}: {error}"
-            self._fails(number, f"{self.setup.target}: its process cannot be started: {why}", pause)
+            self._start_later(number, f"{self.setup.target}: its process cannot be started: {why}", pause)
             return
-        if self._closing.is_set() or self.given_up:
+        if self._closing.is_set() or self.given_up:  # in the time that the start took
             await in_thread(partial(shutdown.run, [process]))
             return
         made = self._processes[number] = _Process(process)
@@ -262,6 +262,7 @@ class HostProcesses:
         for kind, body in made.process.channel.receive():
             if kind == DATASET_INFO:
                 info: DatasetInfo = pickle.loads(body)
+                # Not while another process has the dataset: its loaders have planned their epochs with its length.
                 if self._info is None or not self.running:
                     self._info = info
                 made.ready = not info.problem
@@ -271,7 +272,7 @@ class HostProcesses:
                 self._begins(number)
             elif kind == NOT_MADE:
                 made.problem = pickle.loads(body)
-                # It ends by itself, unless a thread that the dataset has left behind keeps it.
+                # The process exits by itself, unless a thread that the dataset has left behind keeps it.
                 asyncio.get_running_loop().call_later(_ABANDONED_S, _end_left_over, made.process)
             elif kind == PLANNED:
                 asked, answer = pickle.loads(body)
@@ -280,6 +281,7 @@ class HostProcesses:
                     future.set_result(answer)
             elif kind == ENDED:
                 ending: ConnectionEnding = pickle.loads(body)
+                # Taken out now: once its loader closes it, `close_connection` must not take the process for stuck.
                 end = made.connections.pop(ending.number, None)
                 if not ending.at_task:
                     made.failed_at = asyncio.get_running_loop().time()
@@ -294,18 +296,19 @@ class HostProcesses:
             asyncio.get_running_loop().remove_reader(made.process.channel.fileno())
 
     def _begins(self, number: int) -> None:
-        """This process is there, or cannot be."""
+        """Note that a process has its dataset, or has failed."""
         self._begun.add(number)
-        self._tell()
+        self._notify()
 
-    def _fails(self, number: int, problem: str, pause: float) -> None:
-        """This process could not make the dataset, for this reason, and after such a pause: try again later."""
+    def _start_later(self, number: int, problem: str, pause: float) -> None:
+        """Start a process again that could not make the dataset, after a longer pause than before."""
         assert self._loop is not None
         pause = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause))
-        if not self.running:
+        if not self.running:  # else the dataset can be made, and loaders have processes
             self.problem = line_of(problem, MOST_PROBLEM)
         self._begins(number)
         now = self._loop.time()
+        # A loader chose the arguments, and may have chosen some with which the dataset can never be made.
         if not self.lasting and self.idle and not self._processes and now - self._asked > _UNWANTED_S:
             self.given_up = True
         if self.given_up or self._closing.is_set():
@@ -319,7 +322,8 @@ class HostProcesses:
 
     def _died(self, number: int, made: _Process, pause: float) -> None:
         process = made.process
-        with contextlib.suppress(ValueError):
+        # Frames that it sent before it died, such as its reason: the pidfd may be readable before they were read.
+        with contextlib.suppress(ValueError):  # a frame that was cut off
             self._read(number, made)
         loop = asyncio.get_running_loop()
         loop.remove_reader(process.death_fd)
@@ -327,10 +331,14 @@ class HostProcesses:
             loop.remove_reader(process.channel.fileno())
             loop.remove_writer(process.channel.fileno())
         error = process.death()
+        # `_at` alone does not name the connection for which it was killed: it is 0 on a shared loop, and the process
+        # may have begun another task between the decision and the signal.
         at = made.killed_for or self._at(made)
-        self.deaths += not made.problem
-        for connection, end in list(made.connections.items()):
+        self.deaths += not made.problem  # a process that reported why it has no dataset has exited by itself
+        for connection, end in list(made.connections.items()):  # a copy: `died` takes the connection out
+            # A death counts against a loader's task only if no other loader's could be the cause.
             blamed = connection == at or (not at and len(made.connections) == 1)
+            # On a shared loop the task that ended the process is not known.
             shared = not at and len(made.connections) > 1 and self._asynchronous
             end.died(DeathReport(error.pid, error.exitcode, error.reason, error.trace, blamed, shared))
         for future in made.plans.values():
@@ -341,6 +349,7 @@ class HostProcesses:
         self._busy_of_dead += times.total
         del self._processes[number]
         process.release()
+        # A dataset with such a problem has it in each process: no other is started.
         if self._closing.is_set() or (self._info is not None and self._info.problem):
             return
         if made.ready:
@@ -348,7 +357,7 @@ class HostProcesses:
             self._keep(number)
         else:
             died = f"{self.setup.target}: its process died before it had the dataset: {error}"
-            self._fails(number, made.problem or died, pause)
+            self._start_later(number, made.problem or died, pause)
 
     @property
     def _asynchronous(self) -> bool:
@@ -357,21 +366,22 @@ class HostProcesses:
     # ---------------------------------------------------------------------------------------------- connections
 
     async def open(
-        self, opening: Opening, info: DatasetInfo, end: Callable[[Any, int], WorkerConnection]
-    ) -> tuple[WorkerConnection, int, int]:
-        """Open a connection in the process with the fewest. Returns the node's end, its number, and the process's id.
+        self, opening: Opening, info: DatasetInfo, make_end: Callable[[Any, int], WorkerConnection]
+    ) -> tuple[int, int]:
+        """Open a connection in the process with the fewest. Returns the connection's number, and the process's id.
 
         Args:
             opening: the loader's request.
-            info: that the loader was given of the dataset. Those of a process that was made since may be others.
-            end: makes the node's end, of the socket and the connection's number.
+            info: the dataset's info that the loader was given; a process that was started since may have another.
+            make_end: makes the node's end, from the socket and the connection's number.
 
         Raises:
             NotMade: no process has the dataset.
             ConnectionError: the process died.
         """
+        # A process that has too few descriptors ends connections at once, so it would always have the fewest.
         healthy = asyncio.get_running_loop().time() - _FAILED_S
-        made = min(await self._some(), key=lambda each: (each.failed_at > healthy, len(each.connections)))
+        made = min(await self._ready_processes(), key=lambda each: (each.failed_at > healthy, len(each.connections)))
         self._requests += 1
         number = self._requests
         ours, theirs = channel_pair()
@@ -380,22 +390,22 @@ class HostProcesses:
                 number, opening.loader, opening.worker, opening.setup, opening.catalog, opening.start, info
             )
             self._ask(made, OPEN, asked, [theirs.fileno()])
-            made.connections[number] = connection = end(ours, number)
+            made.connections[number] = make_end(ours, number)
         except BaseException:
             ours.close()
             raise
         finally:
-            theirs.close()
-        return connection, number, made.process.pid
+            theirs.close()  # the channel has a duplicate, if the frame has to wait
+        return number, made.process.pid
 
     async def plan(self, request: PlanRequest) -> Any:
-        """Have a plan made. Returns it, or the error that was raised, in the service's codec.
+        """Have a process make a plan. Returns it, or the error that was raised, packed by `MSGPACK`.
 
         Raises:
             NotMade: no process has the dataset.
             ConnectionError: the process died.
         """
-        made = (await self._some())[0]
+        made = (await self._ready_processes())[0]
         self._requests += 1
         number = self._requests
         future = made.plans[number] = asyncio.get_running_loop().create_future()
@@ -406,47 +416,53 @@ class HostProcesses:
             made.plans.pop(number, None)
 
     async def look(self, pids: Sequence[int]) -> list[tuple[int, str, str]]:
-        """What those of these processes do that are here: id, state, and the stacks of its threads."""
+        """Return the id, the state and the threads' stacks of each of these processes that runs here."""
         async with self._looking:
-            there = [each.process for each in self._processes.values() if each.process.pid in pids]
-            reports = await look(there, _STACKS_S)
-        return [(process.pid, report.state, report.text) for process, report in zip(there, reports, strict=True)]
+            own = [each.process for each in self._processes.values() if each.process.pid in pids]
+            reports = await look(own, _STACKS_S)
+        return [(process.pid, report.state, report.text) for process, report in zip(own, reports, strict=True)]
 
     def _ask(self, made: _Process, kind: int, request: Any, fds: Sequence[int] = ()) -> None:
-        """Send a process of ours a request."""
+        """Send a request to a process."""
         if not made.process.channel.send(wire.pack(kind, pickle.dumps(request)), fds):
             asyncio.get_running_loop().add_writer(made.process.channel.fileno(), self._flush, made)
 
     def _flush(self, made: _Process) -> None:
-        done = True
-        with contextlib.suppress(ConnectionError):  # it is dying, which its sentinel reports
+        done = True  # also after an error: the loop would report the broken socket as writable without end
+        with contextlib.suppress(ConnectionError):  # the process is dying, and `_died` will be called
             done = made.process.channel.flush()
         if done:
             asyncio.get_running_loop().remove_writer(made.process.channel.fileno())
 
     def close_connection(self, number: int) -> None:
-        """The node's end of this connection is closed."""
+        """Note that the node's end of this connection is closed."""
         for made in self._processes.values():
+            # The process cannot be asked to give up a blocking task. It has `_ABANDONED_S` to end it.
             if made.connections.pop(number, None) is not None and self._at(made) == number:
                 asyncio.get_running_loop().call_later(_ABANDONED_S, self._end_abandoned, made, number)
 
     def _end_abandoned(self, made: _Process, number: int) -> None:
-        """Nobody wants the task that a process is at; if it does not end, the others would wait for it for ever."""
+        """Kill a process that is still at the task of a closed connection: the other connections wait for it."""
+        # Numbers are not used twice, so this is a task of the closed connection.
         if not made.process.released and self._at(made) == number:
             made.killed_for = number
             made.process.kill_for("It was at a task of a loader that is gone.")
 
     def _at(self, made: _Process) -> int:
-        """The connection whose task the process carries out; 0: none, or several."""
+        """The number of the connection whose task the process carries out; 0: of none, or of several."""
+        # Read from memory that the process writes, so that it is right for a process that is stuck or dead, too.
         return int(total(made.process.recorder.block, CONNECTION_KEY))
 
     def kill(self, number: int) -> None:
-        """A connection's loader says that a task takes too long: kill the process. If it is at another connection's
-        task, this one only waits: it ends, so that the loader goes elsewhere.
+        """Kill the process of this connection, because a task takes too long for its loader.
+
+        A process that carries out another connection's task is not killed: this connection ends, and its loader goes
+        elsewhere.
         """
         for made in self._processes.values():
             if number not in made.connections:
                 continue
+            # On a shared loop any of the tasks may block it.
             if self._at(made) == number or self._asynchronous:
                 made.killed_for = number
                 made.process.kill_for(_KILLED)
@@ -457,7 +473,8 @@ class HostProcesses:
 
     async def close(self) -> None:
         """End all processes, and wait for that."""
-        self._closing.set()  # and no task is cancelled: the process that one is about to have would be lost
+        # The tasks see this, and are not cancelled: a process that a thread is starting for one would be lost.
+        self._closing.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         loop = asyncio.get_running_loop()
         processes = [each.process for each in self._processes.values()]
