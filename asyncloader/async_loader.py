@@ -36,7 +36,7 @@ from asyncloader.options.declaration import (
 )
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.samplers.async_sampler import feedback_target
-from asyncloader.service.client.remote_dataset import let_go
+from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
@@ -213,7 +213,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             await shielded(in_thread(rings.close))
         if self._keeper.grouped:
             await shielded(in_thread(self._keeper.retire_group))
-        let_go(self.dataset)
+        release_service(self.dataset)
 
     def close(self) -> None:
         """`aclose` for code that is not async. Blocks until the processes are gone. Idempotent."""
@@ -226,7 +226,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         if rings := kept_rings_of(self._spec):
             rings.close()
         self._keeper.retire_group()
-        let_go(self.dataset)
+        release_service(self.dataset)
 
     def _newest_iterator(self) -> AsyncLoaderIterator[Any] | AsyncInlineIterator[Any] | None:
         return None if self._newest is None else self._newest()

@@ -33,7 +33,7 @@ from asyncloader.options.declaration import (
     fixed_option,
 )
 from asyncloader.samplers.async_sampler import feedback_target
-from asyncloader.service.client.remote_dataset import let_go
+from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.diagnosis import Diagnosis
@@ -123,7 +123,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         if rings := kept_rings_of(self):
             rings.close()
         state.keeper.retire_group()
-        let_go(self.dataset)
+        release_service(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """The newest iterator's position: a new dictionary of plain values, O(1). Between epochs: the next epoch.

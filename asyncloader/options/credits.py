@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncloader.service.client.remote_dataset import ServedDataset
+from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
 
 _ON_THE_WAY = 2
@@ -35,4 +35,4 @@ def most_credits(dataset: Any, batch_size: object, *, least: int, concurrency: i
         if threads and fetches_batches(dataset):
             batch_size = 1  # one thread fetches a whole batch
         most = max(least, -(-concurrency // batch_size) + 1)
-    return most + (_ON_THE_WAY if isinstance(dataset, ServedDataset) and dataset.service.remote else 0)
+    return most + (_ON_THE_WAY if isinstance(dataset, RemoteDataset) and dataset.service.remote else 0)

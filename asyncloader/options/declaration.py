@@ -38,7 +38,7 @@ from asyncloader.samplers.distributed import OnUneven, rank_view
 from asyncloader.samplers.generators import DRAWING
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.samplers.seeded_draws import with_seeded_draws
-from asyncloader.service.client.remote_dataset import ServedDataset, located
+from asyncloader.service.client.remote_dataset import RemoteDataset, locate
 from asyncloader.service.definition import Defined
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_stream
@@ -266,8 +266,8 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     _asyncloader_options: OurOptions
 
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
-        if arguments["workers"] is not None or isinstance(arguments["dataset"], Defined | ServedDataset):
-            arguments = located(arguments)
+        if arguments["workers"] is not None or isinstance(arguments["dataset"], Defined | RemoteDataset):
+            arguments = locate(arguments)
         dataset, given = arguments["dataset"], dict(arguments)
         check_num_workers(given["num_workers"])
         if given["shuffle"] and hasattr(dataset, "shuffled") and assigns_shards(dataset):
@@ -354,7 +354,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
 
     def check_worker_number_rationality(self) -> None:
         """Give torch's warning about too many workers, but also consider a container's CPU quota."""
-        if isinstance(self.dataset, ServedDataset):
+        if isinstance(self.dataset, RemoteDataset):
             return  # its workers are logical ones, elsewhere
         quota = cpu_quota()
         if not self.num_workers or quota is None or quota >= affinity():

@@ -36,7 +36,7 @@ from asyncloader.service.protocol.msgpack_batches import BatchTemplate
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
-from asyncloader.service.protocol.shard_plan import Plan, gathered, messages, read_request
+from asyncloader.service.protocol.shard_plan import Plan, messages, read_plan, read_request
 from asyncloader.service.protocol.unpacking import unpack
 from asyncloader.workers.ipc import wire
 from tests.service import definitions
@@ -88,7 +88,7 @@ def _read_template(data: bytes) -> None:
 
 def _read_plan(data: bytes) -> None:
     sent = iter([data, pack((2, "end"))])
-    gathered(lambda: next(sent))
+    read_plan(lambda: next(sent))
 
 
 def _read_as_loader(data: bytes) -> None:

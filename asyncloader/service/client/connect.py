@@ -37,7 +37,7 @@ from asyncloader.service.protocol.handshake import (
 )
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
-from asyncloader.service.protocol.shard_plan import Plan, PlanRequest, gathered
+from asyncloader.service.protocol.shard_plan import Plan, PlanRequest, read_plan
 from asyncloader.service.protocol.sockets import check_peer
 from asyncloader.workers.ipc.peer_text import block_of, line_of
 from asyncloader.workers.stacks import Report
@@ -130,14 +130,14 @@ def _connect(service: Service, address: str, place: Any) -> socket.socket:
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
             sock.connect(where)
-            return sock if service.tls_ca is None else _secured(service, sock, str(urlsplit(address).hostname))
+            return sock if service.tls_ca is None else _wrap_tls(service, sock, str(urlsplit(address).hostname))
         except OSError as error:
             sock.close()
             failure = error
     raise failure or OSError("no address")
 
 
-def _secured(service: Service, sock: socket.socket, host: str) -> ssl.SSLSocket:
+def _wrap_tls(service: Service, sock: socket.socket, host: str) -> ssl.SSLSocket:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(service.tls_ca)
@@ -327,7 +327,7 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
 
     def use(node: NodeConnection) -> Plan | bytes:
         node.link.send(frames.PLAN, pack_record(request))
-        answer = gathered(lambda: node.answer(frames.PLANNED))
+        answer = read_plan(lambda: node.answer(frames.PLANNED))
         node.link.close()
         return answer
 

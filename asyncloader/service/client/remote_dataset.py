@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from asyncloader.service.protocol.shard_plan import Catalog
 
 
-class ServedDataset:
+class RemoteDataset:
     """Stands for a dataset that a service reads.
 
     Args:
@@ -50,7 +50,7 @@ class ServedDataset:
         return f"{self.defined!r} at {self.service.url}"
 
 
-class _Sized(ServedDataset):
+class _Sized(RemoteDataset):
     def __len__(self) -> int:
         if self.info.length is None:
             raise TypeError(f"{self!r} has no length")
@@ -67,7 +67,7 @@ class _AsyncMap(_Sized, Dataset[Any]):
         self._is_elsewhere()
 
 
-class _Stream(ServedDataset, IterableDataset[Any]):
+class _Stream(RemoteDataset, IterableDataset[Any]):
     def __iter__(self) -> Any:
         self._is_elsewhere()
 
@@ -76,7 +76,7 @@ class _SizedStream(_Sized, _Stream):
     pass
 
 
-class _AsyncStream(ServedDataset):
+class _AsyncStream(RemoteDataset):
     def __aiter__(self) -> Any:
         self._is_elsewhere()
 
@@ -85,7 +85,7 @@ class _SizedAsyncStream(_Sized, _AsyncStream):
     pass
 
 
-class _Shards(ServedDataset, IterableDataset[Any]):
+class _Shards(RemoteDataset, IterableDataset[Any]):
     """A dataset whose shards the loader assigns; a node plans each epoch. Interface as `RemoteIterableDataset`."""
 
     def __init__(self, defined: Defined, service: Any, info: DatasetInfo) -> None:
@@ -98,7 +98,7 @@ class _Shards(ServedDataset, IterableDataset[Any]):
         self._is_elsewhere()
 
     __aiter__ = __iter__
-    open_worker_stream = ServedDataset._is_elsewhere
+    open_worker_stream = RemoteDataset._is_elsewhere
 
     async def plan(self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> EpochPlan:
         """As `RemoteIterableDataset.plan`.
@@ -128,7 +128,7 @@ class _Shards(ServedDataset, IterableDataset[Any]):
         return EpochPlan(assignments, EpochShares(ranks, plan.samples, plan.left_out))
 
 
-_KINDS: dict[tuple[bool, bool, bool], type[ServedDataset]] = {  # iterable, asynchronous, sized
+_KINDS: dict[tuple[bool, bool, bool], type[RemoteDataset]] = {  # iterable, asynchronous, sized
     (False, False, True): _Map,
     (False, True, True): _AsyncMap,
     (True, False, False): _Stream,
@@ -138,7 +138,7 @@ _KINDS: dict[tuple[bool, bool, bool], type[ServedDataset]] = {  # iterable, asyn
 }
 
 
-def located(arguments: dict[str, Any]) -> dict[str, Any]:
+def locate(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a loader's arguments with the dataset that it plans with.
 
     Raises:
@@ -146,7 +146,7 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
         ServiceUnavailable: no node of the service was there in time.
     """
     dataset, workers = arguments["dataset"], arguments["workers"]
-    defined = dataset.defined if isinstance(dataset, ServedDataset) else dataset
+    defined = dataset.defined if isinstance(dataset, RemoteDataset) else dataset
     if workers is None:
         return _here(defined, arguments)
     engine: Any = workers if not isinstance(workers, str) and hasattr(workers, "serve") else None
@@ -190,9 +190,9 @@ def located(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | {"dataset": kind(defined, service, info)}
 
 
-def let_go(dataset: Any) -> None:
+def release_service(dataset: Any) -> None:
     """The loader of this dataset is closed."""
-    if isinstance(dataset, ServedDataset):
+    if isinstance(dataset, RemoteDataset):
         dataset.service.close()
 
 

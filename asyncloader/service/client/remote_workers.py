@@ -36,7 +36,7 @@ from asyncloader.service.client.machine_service import SharedService
 from asyncloader.service.client.node_choice import node_order, to_move
 from asyncloader.service.client.progress import NodeProgress
 from asyncloader.service.client.remote_channel import RemoteChannel
-from asyncloader.service.client.remote_dataset import ServedDataset
+from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
 from asyncloader.service.protocol.connection import Link
@@ -71,14 +71,14 @@ class ServiceWorkers:
 
     start_method = "service"
 
-    def __init__(self, dataset: ServedDataset, credits: int) -> None:
+    def __init__(self, dataset: RemoteDataset, credits: int) -> None:
         self._dataset = dataset
         self._service: Service = dataset.service
         self._defined = dataset.defined
         self._credits = credits
         self._loader_name = secrets.token_hex(8)
         self._closed = threading.Event()
-        self._made: weakref.WeakSet[ServedWorker] = weakref.WeakSet()
+        self._made: weakref.WeakSet[RemoteWorker] = weakref.WeakSet()
         self._next = 0
         self._progress = NodeProgress(max(_STANDS_S, dataset.service.wait))  # before that, none can be said to stand
         self._answers = 0  # of workers that have ended
@@ -98,10 +98,10 @@ class ServiceWorkers:
         """
         wanted = list(workers)
         if len(wanted) == 1:
-            yield self._connected(wanted[0], setup)
+            yield self._connect(wanted[0], setup)
             return
         with ThreadPoolExecutor(min(_MOST_THREADS, len(wanted)), "asyncloader-connect") as threads:
-            futures = [threads.submit(self._connected, worker, setup) for worker in wanted]
+            futures = [threads.submit(self._connect, worker, setup) for worker in wanted]
         made = [future.result() for future in futures if future.exception() is None]
         try:
             failed = next((future.exception() for future in futures if future.exception() is not None), None)
@@ -113,9 +113,9 @@ class ServiceWorkers:
             for worker in made:
                 worker.release()
 
-    def _connected(self, worker: int, setup: WorkerSetup) -> ServedWorker:
-        def use(node: NodeConnection) -> ServedWorker:
-            return self._opened(node, worker, setup)
+    def _connect(self, worker: int, setup: WorkerSetup) -> RemoteWorker:
+        def use(node: NodeConnection) -> RemoteWorker:
+            return self._open(node, worker, setup)
 
         if isinstance(self._service, SharedService) and not self._service.stays:
             # The node was started anew: it must not end with this epoch.
@@ -160,7 +160,7 @@ class ServiceWorkers:
         with self._lock:
             self._progress.refused(address, why, monotonic())
 
-    def _ended(self, worker: ServedWorker, why: str) -> None:
+    def _ended(self, worker: RemoteWorker, why: str) -> None:
         """A worker has ended; why, if through no fault of its tasks or of ours. In the loop's thread."""
         with self._lock:
             every = self._every_answer()
@@ -171,7 +171,7 @@ class ServiceWorkers:
                 figures = worker.opened, worker.tasks, worker.answers, every, monotonic()
                 self._progress.lost(worker.node, why, *figures, unreadable=worker.unreadable)
 
-    def _opened(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> ServedWorker:
+    def _open(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> RemoteWorker:
         link = node.link
         with self._lock:
             unreadable = self._progress.unreadable(node.address)
@@ -184,7 +184,7 @@ class ServiceWorkers:
         opening = pack_opening(self._loader_name, worker, self._credits, setup, share=share, catalog=catalog)
         link.send(frames.OPENING, opening)
         pid = read_record(Opened, node.answer(frames.OPENED)).pid
-        made = ServedWorker(worker, pid, node.address, link, self._ended)
+        made = RemoteWorker(worker, pid, node.address, link, self._ended)
         with self._lock:
             self._progress.connected(node.address)
             self._made.add(made)
@@ -194,7 +194,7 @@ class ServiceWorkers:
         """As `WorkerSource`."""
         return self._service.watch(changed)
 
-    def rebalance(self, workers: Sequence[ServedWorker]) -> None:
+    def rebalance(self, workers: Sequence[RemoteWorker]) -> None:
         """As `WorkerSource`: nodes may have come."""
         nodes = {address: self._service.workers_at(address) for address in self._service.addresses}
         now = monotonic()
@@ -203,7 +203,7 @@ class ServiceWorkers:
         for number in to_move([worker.node for worker in workers], nodes, avoided):
             workers[number].move()
 
-    async def look(self, workers: Sequence[ServedWorker], seconds: float) -> dict[int, Report]:
+    async def look(self, workers: Sequence[RemoteWorker], seconds: float) -> dict[int, Report]:
         """As `WorkerSource`: each node is asked, over a connection of its own."""
         nodes = sorted({worker.node for worker in workers})
         found = dict(
@@ -212,7 +212,7 @@ class ServiceWorkers:
         gone = Report("not known to its node", "no stack: the node has no such process any more")
         return {worker.worker_id: found[worker.node].get(worker.pid, gone) for worker in workers}
 
-    async def _look(self, node: str, workers: Sequence[ServedWorker], seconds: float) -> dict[int, Report]:
+    async def _look(self, node: str, workers: Sequence[RemoteWorker], seconds: float) -> dict[int, Report]:
         pids = {worker.pid for worker in workers if worker.node == node}
         try:
             async with asyncio.timeout(seconds + _ROUND_TRIPS_S):
@@ -223,12 +223,12 @@ class ServiceWorkers:
             why = str(error) or "the node did not answer in time"
             return dict.fromkeys(pids, Report("at a node that does not answer", f"no stack: {why}"))
 
-    def end(self, workers: Sequence[ServedWorker]) -> None:
+    def end(self, workers: Sequence[RemoteWorker]) -> None:
         """As `WorkerSource`: hang up; the node ends their tasks."""
         for worker in workers:
             worker.release()
 
-    def hang_up(self, workers: Sequence[ServedWorker]) -> None:
+    def hang_up(self, workers: Sequence[RemoteWorker]) -> None:
         """As `WorkerSource`."""
         for worker in workers:
             with contextlib.suppress(OSError):
@@ -239,7 +239,7 @@ class ServiceWorkers:
         self._closed.set()
 
 
-_served: LiveObjects[ServedWorker] = LiveObjects()
+_live: LiveObjects[RemoteWorker] = LiveObjects()
 
 
 @functools.cache
@@ -250,7 +250,7 @@ def _install_fork_hook() -> None:
 
 def _forget_all() -> None:
     """In a forked child: close its copies of all connections, or they would outlive the loader in it."""
-    for worker in _served:
+    for worker in _live:
         worker.release()
 
 
@@ -288,11 +288,11 @@ def _hang_up(link: Link) -> None:
         link.sock.shutdown(socket.SHUT_RDWR)
 
 
-class ServedWorker:
+class RemoteWorker:
     """A logical worker at a node. See `WorkerHandle`."""
 
     def __init__(
-        self, worker_id: int, pid: int, node: str, link: Link, on_end: Callable[[ServedWorker, str], None]
+        self, worker_id: int, pid: int, node: str, link: Link, on_end: Callable[[RemoteWorker, str], None]
     ) -> None:
         self.worker_id = worker_id
         self.pid = pid
@@ -314,11 +314,11 @@ class ServedWorker:
         self._moved = ""
         self.process: Any = self
         self._link = link
-        self.channel: Any = self._passed() if link.fds else RemoteChannel(link)
+        self.channel: Any = self._take_channel() if link.fds else RemoteChannel(link)
         _install_fork_hook()
-        _served.add(self)  # last: another thread may fork at any moment, and the child releases what it finds here
+        _live.add(self)  # last: another thread may fork at any moment, and the child releases what it finds here
 
-    def _passed(self) -> Channel:
+    def _take_channel(self) -> Channel:
         fd = self._link.fds.popleft()
         try:
             sock = socket.socket(fileno=fd)
@@ -454,4 +454,4 @@ class ServedWorker:
             self._link.close()
 
     def __repr__(self) -> str:
-        return f"<ServedWorker {self.worker_id} at {self.node}>"
+        return f"<RemoteWorker {self.worker_id} at {self.node}>"

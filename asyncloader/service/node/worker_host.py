@@ -32,7 +32,7 @@ from asyncloader.service.node.dataset_info import dataset_info_of
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
-from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest, finding, planned
+from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest, make_plan, with_shard_check
 from asyncloader.telemetry.counters import CONNECTION_KEY, Recorder
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.fetch.setup import WorkerSetup
@@ -271,12 +271,14 @@ class _ConnectionSetup(NamedTuple):
             )
         collate_fn, seeded = functions.get("collate_fn"), self.opening.setup.seeded
         init = functions.get("worker_init_fn")
+        if self.opening.catalog is not None:
+            init = with_shard_check(dataset, self.opening.catalog, init)
         assert seeded is not None  # a service serves seeded loaders only
         return self.opening.setup._replace(
             dataset=dataset,
             # As a list with an entry for each worker up to this one: `TaskRunner` takes the entry of its number.
             starts=[MSGPACK.load_start(self.opening.start)] * (self.opening.worker + 1),
-            worker_init_fn=init if self.opening.catalog is None else finding(dataset, self.opening.catalog, init),
+            worker_init_fn=init,
             decode=functions.get("decode"),
             collate_fn=collate_fn or self.opening.setup.collate_fn,
             seeded=seeded._replace(seed_collate=collate_fn is not None),
@@ -481,7 +483,7 @@ class _Host:
         try:
             if self._planning is None:
                 self._planning = self._defined.make().dataset
-            answer = await planned(self._planning, request)
+            answer = await make_plan(self._planning, request)
         except Exception as error:
             answer = MSGPACK.dump_error(error, 0)
         self._channel.send_all(wire.pack(PLANNED, pickle.dumps((number, answer))))

@@ -96,7 +96,7 @@ class Plan(NamedTuple):
     left_out: float
 
 
-async def planned(dataset: Any, request: PlanRequest) -> Plan:
+async def make_plan(dataset: Any, request: PlanRequest) -> Plan:
     """Make a plan. Raises what the dataset raises."""
     workers, rank, ranks, key, common, known = request
     found = await dataset.plan(workers, rank, ranks, key, common=common)
@@ -140,7 +140,7 @@ def messages(answer: Plan | bytes) -> Iterator[bytes]:
     yield pack_record(_Planned([], [], answer.samples, answer.left_out, answer.fingerprint, b""))
 
 
-def gathered(receive: Callable[[], bytes]) -> Plan | bytes:
+def read_plan(receive: Callable[[], bytes]) -> Plan | bytes:
     """Put together what was sent in messages; each call of `receive` gives one.
 
     Raises:
@@ -165,7 +165,7 @@ def gathered(receive: Callable[[], bytes]) -> Plan | bytes:
             raise ValueError("broken stream: a plan that cannot be read")
 
 
-def finding(dataset: Any, catalog: Catalog, init: Callable[[int], Any] | None) -> Callable[[int], Any]:
+def with_shard_check(dataset: Any, catalog: Catalog, init: Callable[[int], Any] | None) -> Callable[[int], Any]:
     """Make a `worker_init_fn` that calls `init`, and finds the shards before anything is read.
 
     What it returns raises StateError if these are other shards, or what the store raises.

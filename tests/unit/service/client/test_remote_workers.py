@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.service.client.remote_workers import ServedWorker
+from asyncloader.service.client.remote_workers import RemoteWorker
 from asyncloader.service.protocol.connection import Link
 
 
@@ -37,7 +37,7 @@ def test_a_descriptor_that_is_no_connection(passed: Callable[[], int]) -> None:
         link = Link(ours)
         link.fds.append(passed())
         with pytest.raises(OSError):
-            ServedWorker(0, 99, "unix:/node", link, lambda worker, why: None)
+            RemoteWorker(0, 99, "unix:/node", link, lambda worker, why: None)
         link.close()
 
 
@@ -47,7 +47,7 @@ def test_a_worker_that_the_loader_kills() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         link = Link(ours)
-        worker: Any = ServedWorker(0, 99, "tcp://node:1", link, lambda worker, why: None)
+        worker: Any = RemoteWorker(0, 99, "tcp://node:1", link, lambda worker, why: None)
         worker.kill_for("It hung.")
         assert worker.kill_reason == "It was at tcp://node:1. It hung."
         worker.release()

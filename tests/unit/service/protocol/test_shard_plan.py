@@ -15,8 +15,8 @@ from asyncloader.service.protocol.shard_plan import (
     Plan,
     PlanRequest,
     check_catalog,
-    gathered,
     messages,
+    read_plan,
     read_request,
 )
 
@@ -36,8 +36,8 @@ def test_a_plan_comes_in_pieces(shards: int) -> None:
     )
     sent = list(messages(plan))
     assert max(map(len, sent)) < 1 << 20
-    assert gathered(iter(sent).__next__) == plan
-    assert gathered(iter(list(messages(b"an error"))).__next__) == b"an error"
+    assert read_plan(iter(sent).__next__) == plan
+    assert read_plan(iter(list(messages(b"an error"))).__next__) == b"an error"
 
 
 def test_a_plan_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_a_plan_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     part = next(iter(messages(Plan("mark", ["shard"] * 20_000, [], None, 0.0))))
     monkeypatch.setattr(shard_plan, "_MOST_PLAN", 10 * len(part))
     with pytest.raises(ValueError, match="a plan of more than"):
-        gathered(lambda: part)
+        read_plan(lambda: part)
 
 
 @example(b"\xa1\xff")  # a text that is none
@@ -53,7 +53,7 @@ def test_a_plan_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_plan(body: bytes) -> None:
     """Is an error."""
     with pytest.raises(ValueError, match=r"broken|cannot"):
-        gathered(iter([body, body, body]).__next__)
+        read_plan(iter([body, body, body]).__next__)
 
 
 @pytest.mark.parametrize(
