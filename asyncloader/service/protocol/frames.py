@@ -13,8 +13,7 @@ A message is a header of 32 bytes, a body, and a payload; numbers are little-end
     8  bytes of the payload
 
 The payload is a batch's bytes, aligned as in the ring that they are received into. The bodies of a worker's messages
-are those of `asyncloader.workers.ipc.wire`; those of the handshake's messages are packed by `records.py`. Both
-bodies and payloads are checked against a limit before memory is taken for them.
+are those of `asyncloader.workers.ipc.wire`; the bodies of the handshake's messages are packed by `records.py`.
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ def unpack_header(data: bytes | bytearray | memoryview, most_body: int, most_pay
     Raises:
         ValueError: these are no header's bytes, or a length is over its limit.
     """
+    # Before the body is read: memory for it is allocated only if its length is within the limit.
     magic, kind, body, epoch, task, payload = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError(

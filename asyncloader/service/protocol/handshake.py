@@ -1,17 +1,15 @@
-"""The messages with which a connection begins, for both sides: who is there, what is read, and how. Pure: no sockets.
+"""The messages at the beginning of a connection between a loader and a node, for both sides. Pure: no sockets.
 
     loader -> node: HELLO      versions, the definition's name, arguments and fingerprint, a random number
     node -> loader: CHALLENGE  whether a token is needed, a random number
     loader -> node: PROOF      HMAC of both numbers with the token
-    node -> loader: WELCOME    the node's HMAC, what the dataset is
-    loader -> node: OPENING    a logical worker's options; or STAY, nothing: only to be there; or PLAN, which asks what
-                               an epoch reads, where the loader assigns a dataset's shards
-    node -> loader: OPENED     the process that has it; or PLANNED, a part of the plan
-    node -> loader: REFUSED    instead of any answer: why
-    loader -> node: LOOK       instead of OPENING: processes, which LOOKED says what they do
+    node -> loader: WELCOME    the node's HMAC, the dataset's kind and length
+    loader -> node: OPENING    a logical worker's options
+    node -> loader: OPENED     the process of the worker
+    node -> loader: REFUSED    instead of any answer: the reason
 
-Either side proves that it has the token without sending it. The numbers are new for every connection, so a proof that
-somebody recorded is of no use.
+Instead of OPENING a loader may send STAY, which keeps the node running; PLAN, which asks for an epoch's shards where
+the loader assigns them, and is answered by PLANNED; or LOOK, which asks for processes' stacks, answered by LOOKED.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class Hello(NamedTuple):
 
     @classmethod
     def of(cls, defined: Defined) -> Hello:
-        """A new one, for this definition.
+        """Make the first message of a loader of this definition.
 
         Raises:
             TypeError: the definition's arguments cannot be sent.
@@ -75,7 +73,7 @@ class Hello(NamedTuple):
 
     @staticmethod
     def versions() -> tuple[str, str]:
-        """Those that both sides must have: asyncloader's, and torch's whatever it was built for."""
+        """Return the versions that must be equal on both sides: asyncloader's, and torch's without its build."""
         return __version__, str(torch.__version__).partition("+")[0]
 
 
@@ -88,7 +86,7 @@ class Challenge(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """The loader's, that it has the token."""
+    """The loader's proof that it has the token."""
 
     proof: _ProofBytes
 
@@ -100,7 +98,8 @@ class Welcome(NamedTuple):
     info: DatasetInfo
 
     def checked_info(self) -> DatasetInfo:
-        """What the dataset is. Raises ValueError."""
+        """Return the dataset's kind and length. Raises ValueError if they are invalid."""
+        # A node is not trusted: `len()` of a number of more than 63 bits raises, and a map dataset needs a length.
         info = self.info
         numbers = all(number is None or 0 <= number < 1 << 63 for number in (info.length, info.shuffle))
         if not numbers or (not info.iterable and info.length is None and not info.problem):
@@ -109,11 +108,11 @@ class Welcome(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A node's, instead of any other answer.
+    """A node's answer that it does not serve a loader.
 
     Attributes:
-        text: why.
-        for_now: whether it may be different later.
+        text: the reason.
+        for_now: whether to ask again later.
     """
 
     text: str
@@ -121,19 +120,19 @@ class Refusal(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The process that has the worker."""
+    """The id of the worker's process."""
 
     pid: Count
 
 
 class Look(NamedTuple):
-    """The ids of processes."""
+    """The ids of processes whose stacks a loader asks for."""
 
     pids: Annotated[list[int], Meta(max_length=MOST_WORKERS)]
 
 
 class Looked(NamedTuple):
-    """What they do: id, state, and the stacks of the threads."""
+    """For each process: id, state, and the stacks of its threads."""
 
     reports: list[tuple[int, str, str]]
 
@@ -145,13 +144,13 @@ class Opening(NamedTuple):
     worker: int
     credits: int
     share: bool
-    """Whether its batches are made once for all loaders that read the same."""
+    """Whether its batches are made once for all loaders that share the epoch."""
     setup: WorkerSetup
     """Without `starts`."""
     start: bytes
     """The `EpochStart`, packed. Only the worker's process reads it: it may contain a dataset's state, of any size."""
     catalog: Catalog | None
-    """The shards that the loader assigns; None: of no such dataset."""
+    """The shards that the loader assigns; None: the loader assigns none."""
 
 
 def nonce() -> bytes:
@@ -160,17 +159,20 @@ def nonce() -> bytes:
 
 
 def proof(token: str | None, side: str, loaders: bytes, nodes: bytes) -> bytes:
-    """What shows that this side has the token; nothing without one."""
+    """Compute the proof that this side has the token; empty without a token."""
+    # With both random numbers, which are new for each connection: a recorded proof fits no other. With the side's name:
+    # otherwise a node could prove itself by sending the loader's own proof back.
     return b"" if token is None else hmac.digest(token.encode(), b"|".join((side.encode(), loaders, nodes)), "sha256")
 
 
 def proves(given: Any, token: str | None, side: str, loaders: bytes, nodes: bytes) -> bool:
-    """Whether the other side has shown that it has the token. Takes the same time for any wrong proof."""
+    """Whether the other side has proved that it has the token."""
+    # `==` would take longer the more bytes are right, which tells an attacker the proof byte by byte.
     return isinstance(given, bytes) and hmac.compare_digest(given, proof(token, side, loaders, nodes))
 
 
 class _LoaderOptions(NamedTuple):
-    """Fields of a `WorkerSetup`, and what they may be."""
+    """Fields of a `WorkerSetup` with their ranges. They decide how much memory and how many threads a worker takes."""
 
     iterable: bool
     auto_collation: bool
@@ -187,7 +189,7 @@ class _LoaderOptions(NamedTuple):
 
 
 class _Seeds(NamedTuple):
-    """Fields of a `SeededSetup`; the node's definition decides on the last one."""
+    """Fields of a `SeededSetup`. The node sets `seed_collate` by its definition."""
 
     seed: Count
     replicas: Count
@@ -218,7 +220,7 @@ class _OpeningMessage(NamedTuple):
 def pack_opening(
     loader: str, worker: int, credits: int, setup: WorkerSetup, *, share: bool, catalog: Catalog | None = None
 ) -> bytes:
-    """The body of OPENING, from a set-up whose functions are the definition's."""
+    """Pack the body of OPENING. The functions of the set-up are not sent: they come from the node's definition."""
     policy, seeded, start = setup.policy, setup.seeded, setup.starts[worker]
     assert seeded is not None  # a service serves seeded loaders only
     return pack_record(
@@ -237,10 +239,10 @@ def pack_opening(
 
 
 def read_opening(body: bytes) -> Opening:
-    """The other way. What is read is checked: it decides what the node's processes do.
+    """Read the body of OPENING, and check it.
 
     Raises:
-        ValueError: it cannot be read, or is out of range.
+        ValueError: it cannot be read, or a value is out of range.
     """
     asked = read_record(_OpeningMessage, body)
     options, policy = asked.options, asked.policy

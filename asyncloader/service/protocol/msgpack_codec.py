@@ -1,9 +1,9 @@
-"""How values travel between a loader and a service: typed and unexecutable, where a loader's own workers use pickle.
+"""Packs values between a loader and a service's workers with their types. Reading them executes no code, unlike pickle.
 
 Data path: loader -> [msgpack_codec] -> worker connection -> [msgpack_codec] -> worker, and back.
 
-An error is sent as its type's name, its text and its traceback. The loader raises Python's own types and asyncloader's
-as what they are, and any other as a RuntimeError whose text names it: no constructor of the user's is called.
+An error is sent as its type's name, its text and its traceback. The loader raises Python's and asyncloader's own types,
+and for any other type a RuntimeError whose text names the type: no constructor of the user is called.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc.peer_text import block_of, line_of
 
 _TEXT = 1 << 16
-"""Characters of a traceback that are sent, and taken, at most: its end."""
+"""Characters of a traceback that are sent and accepted, at most. Its end is kept."""
 _NOTE, _MOST_NOTES = 4000, 32
 _NAME = 300
 
 
 class _Raised(NamedTuple):
-    """What a task raised.
+    """The error of a task.
 
     Attributes:
-        ours: whether its type is one of asyncloader's.
-        name: of its type.
-        said: its text, where its type is ours.
+        ours: whether its type belongs to asyncloader.
+        name: its type's name.
+        said: its text, if its type belongs to asyncloader.
         text: its traceback.
         worker: the number of the worker.
-        notes: what asyncloader notes of it, for the user.
+        notes: asyncloader's notes for the user.
     """
 
     ours: bool
@@ -65,7 +65,7 @@ class MsgpackCodec:
     dumps, loads = staticmethod(pack), staticmethod(unpack)
 
     def dump_error(self, error: Exception, worker_id: int) -> bytes:
-        """As `MessageCodec`."""
+        """Pack an error as its type's name, text and traceback."""
         ours = isinstance(error, LoaderError)
         notes = [] if ours else take_notes(error)
         notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
@@ -76,7 +76,7 @@ class MsgpackCodec:
         return pack_record(_Raised(ours, name[:_NAME], said, text, worker_id, notes))
 
     def load_error(self, data: bytes) -> Any:
-        """As `MessageCodec`."""
+        """Return the error as an exception, or in torch's wrapper of an exception."""
         ours, name, said, text, worker_id, notes = read_record(_Raised, data)
         where = f"in DataLoader worker process {worker_id}"
         kind = (_known(errors, name) or _known(transport_errors, name)) if ours else _known(builtins, name)
@@ -86,13 +86,14 @@ class MsgpackCodec:
             raised = (RuntimeError if kind is None else kind)(said)
             raised.add_note(f"Raised {where}.\nOriginal {text}")
             return raised
+        # Without its constructor, which would format an exception of this process.
         wrapper: Any = ExceptionWrapper.__new__(ExceptionWrapper)
         wrapper.exc_type = UnknownType(name) if kind is None else kind
         wrapper.exc_msg, wrapper.where, wrapper.notes = text, where, notes
         return wrapper
 
     def load_start(self, data: bytes) -> EpochStart:
-        """As `MessageCodec`."""
+        """Unpack and check the start of an epoch. Raises ValueError."""
         values = unpack(data)
         if type(values) is not tuple or len(values) != len(EpochStart._fields):
             raise ValueError("broken stream: the start of an epoch that cannot be read")
@@ -115,11 +116,11 @@ class MsgpackCodec:
         return start
 
     def template(self, data: bytes) -> BatchTemplate:
-        """As `MessageCodec`."""
+        """Read and check the template of a batch. Raises ValueError."""
         return BatchTemplate(data)
 
     def encoder(self) -> BatchEncoder:
-        """As `MessageCodec`."""
+        """Make the encoder of a worker's batches."""
         return BatchEncoder()
 
     def cursor_packer(self) -> CursorPacker:
@@ -157,7 +158,7 @@ def _pack_cursor(cursor: Cursor) -> PackedCursor:
 
 
 def _readable(record: SkippedSample) -> SkippedSample:
-    """The record with texts that may be logged."""
+    """Return the record with texts that are safe to log."""
     return record._replace(
         error=line_of(record.error, ERROR_CHARACTERS), traceback=block_of(record.traceback, TRACEBACK_CHARACTERS)
     )
@@ -204,7 +205,7 @@ _heads = msgspec.msgpack.Decoder(_StartHead)
 
 
 def epoch_of(start: bytes) -> int:
-    """Return the epoch of a packed `EpochStart`, without making anything of the rest, which may be large.
+    """Return the epoch of a packed `EpochStart`. The rest, which may be a large state, is skipped.
 
     Raises:
         ValueError: it cannot be read.

@@ -2,10 +2,9 @@
 
 Data path: loader -> [records] -> connection -> [records] -> node, and back.
 
-These messages are read before either side has proved that it has the token. So their reader knows numbers, texts,
-bytes, lists and named tuples of these in the order and number that each message's type has, and makes nothing else: no
-dictionary, no set, no tensor, no type by its name. Other values (`msgpack_values.py`) are read only after the proof,
-and not by the node.
+Some of these messages are read before either side has proved that it has the token. So the reader makes numbers, texts,
+bytes, lists, and named tuples of these with the fields of each message's type, and nothing else: no dictionary, no set,
+no tensor, no type by its name. Other values (`msgpack_values.py`) are read only after the proof, and not by the node.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ _T = TypeVar("_T")
 
 
 class DatasetInfo(NamedTuple):
-    """What a loader must know of a dataset to plan an epoch.
+    """The kind and length of a dataset, with which a loader plans an epoch.
 
     Attributes:
         iterable: whether it is iterated.
-        length: its length; None if it has none.
+        length: its length; None: it has no length.
         asynchronous: whether it is read on an event loop.
         stateful: whether it has a state of its own.
         shuffle: if the loader assigns its shards: samples that each worker shuffles together; else None.
-        problem: why it cannot be served; empty if all is well.
+        problem: why it cannot be served; empty: it can.
     """
 
     iterable: bool = False
@@ -44,7 +43,7 @@ class DatasetInfo(NamedTuple):
     problem: str = ""
 
     def difference(self, planned: DatasetInfo) -> str:
-        """How this dataset differs from the one that was planned with; empty if in nothing that a plan needs."""
+        """Describe how this dataset differs from the dataset of the plan; empty: in nothing that a plan needs."""
         for name, mine, theirs in zip(self._fields, self, planned, strict=True):
             if mine != theirs and name != "problem":
                 return f"its dataset has {name}={mine}, and the loader planned with {name}={theirs}"
@@ -52,15 +51,15 @@ class DatasetInfo(NamedTuple):
 
 
 class DeathReport(NamedTuple):
-    """What a loader is told of a process that died.
+    """A node's report to a loader that a process of its worker has died.
 
     Attributes:
         pid: its process id.
-        exitcode: as of `WorkerDied`.
-        reason: as of `WorkerDied`.
-        trace: as of `WorkerDied`.
-        blamed: whether it died at this worker connection's task, and at no other's.
-        shared: whether it may have been at another worker connection's task, too.
+        exitcode: that of `WorkerDied`.
+        reason: that of `WorkerDied`.
+        trace: that of `WorkerDied`.
+        blamed: whether it carried out a task of this worker connection, and of no other.
+        shared: whether it may also have carried out a task of another worker connection.
     """
 
     pid: int
@@ -79,7 +78,7 @@ def pack_record(record: Any) -> bytes:
     """
     try:
         return msgspec.msgpack.encode(record)
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # a path or an error's text may contain surrogates, and must not break the connection
         return msgspec.msgpack.encode(_valid(record))
     except OverflowError:
         raise ValueError("an integer of more than 64 bits cannot be sent to a service") from None
@@ -97,7 +96,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def read_record(kind: type[_T], body: bytes) -> _T:
-    """Read a message's body as this named tuple, whose annotations say what its fields may be.
+    """Read a message's body as this named tuple. Its annotations are the types and ranges of the fields.
 
     Raises:
         ValueError: the body is not such a record.

@@ -1,10 +1,10 @@
-"""Shards of a dataset that a service reads: the loader asks a node for an epoch's plan, and assigns it itself. Pure.
+"""The plan of an epoch over shards: a node makes it, and the loader assigns the shards to its workers. Pure.
 
 Data path: loader -> PLAN -> node -> process: dataset.plan -> [shard_plan] -> PLANNED -> loader's assignment.
 
 The loader never learns where the shards are stored or how they are read: a plan consists of numbers and of names. Each
-worker finds the shards for itself; the *fingerprint* of what it found must be that of the plan, or its ranges would be
-those of other shards.
+worker lists the shards itself. Their *fingerprint* must equal that of the plan, or the ranges would be those of other
+shards.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _PIECE = 8192
 
 
 class _Planned(NamedTuple):
-    """One of the messages of a plan.
+    """A message with a part of a plan.
 
     Attributes:
-        names: more shards' names.
-        assignments: more assignments.
-        samples: in the epoch, in the last message, if known; see `EpochShares`.
-        left_out: see there.
-        fingerprint: the plan's, in its last message; else empty.
-        error: what was raised instead of a plan, in the service's codec; empty: nothing.
+        names: further shards' names.
+        assignments: further assignments.
+        samples: samples of the epoch, in the last message, if known; see `EpochShares`.
+        left_out: as in `EpochShares`, in the last message.
+        fingerprint: the plan's, in the last message; else empty.
+        error: the error that was raised instead of a plan, packed by the service's codec; empty: none was raised.
     """
 
     names: Annotated[list[str], Meta(max_length=_PIECE)]
@@ -45,10 +45,10 @@ class _Planned(NamedTuple):
 
 
 class Catalog(NamedTuple):
-    """Which shards a plan is about.
+    """Identifies the shards of a plan.
 
     Attributes:
-        workers: of each rank.
+        workers: workers of each rank.
         ranks: number of ranks.
         fingerprint: of the shards, their sizes and cuts.
     """
@@ -59,15 +59,15 @@ class Catalog(NamedTuple):
 
 
 class PlanRequest(NamedTuple):
-    """What a loader asks for. The first five are those of `RemoteIterableDataset.plan`.
+    """A loader's request for a plan. The first five fields are the arguments of `RemoteIterableDataset.plan`.
 
     Attributes:
-        workers: of each rank.
-        rank: of the loader.
+        workers: workers of each rank.
+        rank: the loader's rank.
         ranks: number of ranks.
-        key: seed of the order; None: none.
+        key: seed of the order; None: not shuffled.
         common: whether all ranks have the same key.
-        known: the fingerprint of the shards whose names the loader has; empty: of none.
+        known: the fingerprint of the shards whose names the loader has; empty: it has no names.
     """
 
     workers: Count
@@ -79,14 +79,14 @@ class PlanRequest(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What this rank reads in an epoch.
+    """The plan of an epoch for one rank.
 
     Attributes:
-        fingerprint: see `Catalog`.
-        names: of the shards; empty if the loader has them.
+        fingerprint: that of the `Catalog`.
+        names: the shards' names; empty if the loader has them.
         assignments: in their order; each consists of ranges, in the fields of a `CatalogRange`.
-        samples: in the epoch, if known; see `EpochShares`.
-        left_out: see there.
+        samples: samples of the epoch, if known; see `EpochShares`.
+        left_out: as in `EpochShares`.
     """
 
     fingerprint: str
@@ -97,21 +97,22 @@ class Plan(NamedTuple):
 
 
 async def make_plan(dataset: Any, request: PlanRequest) -> Plan:
-    """Make a plan. Raises what the dataset raises."""
+    """Make a plan. Raises the dataset's errors."""
     workers, rank, ranks, key, common, known = request
     found = await dataset.plan(workers, rank, ranks, key, common=common)
     fingerprint = await dataset.fingerprint(workers, ranks)
     assignments = [[tuple(each) for each in assignment] for assignment in found.assignments]
-    names = [] if fingerprint == known else dataset.shard_urls
+    names = [] if fingerprint == known else dataset.shard_urls  # there may be millions, and they rarely change
     return Plan(fingerprint, names, assignments, found.shares.samples, found.shares.left_out)
 
 
 def read_request(body: bytes) -> PlanRequest:
-    """Read a PLAN's body.
+    """Read the body of a PLAN.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it cannot be read, or a number is out of range.
     """
+    # Without a limit a request could make the node allocate lists for any number of workers.
     request = read_record(PlanRequest, body)
     workers, rank, ranks = request[:3]
     if not (workers >= 1 and rank < ranks and workers * ranks <= _MOST_WORKERS):
@@ -120,15 +121,13 @@ def read_request(body: bytes) -> PlanRequest:
 
 
 def check_catalog(catalog: Catalog) -> None:
-    """Check the part of an OPENING. Errors as `read_request`."""
+    """Check the catalog of an OPENING. Errors as `read_request`."""
     if not (catalog.workers >= 1 and catalog.ranks >= 1 and catalog.workers * catalog.ranks <= _MOST_WORKERS):
         raise ValueError(f"a plan for {catalog.ranks} ranks with {catalog.workers} workers")
 
 
 def messages(answer: Plan | bytes) -> Iterator[bytes]:
-    """The bodies of the messages that a plan is sent in: pieces, however many shards there are, and the end. Or what
-    was raised instead, in the service's codec.
-    """
+    """Yield the bodies of a plan's messages: pieces of at most `_PIECE` entries, and the end; or the packed error."""
     if isinstance(answer, bytes):
         yield pack_record(_Planned([], [], None, 0.0, "", answer))
         return
@@ -141,10 +140,10 @@ def messages(answer: Plan | bytes) -> Iterator[bytes]:
 
 
 def read_plan(receive: Callable[[], bytes]) -> Plan | bytes:
-    """Put together what was sent in messages; each call of `receive` gives one.
+    """Read a plan, or a packed error, from its messages. Each call of `receive` returns the body of the next message.
 
     Raises:
-        ValueError: they are neither a plan nor an error.
+        ValueError: the messages are neither a plan nor an error.
     """
     names: list[str] = []
     assignments: list[Sequence[Sequence[Any]]] = []
@@ -161,14 +160,15 @@ def read_plan(receive: Callable[[], bytes]) -> Plan | bytes:
             return more.error
         if more.fingerprint:
             return Plan(more.fingerprint, names, assignments, more.samples, more.left_out)
+        # Empty messages have few bytes, so the limit above would let a node send them for hours.
         if not more.names and not more.assignments:
             raise ValueError("broken stream: a plan that cannot be read")
 
 
 def with_shard_check(dataset: Any, catalog: Catalog, init: Callable[[int], Any] | None) -> Callable[[int], Any]:
-    """Make a `worker_init_fn` that calls `init`, and finds the shards before anything is read.
+    """Make a `worker_init_fn` that calls `init`, and checks the shards before any of them is read.
 
-    What it returns raises StateError if these are other shards, or what the store raises.
+    It returns an awaitable, which raises StateError if the shards differ from the catalog, or the store's error.
     """
 
     def begin(worker: int) -> Any:
