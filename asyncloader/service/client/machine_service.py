@@ -1,12 +1,8 @@
-"""`workers="shared"`: one node for all processes of a `torchrun` on this machine. The first that asks for it starts it.
+"""`workers="shared"`: one node for all processes of a `torchrun` on this machine. The first process starts it.
 
-Data path: none; before a node of a service is there.
-
-The node listens at an abstract Unix socket, whose name says which run, which user and which definition it is for. To
-bind that name is to ask whether the node is there: the kernel lets one caller through. That one starts the node, which
-inherits the socket; all others connect, and wait in the socket's queue. Each process that has had a loader stays
-connected until it ends, so the node's workers are warm for its next loader. When the last one has gone, however it
-ended, the node ends, and the name is free.
+The node listens at an abstract Unix socket, whose name contains a hash of the run, the user and the definition. Each
+process that has had a loader stays connected until it ends, so that the node's processes keep running for its next
+loader. When the last process has ended, in whatever way, the node ends, and the name is free again.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ _LISTENER = 3  # the descriptor in the node
 
 
 def shared_service(defined: Defined) -> SharedService:
-    """The service that this run's processes on this machine share for this definition.
+    """Return the service that this run's processes on this machine share for this definition.
 
     Raises:
         ValueError: this process was not started by torchrun, or the node could not import the definition.
@@ -53,6 +49,7 @@ def shared_service(defined: Defined) -> SharedService:
             "unix:/path` and give workers='unix:/path'"
         )
     target = _target(defined.definition)
+    # A hash, because the name of an abstract socket has 107 bytes at most.
     name = hashlib.sha256("\0".join((*run, str(os.getuid()), target)).encode()).hexdigest()[:32]
     return SharedService(f"unix:@asyncloader-{name}", wait=60.0, target=target)
 
@@ -80,17 +77,20 @@ class SharedService(Service):
     """
 
     target: str = ""
-    greeting_s: ClassVar[float] = 30.0  # it may be starting
+    greeting_s: ClassVar[float] = 30.0  # the node may still be starting
 
     def secret(self) -> None:
-        """None: the kernel says who is there."""
+        """None: the kernel reports the user at the other end, so no token is needed."""
 
     def start_if_missing(self) -> None:
-        """Start the node, unless there is one, which may be starting, too.
+        """Start the node, unless it runs or is starting.
 
         Raises:
             OSError: it cannot be started.
         """
+        # Binding the name is the test whether the node exists: of all processes that try at a time, the kernel lets one
+        # succeed. That process starts the node, which inherits the listening socket. The others find the name in use,
+        # connect, and wait in the socket's queue until the node accepts.
         with _here.lock, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             _reap()
             try:
@@ -104,36 +104,38 @@ class SharedService(Service):
 
     @property
     def stays(self) -> bool:
-        """Whether this process is connected to the node that is there now."""
+        """Whether this process is connected to the node that runs now."""
         descriptor = _here.staying.get(self.url)
         if descriptor is None:
             return False
         poll = select.poll()
-        poll.register(descriptor, select.POLLIN)  # the node says nothing: what can be read is the end
+        poll.register(descriptor, select.POLLIN)  # the node sends nothing here, so only the end is readable
         return not poll.poll(0)
 
     def stay(self, link: Link) -> None:
         """Keep this connection until this process ends."""
         _install_fork_hook()
         link.send(frames.STAY)
-        before = _here.staying.pop(self.url, None)
+        before = _here.staying.pop(self.url, None)  # to an earlier node, which has ended
+        # Detached, so that no collected object closes it. The kernel closes it when the process ends, also if killed.
         _here.staying[self.url] = link.sock.detach()
         if before is not None:
             os.close(before)
 
 
 class _Here:
-    """What this process has to do with nodes."""
+    """The nodes of this process."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """As a new process."""
+        """Forget all, in a new process."""
         self.staying: dict[str, int] = {}
-        """Descriptors of connections, by URL. They are closed by nobody: the kernel does it."""
+        """Descriptors of connections, by URL. They stay open until the process ends."""
         self.started: list[int] = []
-        self.lock = threading.Lock()  # several workers look for a node at a time
+        """Process ids of nodes that were not reaped yet."""
+        self.lock = threading.Lock()  # a loader's workers look for a node in several threads
 
 
 _here = _Here()
@@ -145,17 +147,20 @@ def _install_fork_hook() -> None:
 
 
 def _forget_all() -> None:
-    """In a forked child, which is another process."""
+    """In a forked child: close its copies of the connections, or the node would stay for it."""
     for descriptor in _here.staying.values():
         os.close(descriptor)
     _here.begin()
 
 
 def _spawn(listener: int, target: str) -> None:
-    """Start a node, out of reach of the terminal's Ctrl-C: it ends after those who use it."""
+    """Start a node."""
+    # Without the variables of a rank: the node belongs to all of them.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_ONE_RANKS)}
     environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    spare = os.dup(listener) if listener == _LISTENER else -1  # dup2 to itself would leave it to be closed
+    # `dup2` of a descriptor to itself may leave its close-on-exec flag, and the node would not inherit it.
+    spare = os.dup(listener) if listener == _LISTENER else -1
+    # Standard output goes to standard error: a trainer's output may be parsed.
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, 2, 1),
@@ -163,6 +168,7 @@ def _spawn(listener: int, target: str) -> None:
     ]
     command = [sys.executable, "-m", "asyncloader.service.node.machine_node", target, str(_LISTENER)]
     try:
+        # In its own session: Ctrl-C in the terminal ends the trainers, and the node ends after the last of them.
         _here.started.append(os.posix_spawn(sys.executable, command, environment, file_actions=actions, setsid=True))
     finally:
         if spare >= 0:
@@ -170,6 +176,7 @@ def _spawn(listener: int, target: str) -> None:
 
 
 def _reap() -> None:
+    """Collect the exit codes of nodes that have ended, which would stay as zombies."""
     for pid in list(_here.started):
         with suppress(ChildProcessError):
             if not os.waitpid(pid, os.WNOHANG)[0]:

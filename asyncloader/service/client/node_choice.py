@@ -1,7 +1,4 @@
-"""At which node a worker should be. Pure.
-
-Data path: none; where a connection is made.
-"""
+"""Chooses the nodes of a loader's workers. Pure."""
 
 from __future__ import annotations
 
@@ -10,25 +7,23 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 def node_order(loads: Sequence[float], turn: int, failures: Sequence[int] | None = None) -> list[int]:
-    """The numbers of nodes in the order in which they are asked: those with the fewest failures first, of these the
-    least loaded one, and of equal ones another one in each turn.
-    """
+    """Return the numbers of nodes in the order in which a worker tries them: by failures, then by load, then in turn."""
     failed = failures or [0] * len(loads)
     return sorted(range(len(loads)), key=lambda number: (failed[number], loads[number], (number - turn) % len(loads)))
 
 
 def to_move(nodes: Sequence[str], capacities: Mapping[str, int], avoided: Collection[str] = ()) -> list[int]:
-    """The workers that should leave, so that other nodes, which have come, get their part.
+    """Choose workers that should leave, so that nodes that have come get their part.
 
     Args:
-        nodes: where each worker is.
+        nodes: the node of each worker.
         capacities: the processes of each node of the service.
-        avoided: those that failed, or were not there, when they were last tried: they keep their workers, and get no
-            more, because a worker that left for one of them would come back.
+        avoided: nodes that failed, or could not be reached, when they were last tried. They keep their workers, and get
+            no more, because a worker that left for such a node would come back.
 
     Returns:
         the numbers of workers: as few as possible, so that no node has more than its part, rounded up, as long as
-        another one has less than its own, rounded down.
+        another node has less than its part, rounded down.
     """
     there = Counter(node for node in nodes if node in capacities)
     capacities = {node: number for node, number in capacities.items() if there[node] or node not in avoided}

@@ -1,11 +1,9 @@
-"""Counts what a loader's connections to each node came to: which node is left alone for a while, and when an epoch ends
-because none delivers. Pure: no I/O, no clock.
+"""Counts the results of a loader's connections to each node. They decide which node is left alone for a while, and when
+an epoch ends because no node delivers. Pure: no I/O, no clock.
 
-Data path: none; where a connection is made anew.
-
-A node that is at a slow task answers pings, so its connection stands, and that is waited for without an end. A node
-that cannot deliver (its process is ended again and again, large packets are lost on the way to it, something between
-cuts connections) shows in connections that end although they had tasks, and answered none.
+A node with a slow task answers pings, so its connection stands, and the loader waits for it without limit. A node that
+cannot deliver (its process is killed again and again, large packets are lost, a firewall cuts connections) shows in
+connections that had tasks, and ended without an answer.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from math import inf
 from asyncloader.workers.ipc.peer_text import line_of
 
 _FIRST_REST_S, _LONGEST_REST_S = 0.05, 3.0
-_FORGOTTEN_S = 60.0  # after which a node is as good as any
-_FEWEST = 3  # connections that came to nothing, before that means anything
+_FORGOTTEN_S = 60.0  # after which failures do not count any more
+_FEWEST = 3  # fruitless connections, before an epoch may end for them
 _MOST_TEXT = 300
 _MOST_UNREADABLE = 3  # connections in a row that ended with an answer that cannot be read, before a node is left alone
 
@@ -26,39 +24,39 @@ _MOST_UNREADABLE = 3  # connections in a row that ended with an answer that cann
 class _NodeRecord:
     connected: int = 0
     batches: int = 0  # of connections that have ended
-    fruitless: int = 0  # connections that ended without an answer to their tasks
+    fruitless: int = 0  # connections with tasks that ended without any answer
     unreadable: int = 0  # connections in a row that ended with an answer that cannot be read
-    why: str = ""  # the last one ended, or could not be made
-    in_a_row: int = 0
+    why: str = ""  # the last connection ended, or could not be made
+    in_a_row: int = 0  # failures since the last batch
     failed_at: float = -inf
     refused_at: float = -inf  # no worker connection could be opened then, and none was since
 
 
 class NodeProgress:
-    """One loader's connections. Times are seconds on any one clock.
+    """One loader's connections. Times are seconds on one clock of the caller's choice.
 
     Args:
-        wait: seconds without an answer from any node, while connections come to nothing, after which that is an error.
+        wait: seconds after which it is an error that connections end without answers, and no node answers.
     """
 
     def __init__(self, wait: float) -> None:
         self._wait = wait
         self._nodes: dict[str, _NodeRecord] = {}
-        self._fruitless = 0  # connections without an answer from any node in between
+        self._fruitless = 0  # fruitless connections since the last answer of any node
         self._first = self._last = 0.0  # when the first and the last of them ended
-        self._answers = 0  # of all nodes, by then
+        self._answers = 0  # answers of all nodes when the first of them ended
 
     def _node(self, address: str) -> _NodeRecord:
         return self._nodes.setdefault(address, _NodeRecord())
 
     def connected(self, address: str) -> None:
-        """A worker connection was opened."""
+        """Note that a worker connection was opened."""
         node = self._node(address)
         node.connected += 1
         node.refused_at = -inf
 
     def refused(self, address: str, why: str, now: float) -> None:
-        """No worker connection could be opened."""
+        """Note that no worker connection could be opened."""
         node = self._node(address)
         node.why, node.refused_at = why, now
 
@@ -74,14 +72,14 @@ class NodeProgress:
         *,
         unreadable: bool = False,
     ) -> None:
-        """A worker connection has ended, and its worker may be well.
+        """Note that a worker connection has ended, although its worker may be running.
 
         Args:
-            address: of its node.
-            why: it has ended.
+            address: its node.
+            why: why it has ended.
             opened: when it was opened.
-            tasks: that it was sent.
-            answers: that came from it.
+            tasks: tasks sent over it.
+            answers: answers received over it.
             every: answers of all worker connections so far.
             now: the time.
             unreadable: whether it ended with an answer that cannot be read.
@@ -93,19 +91,22 @@ class NodeProgress:
         if answers:
             node.in_a_row = 0
             return
-        if opened >= node.failed_at:  # several worker connections that break at a time are one failure
+        # A node that dies ends all its connections; those opened before the last failure belong to that failure. Each
+        # of them counted would let a node with many workers rest the longest after its first failure.
+        if opened >= node.failed_at:
             node.in_a_row += 1
             node.failed_at = now
         if not tasks:
             return
         node.fruitless += 1
+        # A new series begins with any answer of any node, and after a pause in which no connection failed.
         if every != self._answers or now - self._last > self._wait:
             self._fruitless, self._first, self._answers = 0, now, every
         self._fruitless += 1
         self._last = now
 
     def unreadable(self, address: str) -> str | None:
-        """Why this node is used no more; None: it may be."""
+        """Return the reason why this node must not be used; None: it may be used."""
         node = self._nodes.get(address)
         if node is None or node.unreadable < _MOST_UNREADABLE:
             return None
@@ -113,17 +114,17 @@ class NodeProgress:
         return f"{node.unreadable} times in a row its answers could not be read; the last time: {why}"
 
     def failures(self, address: str, now: float) -> int:
-        """How often the node has delivered nothing since it last did."""
+        """Return the number of failures of the node since its last batch."""
         node = self._nodes.get(address)
         return node.in_a_row if node is not None and now - node.failed_at < _FORGOTTEN_S else 0
 
     def avoided(self, address: str, now: float) -> bool:
-        """Whether a worker that delivers elsewhere should not leave for this node."""
+        """Return whether a worker that delivers elsewhere should not move to this node."""
         node = self._nodes.get(address)
         return node is not None and (self.failures(address, now) > 0 or now - node.refused_at < _FORGOTTEN_S)
 
     def rest(self, address: str, now: float) -> float:
-        """Seconds for which the node should be left alone yet."""
+        """Return the seconds for which the node should still be left alone."""
         failures = self.failures(address, now)
         if not failures:
             return 0.0
@@ -131,24 +132,24 @@ class NodeProgress:
         return max(0.0, self._nodes[address].failed_at + rest - now)
 
     def problem(self, every: int, stands: bool, now: float) -> str | None:
-        """The error's text if the epoch should end, because no node delivers; else None.
+        """Return the error's text if the epoch should end because no node delivers; else None.
 
         Args:
             every: answers of all worker connections so far.
-            stands: whether a worker connection with tasks stands, and its node answers pings: it may just be slow.
+            stands: whether a connection with tasks stands, and its node answers pings: the node may just be slow.
             now: the time.
         """
         if stands or every != self._answers or self._fruitless < _FEWEST or now - self._first < self._wait:
             return None
-        told = "; ".join(f"{address}: {self._told(node)}" for address, node in sorted(self._nodes.items()))
+        nodes = "; ".join(f"{address}: {self._describe(node)}" for address, node in sorted(self._nodes.items()))
         return (
             f"no batch came from any node for {now - self._first:.0f} seconds, and {self._fruitless} connections that "
-            f"had tasks ended meanwhile: {told}. Look at the nodes' logs, and at what lies between them and this "
+            f"had tasks ended meanwhile: {nodes}. Look at the nodes' logs, and at what lies between them and this "
             "machine; wait= of Service says how long to go on"
         )
 
     @staticmethod
-    def _told(node: _NodeRecord) -> str:
+    def _describe(node: _NodeRecord) -> str:
         why = line_of(node.why, _MOST_TEXT)
         if not node.connected:
             return f"not connected ({why})"

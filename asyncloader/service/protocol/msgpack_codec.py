@@ -124,25 +124,25 @@ class MsgpackCodec:
         return BatchEncoder()
 
     def cursor_packer(self) -> CursorPacker:
-        """As `MessageCodec`. A cursor whose state cannot be sent says so, as one whose state cannot be pickled does."""
+        """Return a function that packs cursors. A state that cannot be sent is replaced by a text that says so."""
         return _pack_cursor
 
     def load_cursor(self, data: bytes) -> PackedCursor:
-        """As `MessageCodec`."""
+        """Check a packed cursor. Raises ValueError."""
         # Unpacked here only to be checked: an answer that cannot be read must not count as one. The bytes are kept,
         # because the cursor of the next batch most often replaces this cursor before its value is asked for.
         _check_cursor(unpack(data))
         return PackedCursor(data, unpack)
 
     def dump_records(self, records: Sequence[SkippedSample]) -> bytes:
-        """As `MessageCodec`."""
+        """Pack the records of samples that raised; indices that cannot be sent as their text."""
         try:
             return pack(records)
         except Unsendable:
             return pack([each._replace(index=repr(each.index), substitute=repr(each.substitute)) for each in records])
 
     def load_records(self, data: bytes) -> Sequence[SkippedSample]:
-        """As `MessageCodec`."""
+        """Unpack and check records of samples that raised. Raises ValueError."""
         records = unpack(data)
         if type(records) is not list or not records or not all(map(_is_record, records)):
             raise ValueError("broken stream: records of samples that cannot be read")
