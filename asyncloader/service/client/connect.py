@@ -1,8 +1,6 @@
-"""Finds a node of a service, connects to it, and shakes hands, from the loader's side.
+"""Finds a node of a service, connects to it, and does the loader's side of the handshake.
 
-Data path: none; before a worker of a service is there.
-
-All of this blocks, in threads that may wait.
+All functions block; the loader calls them in threads that may wait.
 """
 
 from __future__ import annotations
@@ -45,9 +43,9 @@ from asyncloader.workers.stacks import Report
 _log = logging.getLogger("asyncloader")
 
 _CONNECT_S = 3.0
-_ANSWER_S = 30.0  # without a sign of life
+_ANSWER_S = 30.0  # without any message
 _LONGEST_ANSWER_S = 600.0
-"""Seconds with signs of life, at most, unless `Service.wait` is more: a node may be making the dataset."""
+"""Seconds for an answer while the node reports that it works on it, at most, unless `Service.wait` is longer."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _SAY_AFTER_S = 3.0
 _USER_TIMEOUT_MS = 3000  # until a worker connection is open; see `RemoteChannel`
@@ -61,7 +59,7 @@ _T = TypeVar("_T")
 
 
 class Unreachable(Exception):
-    """An address did not give a worker connection; the text says why. `final`: to ask again is of no use."""
+    """No worker connection could be opened at an address. The text says why. `final`: asking again is useless."""
 
     def __init__(self, text: str, *, final: bool = False) -> None:
         super().__init__(text)
@@ -72,11 +70,11 @@ class NodeConnection:
     """A connection whose handshake is over.
 
     Args:
-        address: of the node.
+        address: the node's address.
         link: the connection.
-        info: of the dataset there.
-        wait: seconds for which the node may say that it is at work.
-        closed: set once nobody waits for it.
+        info: the kind and length of the node's dataset.
+        wait: seconds for which the node may report that it works on an answer.
+        closed: set once the loader does not wait any more.
     """
 
     def __init__(
@@ -89,12 +87,13 @@ class NodeConnection:
         self._closed = closed
 
     def answer(self, kind: int) -> bytes:
-        """Wait for an answer that may take the node a while. As `answer_of`."""
+        """Wait for an answer that may take the node a while. See `answer_of`."""
         return answer_of(self.link, kind, busy=self._wait, closed=self._closed)
 
 
 def _places(address: str) -> list[tuple[str, Any]]:
-    """Resolve an address: names with what a socket connects to."""
+    """Resolve an address. Returns names, each with the arguments for a socket."""
+    # "@" is an abstract socket: the kernel's own name begins with a zero byte.
     if address.startswith("unix:"):
         return [(address, address.removeprefix("unix:").replace("@", "\0", 1))]
     parts = urlsplit(address)
@@ -102,6 +101,8 @@ def _places(address: str) -> list[tuple[str, Any]]:
         found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise Unreachable(f"{address}: {error.strerror or error}") from None
+    # All results of a tcp:// name are ways to one node, tried in order. Each result of a dns+tcp:// name is another
+    # node.
     if parts.scheme == "tcp":
         return [(address, found)]
     named = []
@@ -127,6 +128,7 @@ def _connect(service: Service, address: str, place: Any) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         try:
             sock.settimeout(_CONNECT_S)
+            # No pings are sent before the worker connection is open, so the kernel must notice a silent network.
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
             sock.connect(where)
@@ -149,10 +151,10 @@ def _wrap_tls(service: Service, sock: socket.socket, host: str) -> ssl.SSLSocket
 def _handshake(
     service: Service, defined: Defined, address: str, place: Any, closed: threading.Event | None = None
 ) -> NodeConnection:
-    """Connect to a node, up to its WELCOME.
+    """Connect to a node, and do the handshake up to its WELCOME.
 
     Raises:
-        Unreachable: it is not there, or refuses.
+        Unreachable: the node cannot be reached, or refuses.
     """
     link: Link | None = None
     token, hello = service.secret(), Hello.of(defined)
@@ -162,6 +164,7 @@ def _handshake(
         needed, theirs = read_record(Challenge, answer_of(link, frames.CHALLENGE, service.greeting_s))
         if needed and token is None:
             raise Unreachable("it asks for a token: set Service(token=), or ASYNCLOADER_TOKEN", final=True)
+        # A program at this address could pretend to be a node that needs no token, and give wrong samples.
         if token is not None and not needed:
             text = "a token was given, and it has none, so it cannot prove that it is the right service"
             raise Unreachable(text, final=True)
@@ -169,7 +172,7 @@ def _handshake(
         welcome = read_record(Welcome, answer_of(link, frames.WELCOME, busy=service.wait, closed=closed))
         if not proves(welcome.proof, token, "node", hello.nonce, theirs):
             raise Unreachable("it could not prove that it has the token", final=True)
-        link.most_body = frames.MOST_BODY
+        link.most_body = frames.MOST_BODY  # only now: before, the other side has proved nothing
         return NodeConnection(address, link, welcome.checked_info(), service.wait, closed)
     except (OSError, ValueError, TypeError, Unreachable) as error:
         if link is not None:
@@ -189,15 +192,20 @@ def answer_of(
     busy: float | None = None,
     closed: threading.Event | None = None,
 ) -> bytes:
-    """Wait for the node's answer; raises what the callers here handle.
+    """Wait for the node's answer, and return its body.
 
     Args:
         link: the connection.
-        kind: of the answer.
-        seconds: without any message, after which the node is given up.
-        busy: seconds for which it may send PONGs before the answer, or `_LONGEST_ANSWER_S` if that is more: such a peer
-            has perhaps not even proved that it is a node. None: it may send none.
-        closed: set once nobody waits for the answer: the next PONG ends the wait.
+        kind: the answer's kind.
+        seconds: seconds without any message, after which the node is given up.
+        busy: seconds for which the node may send PONGs before the answer, or `_LONGEST_ANSWER_S` if that is longer. None:
+            PONGs are not accepted.
+        closed: set once the loader does not wait for the answer any more: the next PONG ends the wait.
+
+    Raises:
+        Unreachable: the node refused, or the loader was closed.
+        ValueError: the node sent another message.
+        OSError: the connection ended, or the time is over.
     """
     began, said = monotonic(), False
     last = began + max(busy or 0.0, _LONGEST_ANSWER_S)
@@ -205,6 +213,7 @@ def answer_of(
     poll = select.poll()
     poll.register(link.fileno(), select.POLLIN)
     while True:
+        # The request may be larger than the socket's buffer: it is sent while the answer is awaited.
         poll.modify(link.fileno(), select.POLLIN if link.flush() else select.POLLIN | select.POLLOUT)
         for message in link.receive():
             if message.header.kind == frames.REFUSED:
@@ -213,6 +222,7 @@ def answer_of(
             if message.header.kind == frames.PONG and busy is not None:
                 if closed is not None and closed.is_set():
                     raise Unreachable("the loader was closed meanwhile")
+                # Not without an end: a peer that sends PONGs has perhaps not even proved that it is a node.
                 deadline = min(monotonic() + seconds, last)
                 if not said:
                     said = True
@@ -242,30 +252,31 @@ def on_any_node(
     refused: Callable[[str, str], None] | None = None,
     delivered_at: Callable[[], float] | None = None,
 ) -> _T:
-    """Connect to nodes, one after the other, until one is there and `use` of it succeeds.
+    """Connect to nodes, one after the other, until `use` succeeds with a connection. Returns its result.
 
     Args:
-        service: where they are.
-        defined: what is read.
+        service: the service.
+        defined: the definition that is read.
         use: called with the connection, which it then owns; may raise ValueError, OSError or Unreachable.
-        order: says by their numbers in which order nodes at such addresses are tried, and for how many seconds each is
-            left alone yet; what it raises ends this.
-        closed: set once nobody waits for it.
-        refused: called with the address of a node that could not be used, and why.
-        delivered_at: says when anything came from other connections to the service: those who have them go on
-            meanwhile, and this looks on.
+        order: called with the nodes' addresses. Returns their numbers in the order in which they are tried, each with
+            the seconds for which the node should still be left alone. Its errors end the search.
+        closed: set once the loader does not wait any more.
+        refused: called with the address of a node that could not be used, and the reason.
+        delivered_at: returns the time of the last answer on the loader's other connections: while they deliver, the
+            search goes on.
 
     Raises:
-        ServiceUnavailable: none was there for `service.wait` seconds, and nothing came from any.
+        ServiceUnavailable: no node could be used, and no other connection delivered, for `service.wait` seconds.
     """
     began, pause, said = monotonic(), _FIRST_PAUSE_S, False
     while True:
         if isinstance(service, SharedService):
             service.start_if_missing()
         answers: dict[str, str] = {}
-        unlike: list[str] = []  # nodes that will not change their mind, and why
-        final = True  # whether all have refused for good
+        unlike: list[str] = []  # the reasons of nodes whose refusal is final
+        final = True  # whether all nodes have refused finally
         places: list[tuple[str, Any]] = []
+        # Resolved again in each round: pods may have come or gone since.
         for address in service.addresses:
             try:
                 places += _places(address)
@@ -291,7 +302,9 @@ def on_any_node(
             except (OSError, ValueError) as error:
                 answers[address], final = f"{address}: {line_of(str(error), _MOST_TEXT)}", False
             else:
-                for text in unlike:  # that other nodes do its part must not hide that it is not alike
+                # Only with a node that can be used: otherwise the error names them all. A user should know that a node
+                # is left out although the others do its work.
+                for text in unlike:
                     _warn_once(text)
                 return used
             if closed is not None and closed.is_set():
@@ -299,8 +312,10 @@ def on_any_node(
             if refused is not None:
                 refused(address, answers[address].removeprefix(f"{address}: "))
         now = monotonic()
+        # A loader whose other workers deliver makes progress, so the time without progress counts.
         waited = now - max(began, delivered_at() if delivered_at is not None else began)
         text = "; ".join(answers.values()) or "none is ready"
+        # Every node has another version, definition or dataset: waiting would only delay the error.
         if final and answers:
             raise ServiceUnavailable(f"no node of {service.url} serves this loader: {text}")
         if waited >= service.wait or (closed is not None and closed.is_set()):
@@ -308,21 +323,22 @@ def on_any_node(
         if now - began >= _SAY_AFTER_S and not said:
             said = True
             _log.warning("no node of %s has been there for %.0f seconds: %s", service.url, now - began, text)
+        # A wait that `closed` ends at once. It ends early for a node whose rest is over.
         (closed or threading.Event()).wait(min(soonest, max(0.0, service.wait - waited)))
         pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
 
-@functools.lru_cache(256)  # each worker that connects learns of it
+@functools.lru_cache(256)  # each worker that connects finds the same node
 def _warn_once(text: str) -> None:
     _log.warning("a node is not used, for it refuses, or differs from the others: %s", text)
 
 
 def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: threading.Event) -> Plan:
-    """Have a node plan what a loader reads in an epoch, where the loader assigns the dataset's shards.
+    """Have a node plan an epoch over the dataset's shards, which the loader assigns to its workers.
 
     Raises:
-        ServiceUnavailable: no node was there in time.
-        Exception: what the dataset raised.
+        ServiceUnavailable: no node could be reached in time.
+        Exception: the dataset's error.
     """
 
     def use(node: NodeConnection) -> Plan | bytes:
@@ -331,6 +347,7 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
         node.link.close()
         return answer
 
+    # The dataset's error is an answer, not a reason to try another node: another node would raise it, too.
     answer = on_any_node(service, defined, use, _as_given, closed)
     if isinstance(answer, Plan):
         return answer
@@ -344,10 +361,10 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
 def ask_stacks(
     service: Service, defined: Defined, address: str, pids: Sequence[int], closed: threading.Event
 ) -> dict[int, Report]:
-    """Ask the node at this address what its processes do. Gives those that it has.
+    """Ask the node at this address for the stacks of these processes. Returns those that it has.
 
     Raises:
-        Unreachable, OSError, ValueError: it did not say.
+        Unreachable, OSError, ValueError: it did not answer.
     """
     ((name, place),) = _places(address)[:1]
     node = _handshake(service, defined, name, place, closed)
@@ -360,15 +377,15 @@ def ask_stacks(
 
 
 def ask_dataset_info(service: Service, defined: Defined, closed: threading.Event | None = None) -> DatasetInfo:
-    """What the dataset at the service is.
+    """Ask a node for the kind and length of its dataset.
 
     Raises:
-        ServiceUnavailable: no node was there in time.
+        ServiceUnavailable: no node could be reached in time.
     """
 
     def use(node: NodeConnection) -> DatasetInfo:
         if isinstance(service, SharedService):
-            service.stay(node.link)
+            service.stay(node.link)  # detaches the socket, which `close` then leaves open
         node.link.close()
         return node.info
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 def node_order(loads: Sequence[float], turn: int, failures: Sequence[int] | None = None) -> list[int]:
-    """Return the numbers of nodes in the order in which a worker tries them: by failures, then by load, then in turn."""
+    """Return the numbers of nodes in the order in which a worker tries them: by failures, by load, and in turn."""
     failed = failures or [0] * len(loads)
     return sorted(range(len(loads)), key=lambda number: (failed[number], loads[number], (number - turn) % len(loads)))
 

@@ -1,14 +1,12 @@
-"""A worker's channel over a network: looks to the pool like the socket of a local worker.
+"""A worker's channel over a network. It has the interface of a local worker's channel.
 
 Data path: node -> connection -> [remote_channel] -> ring -> consumer.
 
-The pool sends a task with a slot of its ring; here the task goes out without it, and when the batch comes its bytes are
-received straight into that slot. A batch that is larger than the slot gets a segment of its own, as a local worker
-would make one. Only this process writes to the ring, so a connection that breaks leaves no foreign writer behind.
+The pool sends a task with a slot of its ring; the task goes to the node without the slot, and the batch's bytes are
+received directly into that slot. A batch that is larger than the slot gets a separate segment, like a local worker's.
+Only this process writes to the ring, so no other process can write to it after a connection has broken.
 
-A node that is gone without a word (a cut cable) is noticed within three seconds, while there are tasks. The trainer may
-block the loop for as long as it likes: bytes that came meanwhile count although nothing has read them, and however long
-the loop stood still, that is one of the three checks without a byte after which a node is given up.
+While tasks are open, a silent node (a cut cable) is noticed within three seconds: see `_check`.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.ring import WorkerRing
 
-_CHECK_S = 0.65
-_MOST_PINGS = 2
-_MOST_PAYLOAD = 1 << 40
+_CHECK_S = 0.65  # between two checks of a node with tasks
+_MOST_PINGS = 2  # without any byte in return: the next check gives the node up
+_MOST_PAYLOAD = 1 << 40  # whether there is memory for a payload is checked when it is placed
 
 
 class RemoteChannel:
-    """The loader's end of a worker connection that is elsewhere. Interface and meaning are those of `Channel`.
+    """The loader's end of a worker connection over a network. Interface and meaning are those of `Channel`.
 
     Args:
         link: the connection, after its handshake.
@@ -45,19 +43,21 @@ class RemoteChannel:
         self.sock = link.sock
         self.ended = False
         self.death: bytes | None = None
-        """What the node said of the end of the worker's process; None: nothing."""
+        """The node's report of the end of the worker's process; None: no report."""
         self.why = "the node closed the connection"
-        """Why it ended, if it did."""
+        """The reason of the end, once `ended` is set."""
         self.broken = False
-        """Whether it ended because of what the node sent."""
+        """Whether the channel was ended because a message could not be read."""
+        # A pipe, because the socket is no sign of the end: it becomes readable also for messages, and a node that is
+        # given up has not closed it.
         self.gone_fd, self._gone = os.pipe()
         self._leaving = ""
         self._link = link
         link.place, link.most_payload = self._place, _MOST_PAYLOAD
         if link.sock.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
-            # From here on pings notice a silent network. The time-out would also end a connection whose window is
-            # closed, as it is while the trainer computes and reads nothing.
-            with contextlib.suppress(OSError):  # it has ended, which its reader sees
+            # From here on pings notice a silent network. The kernel's time-out would also end a connection whose window
+            # is closed, as it is while the trainer computes and reads nothing.
+            with contextlib.suppress(OSError):  # the connection has ended, which its reader sees
                 link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         self._rings: dict[int, WorkerRing] = {}
         self._tasks: dict[tuple[int, int], tuple[int, int]] = {}  # (epoch, task) -> ring, slot
@@ -75,19 +75,20 @@ class RemoteChannel:
 
     @property
     def received(self) -> int:
-        """Bytes, so far."""
+        """Bytes received so far."""
         return self._link.received
 
     # -------------------------------------------------------------------------------------------- sending
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> bool:
-        """Send a frame of the pool's. Returns whether everything was sent.
+        """Send a frame of the pool. Returns whether everything was sent.
 
         Raises:
             ConnectionError: the other end is closed.
         """
         kind, body = frame[wire.PREFIX_BYTES - 1], frame[wire.PREFIX_BYTES :]
         if kind == wire.RING:
+            # The ring stays here. Older rings are still the place of batches whose tasks were sent before.
             number, slots, slot_bytes = wire.unpack_ring(body)
             in_use = {ring for ring, _ in self._tasks.values()}
             self._rings = {number: ring for number, ring in self._rings.items() if number in in_use}
@@ -97,7 +98,7 @@ class RemoteChannel:
             return self._send(kind, body)
         epoch, task, slot, ring, _, index = wire.unpack_task(body)
         if self._leaving:
-            return True  # the pool gives it to the worker's successor
+            return True  # not sent: the pool gives all unanswered tasks to the worker's successor
         self._tasks[epoch, task] = ring, slot
         loop = asyncio.get_running_loop()
         if self._timer is None or self._loop is not loop:  # a timer of an earlier loop, which is closed, never comes
@@ -112,22 +113,22 @@ class RemoteChannel:
             raise ConnectionError(str(error)) from None
 
     def leave(self, why: str) -> None:
-        """Send no more tasks, and end once those that were sent are answered."""
+        """Send no more tasks, and end once the tasks that were sent are answered."""
         self._leaving = why
         if not self._tasks:
             self._end(why)
 
     def distrust(self, why: str) -> None:
-        """End: the node has sent what cannot be read."""
+        """End, because the node has sent a message that cannot be read."""
         self.broken = True
         self._end(why)
 
     def kill(self) -> None:
-        """Have the worker's process killed, which is at a task for too long."""
+        """Have the node kill the worker's process, whose task takes too long."""
         self._send(frames.KILL)
 
     def flush(self) -> bool:
-        """Send what is unsent. Errors as `send`."""
+        """Send unsent messages. Errors as `send`."""
         try:
             return self._link.flush()
         except OSError as error:
@@ -136,9 +137,9 @@ class RemoteChannel:
     # ------------------------------------------------------------------------------------------ receiving
 
     def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
-        """Give the frames that are complete, as a local worker would have sent them. Never waits."""
+        """Yield the complete frames, in the form in which a local worker sends them. Never waits."""
         del wait
-        if self.ended:  # of what came after a frame that cannot be read, nothing is
+        if self.ended:  # messages after a message that cannot be read are not read either
             return
         try:
             for message in self._link.receive():
@@ -155,9 +156,9 @@ class RemoteChannel:
                 elif header.kind != frames.PONG:
                     self._answered(header.kind, body)
                     yield header.kind, body
-        except ValueError as error:  # no node of ours: its tasks go elsewhere
+        except ValueError as error:  # not an error of the epoch: the tasks go to another node
             self.distrust(str(error))
-        except RingMemoryError as error:  # it may have announced any size: another node's batch may be smaller
+        except RingMemoryError as error:  # the node may have announced any size: another node's batch may be smaller
             self.distrust(f"a batch for which this machine has no memory: {error}")
         if self._leaving and not self._tasks:
             self._end(self._leaving)
@@ -174,11 +175,12 @@ class RemoteChannel:
             self._void(wire.unpack_reset(body)[0])
 
     def _void(self, epoch: int) -> None:
-        """The worker answers no task of an earlier epoch any more."""
+        """Forget the tasks of earlier epochs, which the worker will not answer any more."""
         self._tasks = {key: value for key, value in self._tasks.items() if key[0] >= epoch}
 
     def _place(self, header: Header) -> memoryview:
         key = header.epoch, header.task
+        # Before any byte is received: the slot of another task may hold a batch that the consumer is reading.
         if header.kind != wire.RESULT or key not in self._tasks:
             raise ValueError(f"broken stream: a batch for task {header.task}, which was not asked for")
         number, slot = self._tasks[key]
@@ -189,12 +191,14 @@ class RemoteChannel:
             return memoryview(ring.memory)[start : start + nbytes]
         segment.check_room(nbytes, "one batch")
         fd = segment.create(nbytes)
-        self._segments[key] = fd
+        self._segments[key] = fd  # before an error can be raised: `close` closes it
         segment.reserve(fd, 0, nbytes)
         return memoryview(segment.map_segment(fd, nbytes))
 
     def _result(self, header: Header, body: bytes) -> bytes:
         result, template, cursor = wire.unpack_result(body)
+        # The body repeats the header, and decides which batch the pool delivers: both must name a task that is open
+        # here.
         key = header.epoch, header.task
         if (result.epoch, result.seq) != key or result.nbytes != header.payload or key not in self._tasks:
             raise ValueError(f"broken stream: a batch for task {header.task}, which was not asked for")
@@ -204,26 +208,30 @@ class RemoteChannel:
             slot = wire.ONEOFF
         elif not header.payload:
             slot = wire.NO_SLOT
+        # The slot is the loader's, not the node's. The time of sending is that of this machine's clock: `perf_counter`
+        # of another machine cannot be compared.
         began = self._began.pop(key, None)
         result = result._replace(slot=slot, sent=perf_counter() if began is None else began)
         return wire.pack_result(result, template, cursor)[wire.PREFIX_BYTES :]
 
     def take_fd(self) -> int:
-        """Return the segment of the batch just received; the caller owns it."""
+        """Return the segment of the batch just received, which the caller then owns."""
         return self._fds.popleft()
 
     # ---------------------------------------------------------------------------------------------- ending
 
     def _check(self) -> None:
-        """While there are tasks, every now and then: does the node still answer?"""
+        """Give the node up after three checks in which no byte has come. Runs while tasks are open."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:
+        if loop is not self._loop:  # another loop has a timer of its own
             return
         self._timer = None
         if self.ended or not self._tasks or self.fileno() < 0:
             return
-        # Bytes, and not messages: a large batch takes its time. Those that were not read count as well: after a block
-        # of the loop uvloop runs timers before readers, and the 256 KiB that wake the reader may take long to come.
+        # Bytes, and not messages: a large batch takes its time. Unread bytes count as well: after the program has
+        # blocked the loop, uvloop runs timers before readers, and the 256 KiB that wake the reader may take long to
+        # come. Checks are counted, and not seconds: a loop that was blocked for a minute has missed the answers of one
+        # check.
         came = self.received + self._link.unread
         if self._seen != came:
             self._seen, self._pings = came, 0
@@ -244,10 +252,10 @@ class RemoteChannel:
             self.ended, self.why = True, why
         gone, self._gone = self._gone, -1
         if gone >= 0:
-            os.close(gone)  # makes `gone_fd` readable
+            os.close(gone)  # makes `gone_fd` readable, which wakes the pool
 
     def close(self) -> None:
-        """Close the connection and all that was received and not taken. Idempotent."""
+        """Close the connection, and drop received batches that were not taken. Idempotent."""
         self._end("closed")
         self._link.close()
         if self._timer is not None:

@@ -2,8 +2,8 @@
 
 Data path: options -> [remote_dataset] -> plan.
 
-Without `workers=` that is the dataset which the definition makes here. With it, it is a stand-in that has the served
-dataset's kind and length, which the service says, and no samples.
+Without `workers=` that is the dataset itself, made in this process. With `workers=` it is a `RemoteDataset`, which has
+the kind and length that a node reports, and no samples.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class RemoteDataset:
 
     Args:
         defined: its definition.
-        service: where it is.
-        info: what it is; every node at which it is read must say the same.
+        service: the service.
+        info: its kind and length, which must be the same at every node.
     """
 
     def __init__(self, defined: Defined, service: Any, info: DatasetInfo) -> None:
@@ -39,8 +39,10 @@ class RemoteDataset:
         self.service = service
         self.info = info
         self.catalog: Catalog | None = None
-        """If the loader assigns its shards: those of the newest plan."""
-        if info.stateful and info.shuffle is None:  # of shards the loader keeps the position
+        """If the loader assigns its shards: the catalog of the newest plan."""
+        # The loader looks for these two attributes to know whether a dataset has a state. With assigned shards it keeps
+        # the position itself.
+        if info.stateful and info.shuffle is None:
             self.state_dict = self.load_state_dict = self._is_elsewhere
 
     def _is_elsewhere(self, *_: Any) -> NoReturn:
@@ -92,7 +94,7 @@ class _Shards(RemoteDataset, IterableDataset[Any]):
         super().__init__(defined, service, info)
         self.shuffle_buffer = info.shuffle or 0
         self.shard_urls: Sequence[str] = ()
-        """Their names, from the first plan on."""
+        """The shards' names, from the first plan on."""
 
     def __iter__(self) -> Any:
         self._is_elsewhere()
@@ -101,11 +103,11 @@ class _Shards(RemoteDataset, IterableDataset[Any]):
     open_worker_stream = RemoteDataset._is_elsewhere
 
     async def plan(self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> EpochPlan:
-        """As `RemoteIterableDataset.plan`.
+        """Have a node plan the epoch. See `RemoteIterableDataset.plan`.
 
         Raises:
-            ServiceUnavailable: no node was there in time.
-            ValueError: a node sent something else than a plan.
+            ServiceUnavailable: no node could be reached in time.
+            ValueError: a node sent an invalid plan.
         """
         from asyncloader.remote.assignment_state import is_catalog_range
         from asyncloader.remote.rank_shares import EpochPlan, EpochShares
@@ -119,8 +121,9 @@ class _Shards(RemoteDataset, IterableDataset[Any]):
         try:
             plan = await in_thread(partial(ask_plan, self.service, self.defined, request, given_up))
         finally:
-            given_up.set()
+            given_up.set()  # a cancelled epoch must not leave a thread that looks for a node
         names = self.shard_urls if plan.fingerprint == known else plan.names
+        # The plan comes from a node, which is not trusted: its numbers become indices of lists.
         if not all(is_catalog_range(each, len(names)) for assignment in plan.assignments for each in assignment):
             raise ValueError("broken stream: a plan with ranges that cannot be")
         self.shard_urls, self.catalog = names, Catalog(workers, ranks, plan.fingerprint)
@@ -139,11 +142,11 @@ _KINDS: dict[tuple[bool, bool, bool], type[RemoteDataset]] = {  # iterable, asyn
 
 
 def locate(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a loader's arguments with the dataset that it plans with.
+    """Return a loader's arguments with the dataset that it plans with: made here, or a `RemoteDataset`.
 
     Raises:
-        TypeError, ValueError: the arguments do not go with a definition, or with `workers=`.
-        ServiceUnavailable: no node of the service was there in time.
+        TypeError, ValueError: the arguments do not fit a definition, or `workers=`.
+        ServiceUnavailable: no node of the service could be reached in time.
     """
     dataset, workers = arguments["dataset"], arguments["workers"]
     defined = dataset.defined if isinstance(dataset, RemoteDataset) else dataset
@@ -167,6 +170,7 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("on_error runs in the service's workers: use 'skip' or 'refill' with workers=")  # noqa: TRY004
     if not arguments["num_workers"]:
         raise ValueError(f"workers={workers!r} needs num_workers, the number of logical workers: at least 1")
+    # Imported only now: without `workers=` a loader needs neither msgspec nor any of this.
     check_extra()
     from asyncloader.service.client.connect import ask_dataset_info
     from asyncloader.service.client.machine_service import shared_service
@@ -191,7 +195,7 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def release_service(dataset: Any) -> None:
-    """The loader of this dataset is closed."""
+    """Release the service of this dataset, whose loader is closed. Does nothing for other datasets."""
     if isinstance(dataset, RemoteDataset):
         dataset.service.close()
 

@@ -54,18 +54,18 @@ from asyncloader.workers.stacks import Report
 
 _MOST_THREADS = 16
 _STANDS_S = 4.0
-"""Seconds after which a connection that has tasks stands: its node has answered pings, or would be given up."""
-_MOST_REASON, _MOST_TRACE = 2000, 1 << 15  # characters of what a node says of a death
+"""Seconds after which a connection with tasks counts as standing: by then its node has answered pings, or is given up."""
+_MOST_REASON, _MOST_TRACE = 2000, 1 << 15  # characters of a node's report of a death
 _SILENT_S = 3.0  # longer than the node waits for a process that may be dying
 _ROUND_TRIPS_S = 2.0
-"""Seconds that a node may take to answer, besides those in which its processes do."""
+"""Seconds that a node may take to answer, besides the time of its processes."""
 
 
 class ServiceWorkers:
     """The workers of one loader at a service. See `WorkerSource`.
 
     Args:
-        dataset: what is read, and where.
+        dataset: the remote dataset, with its service.
         credits: tasks that a worker may have outstanding, at most.
     """
 
