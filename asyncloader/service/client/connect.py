@@ -198,8 +198,8 @@ def answer_of(
         link: the connection.
         kind: the answer's kind.
         seconds: seconds without any message, after which the node is given up.
-        busy: seconds for which the node may send PONGs before the answer, or `_LONGEST_ANSWER_S` if that is longer. None:
-            PONGs are not accepted.
+        busy: seconds for which the node may send PONGs before the answer, or `_LONGEST_ANSWER_S` if that is longer.
+            None: PONGs are not accepted.
         closed: set once the loader does not wait for the answer any more: the next PONG ends the wait.
 
     Raises:

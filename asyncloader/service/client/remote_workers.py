@@ -1,9 +1,8 @@
-"""A pool's workers at a service: where a local pool starts a process, this connects to a node.
+"""A pool's workers at a service: instead of starting a process, the pool connects to a node.
 
 Data path: loader -> pool -> [remote_workers] -> connection -> node.
 
-Connecting blocks, in threads that may wait (`connect.py`); once a worker connection is open, the pool's loop has its
-socket.
+Connecting blocks, in threads that may wait (`connect.py`). An open worker connection is read by the pool's event loop.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ from asyncloader.workers.stacks import Report
 
 _MOST_THREADS = 16
 _STANDS_S = 4.0
-"""Seconds after which a connection with tasks counts as standing: by then its node has answered pings, or is given up."""
+"""Seconds after which a connection with tasks counts as standing: its node has answered pings, or was given up."""
 _MOST_REASON, _MOST_TRACE = 2000, 1 << 15  # characters of a node's report of a death
-_SILENT_S = 3.0  # longer than the node waits for a process that may be dying
+_SILENT_S = 3.0  # for the node's report of a death: longer than the node waits for a process that may be dying
 _ROUND_TRIPS_S = 2.0
 """Seconds that a node may take to answer, besides the time of its processes."""
 
@@ -80,29 +79,34 @@ class ServiceWorkers:
         self._closed = threading.Event()
         self._made: weakref.WeakSet[RemoteWorker] = weakref.WeakSet()
         self._next = 0
-        self._progress = NodeProgress(max(_STANDS_S, dataset.service.wait))  # before that, none can be said to stand
+        # Not less than `_STANDS_S`: before, no connection can be known to stand, and a slow node would be an error.
+        self._progress = NodeProgress(max(_STANDS_S, dataset.service.wait))
         self._answers = 0  # of workers that have ended
-        self._seen = 0  # answers, when they were last looked at
-        self._delivered = 0.0  # when there were more than before
+        self._seen = 0  # all answers when `_delivered_at` was last called
+        self._delivered = 0.0  # when it last found more of them
+        # Several threads connect at a time, while the loop's thread notes the ends of workers.
         self._lock = threading.Lock()
 
     def obstacle(self) -> str:
-        """As `WorkerSource`: the definition that the nodes have does not change."""
+        """Return "": the nodes' definition does not change, so workers can be replaced."""
         return ""
 
     def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
-        """Connect, for all of these workers at a time.
+        """Connect these workers, all at a time.
 
         Raises:
             ServiceUnavailable: no node opened a worker connection in time, or each ends before any batch.
         """
         wanted = list(workers)
+        # A connection takes some round trips, so many workers connect in threads; a single worker, as of a replacement,
+        # needs none.
         if len(wanted) == 1:
             yield self._connect(wanted[0], setup)
             return
         with ThreadPoolExecutor(min(_MOST_THREADS, len(wanted)), "asyncloader-connect") as threads:
             futures = [threads.submit(self._connect, worker, setup) for worker in wanted]
         made = [future.result() for future in futures if future.exception() is None]
+        # With an error, or if the pool closes the generator early, the workers that it did not get are released.
         try:
             failed = next((future.exception() for future in futures if future.exception() is not None), None)
             if failed is not None:
@@ -117,22 +121,23 @@ class ServiceWorkers:
         def use(node: NodeConnection) -> RemoteWorker:
             return self._open(node, worker, setup)
 
+        # A new node of this machine ends with its last connection. A connection of this process keeps it for later
+        # epochs.
         if isinstance(self._service, SharedService) and not self._service.stays:
-            # The node was started anew: it must not end with this epoch.
             ask_dataset_info(self._service, self._defined, self._closed)
         return on_any_node(
             self._service, self._defined, use, self._order, self._closed, self._refused, self._delivered_at
         )
 
     def _order(self, addresses: Sequence[str]) -> Sequence[tuple[int, float]]:
-        """Try the nodes first that deliver, and of these those that would then have the fewest of this loader's workers
-        for each of their processes.
+        """Order the nodes by failures, and then by this loader's workers for each of their processes.
 
         Raises:
-            ServiceUnavailable: connections are made, and nothing comes of them, for as long as `Service.wait` says.
+            ServiceUnavailable: for `Service.wait` seconds connections were made, and none delivered.
         """
         now = monotonic()
         with self._lock:
+            # Threads that connect at the same time count no workers yet; each begins at another node.
             turn = self._next
             self._next += 1
             there = Counter(worker.node for worker in self._made if not worker.released)
@@ -146,10 +151,11 @@ class ServiceWorkers:
         return [(number, rests[number]) for number in node_order(loads, turn, failures)]
 
     def _every_answer(self) -> int:
+        # `counted` workers are in the first number already. The set is weak, so they may be in it or not.
         return self._answers + sum(worker.answers for worker in self._made if not worker.counted)
 
     def _delivered_at(self) -> float:
-        """When this loader's other workers delivered last, as far as was looked at."""
+        """Return when this loader's other workers last delivered, as seen by calls of this method."""
         with self._lock:
             every = self._every_answer()
             if every != self._seen:
@@ -161,7 +167,7 @@ class ServiceWorkers:
             self._progress.refused(address, why, monotonic())
 
     def _ended(self, worker: RemoteWorker, why: str) -> None:
-        """A worker has ended; why, if through no fault of its tasks or of ours. In the loop's thread."""
+        """Note that a worker has ended. `why` is empty if its task or this loader was the cause."""
         with self._lock:
             every = self._every_answer()
             if not worker.counted:
@@ -173,6 +179,7 @@ class ServiceWorkers:
 
     def _open(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> RemoteWorker:
         link = node.link
+        # A node whose answers could not be read is not used again, although its handshake is right.
         with self._lock:
             unreadable = self._progress.unreadable(node.address)
         if unreadable is not None:
@@ -191,11 +198,11 @@ class ServiceWorkers:
         return made
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """As `WorkerSource`."""
+        """Call `changed` when nodes have come or gone. Returns a function that ends this."""
         return self._service.watch(changed)
 
     def rebalance(self, workers: Sequence[RemoteWorker]) -> None:
-        """As `WorkerSource`: nodes may have come."""
+        """Have workers leave for nodes that have come."""
         nodes = {address: self._service.workers_at(address) for address in self._service.addresses}
         now = monotonic()
         with self._lock:
@@ -204,7 +211,7 @@ class ServiceWorkers:
             workers[number].move()
 
     async def look(self, workers: Sequence[RemoteWorker], seconds: float) -> dict[int, Report]:
-        """As `WorkerSource`: each node is asked, over a connection of its own."""
+        """Report the stacks of the workers' processes. Each node is asked over a separate connection."""
         nodes = sorted({worker.node for worker in workers})
         found = dict(
             zip(nodes, await asyncio.gather(*(self._look(node, workers, seconds) for node in nodes)), strict=True)
@@ -224,18 +231,18 @@ class ServiceWorkers:
             return dict.fromkeys(pids, Report("at a node that does not answer", f"no stack: {why}"))
 
     def end(self, workers: Sequence[RemoteWorker]) -> None:
-        """As `WorkerSource`: hang up; the node ends their tasks."""
+        """Close the connections; the node ends the workers' tasks."""
         for worker in workers:
             worker.release()
 
     def hang_up(self, workers: Sequence[RemoteWorker]) -> None:
-        """As `WorkerSource`."""
+        """Shut the connections down, so that the loop's thread, in which they are used, sees their end."""
         for worker in workers:
             with contextlib.suppress(OSError):
                 worker.channel.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """As `WorkerSource`: nobody looks for a node any more."""
+        """Let threads that look for a node stop."""
         self._closed.set()
 
 
@@ -249,17 +256,13 @@ def _install_fork_hook() -> None:
 
 
 def _forget_all() -> None:
-    """In a forked child: close its copies of all connections, or they would outlive the loader in it."""
+    """In a forked child: close its copies of all connections, which would keep them open after the loader's end."""
     for worker in _live:
         worker.release()
 
 
 class _PassedChannel(Channel):
-    """The loader's end of a worker connection in a process of this machine.
-
-    Its end is that of the worker, and how that ended is said by the node. If the node says nothing for `_SILENT_S`, the
-    process lives on without the worker connection, and would be waited for: then this hangs up.
-    """
+    """The loader's end of a worker connection to a process of this machine, without the node in between."""
 
     def __init__(self, sock: socket.socket, link: Link) -> None:
         super().__init__(sock)
@@ -268,8 +271,11 @@ class _PassedChannel(Channel):
         self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
 
     def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
-        """As `Channel.receive`, in a loop."""
+        """Yield the complete frames. See `Channel.receive`."""
         received = super().receive(wait=wait)
+        # The end of this channel is the end of the worker, but only the node reports how it ended, over the other
+        # connection, for which the pool waits. A process that lives on without its end of the channel has no such
+        # report: after a time the connection is shut down, which the pool takes for a lost node.
         if self.ended and self.fileno() >= 0:
             loop = asyncio.get_running_loop()
             if self._silent is None or self._loop is not loop:  # a timer of an earlier loop never comes
@@ -277,7 +283,7 @@ class _PassedChannel(Channel):
         return received
 
     def close(self) -> None:
-        """As `Channel.close`."""
+        """Close the channel. Idempotent."""
         if self._silent is not None:
             self._silent.cancel()
         super().close()
@@ -305,9 +311,9 @@ class RemoteWorker:
         self.tasks = self.answers = self.outstanding = 0
         self.opened = monotonic()
         self.counted = False
-        """Its answers are among those of workers that have ended."""
+        """Whether its answers are among those of workers that have ended."""
         self.unreadable = False
-        """It sent an answer that cannot be read."""
+        """Whether it sent an answer that cannot be read."""
         self._on_end = on_end
         self.kill_reason = ""
         self.suspect: int | None = None
@@ -319,6 +325,8 @@ class RemoteWorker:
         _live.add(self)  # last: another thread may fork at any moment, and the child releases what it finds here
 
     def _take_channel(self) -> Channel:
+        # The node is not trusted: its descriptor may be a file, a pipe, or a socket of another kind. Those would fail,
+        # or block the loop, when the first task is sent.
         fd = self._link.fds.popleft()
         try:
             sock = socket.socket(fileno=fd)
@@ -328,7 +336,7 @@ class RemoteWorker:
         try:
             if (sock.family, sock.type) != (socket.AF_UNIX, socket.SOCK_STREAM):
                 raise ConnectionError(f"the node passed a socket of another kind: {sock.family.name}, {sock.type.name}")
-            sock.getpeername()  # OSError: it is connected to nothing
+            sock.getpeername()  # OSError: it is not connected
         except OSError:
             sock.close()
             raise
@@ -337,7 +345,7 @@ class RemoteWorker:
 
     @property
     def works(self) -> bool:
-        """Whether it stands, and has tasks."""
+        """Whether its connection stands, and it has tasks."""
         return not (self.released or self.channel.ended) and self.outstanding > 0
 
     @property
@@ -346,30 +354,32 @@ class RemoteWorker:
 
     @property
     def death_fd(self) -> int:
-        """As `WorkerHandle`."""
+        """A descriptor that is readable once the worker has ended, or its connection."""
         return self._link.fileno() if self._direct else int(self.channel.gone_fd)
 
     @property
     def alive(self) -> bool:
-        """As `WorkerHandle`. Whether the connection still stands, as far as is known here."""
+        """Whether the connection still stands, as far as this process knows."""
         if self.released or self.channel.ended:
             return False
         poll = select.poll()
         poll.register(self.death_fd, select.POLLIN)
+        # Not POLLIN: an answer that was not read yet is no end.
         poll.register(self.channel.fileno(), getattr(select, "POLLRDHUP", 0))
         return not poll.poll(0)
 
     @property
     def left(self) -> bool:
-        """True: nobody but this process writes to its ring."""
+        """Whether no other process can write to its ring: over a network none ever does."""
         return not self._direct
 
     def dumps(self, value: Any) -> bytes:
-        """As `WorkerHandle`."""
+        """Pack a value that is sent to it."""
         return MSGPACK.dumps(value)
 
     def death(self) -> WorkerDied:
-        """As `WorkerHandle`. What the node said; if it said nothing, the worker itself may be well."""
+        """Return the node's report of its end as an error. Without a report, the worker itself may be running."""
+        # A worker that moved, as it was asked to, is no failure of its node.
         death, why = self._death()
         moved = self._moved and not self.unreadable
         self._on_end(self, "" if moved or not self.lost else why)
@@ -400,7 +410,12 @@ class RemoteWorker:
         return WorkerDied(self.worker_id, self.pid, None, reason), why
 
     def distrust(self, error: ValueError) -> bool:
-        """As `WorkerHandle`. It is made at another node, or at this one, if it is the only one: a few times."""
+        """End the worker, whose answer cannot be read. It is replaced at another node, or at the only node, which is not
+        used any more after three such answers in a row.
+
+        Returns:
+            True: its tasks go to the replacement.
+        """
         why = line_of(str(error))
         if self._direct:
             self.unreadable = True
@@ -413,14 +428,14 @@ class RemoteWorker:
         return True
 
     def suspected(self) -> int | None:
-        """None: standard error is the node's."""
+        """Return None: its standard error goes to the node."""
         return None
 
     def cleared(self) -> None:
-        """Do nothing."""
+        """Do nothing: no standard error was captured."""
 
     def kill_for(self, reason: str) -> None:
-        """As `WorkerHandle`: the node kills the process, if it is at this worker's task."""
+        """Have the node kill the process, if it carries out this worker's task. `reason` becomes part of the error."""
         self.kill_reason = f"It was at {self.node}. {reason}"
         with contextlib.suppress(ConnectionError):
             if self._direct:
@@ -429,7 +444,7 @@ class RemoteWorker:
                 self.channel.kill()
 
     def move(self) -> None:
-        """End once what it was sent is answered; a worker at this machine ends at once."""
+        """End once its tasks are answered. A worker on this machine ends at once."""
         why = self._moved = "another node has come, which takes its part"
         if self._direct:
             with contextlib.suppress(OSError):
@@ -438,16 +453,16 @@ class RemoteWorker:
             self.channel.leave(why)
 
     def kill(self) -> None:
-        """Hang up, which is then noticed as an end of the node's doing; `release` follows."""
+        """Shut the connection down. The pool then notices an end; `release` follows."""
         _hang_up(self._link)
 
     def request_stop(self) -> None:
-        """Hang up; the node ends what is in work."""
+        """Close the sending side; the node then ends the worker's tasks."""
         with contextlib.suppress(OSError):
             self.channel.sock.shutdown(socket.SHUT_WR)
 
     def release(self) -> None:
-        """As `WorkerHandle`."""
+        """Close this side's descriptors. Idempotent."""
         if not self.released:
             self.released = True
             self.channel.close()
