@@ -138,6 +138,19 @@ def test_the_picture_of_the_house_is_of_this_house() -> None:
     assert PICTURE.read_text() == draw()
 
 
+def test_a_trainer_does_not_load_the_server() -> None:
+    """The client of a service imports neither the code of a node nor that which places nodes, directly or not."""
+    found: set[str] = set()
+    left = {module for module in MODULES if module.startswith("asyncloader.service.client")}
+    while left:
+        module = left.pop()
+        found.add(module)
+        left |= imports(module) & MODULES.keys() - found
+    assert not [
+        each for each in found if each.startswith(("asyncloader.service.node", "asyncloader.service.placement"))
+    ]
+
+
 def test_workers_and_transports_do_not_know_each_other() -> None:
     """What moves batches between processes and what reads remote bytes are two subjects."""
     pair = ("asyncloader.workers", "asyncloader.transports")

@@ -122,7 +122,7 @@ class Definition:
         return self._fingerprint
 
     def check(self, fingerprint: str, where: str) -> None:
-        """Raise ValueError if this code has another fingerprint. `where` says where the other one was computed."""
+        """Raise ValueError if this code has another fingerprint. `where` is the place of the other fingerprint."""
         if fingerprint != self.fingerprint():
             raise ValueError(
                 f"the definition {self.name} differs: its source has the fingerprint {fingerprint:.16} {where}, and "

@@ -73,7 +73,7 @@ class SharedService(Service):
     """A service whose node is started when it is missing.
 
     Attributes:
-        target: what the node serves, as ``module:name``.
+        target: the definition that the node serves, as ``module:name``.
     """
 
     target: str = ""

@@ -175,12 +175,14 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
     from asyncloader.service.client.connect import ask_dataset_info
     from asyncloader.service.client.machine_service import shared_service
     from asyncloader.service.pickled import pickle_definition
-    from asyncloader.service.placement.engine import engine_service
     from asyncloader.service.protocol.address import Service
 
     if workers == "shared":
         workers = shared_service(defined)
     if engine is not None:
+        # Here, so that a loader of other services does not load the code that places nodes.
+        from asyncloader.service.placement.engine import engine_service
+
         defined = pickle_definition(defined, functions)
         workers = engine_service(engine, defined)
         arguments = arguments | dict.fromkeys(functions)

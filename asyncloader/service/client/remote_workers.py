@@ -322,7 +322,8 @@ class RemoteWorker:
         self._link = link
         self.channel: Any = self._take_channel() if link.fds else RemoteChannel(link)
         _install_fork_hook()
-        _live.add(self)  # last: another thread may fork at any moment, and the child releases what it finds here
+        # Last: another thread may fork at any moment, and the child releases all workers that it finds here.
+        _live.add(self)
 
     def _take_channel(self) -> Channel:
         # The node is not trusted: its descriptor may be a file, a pipe, or a socket of another kind. Those would fail,
@@ -410,12 +411,8 @@ class RemoteWorker:
         return WorkerDied(self.worker_id, self.pid, None, reason), why
 
     def distrust(self, error: ValueError) -> bool:
-        """End the worker, whose answer cannot be read. It is replaced at another node, or at the only node, which is not
-        used any more after three such answers in a row.
-
-        Returns:
-            True: its tasks go to the replacement.
-        """
+        """End the worker, whose answer cannot be read. Returns True: its tasks go to the worker that replaces it."""
+        # The replacement may be at the same node, if it is the only node: `NodeProgress.unreadable` ends that.
         why = line_of(str(error))
         if self._direct:
             self.unreadable = True

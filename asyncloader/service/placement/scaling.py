@@ -51,7 +51,7 @@ class Scaling:
 
     def look(self, now: float, loads: Mapping[str, Load]) -> int:
         """Take the totals of all nodes that are ready, at a time in seconds. Returns how many nodes there should be."""
-        # A node that has come, gone or started anew makes the differences of totals meaningless.
+        # A node that has come, gone or restarted makes the differences of totals meaningless.
         if not self._seen or not _same(self._seen[-1][1], loads):
             self._seen.clear()
         self._seen.append((now, dict(loads)))

@@ -22,7 +22,7 @@ class Service:
         token: the token that the service demands; None: the environment's ``ASYNCLOADER_TOKEN``, or the content of the
             file that ``ASYNCLOADER_TOKEN_FILE`` names; without either, no token.
         tls_ca: file with the authorities' certificates that nodes' certificates are checked against; None: no TLS.
-        tls_cert: file with the loader's own certificate; None: it has none.
+        tls_cert: file with the loader's own certificate; None: no certificate.
         tls_key: file with the key of `tls_cert`.
         wait: seconds to look for a node before an error is raised. Also the seconds to go on if nodes accept
             connections, but all of these end before any node delivers a batch. While other workers of the loader

@@ -49,7 +49,7 @@ class Link:
         sock.setblocking(False)
         self._unix = sock.family == socket.AF_UNIX
         if not self._unix:
-            # A task is a small message, which Nagle's algorithm would hold back until the one before is acknowledged.
+            # A task is a small message, which Nagle's algorithm would hold back until earlier data is acknowledged.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.most_body = most_body

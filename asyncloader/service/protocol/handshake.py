@@ -167,7 +167,7 @@ def proof(token: str | None, side: str, loaders: bytes, nodes: bytes) -> bytes:
 
 def proves(given: Any, token: str | None, side: str, loaders: bytes, nodes: bytes) -> bool:
     """Whether the other side has proved that it has the token."""
-    # `==` would take longer the more bytes are right, which tells an attacker the proof byte by byte.
+    # `==` takes longer the more bytes are right, so an attacker could find the proof byte by byte.
     return isinstance(given, bytes) and hmac.compare_digest(given, proof(token, side, loaders, nodes))
 
 

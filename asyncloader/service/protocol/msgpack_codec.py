@@ -105,7 +105,7 @@ class MsgpackCodec:
             and _is_count(start.skip)
             and _is_count(start.errors)
             and _is_count(start.stream_key)
-            and start.message == b""  # what a loader's own workers would unpickle never comes over a network
+            and start.message == b""  # a loader's own workers would unpickle it
         )
         if start.cursor is not None:
             if type(start.cursor) is not Cursor:
