@@ -37,6 +37,17 @@ class Count(NamedTuple):
     files: frozenset[str]
     functions: Counter[str]
 
+    @classmethod
+    def of(cls, *threads: list[CodeType]) -> Count:
+        """Count the frames that were entered in each of these threads."""
+        functions, files, changes = Counter[str](), set[str](), 0
+        for entered in threads:
+            names = [code.co_filename.removeprefix(_ROOT) for code in entered]
+            changes += sum(name != before for before, name in pairwise(names))
+            functions.update(f"{name} {code.co_qualname}" for name, code in zip(names, entered, strict=True))
+            files.update(names)
+        return cls(functions.total(), changes, frozenset(files), functions)
+
     def __str__(self) -> str:
         lines = [f"{number:5} {name}" for name, number in self.functions.most_common()]
         return "\n".join([f"{self.calls} calls, {self.changes} changes of file, {len(self.files)} files", *lines])
@@ -61,15 +72,17 @@ class Calls:
 
     def count(self, thread: int | None = None) -> Count:
         """What was counted, in this thread or over all. Each thread's changes of file are its own."""
-        functions, files, changes = Counter[str](), set[str](), 0
-        for each, entered in list(self._entered.items()):
-            if thread not in (None, each):
-                continue
-            names = [code.co_filename.removeprefix(_ROOT) for code in entered]
-            changes += sum(name != before for before, name in pairwise(names))
-            functions.update(f"{name} {code.co_qualname}" for name, code in zip(names, entered, strict=True))
-            files.update(names)
-        return Count(functions.total(), changes, frozenset(files), functions)
+        return Count.of(*(entered for each, entered in list(self._entered.items()) if thread in (None, each)))
+
+    def number(self, function: str) -> int:
+        """How often a function was entered, in any thread."""
+        return sum(code.co_qualname == function for entered in list(self._entered.values()) for code in list(entered))
+
+    def rounds(self, function: str, thread: int) -> list[Count]:
+        """What a thread did from one call of this function to the next, each time."""
+        entered = self._entered[thread]
+        begins = [number for number, code in enumerate(entered) if code.co_qualname == function]
+        return [Count.of(entered[begin:end]) for begin, end in pairwise(begins)]
 
     @contextmanager
     def installed(self) -> Generator[None]:
