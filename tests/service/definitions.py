@@ -1,4 +1,4 @@
-"""What the tests' nodes serve."""
+"""The definitions that the tests' nodes serve."""
 
 from __future__ import annotations
 

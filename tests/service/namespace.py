@@ -46,7 +46,7 @@ class Namespace:
         _ip("-n", self._name, *arguments)
 
     def cut(self, which: str) -> None:
-        """From now on nothing gets through in this direction, one of `CUTS`, and nobody is told."""
+        """Drop all packets in this direction, one of `CUTS`, without a reset."""
         if which == "both":
             _ip("link", "set", self._near, "down")
         elif which == "to_node":
@@ -55,7 +55,7 @@ class Namespace:
             self._there("route", "add", "blackhole", f"{self.address[:-1]}1/32")
 
     def close(self) -> None:
-        """Remove it, and what was cut. What runs there must have ended."""
+        """Remove the network and its cuts. Its processes must have ended."""
         subprocess.run(["ip", "route", "delete", "blackhole", f"{self.address}/32"], capture_output=True, check=False)
         _ip("netns", "delete", self._name)  # the cable goes with it
 

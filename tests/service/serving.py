@@ -59,7 +59,7 @@ class NodeProcess:
         return found
 
     def kill(self) -> None:
-        """As a machine that loses its power, for all that its loaders see."""
+        """Stop the node as a loss of power would, as far as its loaders can see."""
         self.process.kill()
         self.process.wait(PATIENCE_S)
 

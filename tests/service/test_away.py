@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": 2}
 
 @pytest.mark.thorough
 def test_a_worker_that_finds_no_node_while_another_delivers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Looks on for longer than `wait`; the epoch goes on without it."""
+    """It waits for longer than `wait`; the epoch goes on without it."""
     n = 1_000_000
     with (
         serving(tmp_path, ["numbers"], "--open", "numbers", listen=["127.0.0.1:0"]) as node,
@@ -42,7 +42,7 @@ def test_a_worker_that_finds_no_node_while_another_delivers(tmp_path: Path, capl
 
 @pytest.mark.thorough
 def test_a_node_that_is_not_there_attracts_no_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One that left for it at the beginning of an epoch would be back before its end, and leave with the next one."""
+    """A worker that left for it at an epoch's beginning would be back before its end, and leave again in the next."""
     with (
         serving(tmp_path, ["numbers"], listen=["127.0.0.1:0"]) as node,
         socket.socket() as away,

@@ -42,7 +42,7 @@ def at_rest(node: NodeProcess, wanted: tuple[int, int] | None = None) -> tuple[i
     ("place", "kind"), [("tcp", "numbers"), ("unix", "stream"), ("tcp", "drawn"), ("unix", "awaited")]
 )
 def test_a_hundred_worker_connections(place: str, kind: str, tmp_path: Path) -> None:
-    """One loader after the other: descriptors and threads are those of the first ones."""
+    """After many loaders, descriptors and threads are as many as after the first."""
     options: dict[str, Any] = {**OPTIONS, "concurrency": 4} if kind == "drawn" else OPTIONS
     with serving(tmp_path, [kind], within=FEW_FILES) as node:
         first = (0, 0)

@@ -1,4 +1,4 @@
-"""A node ends what it has for a loader whose machine has gone, and keeps it for one that only reads nothing."""
+"""A node ends the connection of a loader whose machine has died, and keeps that of a loader that does not read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def info(probes: int = 0, unacked: int = 0, data: int = 0, acknowledged: int = 0
 
 
 def test_who_is_dead() -> None:
-    """Whose kernel has acknowledged nothing for long, although something was sent meanwhile."""
+    """A peer is dead if its kernel has acknowledged nothing for long, although bytes were sent."""
     assert is_dead(info(unacked=3, data=12_000, acknowledged=20_000))
     assert is_dead(info(probes=3, data=20_000, acknowledged=20_000))
     alive = [
@@ -45,7 +45,7 @@ def test_who_is_dead() -> None:
 
 
 def quickly(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Have it look five times a second, and be impatient. Returns a list of the times that it saw."""
+    """Check connections five times a second, with short limits. Returns a list of the observed times."""
     seen: list[tuple[int, ...]] = []
 
     def noting(info: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""A task that is late at one node comes from another one, once."""
+"""A task that is late at one node comes from another node, once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_is_late_comes_from_another_node(seed: int, in_order: bool, nodes: 
 
 
 def test_what_is_late_at_the_beginning_of_the_next_epoch(nodes: str, tmp_path: Path) -> None:
-    """Is known from the epoch before."""
+    """The times of the epoch before decide which task is late."""
     options: dict[str, Any] = {**OPTIONS, "seed": 37}
     (tmp_path / "hung").touch()
     hanging = definitions.hanging(n=LENGTH, marks=str(tmp_path))

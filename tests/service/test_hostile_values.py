@@ -52,7 +52,7 @@ def expected() -> list[Any]:
 
 
 class HostileLoader:
-    """Says what it likes to a node. `token`: with which it gets past the proof; None: without."""
+    """Sends any message to a node. `token`: the token of its proof; None: it proves nothing."""
 
     def __init__(self, connect: Callable[[], socket.socket], token: str | None) -> None:
         self._sock = connect()
@@ -81,7 +81,7 @@ class HostileLoader:
         return data
 
     def shake_hands(self) -> None:
-        """Up to WELCOME."""
+        """Carry out the handshake up to WELCOME."""
         self.send(frames.HELLO, pack_record(self._hello))
         challenge = read_record(Challenge, self.receive())
         shown = proof(self._token, "loader", self._hello.nonce, challenge.nonce)
@@ -89,7 +89,7 @@ class HostileLoader:
         self.receive()
 
     def open(self, share: bool = False, start: bytes = b"") -> None:
-        """Up to OPENED."""
+        """Carry out the handshake up to OPENED."""
         self.shake_hands()
         opening = pack_opening("hostile", 0, 4, worker_setup(), share=share)
         if start:
@@ -146,7 +146,7 @@ def plainly(node: NodeProcess) -> socket.socket:
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_to_a_node(node: NodeProcess, expected: list[Any], value: bytes) -> None:
-    """Each of its messages: it lives, and so do its processes, and serves another loader as before."""
+    """After each of the messages the node and its processes live, and serve another loader as before."""
     with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=node.tcp) as loader:
         batches = iter(loader)
         head = [next(batches)]
@@ -158,7 +158,7 @@ def test_to_a_node(node: NodeProcess, expected: list[Any], value: bytes) -> None
 @pytest.mark.thorough
 @pytest.mark.parametrize("tls", [False, True])
 def test_to_a_node_with_a_token(tmp_path: Path, expected: list[Any], tls: bool) -> None:
-    """With TLS and without."""
+    """A node with a token stands them, with TLS and without."""
     files, secret = make_authority(tmp_path), tmp_path / "token"
     secret.write_text(TOKEN)
     flags = ["--open", "numbers", "--token-file", str(secret)]
@@ -208,7 +208,7 @@ KINDS = {
 @pytest.mark.parametrize("value", ["a quantized tensor", "integers of one hash", "small arrays"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_from_a_node(node: NodeProcess, expected: list[Any], kind: int, value: str) -> None:
-    """In each of its messages: the loader has all batches from another node, and no restart is charged."""
+    """After each of the messages the loader has all batches from another node, and no restart is charged."""
     with spoiled(node.tcp, kind, VALUES[value]) as proxy:
         both = Service(f"{proxy.address},{node.tcp}")
         with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=both) as loader:

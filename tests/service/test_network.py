@@ -1,4 +1,4 @@
-"""What a network does to an epoch: nothing that its batches show."""
+"""Failures of the network and of nodes do not change the batches of an epoch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_node_that_comes_back(expected: list[Any], tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_node_that_is_asked_to_end(node: NodeProcess, expected: list[Any], tmp_path: Path) -> None:
-    """It finishes what it has, and hands over the rest."""
+    """It finishes the tasks that its processes have; the loader takes the others elsewhere."""
     with serving(tmp_path, ["numbers"], "--open", "numbers", listen=["127.0.0.1:0"]) as other:
         both = f"{other.tcp},{node.tcp}"
         with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=both) as loader:
@@ -96,7 +96,7 @@ def test_a_node_that_is_asked_to_end(node: NodeProcess, expected: list[Any], tmp
 
 
 def test_a_node_that_is_replaced_between_epochs(expected: list[Any], tmp_path: Path) -> None:
-    """Persistent workers are then those of the new one."""
+    """Persistent workers connect to the new node."""
     where = f"unix:{tmp_path}/node.sock"
     with serving(tmp_path, ["numbers"], "--open", "numbers", listen=[where]) as first:
         loader = DataLoader[Any](numbers(), **OPTIONS, persistent_workers=True, workers=where)
@@ -109,7 +109,7 @@ def test_a_node_that_is_replaced_between_epochs(expected: list[Any], tmp_path: P
 
 @pytest.mark.parametrize("turns", [1, 3])
 def test_connections_that_are_reset(turns: int, node: NodeProcess, expected: list[Any]) -> None:
-    """As often as the network likes."""
+    """However often the network resets them, the batches are the same."""
     with (
         proxied(node.tcp) as proxy,
         DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=proxy.address) as loader,
@@ -147,7 +147,7 @@ def test_a_network_that_goes_silent(silent: str, node: NodeProcess, expected: li
 @pytest.mark.skipif(not namespaces_work(), reason="this process may not make networks")
 @pytest.mark.parametrize("which", CUTS)
 def test_a_cable_that_is_cut(which: str, expected: list[Any], tmp_path: Path) -> None:
-    """The same by the kernel: packets vanish, also those that would connect anew."""
+    """The same, with packets that the kernel drops, those of new connections too."""
     token = tmp_path / "token"
     token.write_text("a token")
     flags = ["--open", "numbers", "--token-file", str(token)]
@@ -170,7 +170,7 @@ def test_a_cable_that_is_cut(which: str, expected: list[Any], tmp_path: Path) ->
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["ends", "announces"])
 def test_nodes_that_never_deliver(how: str, node: NodeProcess) -> None:
-    """End the epoch when `wait` is over, with an error that says what each did. They are not dialled all the time."""
+    """When `wait` is over, the epoch ends with an error that reports each node. They are not dialled all the time."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nothing = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
     with fruitless(node.tcp, how) as proxy:
@@ -191,7 +191,7 @@ def test_nodes_that_never_deliver(how: str, node: NodeProcess) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["ends", "announces"])
 def test_a_node_that_never_delivers_beside_one_that_does(how: str, node: NodeProcess, expected: list[Any]) -> None:
-    """The other one gets the work, after a try or two."""
+    """The node that delivers gets the work, after a try or two."""
     with fruitless(node.tcp, how) as proxy:
         service = Service(f"{proxy.address},{node.tcp}", wait=3)
         with DataLoader[Any](numbers(), **OPTIONS, workers=service) as loader:
@@ -223,7 +223,7 @@ def test_a_trainer_that_blocks_its_loop(kind: str, tls: bool, tmp_path: Path, ca
 
 @pytest.mark.thorough
 def test_a_time_out_at_a_node_that_stands_still(tmp_path: Path) -> None:
-    """Its report comes all the same, and says so."""
+    """The timeout's report comes, and says that the node does not answer."""
     with serving(tmp_path, ["numbers"], "--open", "numbers", listen=["127.0.0.1:0"]) as node:
         loader = DataLoader[Any](numbers(), **OPTIONS, timeout=1, workers=Service(node.tcp, wait=30))
         batches = iter(loader)
@@ -235,13 +235,13 @@ def test_a_time_out_at_a_node_that_stands_still(tmp_path: Path) -> None:
         finally:
             node.process.send_signal(signal.SIGCONT)
         loader.close()
-    report = "\n".join(raised.value.__notes__)  # the node may have been given up meanwhile
+    report = "\n".join(raised.value.__notes__)  # the node may have been given up since
     assert "at a node that does not answer" in report or "has ended and is being replaced" in report
 
 
 @pytest.mark.thorough
 def test_nobody_is_there(caplog: pytest.LogCaptureFixture) -> None:
-    """After a while the log says so; then an error names each address and what it answered."""
+    """After a while the log says so; then an error names each address and its failure."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with caplog.at_level(logging.WARNING, "asyncloader"), pytest.raises(ServiceUnavailable) as caught:
@@ -254,7 +254,7 @@ def test_nobody_is_there(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 def test_a_task_of_another_loader_that_hangs(place: str, expected: list[Any], tmp_path: Path) -> None:
-    """Who waits behind it is not blamed, and goes on once that loader is gone, although its task never ends."""
+    """A loader that waits behind it is not blamed, and goes on once the other has exited; the task never ends."""
     hanging = definitions.hanging(n=LENGTH, marks=str(tmp_path))
     one: dict[str, Any] = {**OPTIONS, "num_workers": 1}
     with serving(tmp_path, ["hanging"], "--open", "hanging", workers=1) as node:
@@ -287,7 +287,7 @@ def refused(workers: Any) -> str:
 
 @pytest.mark.thorough
 def test_connections_that_send_nothing(node: NodeProcess, expected: list[Any]) -> None:
-    """Do not keep loaders out: who came first and proved nothing goes first."""
+    """They do not keep loaders out: the oldest connection without a proof is closed first."""
     host, port = node.tcp.removeprefix("tcp://").split(":")
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(200)]
@@ -298,7 +298,7 @@ def test_connections_that_send_nothing(node: NodeProcess, expected: list[Any]) -
 
 @pytest.mark.thorough
 def test_more_datasets_than_a_node_holds(node: NodeProcess) -> None:
-    """One after the other: it ends the processes of those that nobody reads. Those that are read stay."""
+    """A node ends the processes of a dataset that no loader reads. Datasets that are read stay."""
     for length in range(1, 12):
         with DataLoader[Any](definitions.numbers(n=length), 1, seed=1, num_workers=1, workers=node.tcp) as loader:
             assert len(list(loader)) == length
@@ -318,7 +318,7 @@ def test_more_datasets_than_a_node_holds(node: NodeProcess) -> None:
 
 @pytest.mark.thorough
 def test_tokens(tmp_path: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides must have the same one; whoever has none, or another one, is told at once."""
+    """Both sides must have the same token; a loader without it, or with another token, is refused at once."""
     token = tmp_path / "token"
     token.write_text("correct horse\n")
     with serving(
@@ -334,7 +334,7 @@ def test_tokens(tmp_path: Path, expected: list[Any], monkeypatch: pytest.MonkeyP
 
 
 def test_a_service_without_the_token(node: NodeProcess) -> None:
-    """Is not believed: who was given a token wants proof."""
+    """A loader that was given a token does not use a node that cannot prove that it has it."""
     assert "cannot prove that it is the right service" in refused(Service(node.tcp, token="correct horse"))
 
 
@@ -355,7 +355,7 @@ def test_certificates(tmp_path: Path) -> None:
 
 
 def test_definitions_that_differ(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both fingerprints are named; so are what is served, and arguments that are not the node's."""
+    """The error names both fingerprints, the served definitions, or the arguments that differ."""
     assert "stream is served with no arguments, and the loader asks for n=5" in refused_of(
         definitions.stream(n=5), node
     )

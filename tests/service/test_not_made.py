@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": 2}
 
 
 def ready(address: str) -> str:
-    """What the node says about itself."""
+    """The node's answer at `/readyz`."""
     try:
         with urllib.request.urlopen(f"{address}/readyz", timeout=PATIENCE_S) as answer:
             return str(answer.read().decode())
@@ -36,7 +36,7 @@ def ready(address: str) -> str:
 
 
 def refusal(defined: Any, service: Service, **more: Any) -> str:
-    """The error of a loader that does not get what it wants."""
+    """The error of a loader that the node refuses."""
     with (
         pytest.raises(ServiceUnavailable) as caught,
         DataLoader[Any](defined, **OPTIONS, **more, workers=service) as loader,
@@ -76,7 +76,7 @@ def test_a_disk_that_is_away_while_processes_are_replaced(tmp_path: Path) -> Non
 
 
 def test_arguments_of_a_loader_s(tmp_path: Path) -> None:
-    """Tried again like the node's own, in threads, too; many that fail leave room for others."""
+    """They are tried again like the node's own, in threads, too; many that fail leave room for others."""
     with serving(tmp_path, ["on_disk"], "--open", "on_disk", listen=["127.0.0.1:0"], workers=1) as node:
         soon, patient = Service(node.tcp, wait=0.3), Service(node.tcp, wait=PATIENCE_S)
         for number in range(10):  # the most is eight at a time
@@ -95,7 +95,7 @@ def test_arguments_of_a_loader_s(tmp_path: Path) -> None:
 
 
 async def test_what_nobody_wants_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments of a loader's that cannot be made cost no process once nobody asks for them."""
+    """A dataset of a loader's choice that cannot be made costs no process once no loader asks for it."""
     monkeypatch.setattr(worker_processes, "_UNWANTED_S", 0.0)
     setup = HostSetup("tests.service.definitions:on_disk", {"root": str(tmp_path / "disk")})
     unused: Any = None
@@ -114,7 +114,7 @@ async def test_what_nobody_wants_is_given_up(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_a_connection_begins_with_the_info_of_its_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process compares that with its own dataset: the node's newest info may be of a later process, too."""
+    """Its process compares the info with its own dataset: the node's newest may be of a later process."""
     host = HostProcesses(HostSetup("tests.service.definitions:on_disk", {"root": str(tmp_path)}), 1)
     host.start()
     asked: list[Any] = []
@@ -129,7 +129,7 @@ async def test_a_connection_begins_with_the_info_of_its_loader(tmp_path: Path, m
 
 
 async def test_a_process_that_never_has_its_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps no loader from those that have it, but for the first, and for that one not for ever."""
+    """It does not keep loaders from the others, but for the first loader, which waits a bounded time."""
     monkeypatch.setattr(worker_processes, "_ALL_BEGUN_S", 0.1)
     monkeypatch.setattr(worker_processes, "_NONE_READY_S", 0.1)
     setup = HostSetup("tests.service.definitions:slow_for_one", {"mark": str(tmp_path / "mark")})

@@ -35,7 +35,7 @@ class Places(NamedTuple):
         return None if place == "local" else getattr(self, place)
 
     def of_deadly(self, place: str) -> Any:
-        """The same, of the node that lets loaders give arguments."""
+        """The value for a place whose node lets loaders give arguments."""
         return self.of("tcp" if place == "tls" else place)
 
 
@@ -98,7 +98,7 @@ def outcomes(loader: Any) -> list[Any]:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_are_those_of_local_workers(kind: str, name: str, place: str, places: Places) -> None:
-    """To the bit, over two epochs with the same workers, whatever the dataset is."""
+    """They are the same to the bit, over two epochs with the same workers, for each kind of dataset."""
     defined = getattr(definitions, name)()
     options = {**OPTIONS, "persistent_workers": True, "batch_size": 1 if name == "large" else 4}
     expected = read("sync", options, defined, epochs=2)
@@ -108,7 +108,7 @@ def test_batches_are_those_of_local_workers(kind: str, name: str, place: str, pl
 
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_a_blocking_dataset_in_threads(place: str, places: Places) -> None:
-    """Beside loaders that read it without."""
+    """It can be read beside loaders that read it without threads."""
     options = {**OPTIONS, "concurrency": 4}
     expected = read("sync", options, definitions.drawn())
     assert_same(read("sync", {**options, "workers": places.of(place)}, definitions.drawn()), expected)
@@ -144,7 +144,7 @@ def test_errors_come_in_their_places(place: str, places: Places) -> None:
 @pytest.mark.parametrize("place", PLACES[1:])
 @pytest.mark.parametrize("policy", ["skip", "refill"])
 def test_samples_that_raise(policy: Any, place: str, places: Places) -> None:
-    """Are left out or replaced, and recorded, as by local workers."""
+    """They are left out or replaced, and recorded, as by local workers."""
     found = []
     for workers in (None, places.of(place)):
         with DataLoader[Any](definitions.broken(), **OPTIONS, on_error=policy, workers=workers) as loader:
@@ -159,7 +159,7 @@ def test_samples_that_raise(policy: Any, place: str, places: Places) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["numbers", "stream", "awaited"])
 def test_states_move_between_places(name: str, place: str, places: Places) -> None:
-    """An epoch that was begun by local workers is resumed at a service, and the other way round."""
+    """An epoch that local workers began is resumed at a service, and an epoch of a service by local workers."""
     defined = getattr(definitions, name)()
     whole = read("sync", OPTIONS, defined)[0]
     for before, after in ((None, places.of(place)), (places.of(place), None)):
@@ -174,7 +174,7 @@ def test_states_move_between_places(name: str, place: str, places: Places) -> No
 
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_an_epoch_that_is_left_early(place: str, places: Places) -> None:
-    """The next one, with the same workers, begins with its first batch; a clone may have its workers here."""
+    """The next epoch of the same workers begins with its first batch; a clone may have its workers here."""
     expected = read("sync", OPTIONS, definitions.numbers(), epochs=1)[0]
     with DataLoader[Any](definitions.numbers(), **OPTIONS, persistent_workers=True, workers=places.of(place)) as loader:
         for _ in range(3):
@@ -204,7 +204,7 @@ def test_streams_that_are_left_close_to_their_end(name: str, place: str, places:
 
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_what_cannot_be_sent(place: str, places: Places) -> None:
-    """Is an error of its batch, which names the field, or the type to be registered; the next ones come."""
+    """It is an error of its batch, which names the field, or the type to be registered; the next batches come."""
     options: dict[str, Any] = {**OPTIONS, "batch_size": 1, "num_workers": 1, "shuffle": False}
     with DataLoader[Any](definitions.odd(), **options, workers=places.of(place)) as loader:
         with pytest.raises(TypeError, match=r"\['deep'\]\[0\] is a builtins.object, which a service does not send"):
@@ -225,7 +225,7 @@ def test_a_worker_that_dies_is_replaced(place: str, places: Places, tmp_path: Pa
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_worker_that_hangs_is_killed(place: str, places: Places, tmp_path: Path) -> None:
-    """After `worker_timeout`; its tasks are done by its replacement."""
+    """It is killed after `worker_timeout`; its replacement carries out its tasks."""
     expected = read("sync", OPTIONS, definitions.numbers())[0]
     recovery, workers = Recovery(worker_timeout=1), places.of_deadly(place)
     hanging = definitions.hanging(marks=str(tmp_path))

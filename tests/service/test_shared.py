@@ -113,7 +113,7 @@ def assert_gone(*pids: int) -> None:
 
 
 def test_the_first_is_killed(run: Path) -> None:
-    """The node stays for the other, whose epoch goes on; it ends with that one, killed, too."""
+    """The node stays for the other rank, whose epoch goes on; it ends with that rank, also if that is killed."""
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(closing_script(folder(run, name), rank(waits=True))) for name in ("first", "second")
@@ -132,7 +132,7 @@ def test_the_first_is_killed(run: Path) -> None:
 
 
 def test_the_node_is_killed(run: Path) -> None:
-    """The loader starts another one, and goes on where it was."""
+    """The loader starts another node, and goes on where it was."""
     with closing_script(run, rank(waits=True)) as only:
         told = json.loads(only.line())
         with Deaths(told["workers"]) as ends:  # they go with it, and have written into the loader's ring until then
@@ -187,7 +187,7 @@ def test_mistakes(source: str, data: str, run_id: str, text: str, run: Path, mon
 
 
 def test_a_rank_whose_definition_differs(run: Path) -> None:
-    """Is refused: its samples would be others."""
+    """It is refused: its samples would be others."""
     with closing_script(folder(run, "first"), rank(waits=True)) as first:
         first.line()
         done = run_script(folder(run, "second", DATA.replace("n: int = 100", "n: int = 99")), rank())

@@ -57,7 +57,7 @@ def test_each_sample_is_made_once(bad: int, place: str, node: NodeProcess, tmp_p
 
 
 def test_another_seed_has_other_batches(node: NodeProcess, tmp_path: Path) -> None:
-    """Nothing is taken from it."""
+    """No batch is taken from an epoch with another seed."""
     served = definitions.counted(LENGTH, str(tmp_path / "log"))
     for seed in (1, 2):
         options: dict[str, Any] = {**OPTIONS, "seed": seed}
@@ -68,8 +68,8 @@ def test_another_seed_has_other_batches(node: NodeProcess, tmp_path: Path) -> No
 
 
 def test_a_loader_that_leaves(node: NodeProcess, tmp_path: Path) -> None:
-    """What it was having made is made for those that wait for it."""
-    served = definitions.hanging(LENGTH, str(tmp_path))  # one sample hangs for whoever asks for it first
+    """Batches that it was to make are made for the loaders that wait for them."""
+    served = definitions.hanging(LENGTH, str(tmp_path))  # one sample hangs for the loader that asks for it first
     with DataLoader[Any](definitions.numbers(LENGTH), **OPTIONS) as local:
         expected = list(local)
     first, second = (DataLoader[Any](served, **OPTIONS, workers=at(node.tcp)) for _ in range(2))
@@ -85,7 +85,7 @@ def test_a_loader_that_leaves(node: NodeProcess, tmp_path: Path) -> None:
 
 
 def test_processes_that_die(node: NodeProcess, tmp_path: Path) -> None:
-    """Each loader gets what the dead one was at."""
+    """Each loader gets the batch that the dead process was to make."""
     with DataLoader[Any](definitions.numbers(40), **OPTIONS) as local:
         expected = list(local)
     loaders = [

@@ -63,7 +63,7 @@ def modules(tmp_path: Path) -> Iterator[Path]:
 
 
 def install(folder: Path, data: str = DATA, steps: str = STEPS, length: int = 40) -> Path:
-    """A machine's folder, with the package and its data. It begins as the others do."""
+    """Make a machine's folder with the package and its data, equal to the others at first."""
     (folder / "skewed").mkdir(parents=True, exist_ok=True)
     (folder / "skewed" / "__init__.py").touch()
     (folder / "skewed" / "data.py").write_text(data)
@@ -95,7 +95,7 @@ def defined() -> Any:
 )
 @pytest.mark.thorough
 def test_a_node_that_differs_is_not_used(change: Any, text: str, tmp_path: Path, caplog: Any) -> None:
-    """The other one makes all batches, and the log says why; alone it is an error. The names of both are in it."""
+    """The other node makes all batches, and the log says why; without another, an error names both versions."""
     with (
         node_in(install(tmp_path / "first")) as first,
         node_in(install(tmp_path / "second", **change)) as second,
@@ -220,7 +220,7 @@ def test_the_main_module_is_the_module_that_nodes_import(how: list[str], modules
 
 
 def fingerprint_in(folder: Path) -> str:
-    """That of the definition there."""
+    """The fingerprint of the definition in this folder."""
     forget()
     sys.path.insert(0, str(folder))
     try:
@@ -232,7 +232,7 @@ def fingerprint_in(folder: Path) -> str:
 
 
 def forget() -> None:
-    """The next import finds what is on the disk then."""
+    """Forget the imported modules, so that the next import reads the disk."""
     invalidate_caches()
     for name in [each for each in sys.modules if each.partition(".")[0] == "skewed"]:
         del sys.modules[name]

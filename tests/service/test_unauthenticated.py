@@ -1,4 +1,4 @@
-"""What those do who have proved nothing: other users, senders of long lines, and those who write to the log."""
+"""Peers that have proved nothing: other users of the machine, senders of long lines, and of texts for the log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="plays another user, whic
 
 @contextmanager
 def another_user(play: Callable[[], bool]) -> Generator[int]:
-    """While a process of another user does this; it must have come out true at the end."""
+    """Context in which a process of another user calls this function; the function must have returned true."""
     pid = os.fork()
     if not pid:
         code = 2
@@ -55,7 +55,7 @@ def another_user(play: Callable[[], bool]) -> Generator[int]:
 
 @as_root
 async def test_another_user_at_root_s_node() -> None:
-    """Is turned away at once, and is no reason for a node to end that waits for its first loader."""
+    """The other user is refused at once, and does not count as the first loader that a node waits for."""
     name = f"\0asyncloader-{uuid.uuid4().hex}"
     node = Node([], 1)
     listener = socket.socket(socket.AF_UNIX)
@@ -86,7 +86,7 @@ async def test_another_user_at_root_s_node() -> None:
 @as_root
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_name_that_another_user_has_taken(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error at once, which says whose it is and what to do; that user would not serve us either."""
+    """An error at once, which says whose the name is and what to do; that user would not serve us either."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
     defined = definitions.numbers()
     url = shared_service(defined).url if shared else f"unix:@asyncloader-{uuid.uuid4().hex}"
@@ -120,7 +120,7 @@ FORGED = "x\n2026-01-01 00:00:00,000 ERROR forged\x1b]0;title\x07\u202e\x9b31m\r
 
 
 def test_writers_to_the_log(tmp_path: Path) -> None:
-    """Cannot forge a line, and not fill a disk: 300 refusals make some short lines."""
+    """They can neither forge a line nor fill a disk: 300 refusals make some short lines."""
     hello = Hello(PROTOCOL, "numbers", "{}", "", FORGED[:64], FORGED[:64], bytes(32))
     with serving(tmp_path, ["numbers"], listen=["127.0.0.1:0"], workers=1) as node:
         host, _, port = node.tcp.removeprefix("tcp://").rpartition(":")
@@ -146,7 +146,7 @@ def test_writers_to_the_log(tmp_path: Path) -> None:
 
 
 def test_what_a_node_says_reaches_the_terminal_escaped() -> None:
-    """Why it refuses a loader."""
+    """The reason why a node refuses a loader is escaped."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def refuse() -> None:
@@ -170,7 +170,7 @@ def test_what_a_node_says_reaches_the_terminal_escaped() -> None:
 
 
 def test_errors_of_a_node_s_workers() -> None:
-    """Keep their lines, and nothing that a terminal obeys."""
+    """They keep their line ends, and lose all that a terminal obeys."""
     wrapper = MSGPACK.load_error(pack_record((False, FORGED, "", f"Traceback:\n\t{FORGED}\n", 0, [FORGED])))
     assert wrapper.exc_msg.startswith("Traceback:\n\tx\n2026")
     ours = MSGPACK.load_error(pack_record((True, "LoaderError", FORGED, FORGED, 0, [])))
@@ -195,7 +195,7 @@ REQUESTS = {
 
 
 def test_raw_requests_for_metrics(tmp_path: Path) -> None:
-    """End with an answer or without; nothing of it is logged, and a probe is answered meanwhile."""
+    """They end with an answer or without; nothing is logged, and a probe is answered at the same time."""
     with serving(tmp_path, ["numbers"], "--metrics", "127.0.0.1:0", listen=["127.0.0.1:0"], workers=1) as node:
         address = node.said["metrics"]
         host, _, port = address.removeprefix("http://").rpartition(":")

@@ -1,4 +1,4 @@
-"""The cache of shared batches, against a model: one maker at a time, nobody forgotten, and bounds on what is held."""
+"""The cache of shared batches: one maker at a time, no waiter is forgotten, and its memory is bounded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MOST = 10
 
 
 def batch(key: int, size: int) -> MadeBatch:
-    """One that costs so many units, and one more."""
+    """A batch whose payload is `size` units."""
     return MadeBatch(Result(0, key, 0, size, 0, 1, 0.0, same=False), b"", bytes(size * _ENTRY_BYTES), b"")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["ask", "made", "failed", "leave"]), st.integers(0, 3), st.integers(0, 6))))
 def test_one_makes_it_and_all_get_it(steps: list[tuple[str, int, int]]) -> None:
-    """Whoever is told to make it; after a failure the next one is. Who leaves is not asked."""
+    """One waiter at a time is asked to make it; after a failure the next is. A waiter that left is not asked."""
     cache = EpochCache(MOST * _ENTRY_BYTES)
     made: dict[int, int] = {}  # sizes, the oldest first
     makers: dict[int, int] = {}  # who makes what
@@ -74,7 +74,7 @@ def test_one_makes_it_and_all_get_it(steps: list[tuple[str, int, int]]) -> None:
 
 
 def test_a_hundred_thousand_waiters_that_are_gone() -> None:
-    """Whether they say so, or fail at making it: each is asked once, and the last one makes it."""
+    """Whether they refuse or fail at making it: each is asked once, and the last makes it."""
     for by_failing in (False, True):
         cache, asked = EpochCache(1 << 20), 0
 
@@ -106,7 +106,7 @@ def test_what_has_no_payload_is_evicted_too() -> None:
 
 
 def test_a_line_that_is_full() -> None:
-    """Who comes then makes it, too, and gives it to all that wait."""
+    """A connection that asks then makes the batch, too, and gives it to all that wait."""
     cache, came = EpochCache(1 << 20, most_waiting=2), []
 
     def take(made: MadeBatch | None) -> bool:
@@ -123,7 +123,7 @@ def test_a_line_that_is_full() -> None:
 
 
 def test_without_connections_nothing_is_kept() -> None:
-    """A quarter of the node's memory is not for those that are gone."""
+    """The last connection that leaves drops all batches."""
     cache = EpochCache(1 << 20)
     cache.join()
     cache.join()

@@ -1,4 +1,4 @@
-"""What a loader may hold at a node."""
+"""The memory that a loader may take at a node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncloader.service.node.memory_quota import MemoryQuota
 
 
 def test_what_is_unsent_makes_it_full() -> None:
-    """Until enough was sent; who waits is called once. Rings alone never do, and one batch must fit."""
+    """It is full until enough was sent; a waiting function is called once. Rings alone never fill it."""
     called: list[bool] = []
     quota = MemoryQuota("one", 100)
     quota.hold(90)

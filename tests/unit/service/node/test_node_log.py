@@ -12,7 +12,7 @@ from asyncloader.workers.ipc.peer_text import LINES_PER_MINUTE
 
 
 class Log:
-    """A log whose clock stands still, and what is written to it."""
+    """A log whose clock stands still, with its output."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -23,7 +23,7 @@ class Log:
         self.logger.addHandler(handler)
 
     def lines(self) -> list[str]:
-        """What was written since the last call."""
+        """The lines written since the last call."""
         text = self._text.getvalue()
         self._text.seek(0)
         self._text.truncate()
@@ -36,7 +36,7 @@ def log() -> Log:
 
 
 def test_no_line_is_forged(log: Log) -> None:
-    """By a peer's text, or by an exception's."""
+    """Neither a peer's text nor an exception's looks like another record."""
     forged = "a\n2026-01-01 00:00:00,000 ERROR forged\x1b[2J"
     log.logger.info("refused: %s", forged, extra={"peer": "10.0.0.1"})
     (line,) = log.lines()

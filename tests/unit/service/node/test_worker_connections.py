@@ -1,4 +1,4 @@
-"""The node's end of a connection, on real sockets."""
+"""The node's end of a worker connection, on real sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST = 8 << 20
 
 
 async def test_a_loader_gets_no_more_memory_than_its_share() -> None:
-    """Its other connections count; it is told why, as of a death of its own, so it does not try for ever."""
+    """Its other connections count; the refusal is a death that it is blamed for, so it does not try for ever."""
     quota = MemoryQuota("one", most_bytes=1 << 21)
     theirs, ours = socket.socketpair()
     loader, (node_end, process_end) = Link(theirs), channel_pair()
@@ -75,7 +75,7 @@ class Played:
         self.process.close()
 
     async def frames_at_process(self, number: int) -> list[tuple[int, bytes]]:
-        """So many of the next frames that the process gets."""
+        """The next frames that the process gets."""
         got: list[tuple[int, bytes]] = []
         while len(got) < number:
             await asyncio.sleep(0)
@@ -83,7 +83,7 @@ class Played:
         return got
 
     async def messages_at_loader(self, number: int) -> list[Message]:
-        """So many of the next messages that the loader gets."""
+        """The next messages that the loader gets."""
         got: list[Message] = []
         while len(got) < number:
             await asyncio.sleep(0)
@@ -92,7 +92,7 @@ class Played:
 
 
 async def test_the_end_of_a_stream_that_comes_late() -> None:
-    """Voids the tasks of its epoch, and not those of the next one, which the loader has begun meanwhile."""
+    """It voids the tasks of its epoch, and not those of the next epoch, which the loader has begun since."""
     async with Played() as played:
         played.loader.send(wire.TASK, b"index", epoch=0, task=5)
         (_, ring_body), _ = await played.frames_at_process(2)
@@ -114,7 +114,7 @@ async def test_the_end_of_a_stream_that_comes_late() -> None:
 
 
 async def test_tasks_behind_the_end_of_a_stream() -> None:
-    """Are answered by nobody, so a node that is asked to end does not wait for them."""
+    """They are not answered, so a node that is asked to end does not wait for them."""
     async with Played() as played:
         played.loader.send(wire.TASK, b"index", epoch=0, task=0)
         await played.frames_at_process(2)
@@ -167,7 +167,7 @@ async def test_batches_that_are_not_read() -> None:
 
 
 async def test_one_batch_that_is_larger_than_a_loaders_share() -> None:
-    """Is refused, as a death of the loader's own doing."""
+    """It is refused, with a death that the loader is blamed for."""
     async with Played(most_bytes=MOST) as played:
         played.loader.send(wire.TASK, b"index", epoch=0, task=0)
         _, (_, body) = await played.frames_at_process(2)
@@ -179,7 +179,7 @@ async def test_one_batch_that_is_larger_than_a_loaders_share() -> None:
 
 @pytest.mark.parametrize("kind", [frames.PING, wire.RESET, wire.TASK])
 async def test_floods(kind: int) -> None:
-    """Of pings that are not read, of beginnings and tasks that the process does not take: the link is not read on."""
+    """The link is not read on while PONGs are not read, or RESETs and tasks are not taken by the process."""
     async with Played() as played:
         body = b"" if kind == frames.PING else bytes(1 << 20)
         body = wire.pack_reset(kind, 1, body)[wire.PREFIX_BYTES :] if kind == wire.RESET else body
@@ -218,7 +218,7 @@ async def test_a_process_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("reason", ["", "no descriptors"])
 async def test_a_connection_that_ends_while_its_process_lives(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader learns it, whether the process says why or not."""
+    """The loader learns it, whether the process reports why or not."""
     monkeypatch.setattr("asyncloader.service.node.worker_connections._SILENT_S", 0.0 if not reason else 100.0)
     async with Played() as played:
         played.process.close()

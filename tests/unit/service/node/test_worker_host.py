@@ -1,4 +1,4 @@
-"""How the connections of one process take turns, and what a node says of a dataset."""
+"""The connections of one process take turns, and a node describes its dataset."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def connection(number: int, loader: str) -> Any:
 
 
 def test_loaders_have_equal_time() -> None:
-    """However many connections each has; one that comes late gets its share from then on, and not what it missed."""
+    """However many connections each has; a loader that comes late gets its share from then on only."""
     host: Any = _Host(None, None, None, None, DatasetInfo())  # type: ignore[arg-type]
     for number in range(8):
         host._add(connection(number, "large"))
@@ -58,7 +58,7 @@ def test_loaders_have_equal_time() -> None:
 
 
 def test_a_loader_that_suspects_a_task() -> None:
-    """Gets no hold of the standard error that the process's tasks have in common; what it passed is closed."""
+    """It cannot capture the standard error that the process's tasks share; the descriptor that it passed is closed."""
     fd = os.open("/dev/zero", os.O_RDONLY)
     runner: Any = object.__new__(TaskRunner)
     runner._draw_check, runner._suspect = object(), None  # a service's
@@ -76,7 +76,7 @@ SETUP = WorkerSetup(
 
 
 class Divided(IterableDataset[int]):
-    """Its length is that of a worker's part."""
+    """A dataset whose length is that of a worker's part."""
 
     def __len__(self) -> int:
         info = get_worker_info()
