@@ -43,7 +43,6 @@ async def secure(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.sock
     Raises:
         OSError: the handshake failed.
     """
-    sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         return sock
     # A loader whose machine has lost its power sends no end: without keepalive its connection would stay for ever.

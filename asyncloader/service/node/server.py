@@ -142,7 +142,7 @@ class Node:
         self._served.setdefault(served.definition.name, served)
 
     def _host(self, served: Served, arguments: Mapping[str, Any], *, threads: bool = False) -> HostProcesses:
-        key = served.target, json.dumps(arguments, sort_keys=True, default=str), threads
+        key = (*_dataset_key(served.target, arguments), threads)
         host = self._hosts.get(key)
         if host is not None and host.given_up:  # a loader asks again
             self._drop(key)
@@ -453,7 +453,7 @@ class Node:
             nonlocal connection
             kill = partial(host.kill, number)
             if opening.share:
-                dataset = served.target, json.dumps(host.setup.arguments, sort_keys=True, default=str)
+                dataset = _dataset_key(served.target, host.setup.arguments)
                 connection = SharedEpochConnection(link, sock, opening, quota, ended, kill, self._cache, dataset)
             elif link.sock.family == socket.AF_UNIX:
                 passed.append(sock)  # the loader gets it: its frames do not pass through the node
@@ -492,6 +492,10 @@ class Node:
             _log.info("loader %s has ended", quota.name, extra={"peer": "loaders"})
         if not self._quotas:  # no loader is left that could ask for a batch again
             self._cache.clear()
+
+
+def _dataset_key(target: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    return target, json.dumps(arguments, sort_keys=True, default=str)
 
 
 def _totals(host: HostProcesses) -> dict[str, float]:

@@ -37,7 +37,7 @@ from asyncloader.workers.memory.ring_manager import RingManager
 _log = logging.getLogger("asyncloader")
 
 _PASSED_ON = frozenset((wire.RESET, wire.ASSIGNMENT, wire.STOP))
-_UNANSWERED = 1 << 12  # tasks of one loader, at most: the most credits that it may ask for
+_UNANSWERED = 1 << 12  # tasks of one connection, at most: the most credits that a loader may ask for
 # Checked after a message was added: the queue may exceed it by that message, however large.
 _MOST_QUEUED = 16 << 20  # bytes, in each queue
 _TASK_BYTES = 300  # of memory that a waiting task takes besides its index
@@ -196,8 +196,8 @@ class RelayedConnection:
         self._waiting.append((epoch, task, index))
         self._waiting_bytes += len(index) + _TASK_BYTES
         if self._quota.full:
-            # Perhaps this process has no task, and so no answer to come that would give the next task. The memory is
-            # then that of the loader's other connections, and only the quota reports when it is free.
+            # Perhaps this process has no task, and so no answer to come that would give the next task. The memory may
+            # be that of the loader's other connections, and only the quota reports when it is free.
             self._quota.wait(self._give_soon)
         self._steer()
 
