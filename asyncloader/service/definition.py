@@ -170,6 +170,7 @@ def load_definition(target: str) -> Definition:
     module_name, _, name = target.partition(":")
     if not name:
         raise ValueError(f"{target!r} names no definition: give module:name, as in data:train")
+    # A console script's path has the script's folder instead of the current one.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

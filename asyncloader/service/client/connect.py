@@ -118,6 +118,7 @@ def _connect(service: Service, address: str, place: Any) -> socket.socket:
         try:
             sock.settimeout(_CONNECT_S)
             sock.connect(place)
+            # Before the first byte: another user may have put a socket at this path.
             check_peer(sock)
         except BaseException:
             sock.close()
@@ -127,7 +128,7 @@ def _connect(service: Service, address: str, place: Any) -> socket.socket:
     for family, kind, protocol, _, where in place:
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.settimeout(_CONNECT_S)
+            sock.settimeout(_CONNECT_S)  # the kernel's own limit is some minutes, for each address
             # No pings are sent before the worker connection is open, so the kernel must notice a silent network.
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
@@ -140,6 +141,7 @@ def _connect(service: Service, address: str, place: Any) -> socket.socket:
 
 
 def _wrap_tls(service: Service, sock: socket.socket, host: str) -> ssl.SSLSocket:
+    # This protocol checks the certificate and the name. Only the given authorities are trusted, not the system's.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(service.tls_ca)
@@ -157,6 +159,8 @@ def _handshake(
         Unreachable: the node cannot be reached, or refuses.
     """
     link: Link | None = None
+    # Outside of the `try`: arguments that cannot be sent are an error of this loader, and no other node would take
+    # them.
     token, hello = service.secret(), Hello.of(defined)
     try:
         link = Link(_connect(service, address, place), frames.MOST_HANDSHAKE)
@@ -281,7 +285,7 @@ def on_any_node(
             try:
                 places += _places(address)
             except Unreachable as error:
-                answers[address], final = str(error), False
+                answers[address], final = str(error), False  # a name may be known later
         soonest = pause
         for number, rest in order([address for address, _ in places]):
             address, place = places[number]

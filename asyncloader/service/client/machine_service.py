@@ -26,6 +26,7 @@ from asyncloader.service.protocol.address import Service
 from asyncloader.service.protocol.connection import Link
 from asyncloader.workers.main_guard import unguarded_main
 
+# The id is "none" unless torchrun was given an --rdzv-id; then the port distinguishes the runs of a machine.
 _RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT")
 _ONE_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ASYNCLOADER_")
 _LISTENER = 3  # the descriptor in the node

@@ -31,6 +31,7 @@ def to_move(nodes: Sequence[str], capacities: Mapping[str, int], avoided: Collec
     if not total:
         return []
     fair = {node: len(nodes) * capacity / total for node, capacity in capacities.items()}
+    # Rounded down: a node that lacks a part of a worker gets none, or workers would move back and forth.
     missing = sum(max(0, int(fair[node]) - there[node]) for node in capacities if node not in avoided)
     leaving = []
     for number in reversed(range(len(nodes))):

@@ -87,6 +87,7 @@ class NodeProgress:
         node = self._node(address)
         node.why = why
         node.batches += answers
+        # In a row: a connection on which an answer could be read begins the count again.
         node.unreadable = unreadable + (0 if answers else node.unreadable)
         if answers:
             node.in_a_row = 0
@@ -128,6 +129,7 @@ class NodeProgress:
         failures = self.failures(address, now)
         if not failures:
             return 0.0
+        # The exponent has a limit, because a power of more than 1,023 raises OverflowError.
         rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(failures - 1, 30))
         return max(0.0, self._nodes[address].failed_at + rest - now)
 
@@ -139,6 +141,7 @@ class NodeProgress:
             stands: whether a connection with tasks stands, and its node answers pings: the node may just be slow.
             now: the time.
         """
+        # Any answer since the series began, and any node that may just be slow, are reasons to go on.
         if stands or every != self._answers or self._fruitless < _FEWEST or now - self._first < self._wait:
             return None
         nodes = "; ".join(f"{address}: {self._describe(node)}" for address, node in sorted(self._nodes.items()))

@@ -131,6 +131,7 @@ class _Shards(RemoteDataset, IterableDataset[Any]):
         return EpochPlan(assignments, EpochShares(ranks, plan.samples, plan.left_out))
 
 
+# A loader decides by the type and the methods of its dataset, as torch's does, so each kind has a class.
 _KINDS: dict[tuple[bool, bool, bool], type[RemoteDataset]] = {  # iterable, asynchronous, sized
     (False, False, True): _Map,
     (False, True, True): _AsyncMap,

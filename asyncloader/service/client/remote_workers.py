@@ -390,6 +390,7 @@ class RemoteWorker:
         said, why = (None, "") if self._direct else (self.channel.death, self.channel.why)
         self.unreadable = self.unreadable or (not self._direct and self.channel.broken)
         if self._direct:
+            # The link is readable: by the node's report, or by its end without a report.
             with contextlib.suppress(ValueError):
                 said = next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
             why = self._moved or "the node closed the connection"
@@ -399,6 +400,8 @@ class RemoteWorker:
             except ValueError as error:
                 why, self.unreadable = str(error), True
             else:
+                # Lost is the connection only: the process did not carry out this worker's task, so no task is
+                # suspected.
                 self.lost = not (death.blamed or death.shared)
                 self.outside = death.shared
                 given = line_of(death.reason, _MOST_REASON)

@@ -62,6 +62,7 @@ class AgentNode:
         # One request at a time: answers have no number, so the next answer must be that of this request.
         self._lock = threading.Lock()
         with theirs:  # the child has its own copy; with another copy open here, the end of the child would not be seen
+            # The node unpickles objects of modules that this process finds, perhaps in its current folder.
             path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "asyncloader.service.placement.agent_node", str(theirs.fileno())],
@@ -112,7 +113,8 @@ class AgentNode:
         raise ConnectionError(f"the node has ended (exit code {self._exit_code()}); its log says why")
 
     def _exit_code(self) -> int | None:
-        """Wait for the end of a node whose connection is closed, and return its exit code. Kills it after a time."""
+        """Wait for the end of a node whose connection is closed, and return its exit code."""
+        # A closed connection is no proof of an end: a node that hangs while it ends is killed.
         try:
             return self.process.wait(_ANSWER_S)
         except subprocess.TimeoutExpired:

@@ -59,6 +59,7 @@ async def _serve(setup: AgentSetup, channel: Channel) -> None:
                 with os.fdopen(channel.take_fd(), "rb") as file:
                     file.seek(0)
                     definition = PickledDefinition(file.read())
+                # Open: the node may end its processes when no loader reads it and another dataset needs the room.
                 node.serve(Served(definition.name, definition, open=True))
                 channel.send_all(wire.pack(SERVING))
             elif kind == LOOK:
@@ -88,6 +89,7 @@ async def _serve(setup: AgentSetup, channel: Channel) -> None:
             channel.send_all(wire.pack(READY, pickle.dumps(tuple(addresses))))
             await ended.wait()
     finally:
+        # The agent has gone: the node ends now, whether it has drained or not.
         for task in draining:
             task.cancel()
         await asyncio.gather(*draining, return_exceptions=True)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple
 
+# Numbers above those of `wire`, because both kinds of messages have this header.
 # loader -> node
 HELLO, PROOF, OPENING, PING, KILL, STAY, PLAN, LOOK = 64, 65, 66, 67, 68, 69, 70, 71
 # node -> loader

@@ -74,6 +74,7 @@ class Hello(NamedTuple):
     @staticmethod
     def versions() -> tuple[str, str]:
         """Return the versions that must be equal on both sides: asyncloader's, and torch's without its build."""
+        # Builds of one version for CPUs and for CUDA make the same samples; another version may draw other numbers.
         return __version__, str(torch.__version__).partition("+")[0]
 
 
@@ -206,6 +207,7 @@ class _Policy(NamedTuple):
 
 
 class _OpeningMessage(NamedTuple):
+    # Printable, because the node's log has it.
     loader: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[ -~]*$")]
     worker: Annotated[int, Meta(ge=0, le=MOST_WORKERS - 1)]
     credits: Annotated[int, Meta(ge=1, le=_MOST_CREDITS)]

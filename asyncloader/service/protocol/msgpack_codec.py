@@ -191,6 +191,7 @@ def _is_count(value: Any, *others: Any) -> bool:
 
 
 def _known(module: Any, name: Any) -> Any:
+    # Of the builtins only `Exception`s: a node must not be able to end the trainer with SystemExit.
     kind = getattr(module, name, None) if isinstance(name, str) else None
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
 

@@ -90,7 +90,7 @@ def _valid(value: Any) -> Any:
     return [_valid(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-@cache
+@cache  # making a decoder takes longer than reading a message
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 

@@ -131,6 +131,7 @@ def messages(answer: Plan | bytes) -> Iterator[bytes]:
     if isinstance(answer, bytes):
         yield pack_record(_Planned([], [], None, 0.0, "", answer))
         return
+    # In pieces, because a plan of millions of shards is larger than the largest message.
     names, assignments = list(answer.names), [list(each) for each in answer.assignments]
     for first in range(0, len(names), _PIECE):
         yield pack_record(_Planned(names[first : first + _PIECE], [], None, 0.0, "", b""))

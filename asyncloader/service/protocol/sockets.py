@@ -105,6 +105,7 @@ async def bind(address: str) -> tuple[socket.socket, str]:
             sock.close()
             raise
         return sock, address
+    # Not `loop.getaddrinfo`, which uses the loop's default executor: that is the program's.
     found = await in_thread(partial(socket.getaddrinfo, *place, type=socket.SOCK_STREAM))
     family, kind, protocol, _, where = found[0]
     sock = socket.socket(family, kind, protocol)
