@@ -27,7 +27,7 @@ class AssignmentReply(NamedTuple):
     """The reply to a request.
 
     Attributes:
-        assignment: ranges (plain tuples) to read next; None: there are none.
+        assignment: ranges (plain tuples) to read next; None: no ranges are left.
         over: the worker's stream ends.
         last: the unfinished batch is the last batch of the epoch.
     """
@@ -41,11 +41,11 @@ class Values(Protocol):
     """How plain values become bytes; a part of `MessageCodec`."""
 
     def dumps(self, value: Any, /) -> bytes:
-        """Pack one."""
+        """Pack a value."""
         ...
 
     def loads(self, data: bytes, /) -> Any:
-        """Unpack one."""
+        """Unpack a value."""
         ...
 
 
@@ -56,7 +56,7 @@ class AssignmentSource(Protocol):
     """Seed of the worker's shuffle buffer."""
 
     def prepare(self, number: int, batch: int) -> None:
-        """Request assignment `number` now, so that it is there when it is needed."""
+        """Request assignment `number` now, so that it has come when it is needed."""
         ...
 
     async def ask(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> AssignmentReply:
@@ -68,7 +68,7 @@ class AssignmentProvider(Protocol):
     """Provides a reader with the `AssignmentSource` of each epoch."""
 
     async def prepare(self) -> None:
-        """Do what must be awaited before `source` is called."""
+        """Prepare a call of `source`. Await it before."""
         ...
 
     def source(self, start: EpochStart, /) -> AssignmentSource:
@@ -94,11 +94,12 @@ class ChannelAssignments:
         self._waiting: dict[int, asyncio.Future[AssignmentReply]] = {}  # there is one request at a time
 
     def prepare(self, number: int, batch: int) -> None:
-        """As `AssignmentSource.prepare`."""
+        """Send the request. See `AssignmentSource.prepare`."""
         self._request(number, batch, None)
 
     async def ask(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> AssignmentReply:
-        """As `AssignmentSource.ask`."""
+        """Send the request, and wait for the reply. See `AssignmentSource.ask`."""
+        # Shielded: if this is cancelled, the next call for this number waits for the reply to the same request.
         answer = await shielded(self._request(number, batch, left))
         self._waiting.pop(number, None)
         return answer

@@ -4,7 +4,7 @@ Data path: scheduler -> worker: [async_stack: one sample of each part] -> map_as
 
 torch's own class would return the parts' coroutines, in a tuple or a dictionary. Here the parts of a sample are awaited
 one after the other, in their order, so that they draw from its random numbers in that order, as in a blocking stack.
-Other samples are in flight meanwhile.
+Other samples are in flight at that time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncloader.workers.fetch.dataset_kinds import fetches_batches, fetches_sam
 
 
 def awaited_view(dataset: Any, is_async: Callable[[Any], bool]) -> Any:
-    """Replace the stacks in a dataset by ones that can be awaited. torch's views of them are made anew."""
+    """Replace the stacks in a dataset by stacks that can be awaited, and torch's views of stacks by new views."""
     if type(dataset) is StackDataset:
         return _awaited_stack(dataset, is_async)
     if type(dataset) is Subset:

@@ -5,7 +5,7 @@ Data path: worker: [context] around fetch. Without workers it runs in the consum
 The same task enters and exits, as cancel scopes and task groups require. Exiting takes bounded time and is then
 cancelled, so that a dataset cannot hold up the end of a worker.
 
-`UnexpectedCancellation` wraps what is awaited of the user's code: datasets, their contexts, async samplers. Code that
+`UnexpectedCancellation` wraps awaited code of the user: datasets, their contexts, async samplers. Code that
 raises a CancelledError although its task was not cancelled has failed; asyncio would take the task for a cancelled one
 and report nothing, and its batch would never be answered.
 """
@@ -103,7 +103,7 @@ class DatasetContext:
             self._task.add_done_callback(_entered.discard)
         opened = self._opened
         # A finished future is no queue: the tasks that waited for it wake up two turns of the loop later. A task that
-        # comes meanwhile would not wait at all, overtake them, and read the samples of another task's batch.
+        # comes between would not wait at all, overtake them, and read the samples of another task's batch.
         async with self._order:
             # Shielded: a task that waits here may be cancelled while others still wait.
             await shielded(opened)

@@ -97,7 +97,7 @@ def _mark(value: Any) -> Any:
         return kind, repr(value)  # not the value: a NaN does not equal itself
     if isinstance(value, torch.Tensor):
         with suppress(Exception):  # an inference tensor counts no versions; a sparse one has no storage
-            if not value.is_shared():  # all workers see what is written to shared memory
+            if not value.is_shared():  # changes of shared memory reach all workers
                 return kind, id(value), value._version
         return kind, id(value)
     if isinstance(value, (list, tuple, dict, set, frozenset)):
@@ -127,7 +127,7 @@ def _parts(path: str, value: Any, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """Its instance's attributes, if those are what it consists of."""
+    """Return the value's attributes, if it consists of them; else None."""
     if isinstance(value, (*_WHOLE, *_SCALARS, torch.Tensor, np.ndarray)):
         return None
     try:
@@ -136,7 +136,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
         return None
     if type(found) is not dict:
         return None
-    # What a cached property holds follows from the rest, and appears whenever the program asks for it.
+    # The value of a cached property follows from the rest, and appears whenever the program reads the property.
     return {name: part for name, part in found.items() if not isinstance(_in_class(value, name), cached_property)}
 
 

@@ -3,8 +3,8 @@
 Data path: worker: fetch -> [dataset_state] -> answer -> consumer. A cursor travels with the batch after which it was
 taken, so the main process always has the cursor of the last *delivered* batch, however much was fetched ahead.
 
-Stateful is whatever has `state_dict` and `load_state_dict` (torchdata's protocol): the dataset, its iterator, or both.
-As in torchdata the dataset is restored first, then ``iter(dataset)`` is called, then that iterator is restored. A
+Stateful are objects with `state_dict` and `load_state_dict` (torchdata's protocol): the dataset, its iterator, or both.
+The order is torchdata's: the dataset is restored, then ``iter(dataset)`` is called, then that iterator is restored. A
 dataset that is its own iterator is restored only once, as an iterator: its `__iter__` may create the state to be
 restored.
 """
@@ -48,14 +48,15 @@ class Cursor(NamedTuple):
         batches: batches that this worker has answered in the epoch: made, or raised the error of.
         samples: samples read from its stream.
         ended: the stream is exhausted.
-        dataset: the dataset's state; None if it has none.
-        iterator: its iterator's state; None if it has none, or is the dataset itself.
+        dataset: the dataset's state; None for a dataset without a state.
+        iterator: its iterator's state; None without a state, or if the iterator is the dataset itself.
         problem: why the state could not be saved; empty if it could.
         itself: whether the dataset is its own iterator. "": it is not. "within": it is, and `dataset` was taken after
-            ``iter(dataset)``, and is restored after it. "before": the state is that of another epoch's end; restored
-            so, it has yet to begin anew: ``iter(dataset)`` follows once more. "ended": it is not, and its iterator's
-            state is that of another epoch's end. It is restored, as persistent workers had it: what that does to the
-            process, such as setting a generator, holds for the next epoch. Then ``iter(dataset)`` follows once more.
+            ``iter(dataset)``, and is restored after it. "before": it is, and the state is that of another epoch's end.
+            After it is restored, ``iter(dataset)`` is called once more, which begins the epoch. "ended": it is not, and
+            its iterator's state is that of another epoch's end. It is restored, because persistent workers would have
+            had it: effects on the process, such as a generator that is set, hold for the next epoch. Then
+            ``iter(dataset)`` is called once more.
     """
 
     batches: int
@@ -67,7 +68,7 @@ class Cursor(NamedTuple):
     itself: str = ""
 
     def epoch_later(self) -> Cursor | None:
-        """Return the cursor that the next epoch begins with, if this one is at an epoch's end; None without a state."""
+        """Return the next epoch's first cursor, for a cursor at an epoch's end; None without a state."""
         if self.problem or (self.dataset is None and self.iterator is None):
             return None
         if self.iterator is not None:
@@ -79,9 +80,9 @@ class PackedCursor(NamedTuple):
     """A cursor in the bytes that its codec made of it. Only the codec knows them; `value` gives the cursor.
 
     A cursor comes with each batch, and most are replaced by the next batch's before a state is saved. Unpacking takes
-    1.5 us for a state of one number, and milliseconds for a state that holds the order of its epoch, so the training
-    process does not unpack a cursor that nobody asks for. The bytes are also a snapshot: neither the dataset nor a user
-    who changes a saved state can change them.
+    microseconds for a state of one number, and milliseconds for a state that holds the order of its epoch. The training
+    process unpacks a cursor only for a state. The bytes are also a snapshot: changes that the dataset makes to its
+    state, or the user to a saved one, do not reach them.
 
     Attributes:
         data: the packed cursor.
@@ -145,6 +146,7 @@ class Bookmark:
         self._iterator = None
         self._own = False
         self.keeps_state = self._dataset_is_stateful
+        # A dataset that is its own iterator is restored later: `iter(dataset)` may create the state to be restored.
         if cursor is not None and cursor.dataset is not None and cursor.itself in ("", "ended"):
             self._dataset.load_state_dict(cursor.dataset)
 
@@ -162,6 +164,7 @@ class Bookmark:
         self.keeps_state = self._dataset_is_stateful or self._iterator is not None
         if cursor is not None and cursor.iterator is not None and itself != "ended":
             iterator.load_state_dict(cursor.iterator)
+        # Taken now, before anything is read, for a resume before the first cursor is due.
         if cursor is None and self._every != 1:
             self._initial = self.initial()
         return iterator
@@ -179,7 +182,7 @@ class Bookmark:
         self.batches += 1
         initial, self._initial = self._initial, None
         if not self._every or self.batches % self._every:
-            return initial  # until the first one is due, a resume begins here and reads on
+            return initial  # until a cursor is due, a resume begins here and reads on
         return self._take(samples, ended=ended)
 
     def now(self, samples: int, *, ended: bool) -> PackedCursor | None:

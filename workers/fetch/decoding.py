@@ -5,8 +5,8 @@ Data path: worker: fetch -> [decoding] -> collate -> codec -> ring. Also without
 Decoding is part of making a sample: it runs under the sample's random numbers (`sample_rng`), its errors get the same
 note, and errors of reading and of decoding are handled alike.
 
-Where samples are awaited, or fetched by threads, `decode` runs in threads of its own, so that reads go on meanwhile.
-For a plain blocking dataset, which could read nothing meanwhile, it is called inline.
+Where samples are awaited, or fetched by threads, `decode` runs in threads of its own, so that reads go on at
+the same time. For a plain blocking dataset, which could read nothing at that time, it is called inline.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _holds_awaitables(samples: Any) -> bool:
         return False
     try:
         return any(map(inspect.isawaitable, samples))
-    except TypeError:  # not iterable: `collate_fn` may know what it is
+    except TypeError:  # not iterable: `collate_fn` may accept it
         return False
 
 
@@ -228,7 +228,7 @@ class _Batch:
         self.loop = loop
         self.start = start
         self.count = count
-        self.context = copy_context()  # a task may be created in the callback of another batch, in that one's context
+        self.context = copy_context()  # a task may be created in a callback of another batch, and in its context
         self.tasks: list[asyncio.Task[Any]] = []
         self.running = 0
         self.over = False  # a sample failed, or the caller was cancelled: results are not needed

@@ -36,7 +36,7 @@ class MapFetcher:
     Args:
         maker: makes the samples.
         auto_collation: a batch is a list of samples, an index a list of indices; otherwise it is one sample.
-        collate: from the list of samples, or the one sample, to the batch.
+        collate: from the list of samples, or the single sample, to the batch.
     """
 
     def __init__(self, maker: SampleMaker, auto_collation: bool, collate: Callable[[Any], Any]) -> None:
@@ -67,7 +67,9 @@ class MapFetcher:
             raise
 
     async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
-        """As `fetch`, for asynchronous datasets and threads. Several calls may be in progress at a time."""
+        """Return the batch of an index, for asynchronous datasets and threads. See `fetch`. Several calls may be in
+        progress at a time.
+        """
         samples = await self.samples(index, records)
         try:
             return self.collated(index, samples)

@@ -44,8 +44,8 @@ class DatasetReader:
 
     Args:
         setup: the loader's options.
-        dataset: the copy: that of `setup`, or that one reseeded.
-        collate: from samples to a batch: that of `setup`, or one that also encodes.
+        dataset: the copy: the dataset of `setup`, perhaps reseeded.
+        collate: from samples to a batch: the function of `setup`, or a function that also encodes.
         worker_id: number of this copy among those of this process's loader; 0 without workers.
         in_worker: whether this is a worker process, whose global generators may be seeded.
         assignments: provides the shard ranges to read, where the main process assigns them.
@@ -155,7 +155,7 @@ class DatasetReader:
                 self._bookmark.batches += 1
 
     async def _read_again(self, *, errors_count: bool) -> bool:
-        """Read an answered batch again, or what was an error then. Returns whether it counts as a batch."""
+        """Read an answered batch, or an answered error, again. Returns whether it counts as a batch."""
         try:
             await self._fetcher.fetch_async(self._stream_index)
         except EndOfData:
@@ -163,7 +163,7 @@ class DatasetReader:
         except NoSamples:
             return True
         except Exception as error:
-            if not errors_count and not is_about_sample(error):  # the next fetch begins anew, and reads it once more
+            if not errors_count and not is_about_sample(error):  # the next fetch reads it once more, from its beginning
                 raise
             return errors_count
         return True
@@ -296,7 +296,7 @@ class DatasetReader:
         return batch
 
     async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
-        """As `fetch`, for an asynchronous dataset."""
+        """Return the batch of an index, from an asynchronous dataset. See `fetch`."""
         if not self._setup.iterable:
             if not self._ready:
                 async with self._lock:
@@ -401,7 +401,7 @@ class DatasetReader:
     def failed(self) -> None:
         """Count a batch that raised, of a stream: it is an answer like others, so it is read past when resuming.
 
-        Not of assigned shards, which know what they have read: a transport's error takes nothing from them.
+        Not of assigned shards, which know their position themselves: a transport's error takes no sample from them.
         """
         if self._setup.iterable and not isinstance(self._fetcher, WorkerStreamFetcher):
             self._bookmark.batches += 1

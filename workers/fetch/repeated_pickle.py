@@ -19,7 +19,7 @@ class _KeptPickle:
     __slots__ = ("before", "data")
 
     def __init__(self, value: Any) -> None:
-        self.before = list(value)
+        self.before = list(value)  # a copy: the dataset may change its list in place
         self.data: bytes | None = None  # None: not known to stay the same
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -45,7 +45,7 @@ class RepeatedPickle:
         self._kept: dict[Any, _KeptPickle] = {}
 
     def lean(self, state: Any) -> Any:
-        """The state to pickle: in the place of each long list that did not change is what was pickled of it."""
+        """Return the state to pickle, with the pickle of before in the place of each long list that did not change."""
         if type(state) is not dict:
             return state
         kept, lean = self._kept, dict[Any, Any]()

@@ -64,7 +64,7 @@ class SampleMaker:
         seeding: of the epoch; None in torch mode.
         decoder: runs the user's `decode`; None: samples are collated as they are read.
         handler: handles samples that raise; None: they fail their batch.
-        worker: number of the worker, for the text of a stream's errors; None if there are none.
+        worker: number of the worker, for the text of a stream's errors; None without workers.
         asynchronous: whether samples are awaited.
     """
 
@@ -90,7 +90,7 @@ class SampleMaker:
     # ------------------------------------------------------------------------------------------------- seeding
 
     def position(self, first: int | None, item: int) -> int | None:
-        """Return the position of a batch's sample, given that of the first one; None in torch mode."""
+        """Return the position of a batch's sample, given that of its first sample; None in torch mode."""
         return None if first is None or self.seeding is None else first + item * self.seeding.replicas
 
     def seed(self, position: int | None) -> None:
@@ -118,7 +118,7 @@ class SampleMaker:
         return sample if self.decoder is None else self.decoder.call(sample)
 
     async def make_async(self, index: Any, position: int | None) -> Any:
-        """As `make`, from an asynchronous dataset. In a task of its own, and so in a context of its own."""
+        """Make a sample of an asynchronous dataset, as `make`. Call it in a task, and so a context, of its own."""
         self.seed(position)
         sample = self.dataset[index]
         if inspect.isawaitable(sample):
@@ -138,15 +138,15 @@ class SampleMaker:
 
         Args:
             request: the sample.
-            error: what it raised.
-            records: gets what was done.
+            error: the exception.
+            records: gets the record of the sample.
 
         Returns:
             A substitute, or `DROPPED`.
 
         Raises:
-            Exception: `error` if there is no policy, or it is not the sample's (`is_about_sample`); or what the user's
-                `on_error` function raised.
+            Exception: `error` without a policy, or if it is not the sample's (`is_about_sample`); or the error of the
+                user's `on_error` function.
         """
         index, position, _ = request
         try:

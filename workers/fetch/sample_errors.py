@@ -5,7 +5,7 @@ fetchers have no `SampleErrorHandler`.
 
 A fetcher passes each sample that raised to the handler, and gets a substitute or `DROPPED`. Records of what happened go
 to a list that the caller of `fetch` provides: batches that are fetched concurrently have separate lists, and the
-records are there even if the fetch raises. Errors of collation belong to no sample and are not handled here.
+records are kept even if the fetch raises. Errors of collation belong to no sample and are not handled here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DROPPED: Any = object()
 
 
 class SkippedSample(NamedTuple):
-    """A sample that raised, and what was done.
+    """A sample that raised, and how that was handled.
 
     Attributes:
         index: as the sampler gave it; for a sample of an iterable dataset None, or of a shard which one it is, in words
@@ -40,8 +40,8 @@ class SkippedSample(NamedTuple):
         pid: process id of the worker.
         error: type and text of the exception, as in ``"ValueError: bad jpeg"``; at most 1000 characters.
         traceback: the exception's, as text; the last 16000 characters at most.
-        action: "skipped" (dropped from its batch), "refilled" (another index took its place) or "replaced" (by what the
-            `on_error` function gave). A substitute that raises has a record of its own, which says "skipped".
+        action: "skipped" (dropped from its batch), "refilled" (another index took its place) or "replaced" (by the
+            value of the `on_error` function). A substitute that raises has a record of its own, which says "skipped".
         substitute: the index that took its place when it was refilled, else None.
     """
 
@@ -56,7 +56,7 @@ class SkippedSample(NamedTuple):
 
 
 def dropped_count(records: Sequence[SkippedSample]) -> int:
-    """Return by how many samples a batch is short, given its records."""
+    """Return the number of samples that a batch lacks, given its records."""
     skipped = [record.position for record in records if record.action == "skipped"]
     if None in skipped:
         return len(skipped)  # torch mode, where no substitutes are tried
@@ -133,7 +133,7 @@ class SampleErrorHandler:
         Args:
             index: as the sampler gave it.
             position: its position in the epoch's order, or its number in the stream.
-            error: what it raised; one that is the sample's.
+            error: the exception, which is the sample's.
             records: gets the records.
             make: makes the sample of another index at this position; awaited for an asynchronous dataset. None where
                 that is not possible.
@@ -142,7 +142,7 @@ class SampleErrorHandler:
             A substitute, or `DROPPED`.
 
         Raises:
-            Exception: what the `on_error` function raised, with `error` as its cause; or a substitute's error that is
+            Exception: the error of the `on_error` function, with `error` as its cause; or a substitute's error that is
                 not the sample's (`is_about_sample`).
         """
         if self._function is not None:
@@ -171,7 +171,7 @@ class SampleErrorHandler:
         return DROPPED
 
     async def _answer(self, sample: Any) -> Any:
-        """Return what the user's function gave, awaited if the dataset is asynchronous."""
+        """Return the value of the user's function, awaited if the dataset is asynchronous."""
         if not inspect.isawaitable(sample):
             return sample
         if self._asynchronous:

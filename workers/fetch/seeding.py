@@ -188,7 +188,7 @@ class GlobalDrawCheck:
         self._before: tuple[Any, Any, Any] | None = _fingerprints()
 
     def rebase(self) -> None:
-        """Accept what was drawn since the last check."""
+        """Accept the draws since the last check."""
         if self._before is not None:
             self._before = _fingerprints()
 
@@ -248,7 +248,7 @@ class EpochSeeding:
         self._keeps_generators = keeps_generators
 
     def collated(self, collate: Callable[[Any], Any], first: int, samples: Any) -> Any:
-        """Collate these samples; the first one has position `first`."""
+        """Collate these samples; the first has position `first`."""
         if self._check is not None:
             self._check.check()
         if self._collation is None:

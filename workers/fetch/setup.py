@@ -1,4 +1,4 @@
-"""Defines what a worker is started with, and seeds its process-global random numbers exactly as torch does.
+"""Defines the set-up that a worker is started with, and seeds its process-global random numbers exactly as torch does.
 
 Data path: worker start-up, before the first fetch.
 """
@@ -18,7 +18,7 @@ from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 
 
 class EpochStart(NamedTuple):
-    """The state that one worker begins an epoch with.
+    """The state with which a worker begins an epoch.
 
     Attributes:
         shared_seed: the seed that all workers and ranks share, for torch's datapipes; None for other datasets.
@@ -26,11 +26,12 @@ class EpochStart(NamedTuple):
         epoch_set: whether `set_epoch` was called on the consumer's copy: always in seeded mode, else by the user.
         cursor: the state of its copy of the dataset to begin with; None for the beginning.
         skip: batches to read and discard after that; those that raised before count, too, unless shards are assigned.
-        errors: of assigned shards: so many errors behind those batches have been delivered, and are passed where they
-            come again.
+        errors: of assigned shards: number of errors behind those batches that have been delivered. Where they come
+            again, they are passed over.
         stream_key: seed of the worker's shuffle buffer, where the main process assigns shards.
-        message: what the main process's copy of a dataset of ours tells those of the workers about this epoch: the
-            bytes that its `_asyncloader_epoch_message` returned, for their `_asyncloader_begin_epoch`. Empty: nothing.
+        message: a message from the main process's copy of a dataset of ours to the workers' copies about this epoch:
+            the bytes that its `_asyncloader_epoch_message` returned, for their `_asyncloader_begin_epoch`. Empty: no
+            message.
     """
 
     shared_seed: int | None = None
@@ -67,7 +68,7 @@ class WorkerSetup(NamedTuple):
     memory_limit: int | None = None
     """Bytes of private memory that a worker may grow by before it is replaced."""
     rng_state: bytes = b""
-    """RNG state of the worker that this one replaces, if that worker could still save it."""
+    """RNG state of the worker's predecessor, if the predecessor could still save it."""
     replays: bool = False
     """A stream without a state may be read again from its beginning."""
     policy: ErrorPolicy | None = None
@@ -75,7 +76,7 @@ class WorkerSetup(NamedTuple):
     fetch_threads: int = 0
     """Threads that fetch the samples of a blocking map dataset; 0: one sample after the other."""
     decode: Any = None
-    """The user's function from a sample as read to a sample as collated; None: there is none."""
+    """The user's function from a sample as read to a sample as collated; None: samples are not decoded."""
     decode_threads: int = 0
     """Threads that run `decode`, where samples are awaited or fetched by threads; 0: inline."""
 

@@ -7,14 +7,14 @@ Data path: scheduler -> worker: [stream_fetcher -> sample] -> collate -> codec -
 
 Samples that raise fail their batch, or are handled by the `on_error` policy. In an iterable dataset a dropped sample
 leaves its batch one sample short, as in a map dataset, and later batches are unaffected. In a dataset with assigned
-shards it leaves no gap: every batch is full but the last one of the epoch.
+shards it leaves no gap: every batch is full but the last of the epoch.
 
-In seeded mode the samples of a stream are numbered as they are read. A sample that raises has no number, and the next
-one, if any, gets it. Where failures are skipped or replaced, each failure takes a number, so later samples are not
+In seeded mode the samples of a stream are numbered as they are read. A sample that raises has no number: the next
+sample, if any, gets it. Where failures are skipped or replaced, each failure takes a number, so later samples are not
 affected.
 
-With a `decode` that runs in threads, samples are decoded while the next ones are read, and those of a batch
-concurrently; they keep their order. A sample whose decoding raises has been read: the stream goes on after it.
+With a `decode` that runs in threads, samples are decoded while later samples are read, and several of a
+batch at a time; they keep their order. A sample whose decoding raises has been read: the stream goes on after it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StreamFetcher:
         stream: the dataset's iterator.
         maker: decodes and seeds the samples, and applies the error policy.
         auto_collation: a batch is a list of samples; otherwise it is one sample.
-        collate: from the list of samples, or the one sample, to the batch.
+        collate: from the list of samples, or the single sample, to the batch.
         drop_last: drop the last batch if it is short.
         read: samples that were read from the stream before.
     """
@@ -73,7 +73,7 @@ class StreamFetcher:
         """Return the next batch. For blocking datasets.
 
         Args:
-            index: as many as there are samples in a batch.
+            index: its length is the number of samples in a batch.
             records: gets the samples that raised.
 
         Raises:
@@ -95,7 +95,8 @@ class StreamFetcher:
         return self._collated(self.collate_fn, first, data)
 
     async def fetch_async(self, index: Sequence[Any] | None, records: list[SkippedSample] | None = None) -> Any:
-        """As `fetch`, for asynchronous streams. A lock has several calls read one at a time, in their order.
+        """Return the next batch of an asynchronous stream. See `fetch`. Several calls read one after the other, in
+        their order, which a lock keeps.
 
         Raises:
             EndOfData: the stream has ended.
@@ -277,7 +278,7 @@ class WorkerStreamLike(Protocol):
 
     @property
     def gave_back(self) -> bool:
-        """Whether the stream has ended and given back what was taken or reported for the current batch."""
+        """Whether the stream has ended and given back the samples taken or reported for the current batch."""
         ...
 
     async def refill(self) -> None:

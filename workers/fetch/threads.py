@@ -51,6 +51,7 @@ class JobThreads:
         """Send notices to this loop from now on."""
         if self._loop is not loop:
             self._loop = loop
+            # A wake-up of the loop before may never have run, because that loop was closed.
             self._woken = False
 
     def put(self, job: _Job) -> None:
@@ -61,7 +62,7 @@ class JobThreads:
         # One more thread per job up to the maximum: to know whether one is idle would take another lock.
         if self._started < self._most:
             with self._lock:
-                if self._started >= self._most:
+                if self._started >= self._most:  # another thread has started the last between the two looks
                     return
                 self._started += 1
                 thread = threading.Thread(
@@ -69,13 +70,14 @@ class JobThreads:
                 )
                 try:
                     thread.start()
-                except RuntimeError:  # no more threads: use those that exist, or this one
+                except RuntimeError:  # no more threads: use those that exist, or call it here
                     self._started -= 1
                     self._most = max(1, self._started)
                     alone = not self._started
                 else:
                     self._threads.append(thread)
                     return
+            # Outside the lock, which the job may need to put another job.
             if alone:
                 self._work_here()
 
@@ -102,8 +104,8 @@ class JobThreads:
         while notices:
             function, arguments = notices.popleft()
             function(*arguments)
-            # The thread that sent them may not have left `notify` yet. It must not keep an error, and with it the
-            # frames of whoever catches it, longer than the one who caught it does.
+            # The thread that sent them may not have left `notify` yet, and still refers to this list. It must not keep
+            # an error, and with it the frames of the code that catches it, after that code has dropped it.
             arguments.clear()
 
     def call(
@@ -145,7 +147,7 @@ class JobThreads:
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # before waiting for the next job: this one refers to a sample
+        del job  # before waiting for the next job, because it refers to a sample
 
 
 def _call(
@@ -155,8 +157,8 @@ def _call(
     function: Callable[[Any], Any],
     argument: Any,
 ) -> None:
-    """In the thread. `answer` has the future, and gets what the call returned or raised: the thread holds neither
-    elsewhere, so that the loop can take both from it.
+    """Call the function in the thread. `answer` has the future, and gets the call's result or error: the thread refers
+    to both by this list alone, so that the loop can take them from it.
     """
     if answer[0].cancelled():
         return

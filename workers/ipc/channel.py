@@ -66,20 +66,23 @@ class Channel:
         Without data, returns nothing, or waits (`wait`, on a blocking socket only).
         """
         try:
+            # A worker's end is a blocking socket, so not to wait is a flag of the call.
             flags = _CLOEXEC if wait else _CLOEXEC | socket.MSG_DONTWAIT
             data, ancillary, state, _ = self.sock.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, flags)
         except (BlockingIOError, InterruptedError):
             return iter(())
         except ConnectionError:
+            # The other end closed with frames of ours unread. That is the end of the stream, as without them.
             data, ancillary, state = b"", [], 0
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                # A truncated list may end within a descriptor.
                 fds = array.array("i")
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
                 self._fds.extend(fds)
         if state & socket.MSG_CTRUNC:
             # This process has too many open files, so the descriptor is lost. A frame carries one at most, and keeps
-            # its place in the line: or each later frame would get the descriptor of the one after it.
+            # its place in the line: otherwise each later frame would get the descriptor of the frame after it.
             self._fds.append(_LOST)
         if not data:
             self.ended = True

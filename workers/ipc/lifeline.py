@@ -100,7 +100,7 @@ def hold(fd: int) -> bool:
         if own >= 0:
             os.close(own)
         return False
-    # Arm first, then poll: so the end of the last writer is noticed by the one or by the other.
+    # Arm first, then poll: so the end of the last writer is noticed by either.
     poll = select.poll()
     poll.register(own, 0)  # POLLHUP is always reported
     if poll.poll(0):

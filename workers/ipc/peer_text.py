@@ -13,15 +13,15 @@ from typing import Final
 LINE: Final = 500
 """Characters of a line, at most."""
 LINES_PER_MINUTE: Final = 60
-"""Lines that one peer has logged in a minute, at most."""
+"""Lines that are logged of a peer in a minute, at most."""
 _MINUTE_S = 60.0
-_MARK = 40  # characters, at most, of the note that stands for what was cut
+_MARK = 40  # characters, at most, of the note that stands for the middle
 
 
 def line_of(text: object, most: int = LINE) -> str:
     """A text as one line of at most `most` characters. The middle of a longer one is left out.
 
-    What is no text is not converted to one, because even that may fail for a value that a peer has made.
+    Other values are not converted to text, because even that may fail for a value that a peer has made.
     """
     if type(text) is not str:
         return f"<{type(text).__name__}>"

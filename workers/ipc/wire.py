@@ -35,7 +35,7 @@ pickled RNG state."""
 ASK = 20
 """The worker requests its next assignment of shards."""
 COUNTS = 22
-"""What a worker that shares no memory with the main process has counted: `Recorder.packed`."""
+"""The figures of a worker that shares no memory with the main process: `Recorder.packed`."""
 LOG = 21
 """A line for the main process's log: pickled level, text, the store that it is about, and whether that is silent."""
 
@@ -224,6 +224,7 @@ class FrameSplitter:
         """Add the bytes of one read; return kind and body of each frame that is complete now."""
         if self._rest:
             self._rest += data
+            # Cut only when a whole step has come: each cut copies the rest, and a large frame takes many reads.
             if len(self._rest) < self._wanted:
                 return iter(())
             data = bytes(self._rest)
@@ -232,6 +233,7 @@ class FrameSplitter:
         while size - start >= 5:
             length, kind = _PREFIX.unpack_from(data, start)
             if not 1 <= length <= self._most:
+                # The wrong head stays: behind it no frame can be found, so each later call must raise, too.
                 self._rest, self._wanted = bytearray(data[start : start + 5]), 5
                 raise ValueError(f"broken stream: a frame of {length} bytes")
             end = start + 4 + length
