@@ -317,12 +317,6 @@ def _catches(pid: int, number: int) -> bool | None:
     return None if found is None else bool(int(found[1], 16) >> (number - 1) & 1)
 
 
-def last_lines(text: str, n: int) -> str:
-    """Return the last `n` lines of `text` that are not blank."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[-n:] if n > 0 else [])
-
-
 def crash_trace(text: str, n: int) -> str:
     """Return the fatal error that `text` ends with, and the stack of the failing thread, most recent call first.
 

@@ -94,10 +94,6 @@ class Permutation:
         """
         return self._exchange(self._walk(self._checked(positions), self._forward))
 
-    def inverse(self, elements: npt.ArrayLike) -> Indices:
-        """The positions of these elements in the shuffled order: ``inverse(p(x)) == x``. Arguments as in the call."""
-        return self._walk(self._exchange(self._checked(elements)), self._backward)
-
     def _checked(self, values: npt.ArrayLike) -> Indices:
         given = np.asarray(values)
         if not given.size:
@@ -127,13 +123,6 @@ class Permutation:
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
             row = (row + _hash(column, even) % self._rows) % self._rows
             column = (column + _hash(row, odd) % self._columns) % self._columns
-        return row * self._columns + column
-
-    def _backward(self, cells: Cells) -> Cells:
-        row, column = np.divmod(cells, self._columns)
-        for even, odd in zip(self._keys[-2::-2], self._keys[::-2], strict=True):
-            column = (column + self._columns - _hash(row, odd) % self._columns) % self._columns
-            row = (row + self._rows - _hash(column, even) % self._rows) % self._rows
         return row * self._columns + column
 
 

@@ -7,7 +7,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.workers.stacks import StackReader, crash_trace, last_lines, stack_pipe
+from asyncloader.workers.stacks import StackReader, crash_trace, stack_pipe
 
 
 @given(st.lists(st.binary(max_size=3000), max_size=20), st.integers(1, 64), st.integers(0, 20))
@@ -81,11 +81,3 @@ def test_crash_trace_is_the_struck_thread() -> None:
     assert crash_trace("Fatal Python error: Aborted", 5) == "Fatal Python error: Aborted"
     assert crash_trace(asked, 5) == ""
     assert crash_trace("", 5) == ""
-
-
-def test_last_lines() -> None:
-    """The last lines that say something, in order."""
-    assert last_lines("a\n\nb\n  \nc\n", 2) == "b\nc"
-    assert last_lines("a", 5) == "a"
-    assert last_lines("", 5) == ""
-    assert last_lines("a\nb", 0) == ""
