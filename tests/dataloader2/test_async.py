@@ -1,4 +1,4 @@
-"""DataLoader2 by async for: items, limits, cancelled waits, parts that are awaited."""
+"""DataLoader2 read by ``async for``: items, limits, cancelled waits, parts that are awaited."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.helpers.running import PATIENCE_S
 
 @pytest.mark.parametrize("workers", [0, 2])
 async def test_async_for(workers: int) -> None:
-    """The same items as by ``for``, also where several come at once; errors and the end come through, and positions are
-    those of the items that were given; `aclose` ends it.
+    """``async for`` gives the items of ``for``, also where several have arrived; it raises errors and ends like
+    ``for``; positions count the items given; `aclose` ends the loader.
     """
     service = MultiProcessingReadingService(workers) if workers else InProcessReadingService(2)
     async with DataLoader2[int](numbers(50).sharding_filter().map(double), reading_service=service) as loader:
@@ -42,7 +42,7 @@ async def test_async_for(workers: int) -> None:
 
 
 async def test_limits_and_calls_of_async_for() -> None:
-    """A limit pauses there, too; a second call while one waits is refused."""
+    """A limit pauses ``async for``, too; a second call while another waits is refused."""
     async with DataLoader2[int](numbers(6), reading_service=InProcessReadingService()) as loader:
         items = aiter(loader)
         items.limit(2)
@@ -58,7 +58,7 @@ async def test_limits_and_calls_of_async_for() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_cancelled_wait_loses_nothing(late: bool) -> None:
-    """The item that was waited for comes with the next call, even if it was there when the wait was cancelled."""
+    """The next call gets the item, even if the item had arrived when the wait was cancelled."""
     async with DataLoader2[int](numbers(3)) as loader:
         items: Any = aiter(loader)
         task = asyncio.ensure_future(anext(items))
@@ -74,7 +74,7 @@ async def test_a_cancelled_wait_loses_nothing(late: bool) -> None:
 
 
 async def test_a_cancelled_wait_for_a_worker(caplog: pytest.LogCaptureFixture) -> None:
-    """The loader ends although a read is under way in a thread; what that raises then is nobody's."""
+    """The loader ends although a thread is reading; the error of that read is not logged."""
     async with DataLoader2[Any](
         numbers(2, 3).map(hangs_at_3), reading_service=MultiProcessingReadingService(1)
     ) as loader:
@@ -90,7 +90,7 @@ async def test_a_cancelled_wait_for_a_worker(caplog: pytest.LogCaptureFixture) -
 BEGAN, GO = threading.Event(), threading.Event()
 
 
-def fails_when_told(number: int) -> int:
+def fails_after_go(number: int) -> int:
     BEGAN.set()
     GO.wait(PATIENCE_S)
     raise ValueError(number)
@@ -98,10 +98,10 @@ def fails_when_told(number: int) -> int:
 
 @pytest.mark.parametrize("closed", [False, True], ids=["loop that runs", "loop that is closed"])
 def test_a_read_that_fails_when_nobody_waits(closed: bool) -> None:
-    """The thread ends once the iterator is dropped, without waiting for the collector."""
+    """The thread ends when the iterator is dropped, and needs no collector for that."""
     BEGAN.clear()
     GO.clear()
-    loader = DataLoader2[int](numbers(2, 3).map(fails_when_told), reading_service=InProcessReadingService())
+    loader = DataLoader2[int](numbers(2, 3).map(fails_after_go), reading_service=InProcessReadingService())
 
     async def give_up() -> None:
         task = asyncio.ensure_future(anext(aiter(loader)))
@@ -132,7 +132,7 @@ def test_a_read_that_fails_when_nobody_waits(closed: bool) -> None:
 
 
 async def test_parts_that_are_awaited() -> None:
-    """A part with ``__aiter__`` alone, below others and at the end; `amap`; by ``for`` and ``async for``."""
+    """``for`` and ``async for`` read `amap`, and a part with ``__aiter__`` alone, at a graph's end or before it."""
     for graph, expected in (
         (ticking(4), [0, 1, 2, 3]),
         (ticking(4).map(double), [0, 2, 4, 6]),

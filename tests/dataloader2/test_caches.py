@@ -1,4 +1,4 @@
-"""Caches of a graph: in memory and in files, among several processes, when something dies, and what is refused."""
+"""Caches of a graph: in memory and in files, shared by processes, with a writer that dies, and their errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ = asyncloader.dataloader2  # registers the forms
 
 
 class Reads(IterDataPipe[Any]):
-    """Counts what is read of it."""
+    """Counts the items read."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
@@ -46,7 +46,7 @@ class Reads(IterDataPipe[Any]):
 
 
 def test_in_memory() -> None:
-    """The source is read once; an epoch that is left is not kept; nor are the items pickled."""
+    """The source is read once; the items of an epoch that was left are not kept; kept items are not pickled."""
     source = Reads(range(5))
     graph = source.in_memory_cache()
     with pytest.raises(TypeError, match="doesn't have valid length until the cache is loaded"):
@@ -63,7 +63,7 @@ def test_in_memory() -> None:
 
 @given(st.lists(st.integers(0, 3)), st.integers(0, 5))
 def test_in_memory_up_to_a_size(lengths: list[int], limit: int) -> None:
-    """The last items that fit are kept, and every epoch gives all of them."""
+    """The last items that fit are kept, and every epoch gives all items."""
     items = [np.zeros(length, np.uint8) + number for number, length in enumerate(lengths)]
     source = Reads(items)
     graph = InMemoryCacheHolder(source, size=limit / (1 << 20))
@@ -75,7 +75,7 @@ def test_in_memory_up_to_a_size(lengths: list[int], limit: int) -> None:
 
 
 def test_sizes_in_memory() -> None:
-    """Of tensors by their elements, also within other objects."""
+    """Tensors count by their elements, also within other objects."""
     items = [{"x": [torch.zeros(1 << 18)]}, (torch.zeros(1 << 18),), "y"]
     graph: Any = IterableWrapper(items, deepcopy=False).in_memory_cache(size=1.5)
     assert (len(list(graph)), graph.idx) == (3, 1)
@@ -90,7 +90,7 @@ def in_folder(folder: Path, item: Any) -> str:
 
 
 def logged(folder: Path, item: Any) -> tuple[str, bytes]:
-    """The content of an item; tells in a file that it was made."""
+    """Make the content of an item, and record that in a file."""
     with (folder / "made").open("a") as log:
         log.write(f"{item}\n")
     return in_folder(folder, item), f"content of {item}".encode()
@@ -110,7 +110,7 @@ def left_over(folder: Path) -> list[str]:
 
 
 def test_each_item_is_written_once(tmp_path: Path) -> None:
-    """Paths in the order of the items, whatever is cached; duplicates and later epochs are not made again."""
+    """Paths come in the items' order, whatever is cached; duplicates and later epochs make no item again."""
     (tmp_path / "cached").mkdir()
     (tmp_path / "cached" / "2.txt").write_text("before")
     graph = cached(tmp_path, IterableWrapper([3, 2, 1, 3]))
@@ -123,7 +123,7 @@ def test_each_item_is_written_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_workers_share_the_files(tmp_path: Path, sharded: bool) -> None:
-    """Each item is written by one of them, also where all of them want it."""
+    """Each item is written by one worker, even if all workers need it."""
     source = numbers(12).sharding_filter() if sharded else numbers(12)
     with DataLoader2[str](cached(tmp_path, source), None, MultiProcessingReadingService(2)) as loader:
         expected = [in_folder(tmp_path, x) for x in range(12) for _ in range(1 if sharded else 2)]
@@ -132,12 +132,12 @@ def test_workers_share_the_files(tmp_path: Path, sharded: bool) -> None:
 
 
 def several(folder: Path, item: int) -> Any:
-    """As many files as the item says."""
+    """The item is the number of its files."""
     return [(str(folder / "cached" / f"{item}-{part}"), io.BytesIO(b"%d" % part)) for part in range(item)]
 
 
 def below(folder: Path, name: str, path: str) -> str:
-    """A file in the folder `name`, called as another one; always the same one if that has no suffix."""
+    """A path in the folder `name`, with the file name of `path`, or none if that has no suffix."""
     return str(folder / name / (Path(path).name if Path(path).suffix else ""))
 
 
@@ -146,7 +146,9 @@ def opened(path: str) -> tuple[str, Any]:
 
 
 def test_one_item_many_files(tmp_path: Path) -> None:
-    """Listed beside the item as torchdata does; nothing, one with another name, several; a lost file is made again."""
+    """Files are listed beside the item as by torchdata: none, one with another name, several; a lost file is made
+    again.
+    """
     cache: Any = numbers(4).on_disk_cache(filepath_fn=partial(in_folder, tmp_path))
     made_of = Reads(cache.map(partial(several, tmp_path)))
     graph = made_of.unbatch().end_caching()
@@ -172,7 +174,7 @@ def under(folder: Path, name: str) -> str:
 
 
 def test_files_in_a_folder_of_the_items_name(tmp_path: Path) -> None:
-    """The folder is no cached file: not while it is written, nor after a loss. Names need not be UTF-8."""
+    """The folder is not taken for a cached file, while it is written or after a loss. Names need not be UTF-8."""
     cache: Any = IterableWrapper(["a"]).on_disk_cache(partial(under, tmp_path))
     graph = cache.map(partial(into, tmp_path)).unbatch().end_caching(skip_read=True)
     files = [name for name, _ in into(tmp_path, "a")]
@@ -184,7 +186,7 @@ def test_files_in_a_folder_of_the_items_name(tmp_path: Path) -> None:
 
 
 def test_names_that_claims_do_not_take(tmp_path: Path) -> None:
-    """A cached file may have the name of another one and `.lock`."""
+    """A cached file may have the name of another cached file and `.lock`."""
     cache: Any = IterableWrapper(["x.lock", "x"]).on_disk_cache(partial(under, tmp_path))
     graph = cache.map(partial(file_under, tmp_path)).end_caching(skip_read=True)
     assert [Path(path).read_text() for path in graph] == ["x.lock", "x"]
@@ -195,8 +197,8 @@ def file_under(folder: Path, name: str) -> tuple[str, bytes]:
     return under(folder, name), name.encode()
 
 
-def test_a_claim_that_somebody_deletes(tmp_path: Path) -> None:
-    """Another one that came since stays; nothing is raised, and no descriptor left."""
+def test_a_claim_that_is_deleted(tmp_path: Path) -> None:
+    """A newer claim of the same name stays; no error is raised, and no descriptor stays open."""
     path = str(tmp_path / "x")
     name = Path(f"{path}.asyncloader_claim")
     with claim(path, 0):
@@ -207,7 +209,7 @@ def test_a_claim_that_somebody_deletes(tmp_path: Path) -> None:
 
 
 def test_caches_in_a_row_and_within_each_other(tmp_path: Path) -> None:
-    """The first one's files are the second one's items; an end belongs to the nearest beginning that has none."""
+    """Files of a cache are items of the next cache; an end belongs to the nearest beginning without an end."""
     second, outer, inner = (partial(below, tmp_path, name) for name in ("second", "outer", "inner"))
     graph = cached(tmp_path, numbers(3)).on_disk_cache(second).map(opened).end_caching(same_filepath_fn=True)
     graph = graph.on_disk_cache(outer).on_disk_cache(inner).map(opened).end_caching(filepath_fn=inner)
@@ -222,7 +224,7 @@ def test_caches_in_a_row_and_within_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hash_type", ["sha256", "md5"])
 def test_hashes(tmp_path: Path, hash_type: str) -> None:
-    """A file with another hash is not cached, and is never kept; so is one without any."""
+    """A file with a wrong hash, or without a given hash, is never kept, and does not count as cached."""
 
     def graph(hashes: dict[str, str]) -> Any:
         path = partial(in_folder, tmp_path)
@@ -243,7 +245,7 @@ def test_hashes(tmp_path: Path, hash_type: str) -> None:
 
 
 def test_a_check_of_the_users(tmp_path: Path) -> None:
-    """What it refuses is written again."""
+    """A file that the check refuses is written again."""
     cache: Any = numbers(2).on_disk_cache(partial(in_folder, tmp_path), extra_check_fn=lambda path: "1.txt" in path)
     graph = cache.map(partial(logged, tmp_path)).end_caching(skip_read=True)
     assert [len(list(graph)), len(list(graph))] == [2, 2]
@@ -265,7 +267,9 @@ class Handle:
 
 
 def test_kinds_of_content(tmp_path: Path) -> None:
-    """Open files and other pieces are read and closed; text and bytes by the mode; the wrong kind is named."""
+    """Open files and iterables of pieces are read and closed; the mode decides on text or bytes; an error names a wrong
+    kind.
+    """
 
     def graph(content: Any, *arguments: Any, **options: Any) -> Any:
         (tmp_path / "x").unlink(missing_ok=True)
@@ -288,8 +292,8 @@ def test_kinds_of_content(tmp_path: Path) -> None:
     assert left_over(tmp_path) == []
 
 
-def test_what_is_refused() -> None:
-    """In the documented words: a missing or second end, two functions, modes, and parts that cannot be between."""
+def test_errors() -> None:
+    """The documented words for a missing or second end, two functions, wrong modes, and parts not allowed between."""
     cache: Any = numbers(2).on_disk_cache(str)
     with pytest.raises(RuntimeError, match=r"Please call `end_caching\(\)` before iteration"):
         list(cache.map(double))
@@ -308,8 +312,10 @@ def test_what_is_refused() -> None:
             part.map(double).end_caching()
 
 
-def test_waits_for_whoever_writes(tmp_path: Path) -> None:
-    """As long as it is told; then the documented error. Whoever waited takes what the other wrote."""
+def test_waits_for_the_writer(tmp_path: Path) -> None:
+    """It waits until its timeout, and then raises the documented error. A reader that has waited takes the writer's
+    file.
+    """
     path = in_folder(tmp_path, 0)
     graph = cached(tmp_path, numbers(1), timeout=0)
     with claim(path, 0):
@@ -324,8 +330,8 @@ def test_waits_for_whoever_writes(tmp_path: Path) -> None:
     assert (found, made(tmp_path), left_over(tmp_path)) == ([path], [], [])
 
 
-def test_waiting_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, in the log."""
+def test_waiting_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning says for which file it waits."""
     monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._LOG_AFTER", 0.01)
     path = str(tmp_path / "x")
     with claim(path, 0), caplog.at_level(logging.WARNING, "asyncloader"), pytest.raises(TimeoutError):
@@ -334,7 +340,7 @@ def test_waiting_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, monke
 
 
 def test_waiting_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any number of seconds; and the claim is then that of the file that has the name."""
+    """It waits for any number of seconds, and then locks the file that has the name."""
     monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._LOG_AFTER", 0.01)
     path = str(tmp_path / "x")
     found: list[bool] = []
@@ -353,7 +359,7 @@ def test_waiting_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_writer_that_is_killed(tmp_path: Path) -> None:
-    """Nobody waits for it, what it began is not taken for complete, and nothing of it stays."""
+    """No process waits for it, its half-written file is not taken for complete, and none of its files stay."""
     graph = cached(tmp_path, numbers(1))
     script = f"""
 import os, sys
@@ -379,7 +385,7 @@ list(IterableWrapper([path]).on_disk_cache().map(lambda path: (path, pieces())).
 
 
 def test_cache_timeout_and_invalidation(tmp_path: Path) -> None:
-    """The adapters reach the caches: how long they wait, and that older files do not count, for all workers once."""
+    """The adapters set a cache's timeout, and have older files written again, by one of the workers each."""
     graph = cached(tmp_path, numbers(3).sharding_filter())
     with DataLoader2[str](graph, CacheTimeout(7)) as loader:
         assert loader.datapipe is not None
@@ -417,7 +423,7 @@ def test_an_epoch_resumes_whatever_is_cached(tmp_path: Path) -> None:
 
 
 def test_unzip() -> None:
-    """A datapipe for each place but those left out; the buffer has its limit."""
+    """Each place has a datapipe, except places left out; the buffer has its limit."""
     rows = IterableWrapper([(x, x + 10, x + 20) for x in range(3)])
     first, third = rows.unzip(sequence_length=3, columns_to_skip=[1])
     assert [list(first), list(third)] == [[0, 1, 2], [20, 21, 22]]

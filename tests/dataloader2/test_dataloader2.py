@@ -31,7 +31,7 @@ from tests.helpers.running import PATIENCE_S
 
 
 class Recording(ReadingServiceInterface):
-    """A user's service against the documented interface; what is called is recorded on the class."""
+    """A user's service against the documented interface. It records calls on the class."""
 
     calls: ClassVar[list[Any]] = []
 
@@ -102,7 +102,7 @@ def test_names_are_torchdatas() -> None:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_is_read_as_it_is(name: str) -> None:
-    """With and without a service, two epochs each: what a plain ``for`` over the graph gives, up to its order."""
+    """With and without a service two epochs give the items of a plain ``for`` over the graph, in any order."""
     expected = sorted(map(repr, map(plain, GRAPHS[name]())))
     for service in (None, InProcessReadingService(), InProcessReadingService(prefetch_cnt=3)):
         with DataLoader2[Any](GRAPHS[name](), reading_service=service) as loader:
@@ -121,7 +121,7 @@ def test_the_callers_graph_and_service_stay_as_they_are() -> None:
 
 
 def test_a_loader_is_copied_before_it_is_read() -> None:
-    """As for a process of a rank that is spawned."""
+    """Pickled or copied, it reads the same, as in a rank's spawned process."""
     loader = DataLoader2[int](numbers(3), reading_service=InProcessReadingService())
     loader.seed(1)
     for copied in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
@@ -130,7 +130,7 @@ def test_a_loader_is_copied_before_it_is_read() -> None:
 
 
 def test_a_lambda_is_cloned_where_cloudpickle_is() -> None:
-    """A graph that pickle refuses is cloned with its code; a lock cannot be, and pickle's error is raised."""
+    """A graph that pickle refuses is cloned with its code; a lock cannot be cloned, and pickle's error is raised."""
     with pytest.warns(UserWarning, match="pickle"):
         graph = numbers(3).map(lambda x: x + 1)
     assert list(DataLoader2[int](graph)) == [1, 2, 3]
@@ -139,7 +139,7 @@ def test_a_lambda_is_cloned_where_cloudpickle_is() -> None:
 
 
 def test_a_map_datapipe_is_read_by_its_indices() -> None:
-    """As `to_iter_datapipe`; other indices by that form."""
+    """It is read like `to_iter_datapipe`, which can also read other indices."""
     graph = SequenceWrapper([5, 6, 7]).map(double)
     assert list(DataLoader2[int](graph)) == [10, 12, 14]
     assert list(graph.to_iter_datapipe([2, 0])) == [14, 10]
@@ -147,7 +147,7 @@ def test_a_map_datapipe_is_read_by_its_indices() -> None:
 
 
 def test_an_older_iterator_is_invalid() -> None:
-    """The words of torchdata; the newest goes on. Without an item between, the epoch is the same one."""
+    """It raises in torchdata's words; the newest iterator goes on. If no item was read, the epoch goes on, too."""
     loader = DataLoader2[int](numbers(4), reading_service=Recording())
     first = iter(loader)
     second = iter(loader)
@@ -214,8 +214,8 @@ def test_a_dropped_loader_shuts_down() -> None:
 
 
 def test_a_dropped_loader_changes_no_pickle() -> None:
-    """Its finalizer's thread does not walk the graph as torch does: while it did, what another thread pickles, as each
-    new loader does with its graph, came out as "STUB", or torch complained that one walks already.
+    """Its finalizer's thread does not walk the graph as torch does: during such a walk a graph that another thread
+    pickled, as each new loader does, came out as "STUB", or torch complained of two walks at a time.
     """
     loader = DataLoader2[int](numbers(9), reading_service=InProcessReadingService(2))
     assert next(iter(loader)) == 0
@@ -233,7 +233,7 @@ def test_a_dropped_loader_changes_no_pickle() -> None:
 
 
 def test_seeds() -> None:
-    """The same seed gives the same epochs; it holds once, and later epochs continue its stream."""
+    """The same seed gives the same epochs; it seeds one epoch, and later epochs continue its stream."""
 
     def epochs(seed: int) -> list[list[int]]:
         loader = DataLoader2[int](numbers(20).shuffle(), reading_service=InProcessReadingService())
@@ -254,7 +254,7 @@ def test_seeds() -> None:
 
 
 def test_seeds_are_integers() -> None:
-    """Of any kind; others are refused at once."""
+    """Integers of any type are taken; other numbers are refused at once."""
     loader = DataLoader2[int](numbers(3).shuffle(), reading_service=InProcessReadingService())
     loader.seed(np.int64(7))  # type: ignore[arg-type]
     assert loader.state_dict()["randomness_state"][0] == 7
@@ -263,7 +263,7 @@ def test_seeds_are_integers() -> None:
 
 
 def test_without_a_seed_epochs_follow_the_global_generator() -> None:
-    """It is read, and not moved: two epochs are alike until somebody draws from it."""
+    """It is read, and not advanced: two epochs are alike until other code draws from it."""
     torch.manual_seed(5)
     before = torch.get_rng_state()
     loader = DataLoader2[int](numbers(20).shuffle(), reading_service=InProcessReadingService())
@@ -283,7 +283,7 @@ def test_a_user_generator_is_not_touched_by_the_constructor() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_limit_pause_and_resume(prefetch: int) -> None:
-    """A limit pauses without ending the epoch, holds over `resume`, and counts anew."""
+    """A limit pauses without ending the epoch; after `resume` it holds again, and counts from 0."""
     loader = DataLoader2[int](numbers(8), reading_service=InProcessReadingService(prefetch))
     iterator = iter(loader)
     iterator.limit(3)
@@ -318,7 +318,7 @@ def test_a_service_that_cannot_pause() -> None:
 
 
 def test_the_iterator_gives_the_graphs_attributes() -> None:
-    """Attributes of the graph's own iterator; an unknown one is an AttributeError."""
+    """Attributes of the graph's own iterator can be read; an unknown attribute is an AttributeError."""
     loader = DataLoader2[int](numbers(3))
     iterator: Any = iter(loader)
     assert iterator.gi_frame is not None
@@ -335,7 +335,9 @@ def test_functions_of_the_service_in_this_process() -> None:
 
 
 def test_services_in_a_row() -> None:
-    """Begun in their order, ended in the reverse; states in their order, with a warning for one that has none."""
+    """Services begin in their order and end in the reverse; states are in their order, with a warning for a missing
+    state.
+    """
     service = SequentialReadingService(Saving("A"), Recording("B"), Saving("C"))
     loader = DataLoader2[int](numbers(1), reading_service=service)
     list(loader)
@@ -355,7 +357,7 @@ def test_services_in_a_row() -> None:
 
 
 class Pausing(Recording):
-    """A service that hands on what it is given, and a function of its own."""
+    """A service with pauses and limits, which returns a function."""
 
     def _pause(self, pause_fn: Any) -> Any:
         assert pause_fn is None
@@ -385,8 +387,8 @@ class Stoppable(Seeded):
 
 
 def test_pauses_go_through_services_in_a_row() -> None:
-    """To those that can pause, each with the function of the one before, which the loader calls; and to all parts of
-    the graph that can.
+    """Each service that can pause gets the function of the service before it; the loader calls the last function. All
+    parts of the graph that can pause do.
     """
     loader = DataLoader2[Any](
         Stoppable(numbers(4)),
@@ -413,7 +415,7 @@ def test_a_state_of_a_service_that_cannot_restore() -> None:
 
 
 def test_seeds_of_the_graph() -> None:
-    """Before a `sharding_filter` shared seeds, after it own ones: three parts, three seeds."""
+    """Parts before a `sharding_filter` get shared seeds, parts after it own seeds: three parts, three seeds."""
     graph = Seeded(Seeded(Seeded(numbers(1)).sharding_filter()))
     loader = DataLoader2[Any](graph, reading_service=InProcessReadingService())
     loader.seed(1)
@@ -423,7 +425,7 @@ def test_seeds_of_the_graph() -> None:
 
 
 def test_a_pause_ends_with_its_epoch() -> None:
-    """The next one is read from its beginning."""
+    """The next epoch is read from its beginning."""
     loader = DataLoader2[int](numbers(4), reading_service=InProcessReadingService(2))
     iterator = iter(loader)
     iterator.limit(3)

@@ -1,4 +1,4 @@
-"""The functional forms of ours, how they are registered beside others', and the old import path."""
+"""Our functional forms, their registration beside other libraries' forms, and the old import path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.dataloader2.parts import MP, OnlyHere, async_fails_at_5, double, fail
 
 
 class Counting(IterDataPipe[int]):
-    """Counts what was read of it, and says when it is more."""
+    """Counts the items read, and lets a test wait for them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -46,7 +46,7 @@ class Counting(IterDataPipe[int]):
 
 
 def test_prefetch_reads_ahead() -> None:
-    """As far as its buffer, and no further; epochs begin anew; a dropped iterator ends the thread."""
+    """It reads until its buffer is full; each epoch starts again; a dropped iterator ends the thread."""
     source = Counting(20)
     graph = source.prefetch(3)
     iterator = iter(graph)
@@ -80,7 +80,7 @@ def test_prefetch_pauses() -> None:
 
 
 def test_prefetch_raises_where_the_item_would_come() -> None:
-    """After the items before it."""
+    """An error comes after the items before it."""
     iterator = iter(numbers(9).map(fails_at_5).prefetch(8))
     assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="five"):
@@ -88,7 +88,7 @@ def test_prefetch_raises_where_the_item_would_come() -> None:
 
 
 def test_round_robin_demux() -> None:
-    """Item ``i`` to reader ``i % n``, in every epoch; the buffer's limits."""
+    """Item ``i`` goes to reader ``i % n``, in every epoch; the buffer has its limits."""
     readers = numbers(7).round_robin_demux(3)
     for _ in range(2):
         assert [list(each) for each in readers] == [[0, 3, 6], [1, 4], [2, 5]]
@@ -104,7 +104,7 @@ def test_round_robin_demux() -> None:
 
 
 def test_dispatch_form() -> None:
-    """Without workers it changes nothing; it deals to workers alone."""
+    """The form changes nothing without workers; it accepts no other priority than the workers'."""
     graph = numbers(4).sharding_round_robin_dispatch(MP)
     assert (list(graph), len(graph)) == ([0, 1, 2, 3], 4)
     for other in (SHARDING_PRIORITIES.DISTRIBUTED, None):
@@ -113,7 +113,7 @@ def test_dispatch_form() -> None:
 
 
 class Gate:
-    """Says how many calls were in flight at most; each call waits until that many were."""
+    """Counts the calls in flight; each call waits until the wanted number was in flight."""
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
@@ -131,7 +131,7 @@ class Gate:
 
 
 def test_amap_keeps_calls_in_flight_in_order() -> None:
-    """As many as `concurrency`: with fewer this would wait for ever. Results in the items' order."""
+    """`concurrency` calls are in flight: with fewer this would wait for ever. Results come in the items' order."""
     gate = Gate(5)
     assert list(numbers(20).amap(gate, concurrency=5)) == list(range(20))
     assert gate.most == 5
@@ -141,7 +141,7 @@ def test_amap_keeps_calls_in_flight_in_order() -> None:
 
 
 def test_amap_raises_where_the_result_would_come() -> None:
-    """The calls in flight are cancelled, and the thread ends."""
+    """An error comes in its item's place; the calls in flight are cancelled, and the thread ends."""
     iterator = iter(numbers(9).amap(async_fails_at_5, concurrency=4))
     assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="five"):
@@ -153,7 +153,9 @@ def _cancels(x: int) -> Any:
 
 
 def test_amap_gives_what_came_before_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    """Of its source, too; a plain function is named, and calls whose turn never comes are not complained of."""
+    """An error of its source comes after the results before it; the error of a plain function names it; errors of calls
+    whose turn never comes are not logged.
+    """
     iterator = iter(numbers(9).map(fails_at_5).amap(slow_double, concurrency=9))
     assert [next(iterator) for _ in range(5)] == [0, 2, 4, 6, 8]
     with pytest.raises(ValueError, match="five"):
@@ -166,14 +168,14 @@ def test_amap_gives_what_came_before_an_error(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
-def ends(script: str) -> tuple[int, str, str]:
-    """The exit code of a fresh interpreter, and what it printed."""
+def run_fresh(script: str) -> tuple[int, str, str]:
+    """Run a fresh interpreter. Returns its exit code, output and errors."""
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     return ran.returncode, ran.stdout, ran.stderr
 
 
 def test_an_unfinished_awaited_part_at_the_end_of_the_program() -> None:
-    """It ends, with the error of the program alone."""
+    """The program ends, with its own exit code and no other error."""
     script = (
         "import asyncloader.dataloader2\n"
         "from asyncloader.dataloader2.datapipes.async_map import await_parts\n"
@@ -182,18 +184,18 @@ def test_an_unfinished_awaited_part_at_the_end_of_the_program() -> None:
         "next(items)\n"
         "raise SystemExit(3)\n"
     )
-    assert ends(script) == (3, "", "")
+    assert run_fresh(script) == (3, "", "")
 
 
 def test_a_left_amap_ends() -> None:
-    """A dropped iterator cancels what is in flight."""
+    """A dropped iterator cancels the calls in flight."""
     iterator = iter(numbers(9).amap(slow_double, concurrency=4))
     assert next(iterator) == 0
     del iterator
 
 
 def test_awaited_parts_are_wrapped_once() -> None:
-    """The graph is read twice, wrapped again without effect, and left in the middle."""
+    """Wrapping again changes nothing; the graph can be read twice, and left in the middle."""
     graph: Any = await_parts(ticking(5).map(double))
     assert await_parts(graph) is graph
     assert [list(graph), list(graph)] == [[0, 2, 4, 6, 8]] * 2
@@ -212,7 +214,7 @@ class Other(IterDataPipe[Any]):
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """Another library registers names that are ours, after us."""
+    """Another library registers two of our names, after us."""
     IterDataPipe.register_datapipe_as_function("prefetch", Other)
     IterDataPipe.register_datapipe_as_function("sharding_round_robin_dispatch", Other)
     yield
@@ -221,7 +223,7 @@ def registered() -> Iterator[None]:
 
 
 def test_a_name_that_others_register_is_theirs(registered: None) -> None:
-    """Registering it after us works, and then theirs is made; both are recognized by the name."""
+    """Registering a name after us works; the form then makes their class; both classes are recognized by the name."""
     assert type(numbers(3).prefetch(2)) is Other
     assert has_form(numbers(3).prefetch(2), "prefetch")
     assert has_form(Prefetcher(numbers(3)), "prefetch")
@@ -246,21 +248,22 @@ def test_nothing_is_registered_without_the_package() -> None:
         "import asyncloader.dataloader2\n"
         "assert list(IterableWrapper([1]).prefetch()) == [1]\n"
     )
-    assert ends(script) == (0, "", "")
+    assert run_fresh(script) == (0, "", "")
 
 
 @pytest.mark.parametrize("torchdata", ["none", "without", "with"])
 def test_the_old_import_path(torchdata: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between `install` and `uninstall`, both repeatable, the old names are ours, unless a torchdata that is installed
-    has them; before and after there are none.
+    """Between `install` and `uninstall`, both idempotent, the old names give our modules, unless an installed torchdata
+    has them. Before and after they cannot be imported.
     """
     package = tmp_path / "torchdata"
     for name in {"none": [], "without": ["."], "with": [".", "dataloader2", "datapipes"]}[torchdata]:
         (package / name).mkdir(parents=True, exist_ok=True)
         (package / name / "__init__.py").touch()
-    # Other tests' environments have a torchdata, which none of these cases means.
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if not Path(each, "torchdata").exists()])
-    monkeypatch.syspath_prepend(tmp_path)
+    # Without a torchdata that is really installed, as it is for other tests.
+    others = [each for each in sys.path if not Path(each, "torchdata").exists()]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
+    importlib.invalidate_caches()
     names = ("torchdata.dataloader2", "torchdata.datapipes")
     compat.install()
     compat.install()

@@ -37,7 +37,7 @@ def _rank(rank: int, store: str, body: Callable[[int], Any], answers: Any) -> No
 
 
 def both(tmp_path: Path, body: Callable[[int], Any]) -> list[Any]:
-    """What the function returns in each of two ranks."""
+    """Run a function in two ranks. Returns both results."""
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     processes = [
@@ -76,7 +76,7 @@ def _epochs(rank: int) -> Any:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """Shares without overlap that end together, shared seeds before the filter, own ones after it."""
+    """Shares do not overlap, and end together; ranks share the seeds before the filter, and have own seeds after it."""
     zero, one = both(tmp_path, _epochs)
     for ours, theirs in zip(zero, one, strict=True):
         assert len(ours) == len(theirs) == 10
@@ -107,7 +107,7 @@ def _with_workers(rank: int) -> Any:
 
 @pytest.mark.thorough
 def test_two_ranks_with_two_workers_each(tmp_path: Path) -> None:
-    """The ranks share the graph, and each rank's workers its share."""
+    """The ranks share the graph's items, and the workers of each rank the rank's share."""
     for ours, theirs in zip(*both(tmp_path, _with_workers), strict=True):
         assert len(ours) == len(theirs) == 12
         assert sorted(ours + theirs) == list(range(24))
@@ -124,7 +124,7 @@ def _uneven(rank: int) -> Any:
 
 @pytest.mark.thorough
 def test_fullsync_ends_with_the_shortest(tmp_path: Path) -> None:
-    """The rank with more drops what the other one does not have, in each epoch."""
+    """In each epoch the rank with more items drops those for which the other rank has none."""
     assert both(tmp_path, _uneven) == [[[0, 1, 2, 3, 4]] * 2] * 2
 
 
@@ -144,7 +144,7 @@ def _leaving(rank: int) -> Any:
 
 @pytest.mark.thorough
 def test_ranks_that_leave_at_different_items(tmp_path: Path) -> None:
-    """Both are told, rather than that they end at different items."""
+    """Both ranks raise `RanksDisagree`, instead of ending at different items."""
     assert both(tmp_path, _leaving) == ["the ranks are in different epochs, 1 to 2"] * 2
 
 
@@ -159,7 +159,7 @@ def _loaders(rank: int) -> Any:
 
 @pytest.mark.thorough
 def test_groups_are_destroyed(tmp_path: Path) -> None:
-    """A loader leaves no process group of its own."""
+    """A loader destroys its process groups."""
     for counts in both(tmp_path, _loaders):
         assert counts[1] == counts[-1]
 
@@ -178,7 +178,7 @@ def _failing(rank: int) -> Any:
 
 @pytest.mark.thorough
 def test_an_error_in_one_rank_ends_the_others_epoch(tmp_path: Path) -> None:
-    """It is raised there, and nobody waits."""
+    """The error is raised in that rank, and the other rank does not wait."""
     zero, one = both(tmp_path, _failing)
     assert zero == [0, 1, 2, 3, 4]
     assert one == [*range(5), "five is right out"]
@@ -204,7 +204,7 @@ def _waits(x: int) -> int:
 
 @pytest.mark.thorough
 def test_a_rank_that_is_late(tmp_path: Path) -> None:
-    """PrefetchTimeoutError in both, in the documented words."""
+    """Both ranks raise PrefetchTimeoutError, in the documented words."""
     assert both(tmp_path, _late) == ["Fail to fetch data within 1 seconds"] * 2
 
 
@@ -216,12 +216,12 @@ def _policy(rank: int) -> Any:
 
 @pytest.mark.thorough
 def test_sharding_among_workers_alone_and_a_shared_seed(tmp_path: Path) -> None:
-    """With the workers' priority each rank reads everything; a seed of 64 bits is rank 0's everywhere."""
+    """With the workers' priority each rank reads everything; all ranks get rank 0's seed of 64 bits."""
     assert both(tmp_path, _policy) == [(list(range(6)), (1 << 64) - 1)] * 2
 
 
 def test_without_torch_distributed() -> None:
-    """The documented RuntimeErrors."""
+    """The errors have the documented words."""
     loader = DataLoader2[int](numbers(2), reading_service=DistributedReadingService())
     with pytest.raises(RuntimeError, match=r"^Torch Distributed is required to be initialized$"):
         iter(loader)

@@ -47,7 +47,7 @@ from tests.dataloader2.parts import MP, OnlyHere, Seeded, double, numbers, odd, 
 
 
 class Kept(Mapper[Any]):
-    """A subclass, which `find_dps` tells from its base."""
+    """A subclass, which `find_dps` does not take for its base."""
 
 
 def test_names() -> None:
@@ -68,7 +68,7 @@ def _diamond() -> Any:
 
 
 def test_list_and_find() -> None:
-    """Breadth first, each once; without the excluded and all before them; by exact class."""
+    """Lists parts breadth first, each once, without excluded parts and their sources; finds parts by exact class."""
     source, left, right, far, joined, end = _diamond()
     graph = traverse_dps(end)
     assert list_dps(graph) == [end, joined, far, right, left, source]
@@ -80,7 +80,7 @@ def test_list_and_find() -> None:
 
 
 def test_replace() -> None:
-    """In the middle, at the end, and by a part that reads from the one it replaces."""
+    """A part is replaced in the middle, at the end, and by a part that reads from the replaced part."""
     _, left, right, _, joined, end = _diamond()
     graph = replace_dp(traverse_dps(end), left, numbers(3, 10))
     assert left not in list_dps(graph)
@@ -97,7 +97,7 @@ def test_replace() -> None:
 
 
 def test_remove() -> None:
-    """What read from it reads from what it read from; the documented errors."""
+    """The readers of a removed part read from its source; the errors have the documented words."""
     source, left, _, far, joined, end = _diamond()
     graph = remove_dp(traverse_dps(end), far)
     assert joined.datapipes[0] is left
@@ -110,7 +110,7 @@ def test_remove() -> None:
 
 
 def test_set_seeds() -> None:
-    """Shared seeds up to each filter, own ones after; parts that take none take none."""
+    """Parts up to each filter get shared seeds, parts after it own seeds; other parts use up no seed."""
     source = Seeded(numbers(1))
     middle = Seeded(source.sharding_filter())
     beside = Seeded(numbers(1))
@@ -127,7 +127,7 @@ def test_set_seeds() -> None:
 
 @given(st.integers(0, (1 << 64) - 1), st.integers(0, 50))
 def test_seed_generator(seed: int, worker: int) -> None:
-    """Shared seeds are the same in every worker, own ones are not; both follow from the seed; pickled, it goes on."""
+    """Shared seeds are equal in all workers, own seeds differ; both follow from the seed; a pickled copy goes on."""
     one, two = SeedGenerator(seed).spawn(worker), SeedGenerator(seed).spawn(worker + 1)
     assert one.generate_shared_seed() == two.generate_shared_seed() == SeedGenerator(seed).generate_shared_seed()
     drawn = [one.generate_seed() for _ in range(4)]
@@ -163,7 +163,7 @@ def test_philox_is_philox() -> None:
 
 
 def test_branches() -> None:
-    """The largest replicable branches; the part that all dispatching comes up to; what is beside it."""
+    """Finds the largest replicable branches, the part where dispatching branches meet, and branches beside it."""
     graph = OnlyHere(numbers(3).map(double)).zip(numbers(3))
     left, right = _find_replicable_branches(traverse_dps(graph))
     assert [type(left).__name__, type(right).__name__] == ["MapperIterDataPipe", "IterableWrapperIterDataPipe"]
@@ -180,7 +180,7 @@ def test_branches() -> None:
 
 
 def test_picture() -> None:
-    """A box for each part, an arrow to each that reads it; the readers of a fork only if they are wanted."""
+    """A box for each part, an arrow to each of its readers; the internal readers of a fork only with `debug`."""
     first, second = numbers(3).fork(2)
     end = first.map(double).zip(second)
 
@@ -196,7 +196,7 @@ def test_picture() -> None:
 
 
 def test_linter() -> None:
-    """A shuffle after the filter alone is a mistake; no filter is none."""
+    """A filter needs a shuffle before it; a graph without a filter is right."""
     assert _check_shuffle_before_sharding(numbers(3))
     assert not _check_shuffle_before_sharding(numbers(3).sharding_filter())
     assert _check_shuffle_before_sharding(numbers(3).shuffle().sharding_filter())
@@ -220,7 +220,7 @@ def adapted(graph: Any, *adapters: Any) -> Any:
 
 
 def test_shuffle_adapter() -> None:
-    """On, off, untouched; one is added with a warning; a single adapter needs no list."""
+    """Shuffles are on, off or untouched; a missing shuffle is added with a warning; a single adapter needs no list."""
     assert list(adapted(numbers(30).shuffle(), Shuffle(False))) == list(range(30))
     assert list(adapted(numbers(30).shuffle().set_shuffle(False), Shuffle())) != list(range(30))
     assert list(adapted(numbers(30).shuffle().set_shuffle(False), Shuffle(None))) == list(range(30))
@@ -230,7 +230,7 @@ def test_shuffle_adapter() -> None:
     assert found != sorted(found) == list(range(30))
 
 
-class _WaitPendingCacheItemOfSomebody(Seeded):
+class _WaitPendingCacheItemOfTheirs(Seeded):
     """Named as the waiting part of torchdata's caches is."""
 
     def set_timeout(self, timeout: int) -> None:
@@ -238,8 +238,8 @@ class _WaitPendingCacheItemOfSomebody(Seeded):
 
 
 def test_cache_timeout() -> None:
-    """It reaches the waiting parts of a cache; only integers are taken, in the documented words."""
-    loader = adapted(_WaitPendingCacheItemOfSomebody(numbers(1)).map(double), CacheTimeout(7))
+    """It reaches the waiting parts of a cache; other values than integers are refused in the documented words."""
+    loader = adapted(_WaitPendingCacheItemOfTheirs(numbers(1)).map(double), CacheTimeout(7))
     assert [seed for _, seed in loader.datapipe.datapipe] == [7]
     for bad in ("a", None, 1.5):
         with pytest.raises(ValueError, match=r"^timeout should be integer$"):
@@ -274,7 +274,7 @@ def test_sharding_policy() -> None:
 
 
 def test_prefetch_policy() -> None:
-    """Sets the sizes, adds a part if there is none, takes all out at 0."""
+    """It sets the sizes, adds a missing part, and takes all parts out at 0."""
     two = adapted(numbers(3).prefetch(9).map(double).prefetch(9), PrefetchPolicy(2))
     assert [each.buffer_size for each in list_dps(traverse_dps(two.datapipe)) if hasattr(each, "buffer_size")] == [2, 2]
     assert adapted(numbers(3), PrefetchPolicy(4)).datapipe.buffer_size == 4
@@ -294,6 +294,6 @@ class _Doubling(Adapter):
 
 
 def test_an_adapter_of_the_users() -> None:
-    """Derived from the base class, or any function; in their order."""
+    """Adapters may derive from the base class, or be any function; they are applied in their order."""
     assert list(adapted(numbers(3), _Doubling(), _Doubling())) == [0, 4, 8]
     assert list(adapted(numbers(3), lambda datapipe: datapipe.map(double))) == [0, 2, 4]

@@ -57,7 +57,7 @@ def alone(graph: Any, seed: int = 1) -> list[Any]:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_order_is_that_without_workers(name: str) -> None:
-    """Two and three workers, two epochs: the unsharded graph's items; unshuffled ones in its order."""
+    """Two and three workers give the unsharded graph's items in two epochs; without a shuffle in its order."""
     expected = alone(GRAPHS[name]())
     shuffled = any(hasattr(each, "set_shuffle") for each in list_dps(traverse_dps(GRAPHS[name]())))
     for workers in (2, 3):
@@ -72,7 +72,7 @@ def test_order_is_that_without_workers(name: str) -> None:
 
 
 def in_turn(shares: list[list[Any]]) -> Iterator[Any]:
-    """One of each, as long as it has any."""
+    """One item of each share in turn, until all are empty."""
     iterators = [iter(share) for share in shares]
     while iterators:
         for each in list(iterators):
@@ -89,7 +89,7 @@ def share(graph: Any, workers: int, worker: int) -> list[Any]:
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_shares_are_interleaved(name: str) -> None:
-    """Whatever the workers' shares are, one item of each comes in turn, and those that have ended are passed over."""
+    """Whatever the workers' shares are, one item of each comes in turn, and shares that have ended are skipped."""
     for workers in (1, 2, 3):
         expected = list(in_turn([share(UNEVEN[name](), workers, worker) for worker in range(workers)]))
         with DataLoader2[Any](UNEVEN[name](), reading_service=MultiProcessingReadingService(workers)) as loader:
@@ -105,7 +105,7 @@ def test_shares_are_interleaved(name: str) -> None:
     keeps=st.booleans(),
 )
 def test_drawn_graphs(items: int, workers: int, ahead: tuple[int, int], dispatched: bool, keeps: bool) -> None:
-    """However many items, workers and items ahead, and with a filter that leaves workers unequal parts."""
+    """For any number of items, workers and items ahead, and with a filter that leaves workers uneven parts."""
     graph = numbers(items)
     graph = graph.sharding_round_robin_dispatch(MP) if dispatched else graph.sharding_filter()
     if not keeps:
@@ -122,7 +122,7 @@ def test_drawn_graphs(items: int, workers: int, ahead: tuple[int, int], dispatch
 
 @pytest.mark.parametrize("method", quickly(["fork", "spawn", "forkserver"], "fork"))
 def test_start_methods(method: str) -> None:
-    """Also with a dispatching process."""
+    """Each start method works, also with a dispatching process."""
     for graph in (numbers(7).sharding_filter().map(double), numbers(7).sharding_round_robin_dispatch(MP).map(double)):
         with DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2, method)) as loader:
             assert list(loader) == [0, 2, 4, 6, 8, 10, 12]
@@ -170,7 +170,7 @@ def test_a_question_that_overtakes_its_order(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_where_the_parts_run() -> None:
-    """Replicable parts in the workers, others and those after them here, what is dispatched in one process."""
+    """Replicable parts run in the workers, dispatched parts in a single process, other parts and those after them here."""
     graph = OnlyHere(numbers(4).sharding_round_robin_dispatch(MP).map(process)).map(process)
     dealt = numbers(6).map(process).sharding_round_robin_dispatch(MP).map(process)
     with DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(2)) as loader:
@@ -218,7 +218,7 @@ def _each_time(datapipe: Any, info: WorkerInfo, seeds: Any) -> Any:
 
 
 def test_functions_in_the_workers() -> None:
-    """`worker_init_fn` once, `worker_reset_fn` in each epoch; shared seeds are equal, own ones are not."""
+    """`worker_init_fn` is called once, `worker_reset_fn` in each epoch; shared seeds are equal, own seeds differ."""
     service = MultiProcessingReadingService(2, worker_init_fn=_once, worker_reset_fn=_each_time)
     with DataLoader2[Any](numbers(4).sharding_filter(), reading_service=service) as loader:
         loader.seed(1)
@@ -236,8 +236,8 @@ def two_epochs(graph: Any) -> list[list[Any]]:
 
 
 def test_seeds_in_the_workers() -> None:
-    """Parts before the filter have one seed in all workers, those after it one each; another one in each epoch. The
-    workers' global generators follow from the seed, and the user's stay as they are.
+    """A part before the filter has the same seed in all workers, a part after it a seed for each; each epoch has other
+    seeds. The workers' global generators follow from the seed, and the user's stay as they are.
     """
     graph = Seeded(Seeded(numbers(4)).sharding_filter()).map(drawn)
     before = torch.get_rng_state()
@@ -253,7 +253,7 @@ def test_seeds_in_the_workers() -> None:
 
 
 def test_seeds_in_the_dispatching_process() -> None:
-    """Its global generators follow from the seed, another one in each epoch, and so does a position in it."""
+    """Its global generators follow from the seed, and differ in each epoch."""
     graph = numbers(6).map(drawn).sharding_round_robin_dispatch(MP)
 
     found = two_epochs(graph)
@@ -266,7 +266,7 @@ def _worker_info(x: int) -> Any:
 
 
 def test_workers_are_none_of_torchs() -> None:
-    """As in torchdata: a part that shares itself out among torch's workers gives all its items."""
+    """As in torchdata: a part that shares its items among torch's workers gives all of them."""
     with DataLoader2[Any](
         numbers(4).sharding_filter().map(_worker_info), reading_service=MultiProcessingReadingService(2)
     ) as loader:
@@ -287,7 +287,7 @@ def _tagged_each_time(datapipe: Any, info: WorkerInfo, seeds: Any) -> Any:
 
 
 def test_each_epoch_begins_with_the_same_graph() -> None:
-    """What a function makes of it is for one epoch; a service's own seeds come after those of the epoch."""
+    """A function's changes are for one epoch; a service's own seeds replace those of the epoch."""
     service = SequentialReadingService(_OwnSeeds(), MultiProcessingReadingService(1, worker_reset_fn=_tagged_each_time))
     with DataLoader2[Any](numbers(9).shuffle(), reading_service=service) as loader:
         first, second = list(loader), list(loader)
@@ -296,7 +296,7 @@ def test_each_epoch_begins_with_the_same_graph() -> None:
 
 
 def test_shuffled_shards_make_the_whole() -> None:
-    """In each epoch, in another order; also when the shuffle runs in the dispatching process."""
+    """Each epoch has all items in another order; also when the shuffle runs in the dispatching process."""
     for graph in (numbers(30).shuffle().sharding_filter(), numbers(30).shuffle().sharding_round_robin_dispatch(MP)):
         with DataLoader2[int](graph, reading_service=MultiProcessingReadingService(3)) as loader:
             loader.seed(2)
@@ -306,7 +306,7 @@ def test_shuffled_shards_make_the_whole() -> None:
 
 
 def test_an_epoch_that_is_left() -> None:
-    """The next one begins anew, with workers that go on living, and also while paused by a limit."""
+    """The next epoch begins at its first item, in the same workers, also after a pause by a limit."""
     for graph in (
         numbers(50).sharding_filter().map(process),
         numbers(50).sharding_round_robin_dispatch(MP).map(process),
@@ -327,7 +327,7 @@ def test_an_epoch_that_is_left() -> None:
 
 
 class _Fed(IterDataPipe[int]):
-    """Gives an item only when the one before was taken, which a pipe says."""
+    """Gives an item only after the item before was taken, which the test reports through a pipe."""
 
     def __init__(self, taken: int) -> None:
         self.taken = taken
@@ -338,8 +338,8 @@ class _Fed(IterDataPipe[int]):
             assert os.read(self.taken, 1) == b"x"
 
 
-def test_an_item_that_is_there_waits_for_no_other() -> None:
-    """A source may need to know that the last item was taken."""
+def test_a_ready_item_waits_for_no_other() -> None:
+    """A source may give its next item only after the last item was taken."""
     taken, taking = os.pipe()
     try:
         source: Any = _Fed(taken)
@@ -365,7 +365,7 @@ def test_no_branch_or_two() -> None:
 
 
 def test_no_workers_and_the_old_name() -> None:
-    """Both warn in the documented words; the old name makes one of the new class."""
+    """Both warn in the documented words; the old name makes an object of the new class."""
     with pytest.warns(UserWarning, match=r"^Please use `InProcessReadingService` for num_workers=0$"):
         service = MultiProcessingReadingService()
     assert list(DataLoader2[int](numbers(3).sharding_filter(), reading_service=service)) == [0, 1, 2]
@@ -384,7 +384,7 @@ def test_no_workers_and_the_old_name() -> None:
 
 
 def test_coroutines_in_the_workers() -> None:
-    """`amap` runs in each of them."""
+    """`amap` runs in each worker."""
     with DataLoader2[int](
         numbers(20).sharding_filter().amap(slow_double, concurrency=3), reading_service=MultiProcessingReadingService(2)
     ) as loader:
@@ -392,7 +392,7 @@ def test_coroutines_in_the_workers() -> None:
 
 
 def test_a_service_before_the_workers() -> None:
-    """In a row after one that changes the graph in each epoch: the workers' copies are changed."""
+    """A service in front that changes the graph in each epoch changes the workers' copies."""
     service = SequentialReadingService(_Tagging(), MultiProcessingReadingService(2))
     with DataLoader2[Any](numbers(4).sharding_filter(), reading_service=service) as loader:
         assert list(loader) == [(x, "tag") for x in range(4)]

@@ -44,7 +44,7 @@ def service(workers: int) -> ReadingServiceInterface:
 
 
 def split(graph: Any, workers: int, taken: int, *, seed: int | None = None, epochs: int = 0) -> tuple[Any, Any, Any]:
-    """A state after `taken` items of the epoch after `epochs` ones, the rest of that epoch, and the next epoch."""
+    """A state after `epochs` epochs and `taken` items, the rest of that epoch, and the next epoch."""
     with DataLoader2[Any](graph, reading_service=service(workers)) as loader:
         if seed is not None:
             loader.seed(seed)
@@ -69,8 +69,8 @@ def split(graph: Any, workers: int, taken: int, *, seed: int | None = None, epoc
 def test_the_rest_of_the_epoch_is_exact(
     source: str, workers: int, taken: int, more: int, epochs: int, seed: int | None
 ) -> None:
-    """From any moment of any epoch, resumed twice, whatever the global generator has become meanwhile; in the seeded
-    case the epoch after it, too.
+    """It is exact from any moment of any epoch, also if resumed twice, whatever was drawn from the global generator;
+    with a seed so is the epoch after it.
     """
     state, rest, after = split(SOURCES[source](), workers, taken, seed=seed, epochs=epochs)
     torch.rand(1)
@@ -90,7 +90,7 @@ def test_the_rest_of_the_epoch_is_exact(
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_every_graph_resumes(name: str) -> None:
-    """In this process and with two workers, from the middle of the second epoch."""
+    """Each graph resumes in the middle of the second epoch, in this process and with two workers."""
     length = len(list(GRAPHS[name]()))
     for workers in (0, 2):
         state, rest, after = split(GRAPHS[name](), workers, length // 2, seed=5, epochs=1)
@@ -100,14 +100,14 @@ def test_every_graph_resumes(name: str) -> None:
 
 
 def test_numbers_of_the_workers_generators() -> None:
-    """They follow from the seed, so what is drawn after the position is drawn again."""
+    """They follow from the seed, so the numbers after the position are drawn again."""
     state, rest, _ = split(numbers(11).sharding_filter().map(drawn), 2, 4, seed=1)
     with DataLoader2.from_state(state, service(2)) as loader:
         assert [plain(x) for x in loader] == rest
 
 
 def test_a_state_between_epochs_is_the_next_epoch() -> None:
-    """With a seed its stream goes on; before the first epoch the seed is still to be used."""
+    """With a seed its stream goes on; a state before the first epoch keeps the unused seed."""
     graph = numbers(15).shuffle()
     loader = DataLoader2[int](graph, reading_service=service(0))
     loader.seed(8)
@@ -122,7 +122,7 @@ def test_a_state_between_epochs_is_the_next_epoch() -> None:
 
 
 def test_layout() -> None:
-    """The documented keys and types, and ours beside them."""
+    """A state has the documented keys and types, and our keys."""
     loader = DataLoader2[int](numbers(4), reading_service=service(0))
     loader.seed(3)
     next(iter(loader))
@@ -150,7 +150,7 @@ def test_layout() -> None:
     "graph", [numbers(12).shuffle().map(str).shuffle(buffer_size=3), SequenceWrapper("abcdefgh").shuffle()]
 )
 def test_without_a_service(graph: Any) -> None:
-    """Shuffles draw their seeds as they do without a loader, another one in each epoch, and resume exactly."""
+    """Shuffles draw their seeds as without a loader, a new seed in each epoch, and resume exactly."""
     torch.manual_seed(3)
     expected = [list(graph) for _ in range(3)]
     assert expected[0] != expected[1]
@@ -166,7 +166,7 @@ def test_without_a_service(graph: Any) -> None:
 
 
 def test_another_reading_service() -> None:
-    """A position says what was reading, and is refused by anything else; the epoch can be begun anew."""
+    """Another reader refuses a position; it can begin the epoch again."""
     state, _, _ = split(numbers(24).sharding_filter().batch(3), 2, 3, seed=2)
     words = "the position is one of MultiProcessingReadingService with 2 workers, and this is "
     for other in (service(1), service(0), None, SequentialReadingService(service(2), service(0))):
@@ -192,7 +192,7 @@ class _Late(InProcessReadingService):
 
 
 def test_an_epoch_that_cannot_begin_yet() -> None:
-    """It can be tried again: at the loaded position, with the same seeds; the iterator before is no longer valid."""
+    """A second attempt has the loaded position and the same seeds; the older iterator is no longer valid."""
     _Late.time = True
     loader = DataLoader2[int](numbers(12).shuffle(), reading_service=_Late())
     loader.seed(5)
@@ -254,7 +254,7 @@ def test_ctrl_c_and_on(workers: int) -> None:
 
 
 def test_the_last_epoch_from_its_beginning() -> None:
-    """`_restore_checkpoint_beginning_of_epoch`, from the middle and from the end, with and without a seed."""
+    """`_restore_checkpoint_beginning_of_epoch` works from the middle and the end, with and without a seed."""
     for seed in (None, 4):
         for taken in (3, 12):
             loader = DataLoader2[int](numbers(12).shuffle(), reading_service=service(0))
@@ -271,13 +271,13 @@ def test_the_last_epoch_from_its_beginning() -> None:
 
 
 def test_a_state_without_a_position_begins_the_next_epoch() -> None:
-    """As states of torchdata's layout: the graph and the random numbers, but no place in the epoch."""
+    """States of torchdata's layout have a graph and random numbers, but no position."""
     state, _, after = split(numbers(9).shuffle(), 0, 4, seed=6)
     del state["position"]
     assert [plain(x) for x in DataLoader2.from_state(state, service(0))] == after
 
 
-def test_a_new_seed_begins_anew() -> None:
+def test_a_new_seed_begins_a_new_epoch() -> None:
     """`seed` after `load_state_dict` forgets the position."""
     state, _, _ = split(numbers(9).shuffle(), 0, 4, seed=6)
     loader = DataLoader2.from_state(state, service(0))

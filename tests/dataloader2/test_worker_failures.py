@@ -1,4 +1,4 @@
-"""MultiProcessingReadingService when things fail: errors, deaths, forks, slow workers, ends."""
+"""MultiProcessingReadingService when something fails: errors, deaths, forks, slow workers, ends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 @pytest.mark.filterwarnings("ignore:Local function is not supported by pickle:UserWarning")
 @pytest.mark.parametrize("method", quickly(["fork", "spawn"], "fork"))
 def test_functions_that_pickle_refuses(method: str) -> None:
-    """Local ones reach workers that are spawned, too, where cloudpickle is."""
+    """With cloudpickle local functions reach also spawned workers."""
 
     def more(x: int) -> int:
         return x + 1
@@ -79,7 +79,7 @@ def _fails_oddly(x: int) -> int:
 @pytest.mark.parametrize(("start", "words"), [(0, "LocalError: of a class"), (4, "Two.* of a class")])
 @pytest.mark.parametrize("dispatched", [False, True])
 def test_errors_of_odd_classes(start: int, words: str, dispatched: bool) -> None:
-    """Their text comes, in a RuntimeError."""
+    """A RuntimeError has their text."""
     graph = numbers(6, start).map(_fails_oddly)
     graph = graph.sharding_round_robin_dispatch(MP) if dispatched else graph.sharding_filter()
     loader = DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2))
@@ -89,7 +89,7 @@ def test_errors_of_odd_classes(start: int, words: str, dispatched: bool) -> None
 
 @pytest.mark.parametrize("here", [False, True])
 def test_a_forked_process_leaves_them_alone(here: bool) -> None:
-    """A child of the main process that ends its copy of the loader, or reads it, or just ends."""
+    """A forked child may end its copy of the loader, read it, or exit: the parent's processes go on."""
     graph: Any = numbers(40).sharding_round_robin_dispatch(MP)
     if here:
         graph = OnlyHere(graph)
@@ -115,7 +115,7 @@ def test_a_forked_process_leaves_them_alone(here: bool) -> None:
 
 
 def test_a_slow_worker_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where a thread of the main process waits for its item: workers end first."""
+    """Not even if a thread of the main process waits for its item, because workers are ended before that thread."""
     waits: list[float] = []
     monkeypatch.setattr(ReadAhead, "stop", lambda self, seconds=0: waits.append(self._thread.join(60) or 0))
     loader = DataLoader2[int](
@@ -126,8 +126,8 @@ def test_a_slow_worker_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPa
     assert waits
 
 
-def test_a_dropped_circle_is_ended_once() -> None:
-    """The finalizers of the loader and of its service come in any order, each in a thread."""
+def test_a_dropped_cycle_is_ended_once() -> None:
+    """The finalizers of the loader and of its service run in any order, each in a thread."""
     for _ in range(6):
         loader: Any = DataLoader2[int](
             numbers(60).sharding_round_robin_dispatch(MP), reading_service=MultiProcessingReadingService(2)
@@ -151,7 +151,7 @@ def test_a_dropped_circle_is_ended_once() -> None:
     ],
 )
 def test_errors(graph: Any, where: str) -> None:
-    """The items before it, then its type and the documented words; after that the loader is shut down."""
+    """The error comes after the items before it, with its type and the documented words, and shuts the loader down."""
     loader = DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2))
     found: list[int] = []
     with pytest.raises(ValueError, match=rf"Caught ValueError in {where}\.\nOriginal Traceback ") as caught:
@@ -163,7 +163,7 @@ def test_errors(graph: Any, where: str) -> None:
 
 
 def test_items_before_an_error() -> None:
-    """They come first, in the order without workers."""
+    """They come before the error, in the order without workers."""
     loader = DataLoader2[int](
         numbers(10).sharding_filter().map(fails_at_5), reading_service=MultiProcessingReadingService(2)
     )
@@ -178,7 +178,7 @@ def _refuses(datapipe: Any, info: WorkerInfo) -> Any:
 
 
 def test_an_error_of_the_init_function() -> None:
-    """As any error of that worker."""
+    """It is raised like any error of that worker."""
     loader = DataLoader2[int](numbers(4), reading_service=MultiProcessingReadingService(2, worker_init_fn=_refuses))
     with pytest.raises(LookupError, match="Caught LookupError in worker process 0"):
         list(loader)
@@ -207,7 +207,7 @@ def test_workers_that_are_killed(kills: list[int], workers: int) -> None:
 
 
 class _ShorterAgain(IterDataPipe[Any]):
-    """Has fewer items when it is read another time."""
+    """Has fewer items when it is read again."""
 
     def __init__(self, read: Path) -> None:
         self.read = read
@@ -221,7 +221,7 @@ class _ShorterAgain(IterDataPipe[Any]):
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
 def test_a_replacement_that_finds_less(tmp_path: Path) -> None:
-    """It says so."""
+    """It raises an error that says so."""
     source: Any = _ShorterAgain(tmp_path / "read")
     loader = DataLoader2[Any](source, reading_service=MultiProcessingReadingService(1, None, 1, 0))
     iterator = iter(loader)
@@ -233,8 +233,8 @@ def test_a_replacement_that_finds_less(tmp_path: Path) -> None:
         list(iterator)
 
 
-def test_a_replacement_is_told() -> None:
-    """By a RuntimeWarning, which says on what it depends that nothing is lost."""
+def test_a_replacement_is_reported() -> None:
+    """A RuntimeWarning reports it, and the condition under which no item is lost."""
     with DataLoader2[Any](
         numbers(40).sharding_filter().map(process), reading_service=MultiProcessingReadingService(2)
     ) as loader:
@@ -254,8 +254,8 @@ def test_a_replacement_is_told() -> None:
         (True, "what the dispatching process dealt to it is gone"),
     ],
 )
-def test_a_worker_that_dies_for_good(tmp_path: Path, dispatched: bool, why: str) -> None:
-    """WorkerDied says why, and what to do. That is done here: what kills is taken away, and the rest is read."""
+def test_a_worker_that_is_not_replaced(tmp_path: Path, dispatched: bool, why: str) -> None:
+    """WorkerDied gives the reason and advice. The test follows the advice: it removes the cause and reads the rest."""
     bomb = tmp_path / "bomb"
     bomb.touch()
     graph = numbers(12).sharding_round_robin_dispatch(MP) if dispatched else numbers(12).sharding_filter()
@@ -272,7 +272,7 @@ def test_a_worker_that_dies_for_good(tmp_path: Path, dispatched: bool, why: str)
 
 
 class _Dies:
-    """As long as a file is there."""
+    """Kills its process at item 5 while a file exists."""
 
     def __init__(self, bomb: Path) -> None:
         self.bomb = bomb
