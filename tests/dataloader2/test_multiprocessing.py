@@ -170,7 +170,7 @@ def test_a_question_that_overtakes_its_order(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_where_the_parts_run() -> None:
-    """Replicable parts run in the workers, dispatched parts in a single process, other parts and those after them here."""
+    """Replicable parts run in the workers, dispatched parts in one process, other parts and those after them here."""
     graph = OnlyHere(numbers(4).sharding_round_robin_dispatch(MP).map(process)).map(process)
     dealt = numbers(6).map(process).sharding_round_robin_dispatch(MP).map(process)
     with DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(2)) as loader:
