@@ -172,6 +172,7 @@ def _handshake(
         if token is not None and not needed:
             text = "a token was given, and it has none, so it cannot prove that it is the right service"
             raise Unreachable(text, final=True)
+        # The loader proves itself first: a node neither makes nor describes a dataset for an unknown loader.
         link.send(frames.PROOF, pack_record(Proof(proof(token, "loader", hello.nonce, theirs))))
         welcome = read_record(Welcome, answer_of(link, frames.WELCOME, busy=service.wait, closed=closed))
         if not proves(welcome.proof, token, "node", hello.nonce, theirs):
@@ -182,6 +183,7 @@ def _handshake(
         if link is not None:
             link.close()
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        # A wrong certificate, or a node without TLS, does not change while the loader waits.
         final = getattr(error, "final", False) or isinstance(error, ssl.SSLCertVerificationError)
         if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
             text, final = "it does not speak TLS: start the node with --tls-cert, or leave tls_ca= out", True
@@ -296,7 +298,7 @@ def on_any_node(
                 node = _handshake(service, defined, address, place, closed)
                 try:
                     used = use(node)
-                except BaseException:
+                except BaseException:  # `use` owns the connection only if it has returned
                     node.link.close()
                     raise
             except Unreachable as error:

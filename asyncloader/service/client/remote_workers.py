@@ -290,6 +290,8 @@ class _PassedChannel(Channel):
 
 
 def _hang_up(link: Link) -> None:
+    # Not `close`: the event loop still watches the descriptor, whose number another socket could get. The pool sees the
+    # end, and releases the worker.
     with contextlib.suppress(OSError):
         link.sock.shutdown(socket.SHUT_RDWR)
 
@@ -458,6 +460,7 @@ class RemoteWorker:
 
     def request_stop(self) -> None:
         """Close the sending side; the node then ends the worker's tasks."""
+        # Only this side: answers that are on their way can still be received.
         with contextlib.suppress(OSError):
             self.channel.sock.shutdown(socket.SHUT_WR)
 

@@ -175,6 +175,8 @@ def proves(given: Any, token: str | None, side: str, loaders: bytes, nodes: byte
 class _LoaderOptions(NamedTuple):
     """Fields of a `WorkerSetup` with their ranges. They decide how much memory and how many threads a worker takes."""
 
+    # The limits are far above any use. Without them a number could overflow in a process, or start threads without end.
+
     iterable: bool
     auto_collation: bool
     batch_size: Annotated[int, Meta(ge=0, le=1 << 40)] | None

@@ -49,6 +49,7 @@ class BatchEncoder(Encoder):
             return self._leaf(value)
         if type(value) is torch.Tensor:
             return self._tensor(value)
+        # Arrays of other dtypes or byte orders, and empty arrays, are packed with their bytes in the structure.
         if type(value) is np.ndarray and value.dtype.kind in _LEAF_DTYPES and value.dtype.isnative and value.nbytes:
             return self._array(value)
         if isinstance(value, torch.Tensor):
@@ -56,7 +57,7 @@ class BatchEncoder(Encoder):
         return None
 
     def _leaf(self, buffer: pickle.PickleBuffer) -> list[Any]:
-        number = len(self._leaves)
+        number = len(self._leaves)  # of the leaf that `_on_buffer` appends
         self._on_buffer(buffer)
         return [LEAF, number]
 
@@ -71,6 +72,7 @@ class BatchEncoder(Encoder):
         return self._leaf(reduced[1][0])
 
     def _array(self, array: np.ndarray[Any, Any]) -> list[Any]:
+        # An array in Fortran's order is sent as it lies in memory. An array that is not contiguous is copied.
         order = "C" if array.flags.c_contiguous or not array.flags.f_contiguous else "F"
         contiguous: Any = array if order == "F" else np.ascontiguousarray(array)
         buffer = pickle.PickleBuffer(contiguous)

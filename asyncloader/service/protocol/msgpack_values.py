@@ -210,10 +210,12 @@ class _Packing:
 
 
 def _flat(value: Any, packing: _Packing) -> Any:
+    # Exact types: packed as its base, an object of a subclass would arrive without its own type and state.
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is int:
+        # Hexadecimal, because Python refuses, and reads slowly, integers of many decimal digits.
         return value if -(1 << 63) <= value < 1 << 64 else [Kind.BIG, hex(value)]
     if kind is list or kind is tuple:
         tag, kinds = Kind.LIST if kind is list else Kind.TUPLE, set(map(type, value))
@@ -296,6 +298,7 @@ def _array_parts(array: np.ndarray[Any, Any]) -> list[Any]:
 def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.requires_grad:
         raise Unsendable("is a tensor that is not a plain dense one in the CPU's memory, which a service does not send")
+    # The bytes of a conjugated or negated view are those of the original.
     if tensor.is_conj() or tensor.is_neg() or tensor.dtype not in DTYPES:
         raise Unsendable(f"is a tensor of {tensor.dtype} that a service does not send")
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
