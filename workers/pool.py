@@ -130,7 +130,7 @@ class WorkerPool:
         """
         made: list[WorkerHandle] = []
         try:
-            with contextlib.closing(self._source.making(workers, setup)) as processes:
+            with contextlib.closing(self._source.make(workers, setup)) as processes:
                 for process in processes:
                     made.append(process)
                     if self._statistics is not None:

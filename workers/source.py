@@ -172,7 +172,7 @@ class WorkerSource(Protocol):
     start_method: str
     """"fork" if workers must be made in the iterating thread."""
 
-    def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
+    def make(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
         """Make these workers, one at each step. Blocks; any thread. Close the generator in the end.
 
         Raises:
@@ -245,7 +245,7 @@ class LocalWorkers:
         self._users = 0  # threads that make processes from the payload
         self._closed = False
 
-    def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
+    def make(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
         """Start these worker processes, one at each step. Blocks; with fork, call it in the iterating thread.
 
         Raises:

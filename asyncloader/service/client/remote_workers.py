@@ -91,7 +91,7 @@ class ServiceWorkers:
         """Return "": the nodes' definition does not change, so workers can be replaced."""
         return ""
 
-    def making(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
+    def make(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
         """Connect these workers, all at a time.
 
         Raises:
