@@ -423,8 +423,7 @@ class RemoteWorker:
             self.unreadable = True
             self.channel.ended = True
             self._moved = why
-            with contextlib.suppress(OSError):
-                self._link.sock.shutdown(socket.SHUT_RDWR)  # makes `death_fd` readable
+            _hang_up(self._link)  # makes `death_fd` readable
         else:
             self.channel.distrust(why)
         return True
@@ -447,12 +446,11 @@ class RemoteWorker:
 
     def move(self) -> None:
         """End once its tasks are answered. A worker on this machine ends at once."""
-        why = self._moved = "another node has come, which takes its part"
+        self._moved = "another node has come, which takes its part"
         if self._direct:
-            with contextlib.suppress(OSError):
-                self._link.sock.shutdown(socket.SHUT_RDWR)
+            _hang_up(self._link)
         else:
-            self.channel.leave(why)
+            self.channel.leave(self._moved)
 
     def kill(self) -> None:
         """Shut the connection down. The pool then notices an end; `release` follows."""

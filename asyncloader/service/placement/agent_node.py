@@ -28,8 +28,6 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.worker import serve_async
 
-__all__: list[str] = []
-
 
 def _main(argv: Sequence[str]) -> None:
     set_up_log(logging.WARNING)
