@@ -1,4 +1,4 @@
-"""What the machines of a Ray cluster import."""
+"""Datasets that the machines of a Ray cluster import."""
 
 from __future__ import annotations
 

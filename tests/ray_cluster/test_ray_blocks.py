@@ -42,7 +42,7 @@ def test_rows(blocks: RayBlocks) -> None:
 
 
 def test_an_order_that_reads_few_blocks_at_a_time(blocks: RayBlocks) -> None:
-    """Every row once, block by block; another one in the next epoch; from any position on."""
+    """It gives every row once, block by block; another order in the next epoch; the same order from any position on."""
     sampler = BlockSampler(blocks, 5)
     first = list(sampler)
     assert sorted(first) == list(range(100))

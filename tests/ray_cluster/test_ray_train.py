@@ -24,12 +24,12 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, get_c
 from ray.train.torch import TorchTrainer
 
 STEPS, BATCH = 24, 4
-STAGES = [(2, 8), (1, 16), (2, STEPS)]  # so many ranks train until this step
+STAGES = [(2, 8), (1, 16), (2, STEPS)]  # number of ranks, and the step until which they train
 OPTIONS: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 2}
 
 
 class Referee:
-    """Keeps what the ranks read, and has each stage's stop after its last step."""
+    """Records the batches of the ranks, and stops the ranks of each stage after its last step."""
 
     def __init__(self) -> None:
         self._stage = 0
@@ -37,7 +37,7 @@ class Referee:
         self._read: dict[int, tuple[int, dict[int, Any]]] = {}
 
     async def step(self, ranks: int, rank: int, step: int, batch: Any) -> None:
-        """A rank is about to train. Returns never if it should not."""
+        """Record a rank's batch before it trains on it. Never returns if the rank should not train."""
         allowed, end = STAGES[self._stage]
         if ranks != allowed or step >= end:
             if ranks == allowed:
@@ -48,13 +48,13 @@ class Referee:
         self._read[step][1][rank] = batch
 
     async def stopped(self) -> None:
-        """Wait until the ranks of this stage have stopped, and begin the next one."""
+        """Wait until the ranks of this stage have stopped, and begin the next stage."""
         await self._stopped.wait()
         self._stopped.clear()
         self._stage += 1
 
     async def read(self) -> list[list[Any]]:
-        """What the ranks of each step read, as of the last time that it was trained."""
+        """Return the ranks' batches of each step, as of the last time that the step was trained."""
         return [[batches[rank] for rank in range(ranks)] for _, (ranks, batches) in sorted(self._read.items())]
 
 
@@ -76,7 +76,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def fit(config: dict[str, Any], path: str) -> None:
-    """The job: one or two ranks, as many as there are machines for them."""
+    """Run the job with one or two ranks, for which the cluster has machines."""
     scaling: dict[str, Any] = {
         "num_workers": (1, 2),
         "resources_per_worker": {"CPU": 1, "rank": 1},
@@ -92,13 +92,13 @@ def fit(config: dict[str, Any], path: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_ranks_that_go_and_come(cluster: Any, tmp_path: Path) -> None:
-    """Two, then one, as a machine is gone, then two again: joined in rank order, the ranks' batches are those of one
-    loader that nothing happens to.
+    """Two ranks, then one after the loss of a machine, then two again: joined in rank order, their batches are those of
+    a single undisturbed loader.
     """
     machines = [cluster.add_node(num_cpus=1, resources={"rank": 1}) for _ in range(2)]
     actor: Any = ray.remote(num_cpus=0)(Referee)
     referee = actor.remote()
-    # Ray Train knows only after up to 20 s which machines there are, and tries meanwhile with those that there were.
+    # Ray Train notices a lost machine after up to 20 s, and until then tries to start ranks on it.
     soon = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5", "PYTHONPATH": str(ROOT)}
     task: Any = ray.remote(num_cpus=0, runtime_env={"env_vars": soon})(fit)
     training = task.remote({"workers": RayWorkers(2, cpus_per_node=1), "referee": referee}, str(tmp_path))

@@ -42,7 +42,7 @@ def read(kind: str, dataset: Any, **options: Any) -> list[Any]:
 
 
 def nodes_of(workers: RayWorkers, count: int) -> list[Service]:
-    """Wait until so many nodes are ready."""
+    """Wait until this number of nodes is ready."""
     deadline = monotonic() + PATIENCE_S
     while len(workers.nodes()) != count:
         assert monotonic() < deadline, workers.nodes()
@@ -50,7 +50,7 @@ def nodes_of(workers: RayWorkers, count: int) -> list[Service]:
 
 
 def processes_of(workers: RayWorkers) -> list[psutil.Process]:
-    """The processes that keep a port that one of its nodes listens at."""
+    """Return the processes that listen at a port of one of its nodes."""
     ports = {int(node.address.rpartition(":")[2]) for node in workers.nodes() if node.address.startswith("tcp")}
     found = []
     for process in psutil.process_iter():

@@ -1,5 +1,5 @@
-"""What keeps Ray's nodes, with agents that are stopped, late, or fail in ways that nobody foresaw. Ray is played here:
-`tests/ray_cluster` has a cluster.
+"""The fleet of `RayWorkers`, with agents that hang, are late, or fail in unforeseen ways. Ray itself is replaced by a
+stand-in here; `tests/ray_cluster` has a cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.helpers.running import run_async
 
 
 class RayError(Exception):
-    """As Ray's."""
+    """Stands for Ray's error."""
 
 
 class Played:
@@ -80,7 +80,7 @@ class Cluster:
     def kill(self, agent: Played, *, no_restart: bool) -> None:
         assert not no_restart
         agent.killed += 1
-        agent.how.clear()  # Ray starts it anew
+        agent.how.clear()  # Ray starts it again
         for end in agent.ends:
             if not end.done():
                 end.set_exception(RayError("killed"))
@@ -92,7 +92,7 @@ async def for_ever() -> None:
 
 async def until(true: Callable[[], bool]) -> None:
     """Wait for something that happens on this loop, as its tasks go on."""
-    while not true():  # noqa: ASYNC110 - what a task of the fleet does sets no event
+    while not true():  # noqa: ASYNC110 - the fleet's tasks set no event
         await asyncio.sleep(0)
 
 
@@ -134,14 +134,14 @@ def test_an_agent_that_is_stuck_holds_up_no_loader(monkeypatch: pytest.MonkeyPat
         del cluster.agents["two"].how["serve"]
         stuck.set()
         await until(lambda: ready(fleet) == {"one", "two"})
-        assert cluster.agents["two"].served == [b"1"]  # and what it was at when it was stuck
+        assert cluster.agents["two"].served == [b"1"]  # and the definition at which it was stuck
         assert not cluster.agents["two"].killed
 
     run(play)
 
 
 def test_an_agent_that_takes_no_dataset(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It is ended, which Ray answers with another one. It never has two who wait for its end: they take its threads."""
+    """It is killed, and Ray starts it again. At most one call waits for its end: each such call occupies a thread."""
     cluster = Cluster(monkeypatch, "one")
     agent = cluster.agents["one"]
 
@@ -165,7 +165,7 @@ def test_an_agent_that_takes_no_dataset(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_an_agent_that_hangs_at_its_start(
     question: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says so. One that was there is begun anew; one that Ray does not place, as all CPUs are taken, is not."""
+    """It is logged. An agent that had started is started again; an agent that Ray has not placed yet is left alone."""
     cluster = Cluster(monkeypatch, "one")
     agent = cluster.agents["one"]
     agent.how[question] = for_ever
@@ -207,7 +207,7 @@ def test_whatever_fails_once_is_tried_again(
 
 
 def test_a_node_that_has_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its agent's question has an end, and then the engine can start another one."""
+    """Its agent's question ends, and then the engine can start another node."""
     node = AgentNode(AgentSetup("127.0.0.1", 1, Credentials("token")))
     try:
         assert node.load().processes == 1
