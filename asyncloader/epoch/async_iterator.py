@@ -74,7 +74,7 @@ class PoolCache(Protocol):
         ...
 
     def take(self) -> WorkerPool | None:
-        """The idle workers, to be used again; None: start new ones."""
+        """The idle workers, to be used again; None: start new workers."""
         ...
 
     def register(self, pool: WorkerPool) -> None:
@@ -89,7 +89,7 @@ class PoolCache(Protocol):
 class AsyncLoaderIterator(Generic[B_co]):
     """Iterates once over a loader with workers. Made by ``aiter(loader)``; belongs to the loop that first awaits it.
 
-    `__anext__` may be cancelled at any point; the batch that it would have given comes with the next one. Dropping the
+    `__anext__` may be cancelled at any point; the next call gives the batch that it would have given. Dropping the
     iterator, or `aclose`, frees the workers.
     """
 
@@ -166,7 +166,7 @@ class AsyncLoaderIterator(Generic[B_co]):
                 self._begin()
             with recording(self._statistics.recorder):
                 self._starting = self._loop.create_task(self._start())
-        # Shielded: a cancelled caller leaves the start to the next one, and to `aclose`.
+        # Shielded: if this caller is cancelled, the start goes on, for the next caller and for `aclose`.
         await shielded(self._starting)
 
     async def _start(self) -> None:
@@ -182,6 +182,7 @@ class AsyncLoaderIterator(Generic[B_co]):
             pool = make() if start_method(self._config) == "fork" else await in_thread(make)
             self._pool_cache.register(pool)
             if self._closed:
+                # `close` came while the workers were started, and had no pool yet to stop.
                 pool.stop_soon()
                 return
         self.pool = pool
@@ -252,7 +253,7 @@ class AsyncLoaderIterator(Generic[B_co]):
             raise not_the_end(stop, "the dataset's or sampler's code") from stop
         except Exception as error:
             if isinstance(error, TooManySkippedSamples):
-                self._ended = str(error)  # for the next call, if this one is cancelled now
+                self._ended = str(error)  # for the next call, if `aclose` is cancelled
                 await self.aclose()
                 self._ended = ""
             hide_our_frames(error)
@@ -274,7 +275,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         return batch
 
     async def _wait(self) -> None:
-        """Wait until there may be an item, or raise if there will be none."""
+        """Wait until an item may be ready. Raises if no item will come."""
         if self._ended is not None:
             raise LoaderClosed(self._ended) if self._ended else EndOfData
         pipeline = self._pipeline
@@ -310,7 +311,7 @@ class AsyncLoaderIterator(Generic[B_co]):
     # --------------------------------------------------------------------------------------------- closing
 
     async def aclose(self) -> None:
-        """Free the workers, and wait until they are gone unless they are persistent. Idempotent."""
+        """Free the workers, and wait until they have ended unless they are persistent. Idempotent."""
         if self._starting is not None and not self._starting.done():
             await asyncio.wait([self._starting])
         if not self._closed:
@@ -330,7 +331,7 @@ class AsyncLoaderIterator(Generic[B_co]):
                 await shielded(in_thread(pool.stop))
 
     def close(self) -> None:
-        """`aclose` for code that is not async: blocks until the workers are gone. In the loop's thread, or after the
+        """`aclose` for code that is not async: blocks until the workers have ended. In the loop's thread, or after the
         loop has ended.
         """
         pool, _ = self._detach()

@@ -38,7 +38,7 @@ from asyncloader.workers.listener import Answer
 from asyncloader.workers.pool import WorkerPool
 
 NO_BATCH: Final[Any] = object()
-"""Returned instead of a batch whose samples were all dropped: take the next one."""
+"""Returned instead of a batch whose samples were all dropped: take the next item."""
 
 
 # The steps of a delivery, in order.
@@ -113,7 +113,7 @@ class Consumer:
         self._agreeing: AgreementStage | None = None
         self._adapts = config.reorder_window > 0 or config.credits > config.least_credits
         self.offers = self._prime(config.credits * config.num_workers + config.reorder_window)
-        """Indices taken before the first batch; in torch mode as many as torch takes."""
+        """Indices taken before the first batch; in torch mode the number that torch takes."""
 
     @property
     def outstanding(self) -> int:
@@ -216,7 +216,7 @@ class Consumer:
     # ---------------------------------------------------------------------------------------- per batch
 
     def opening_blocks(self, item: Deliver) -> bool:
-        """Whether `open` would copy so much that an event loop must not wait for it."""
+        """Whether `open` would copy too many bytes for an event loop to wait for it."""
         outcome = item.outcome
         return isinstance(outcome, Answer) and outcome.result.nbytes >= LARGE and self._opener.will_copy(outcome)
 
@@ -265,6 +265,8 @@ class Consumer:
             self._open(delivery, item.outcome, opened)
             if delivery.reached < _PULLED:
                 self._advance(delivery)
+            # Before the statistics and the position are updated, so that the worker has its next task early. If Ctrl-C
+            # comes between these two lines, the call is repeated, and `Pipeline.advance` ignores the repetition.
             advance(item.seq, delivery.offer)
             delivery.reached = _ADVANCED
         if delivery.error is None and delivery.reached < _DONE:

@@ -1,13 +1,13 @@
 """Decides when the task that the consumer waits for is given to a second node too. Pure: no I/O, no clock.
 
 Data path: beside the pipeline, which uses it where a loader's workers are at several nodes, and each makes the same
-batch of a task. Of the two answers the first one counts.
+batch of a task. The first of the two answers counts.
 
 A node may be slow without being gone: a disk that fails, a neighbour that takes its CPUs. A task is late once it takes
 longer than 99 of 100 tasks of the quickest node did, from when it was assigned. Before a node has answered that many,
 it is late once it takes three times as long as the longest of the first 16 tasks: of all nodes, or of the quickest. The
-second worker is one with nothing to do, or, for at most one task in 20, the one with the fewest tasks: so hedging costs
-little where all are busy. A loader's next epoch begins with the times of the one before.
+second worker has nothing to do; for at most one task in 20 it is the worker with the fewest tasks. So hedging costs
+little where all are busy. A loader's next epoch begins with the times of the epoch before.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _ENOUGH = 100  # of these before the limit is their 99th percentile
 _FIRST = 16  # of these, or of all nodes' together, before there is a limit at all
 _MARGIN = 3.0  # by which that is above the longest of them
 _EVERY = 32  # answers between two computations of the limit
-_MOST = 20  # tasks for each one that is given to a worker with others
+_MOST = 20  # tasks for each late task that is given to a worker with others
 
 
 class Hedging:
-    """What is known of the times that tasks take at each node. Times are seconds on any one clock.
+    """The times that tasks took at each node, and the limit that follows from them. Times are seconds on any one clock.
 
     Args:
-        took: the times of earlier epochs, by node, to which those of this one are added; default: none.
+        took: the times of earlier epochs, by node, to which those of this epoch are added; default: no times.
     """
 
     def __init__(self, took: dict[str, deque[float]] | None = None) -> None:
@@ -34,14 +34,14 @@ class Hedging:
         self._took = {} if took is None else took
         self._answers = self._costly = 0
         self.limit = self._limit()
-        """Seconds after which a task is late. None: too few answers to tell."""
+        """Seconds after which a task is late. None: too few answers are known."""
 
     def assigned(self, seq: int, worker: int, node: str, now: float) -> None:
-        """The task was given to this worker, which is at this node."""
+        """Record that the task was given to this worker, which runs at this node."""
         self._sent[seq, worker] = node, now
 
     def answered(self, seq: int, worker: int, now: float) -> None:
-        """The worker answered the task."""
+        """Record the worker's answer to the task."""
         node, sent = self._sent.pop((seq, worker), ("", now))
         took = self._took.get(node)
         if took is None:
@@ -62,20 +62,20 @@ class Hedging:
         return _MARGIN * min(longest) if longest else None
 
     def died(self, worker: int) -> None:
-        """The worker will not answer what it has."""
+        """Forget the tasks of a worker that will not answer them."""
         for key in [key for key in self._sent if key[1] == worker]:
             del self._sent[key]
 
     def late_at(self, seq: int, worker: int) -> float | None:
-        """When this task is late at this worker. None: not known yet."""
+        """Return the time from which this task is late at this worker. None: not known yet."""
         sent = self._sent.get((seq, worker))
         return None if sent is None or self.limit is None else sent[1] + self.limit
 
     @property
     def may_cost(self) -> bool:
-        """Whether a worker that has other tasks may get the next one."""
+        """Whether a worker that has other tasks may get the next late task."""
         return (self._costly + 1) * _MOST <= self._answers
 
     def costs(self) -> None:
-        """A worker that has other tasks got one."""
+        """Record that a worker with other tasks got a late task."""
         self._costly += 1

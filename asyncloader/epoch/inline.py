@@ -2,8 +2,8 @@
 
 Data path: sampler -> [inline: fetch -> collate] -> sync_inline or async_inline -> the user.
 
-Both inline iterators have an `InlineEpoch`. It advances the sampler, holds the dataset's reader, and records what was
-delivered. Where the dataset's code runs, and what is awaited or waited for, is decided by the iterators. An epoch in
+Both inline iterators have an `InlineEpoch`. It advances the sampler, holds the dataset's reader, and records the
+deliveries. The iterators decide where the dataset's code runs, and whether it is awaited. An epoch in
 which nothing has to wait is read by `step` alone: in a `for` loop, and in an ``async for`` loop over a dataset that is
 fast enough to be read on the event loop (`thread_or_loop.py`).
 """
@@ -166,7 +166,7 @@ class InlineEpoch:
         return index
 
     def indices_ahead(self, prefetcher: BatchPrefetcher) -> list[Any]:
-        """Advance a plain sampler by as many batches as the prefetcher has room for, for `start_ahead`. In the
+        """Advance a plain sampler by the number of batches that the prefetcher has room for, for `start_ahead`. In the
         consumer's thread.
         """
         ahead: list[Any] = []
@@ -183,7 +183,7 @@ class InlineEpoch:
         return ahead
 
     def start_ahead(self, prefetcher: BatchPrefetcher, ahead: list[Any]) -> None:
-        """Start to fetch what there is room for: these indices, or those that an async sampler will give. In the loop's
+        """Fill the prefetcher: with these indices, or with those that an async sampler will give. In the loop's
         thread.
         """
         for index in ahead:
@@ -257,7 +257,7 @@ class InlineEpoch:
         return measured
 
     def start_transfer(self, batch: Any) -> Ready:
-        """Start to copy a batch to the device. Any thread."""
+        """Begin to copy a batch to the device. Any thread."""
         assert self.transfer is not None
         began = perf_counter()
         ready = self.transfer.start(batch, locked=False)

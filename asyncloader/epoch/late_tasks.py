@@ -48,7 +48,7 @@ class LateTasks:
         self._hedging.answered(seq, worker, perf_counter())
 
     def died(self, worker: int) -> None:
-        """The worker will not answer what it has."""
+        """Forget the tasks of a worker that will not answer them."""
         self._hedging.died(worker)
 
     def due(self, again: Callable[[], None]) -> Late | None:

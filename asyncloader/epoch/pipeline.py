@@ -6,7 +6,7 @@ One pipeline serves one iterator, in one event loop's thread. Items for the cons
 `Deliver` for each batch, and finally `Finish` or `Fail`. The consumer answers each delivery with `advance`, which also
 passes on the sampler's next index (a plain sampler is advanced in the consumer's thread, see `consumer.py`).
 
-`report` describes what the epoch is waiting for. It is used for the text of a timeout error.
+`report` describes the task that the epoch waits for. It is used for the text of a timeout error.
 """
 
 from __future__ import annotations
@@ -80,12 +80,13 @@ class Pipeline(Listener):
         source: an async source of indices; None if the consumer passes them in, or the dataset is iterable.
         ends: filled with each worker's final state of an iterable dataset.
         respawner: starts replacements for workers that died.
-        loss: what a replacement does not have of its predecessor, for the warning; empty: it makes the same batches.
+        loss: the part of its predecessor's state that a replacement lacks, for the warning; empty: none, and it makes
+            the same batches.
         replays: whether a stream without a state may be read again from its beginning.
         stateful: whether the dataset has a state of its own.
         assigner: assigns shards to the workers; None if the dataset has no shards to assign.
         adapts: whether credits follow how many batches the rings have room for.
-        statistics: the loader's counters; default: none that anybody reads.
+        statistics: the loader's counters; default: counters that are never read.
     """
 
     def __init__(
@@ -208,13 +209,13 @@ class Pipeline(Listener):
         return self._start_error
 
     async def report(self) -> str:
-        """Describe what is waited for, and what each worker is doing. Takes a second at most."""
+        """Describe the task that is waited for, and each worker. Takes a second at most."""
         return await report(self._pool, self._scheduler)
 
     # ---------------------------------------------------------------------------------- called by the pool
 
     def on_started(self, worker: int, error: Any, cursor: PackedCursor | None) -> None:
-        """See `Listener`."""
+        """Record that the worker has begun the epoch. See `Listener`."""
         if worker not in self._unbegun:
             return  # a replacement: it begins behind answers that are not delivered yet
         self._unbegun.discard(worker)
@@ -228,7 +229,7 @@ class Pipeline(Listener):
             self._begun.set()
 
     def on_answer(self, worker: int, answer: Answer) -> None:
-        """See `Listener`."""
+        """Pass a batch to the scheduler. See `Listener`."""
         if self._scheduler.over:
             answer.discard()  # it was in flight when the epoch failed
             return
@@ -271,7 +272,7 @@ class Pipeline(Listener):
         self._statistics.ring_needed = max(needed, self._statistics.ring_needed)
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:
-        """See `Listener`."""
+        """Pass a task's error to the scheduler. See `Listener`."""
         if self._resume_points is not None:
             self._resume_points.failed(worker)
         self._completed(worker, seq, WorkerFailure(error, busy, records))
@@ -279,25 +280,25 @@ class Pipeline(Listener):
     def on_empty_batch(
         self, worker: int, seq: int, busy: float, cursor: PackedCursor | None, records: Sequence[SkippedSample]
     ) -> None:
-        """See `Listener`."""
+        """Pass a task without a batch to the scheduler. See `Listener`."""
         if self._resume_points is not None:
             self._resume_points.answered(worker, cursor)
         self._completed(worker, seq, AllDropped(busy, cursor, records))
 
     def on_exhausted(self, worker: int, seq: int, cursor: PackedCursor | None) -> None:
-        """See `Listener`."""
+        """Pass the end of a worker's stream to the scheduler. See `Listener`."""
         if cursor is not None:
             self._ends[worker] = cursor
         self._handle(Exhausted(worker, seq))
 
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
-        """See `Listener`."""
+        """Answer a worker's request for shards. See `Listener`."""
         if self._assigner is None:
             raise ValueError(f"broken stream: worker {worker} asks for shards, and the dataset has none to assign")
         self._send_assignments(self._assigner.ask(worker, number, batch, left))
 
     def on_log(self, level: int, text: str, store: str | None, silent: bool) -> None:
-        """See `Listener`."""
+        """Log a worker's line. See `Listener`."""
         self._statistics.relay(level, text, store, silent=silent)
 
     def _send_assignments(self, replies: Sequence[Reply]) -> None:
@@ -308,7 +309,7 @@ class Pipeline(Listener):
     def on_death(
         self, worker: int, death: WorkerDied, *, at_work: bool, saved_rng_state: bytes | None, outside: bool, lost: bool
     ) -> None:
-        """See `Listener`."""
+        """Pass a worker's death to the scheduler. See `Listener`."""
         self._saved_rng_states[worker] = saved_rng_state
         self._deaths[worker] = death, lost
         self._begun.set()
@@ -321,7 +322,7 @@ class Pipeline(Listener):
         self._handle(Died(worker, death, at_work, saved_rng_state is not None, obstacle, outside, lost))
 
     def on_failure(self, error: Exception) -> None:
-        """See `Listener`."""
+        """Pass the pool's failure to the scheduler. See `Listener`."""
         self._begun.set()
         self._handle(PoolFailed(error))
 
@@ -344,7 +345,7 @@ class Pipeline(Listener):
         self._respawner.request(Request(worker, start, rng_state, self._pool.epoch))
 
     def _on_made(self, made: WorkerHandle | Exception) -> None:
-        """Take a replacement, or the reason why there is none."""
+        """Take a replacement, or the error that prevented it."""
         try:
             if isinstance(made, Exception):
                 raise made
@@ -409,7 +410,7 @@ class Pipeline(Listener):
         self._scheduler.reorder_window, self._scheduler.credits = self._pool.reorder_window, self._pool.credits
 
     def _offer(self) -> None:
-        """Pass on as many of the requested indices as are available."""
+        """Pass on the requested indices, as far as they are available."""
         if self._allow is not None:
             self._allow.set()
             return

@@ -2,7 +2,7 @@
 
 Data path: options -> [plan] -> pool, scheduler, iterators.
 
-`make_scheduler` builds what plans the epoch; `worker_setup` and `make_pool` build what the workers get.
+`make_scheduler` builds the state machine of the epoch; `worker_setup` and `make_pool` build the workers.
 """
 
 from __future__ import annotations

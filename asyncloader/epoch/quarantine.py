@@ -37,7 +37,7 @@ class Quarantine:
 
         Raises:
             TaskQuarantined: `on_error` is "raise".
-            Exception: what the `on_error` function or `collate_fn` raises.
+            Exception: any error of the `on_error` function or of `collate_fn`.
         """
         error = quarantined(poisoned)
         index = poisoned.task.index

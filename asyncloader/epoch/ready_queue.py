@@ -1,4 +1,4 @@
-"""Holds what is ready for the consumer of ``async for``, and wakes the tasks that wait for it.
+"""Holds the items that are ready for the consumer of ``async for``, and wakes the tasks that wait for them.
 
 Data path: sampler -> scheduler -> worker -> reorder -> delivery -> [ready_queue] -> async_iterator -> the user.
 
@@ -37,7 +37,7 @@ class ReadyQueue:
         self.wake_one()
 
     def wake_one(self) -> None:
-        """Wake a waiter, for one that was woken and will not take what it was woken for."""
+        """Wake a waiter. Also in the place of a waiter that was woken and will take no item."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
@@ -45,7 +45,7 @@ class ReadyQueue:
                 return
 
     def close(self) -> None:
-        """Discard all items and wake all waiters, who check whether the iterator has ended."""
+        """Discard all items and wake all waiters, which check whether the iterator has ended."""
         self._closed = True
         while self.items:
             discard(self.items.popleft())
@@ -63,5 +63,6 @@ class ReadyQueue:
                 with suppress(ValueError):  # `close` has just taken it out
                     self._waiters.remove(waiter)
             else:
-                self.wake_one()  # this waiter was woken, and will not take what it was woken for
+                # No second wake-up comes for the item that this waiter was woken for and will not take.
+                self.wake_one()
             raise

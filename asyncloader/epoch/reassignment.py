@@ -2,7 +2,7 @@
 
 Data path: beside the scheduler, which uses it only after a death.
 
-Which task killed a worker? A worker that processes its tasks in order died at the first one that it had not answered. A
+Which task killed a worker? A worker that processes its tasks in order died at the first task without an answer. A
 worker that processes several at a time may have died of any of them: all of them become suspects, and each is retried
 *alone*, so that any further death is certain to be its doing. A task over which three workers died is poisoned and not
 retried: it was alone at the second and third death, while two deaths could still hit an innocent task by chance. If
@@ -53,7 +53,7 @@ class Reassignment:
         Args:
             event: the death.
             lost: the worker's unanswered tasks, in the order in which it got them.
-            twice: None, unless it had tasks that were given to two workers: those of them that nobody has answered.
+            twice: None, unless it had tasks that were given to two workers: those of them without an answer.
                 Where they stood among all that it had is not known, but they were late, so they are the suspects.
         """
         worker = event.worker
@@ -73,8 +73,8 @@ class Reassignment:
         return [seq for seq in self.struck if len(self._deaths[seq]) >= KILLS]
 
     def taken_over_by(self, seq: int, active: Sequence[bool], unanswered: Sequence[int]) -> int | None:
-        """Which worker gets at once a task that a dead one left: the live one with the fewest unanswered tasks. None:
-        the task waits for the dead worker's replacement. So does a suspect, which no healthy worker should get.
+        """Return the worker that gets a dead worker's task at once: the live worker with the fewest unanswered tasks.
+        None: the task waits for the dead worker's replacement. So does a suspect, which no healthy worker should get.
         """
         if not self._any_worker or self.suspected(seq):
             return None

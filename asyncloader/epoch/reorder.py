@@ -13,8 +13,8 @@ T = TypeVar("T")
 class ReorderBuffer(Generic[T]):
     """Returns items in the order of their sequence numbers, whatever the order in which they arrive.
 
-    Every number from 0 on must be either pushed or skipped, once. `push` and `skip` return at once what has become
-    deliverable.
+    Every number from 0 on must be either pushed or skipped, once. `push` and `skip` return at once the items that have
+    become deliverable.
 
     Raises:
         ValueError: a number was passed twice.
@@ -33,7 +33,7 @@ class ReorderBuffer(Generic[T]):
         return self._next
 
     def __len__(self) -> int:
-        """Number of items held back because an earlier one is missing."""
+        """Number of items held back because an earlier item is missing."""
         return len(self._held)
 
     def push(self, seq: int, item: T) -> list[T]:

@@ -51,7 +51,7 @@ class WorkerRespawner:
 
     Args:
         pool: the workers.
-        setup: gives the setup for a request; None once the iterator is gone. It must not keep the iterator alive.
+        setup: gives the setup for a request; None once the iterator was freed, which it must not keep alive.
         wake: makes the iterating thread call `work`; None if the loop runs in the iterating thread.
     """
 
@@ -75,6 +75,7 @@ class WorkerRespawner:
         if self._pool.start_method != "fork":
             threading.Thread(target=self._make, args=(request,), name="asyncloader-start", daemon=True).start()
             return
+        # In the list before the wake-up: the iterating thread looks into the list as soon as it is woken.
         self.requests.append(request)
         if self._wake is None:
             self.work()
@@ -127,7 +128,7 @@ class WorkerRespawner:
 
 
 def weakly(setup: Callable[[Request], WorkerSetup]) -> Callable[[Request], WorkerSetup | None]:
-    """Wrap a bound method without keeping its object alive; the wrapper returns None once that is gone."""
+    """Wrap a bound method without keeping its object alive; the wrapper returns None once that was freed."""
     method = weakref.WeakMethod(setup)
 
     def call(request: Request) -> WorkerSetup | None:

@@ -13,9 +13,9 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
   which determines what each worker's random numbers are used for.
 * ``assignment="least_loaded"`` gives the task to the worker with the fewest unanswered ones. It is used where any
   worker may make any batch. Workers may then run ahead: up to `reorder_window` batches that are ready, but held back
-  by an earlier one, do not count as outstanding. A slow batch therefore stalls only the worker that makes it, while a
+  by an earlier batch, do not count as outstanding. A slow batch therefore stalls only the worker that makes it, while a
   slow consumer still stops all workers.
-* Iterable datasets have no sampler: the scheduler offers itself one task per credit, and another one when a worker's
+* Iterable datasets have no sampler: the scheduler offers itself one task per credit, and one more when a worker's
   copy of the dataset ends (the tasks that this worker still had are void).
 * Tasks are idempotent. A worker that dies is replaced up to `max_restarts` times, and its unanswered tasks are assigned
   again under the same sequence numbers: to the replacement if they are bound to this worker or may have caused the
@@ -103,15 +103,15 @@ class Scheduler:
         self._asked = 0  # indices that were requested and not yet offered
         self._most = credits * workers + reorder_window
         self._most_credits = credits
-        self._share = credits + reorder_window  # most tasks that one worker may have outstanding
+        self._share = credits + reorder_window  # most tasks that a worker may have outstanding
         self._active = [True] * workers
         self._load = [0] * workers  # tasks assigned and not yet delivered (or void)
         self._unanswered = [0] * workers  # tasks assigned and not yet completed (or void)
         self._choice = WorkerChoice(self._unanswered) if assignment == "least_loaded" else None
         self._owner: dict[int, int] = {}  # seq -> worker, for every task that is neither delivered nor void
         self._unanswered_tasks: dict[int, Task] = {}
-        # seq -> the worker besides its owner that will answer it; None if that one died, until the task is answered or
-        # assigned again. These tasks' places among all that a worker has are not known.
+        # seq -> the worker besides its owner that will answer it; None if that worker died, until the task is answered
+        # or assigned again. Where these tasks stand among those of a worker is not known.
         self._second: dict[int, int | None] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
@@ -357,7 +357,10 @@ class Scheduler:
         if self.assignment == "round_robin" or self._offers_ended:
             return []
         credits = self.credits * self.workers
+        # Undelivered tasks and requested indices stay within the credits, so that a slow consumer stops all workers.
+        # Batches that an earlier batch holds back do not count, up to the window, or a slow batch would stop them too.
         room = credits + min(len(self._reorder), self.reorder_window) - len(self._owner) - self._asked
+        # With batches held back, `room` alone would let the workers have more unanswered tasks than credits.
         idle = credits - len(self._unanswered_tasks) - self._asked
         number = min(room, idle)
         return self._pull(number) if number > 0 else []
@@ -366,9 +369,11 @@ class Scheduler:
 
     def _died(self, event: Died) -> list[Action]:
         worker, recovery = event.worker, self._recovery
+        # First the tasks that it had as the second worker: their owners make them, or have, so they are not lost.
         twice = [seq for seq, other in self._second.items() if other == worker]
         for seq in twice:
             self._drop_second(seq)
+        # In the order in which it got them: `recovery` blames the first.
         lost = [seq for seq in self._unanswered_tasks if self._owner[seq] == worker]
         twice += [seq for seq in lost if seq in self._second]
         open_twice = [seq for seq in twice if seq in self._unanswered_tasks] if twice else None
@@ -379,7 +384,8 @@ class Scheduler:
             task = self._unanswered_tasks[poisoned[0]]
             why = recovery.advice(worker) if not recovery.may_replace(worker) else "A stream cannot go on behind it."
             return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq)), f"The epoch ends with it. {why}"))
-        if event.error.advice:  # a replacement would fare no better
+        # The error has advice of its own where a replacement would die of the same cause.
+        if event.error.advice:
             return self._fail(event.error)
         if not recovery.may_replace(worker):
             return self._fail(event.error.with_advice(self._was_at() + recovery.advice(worker)))
@@ -390,6 +396,7 @@ class Scheduler:
             recovery.down(worker)
             actions.append(Replace(worker))
         else:
+            # No task is left for a replacement: the sampler, or this worker's stream, has ended.
             self._active[worker] = False
         for seq in lost:
             if seq in poisoned:
@@ -397,15 +404,16 @@ class Scheduler:
             other = self._second.pop(seq, None)
             if other is None:
                 actions += self._assign_again(seq, worker)
-            else:  # who is the only one now
+            else:  # the other worker has the task too, and owns it from now on
                 self._owner[seq], self._second[seq] = other, worker
                 self._drop_second(seq)
-        for seq in poisoned:  # last: tasks that are pulled in their stead must queue behind the reassigned ones
+        # Last: a poisoned task makes room for another index, whose task must queue behind the reassigned tasks.
+        for seq in poisoned:
             actions += self._outcome(seq, Poisoned(self._unanswered_tasks[seq], recovery.deaths(seq)))
         return actions
 
     def _was_at(self) -> str:
-        """Describe what the worker that died last was doing, for the error."""
+        """Describe the tasks of the worker that died last, for the error."""
         struck = self._recovery.struck
         if not struck or self.iterable:
             return ""

@@ -80,7 +80,7 @@ class SyncInlineIterator(CountedNext):
         self._epoch = InlineEpoch(loader, statistics, keeper, self, progress, alone=True)
         self._uses_loop = self._epoch.reader.asynchronous or self._epoch.source is not None
         if self._uses_loop:
-            # An iterator that was dropped leaves the dataset's context before this one enters it.
+            # An iterator that was dropped leaves the dataset's context before this iterator enters it.
             bridge.wait_for_releases()
             bridge.acquire()
             self._bridge = bridge

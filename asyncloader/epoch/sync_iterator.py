@@ -120,7 +120,7 @@ class WorkerIterator(CountedNext):
 
     @property
     def owned(self) -> bool:
-        """Whether this process made the iterator, and is not a fork of the one that did."""
+        """Whether this process made the iterator, rather than a process that it was forked from."""
         return os.getpid() == self._owner
 
     @property
@@ -139,13 +139,13 @@ class WorkerIterator(CountedNext):
         begun_with = self._shared_seed
         self._begin_order(loader, self._progress, first_iter=first_iter)
         if first_iter:
-            self._shared_seed = begun_with  # torch, too, draws another one here, and its workers have the first
+            self._shared_seed = begun_with  # torch, too, draws a second seed here, and its workers have the first
         if not first_iter:
             if not self._shutdown:
                 self._end_epoch()  # first: the loop handles dying workers until then
                 if self._pool.broken:
                     self._shutdown_workers()
-            if self._shutdown:  # a worker died in or after the last epoch: start new ones
+            if self._shutdown:  # a worker died in or after the last epoch: start new workers
                 if not self._config.seeded:
                     # With the old base seed they would draw the same numbers again. It is derived, not drawn: the
                     # user's generator may also be the sampler's.
@@ -286,6 +286,8 @@ class WorkerIterator(CountedNext):
 
     def _end_epoch(self) -> None:
         """Detach the pool from the loop and discard the batches that were not taken."""
+        # The queue comes last: until the pipeline is closed and the stages have ended, both may put batches there.
+        # The slot of a batch that stays in the queue is never freed.
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             self._bridge.run(_close(pipeline))
@@ -295,7 +297,7 @@ class WorkerIterator(CountedNext):
         _discard_ready(self._queue)
 
     def _shutdown_workers(self) -> None:
-        """End the epoch and the workers, and wait until they are gone. Idempotent. The name is torch's."""
+        """End the epoch and the workers, and wait until they have ended. Idempotent. The name is torch's."""
         if os.getpid() != self._owner:
             return
         if self._shutdown:
@@ -305,6 +307,8 @@ class WorkerIterator(CountedNext):
         if self._bridge.in_loop_thread:  # which cannot wait for itself
             self._close_soon()
             return
+        # Set before anything that waits: a signal handler, or another thread, that calls this again then waits in
+        # `stop` instead of ending the epoch a second time.
         self._shutdown = True
         if self._ended is None:
             self._ended = "this iterator was shut down"

@@ -4,11 +4,11 @@ Data path: sampler -> async_inline: [thread_or_loop: fetch -> collate] -> the us
 
 A thread keeps the loop free, but a batch's way there and back costs as much as making a batch of tiny samples. So the
 first batches are made in the thread and measured. After a few that took little time, and did not wait for anything, the
-next ones are made on the loop, each measured again. One that takes long there sends the following ones back.
+next batches are made on the loop, each measured again. A batch that takes long there sends those after it back.
 
 The dataset should not notice where it is called. On the loop, too, it sees no running loop, so it may run one of its
 own; always the same context variables, which are not the consumer's; and gradients enabled. What belongs to a thread it
-does notice: a handle that one thread opened and no other may use. And it must not wait for the loop, which would wait
+does notice: a handle that only the thread which opened it may use. And it must not wait for the loop, which would wait
 for it. `concurrency=1` is for those.
 
 The caller never has two calls in progress at a time.
@@ -137,7 +137,7 @@ class FetchPlace:
         return work < HOLD_SECONDS and _waits() == self._waits_then
 
     def fetch_in_thread(self, fetch: _Fetch, index: Any, records: Any) -> Awaitable[Any]:
-        """As `fetch_here`, in the thread."""
+        """Return ``fetch(index, records)``, called in the thread. See `fetch_here`."""
         return self.in_thread(partial(self._fetch, fetch, index), records)
 
     def in_thread(self, function: Callable[[Any], Any], argument: Any) -> Awaitable[Any]:

@@ -1,4 +1,4 @@
-"""Describes what an epoch waits for: the oldest task, and each worker with the stacks of its threads.
+"""Describes the task that an epoch waits for, and each worker with the stacks of its threads.
 
 Data path: none; where `timeout` has passed.
 """
@@ -21,7 +21,7 @@ _SECONDS = 1.0
 async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
     """Describe the oldest task, and each worker: its state, tasks, ring, and the Python stacks of its threads."""
     processes = list(pool.processes)  # a worker may be replaced while the answers are awaited
-    lines = [_head(scheduler)]  # before the signal, which may interrupt what a worker waits for
+    lines = [_head(scheduler)]  # before the signal, which may interrupt a worker's system call
     found = await pool.look(processes, _SECONDS)
     for process in processes:
         worker = process.worker_id

@@ -9,9 +9,9 @@ from heapq import heapify, heappop, heappush
 class WorkerChoice:
     """The workers that may get a task, by their number of unanswered ones.
 
-    A heap whose entries may be out of date: what changes is entered anew, and old entries are dropped when they come to
-    the top. So a worker that is not entered is not found: `enter` it when its number changes and when it may get tasks
-    again.
+    A heap whose entries may be out of date: a worker whose number changes is entered once more, and its old entries are
+    dropped when they come to the top. A worker without an entry is not found: `enter` it when its number changes, and
+    when it may get tasks again.
 
     Args:
         unanswered: of each worker; the caller's own list, which changes.
@@ -31,7 +31,7 @@ class WorkerChoice:
 
     def least(self, active: Sequence[bool], load: Sequence[int], share: int) -> int | None:
         """The worker to choose: of those that are active and have a load below `share`, one with the fewest unanswered
-        tasks, and of these the first. None: there is none.
+        tasks, and of these the first. None: no worker may get a task.
         """
         heap = self._heap
         while heap:

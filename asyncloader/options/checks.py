@@ -3,8 +3,8 @@
 Data path: none. A failed check raises ValueError or TypeError with the given value and what to do instead. `CHECKS` has
 one check per option that `LoaderOptions` declares, and so says which options are ours and not torch's.
 
-An option that asks for something that will not happen is warned of. One that is met all the same is not: `ring_bytes`
-without workers is an upper bound that holds, and ``reorder_window=0`` in torch mode is what happens there.
+An option that asks for something that will not happen causes a warning. An option that is met anyway does not:
+`ring_bytes` without workers is an upper bound that holds, and in torch mode every loader has ``reorder_window=0``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any], *, it
         iterable: whether the dataset is iterated rather than indexed.
 
     Raises:
-        ValueError, TypeError: one is out of range, or does not go with another one or with the dataset.
+        ValueError, TypeError: an option is out of range, or excludes another option or the dataset.
     """
     for name, check in CHECKS.items():
         if options[name] is not defaults[name]:  # not `!=`: False equals 0, which it may not stand for
@@ -120,7 +120,7 @@ def _device(name: str, value: Any) -> None:
         raise ValueError(f"{name} should be what torch.device takes, but got {name}={value!r}: {error}") from None
 
 
-# In the order in which they are made: of several mistakes the first one is raised.
+# In the order in which they are made: of several mistakes the first is raised.
 CHECKS: dict[str, Check] = {
     "ring_bytes": optional_size,
     "concurrency": _should_be("a positive integer or None", _optional(_number_of(1))),
@@ -223,7 +223,7 @@ _AFTER: dict[str, Callable[[Mapping[str, Any], bool], None]] = {
     "on_error": _check_refill,
     "static_buffers": _check_what_needs_a_device,
 }
-"""What is checked right after an option: its combinations with others, and with the dataset."""
+"""The checks that follow an option's own: of its combinations with other options, and with the dataset."""
 
 
 # -------------------------------------------------------------------------------------- options without an effect
@@ -234,7 +234,7 @@ _said_of: ContextVar[Collection[str] | None] = ContextVar("_said_of", default=No
 
 @contextmanager
 def warn_only_of(names: Collection[str]) -> Generator[None]:
-    """While a loader is made from another one: warn of these options only, not of those that it takes over."""
+    """While a loader is made from another loader: warn of these options only, not of those that it takes over."""
     outer = _said_of.get()
     token = _said_of.set(names if outer is None else [name for name in names if name in outer])
     try:

@@ -3,9 +3,9 @@
 Data path: none. Used by `clone` and `from_torch`, and so by the integrations with frameworks that build a loader of
 their own from the attributes of the user's.
 
-torch keeps what it made of its arguments, not the arguments: a sampler instead of ``shuffle=True``, a batch sampler
-instead of a batch size. Passed back unchanged they would exclude one another, or tie a new dataset to the old one's
-length. So whatever torch made by default is left out, to be made again.
+torch keeps the objects that it made of its arguments, not the arguments: a sampler instead of ``shuffle=True``, a
+batch sampler instead of a batch size. Passed back unchanged they would exclude one another, or tie a new dataset to the
+length of the old one. So whatever torch made by default is left out, to be made again.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _ours(loader: torch.utils.data.DataLoader[Any], own: object | None) -> dict[
         if own is not None:
             given |= {name: getattr(own, name) for name in vars(own).keys() & _own_arguments(type(own))}
     else:
-        # Of other classes' attributes only this one has the same meaning, in torchdata's StatefulDataLoader.
+        # The only attribute of another class, torchdata's StatefulDataLoader, that has the same meaning here.
         given = {name: getattr(loader, name) for name in ("snapshot_every_n_steps",) if hasattr(loader, name)}
     return {name: value for name, value in given.items() if value != DEFAULTS[name]}
 

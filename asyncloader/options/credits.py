@@ -19,12 +19,12 @@ _ON_THE_WAY = 2
 
 
 def most_credits(dataset: Any, batch_size: object, *, least: int, concurrency: int, threads: int) -> int:
-    """Most batches that one copy of the dataset may have outstanding, while they are small.
+    """Return the most batches that a copy of the dataset may have outstanding, while they are small.
 
     Args:
         dataset: the dataset.
         batch_size: samples in a batch. Anything but a positive integer counts as unknown.
-        least: batches that a copy may have outstanding in any case.
+        least: batches that a copy may have outstanding, however large they are.
         concurrency: samples that a copy fetches at a time. 0 for datasets that get no more than the least: streams,
             which are read one sample after the other, and datasets with a state of their own, which would be saved
             further ahead.

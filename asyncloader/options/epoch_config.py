@@ -59,7 +59,7 @@ class EpochConfig:
     collate_fn: Callable[[Any], Any]
     batch_sampler: Any
     sampler: Any
-    """The sampler of indices that determines the order; None if there is none."""
+    """The sampler of indices that determines the order; None: the loader has no sampler."""
     index_sampler: Any
     """What gives the indices of one batch after the other; in seeded mode this rank's."""
     source: AsyncIndexSource | None
@@ -73,9 +73,10 @@ class EpochConfig:
     num_workers: int
     prefetch_factor: int | None
     least_credits: int
-    """Batches that one copy of the dataset may have outstanding in any case: `prefetch_factor`; 1 without workers."""
+    """Batches that a copy of the dataset may have outstanding, however large they are: `prefetch_factor`; 1 without
+    workers."""
     credits: int
-    """Most batches that one copy of the dataset may have outstanding, while they are small."""
+    """Most batches that a copy of the dataset may have outstanding, while they are small."""
     persistent_workers: bool
     in_order: bool
     timeout: float
@@ -95,7 +96,7 @@ class EpochConfig:
     """The process group of the ranks, if one was given."""
     on_uneven: OnUneven
     reorder_window: int
-    """Batches that may be ready before an earlier one; 0 where order or mode does not allow it."""
+    """Batches that may be ready before an earlier batch; 0 where order or mode does not allow it."""
     exact: bool
     """Whether a state that cannot be resumed exactly is refused."""
     replays: bool
@@ -119,7 +120,7 @@ class EpochConfig:
     max_restarts: int
     """How often each worker may be replaced."""
     loss: str
-    """What is lost with a worker that is replaced, for the warning; empty: nothing."""
+    """The state that is lost with a worker that is replaced, for the warning; empty: none."""
     on_error: OnError
     max_skipped_samples: int | None
     device: DeviceLike

@@ -124,7 +124,7 @@ def grouped(arguments: Mapping[str, Any], defaults: Mapping[str, Any] | None = N
     """The arguments with fields of option objects put into their objects.
 
     Args:
-        arguments: by name; an object's and its fields' may both be there.
+        arguments: by name; may contain both an object and its fields.
         defaults: where objects come from that `arguments` does not have. Default: objects with default fields.
     """
     whole = {name: value for name, value in arguments.items() if name not in _OBJECT_OF}
