@@ -40,7 +40,7 @@ PYTEST := $(BIN)/python -m tests --jobs $(JOBS)
 test: $(VENV)/.stamp-test ## run the tests, each with every value of its parameters
 	$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.stamp-test ## run them with every pair of values, on both loops, with all that is drawn, and the thorough ones
+test-all: $(VENV)/.stamp-test ## run them with every pair of values, each on both loops, with all that is drawn, and the thorough ones
 	$(PYTEST) --all $(ARGS)
 
 test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more frameworks that hold a loader (1 GB)

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import entry_points
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,10 @@ IMPORTED = [
     "uvloop",
     "_pytest.pytester",
 ]
-"""Imported before the forks, where installed: what many files import, and what takes long. Nothing of this project."""
+"""Imported before the forks, where installed: what many files import, and what takes long. Nothing of this project.
+
+pytest's plugins are imported, too.
+"""
 
 
 class Group:
@@ -176,6 +180,7 @@ def run(groups: Sequence[tuple[list[Path], list[Path]]], options: list[str], job
     began = time.monotonic()
     stops, tells = (not set(flags).isdisjoint(options) for flags in (("-x", "--exitfirst"), ("-v", "-s")))
     folder, owner = tempfile.mkdtemp(), os.getpid()
+    os.environ["ASYNCLOADER_SCRIPT_SERVERS"] = f"{folder}:{owner}"  # see script_server.py
     try:
         left = [(group, Path(folder, str(number))) for number, group in enumerate(groups)][::-1]
         while left or running:
@@ -202,6 +207,7 @@ def run(groups: Sequence[tuple[list[Path], list[Path]]], options: list[str], job
     finally:
         if os.getpid() == owner:  # and not a fork that ends
             shutil.rmtree(folder)
+            del os.environ["ASYNCLOADER_SCRIPT_SERVERS"]
     say(f"\n{words(total)} in {time.monotonic() - began:.0f} s")
     for name, seconds_each in took.most_common(10):
         say(f"{seconds_each:6.1f} s {name}")
@@ -249,9 +255,14 @@ def main(arguments: list[str]) -> int:
     options = [each for each in arguments if each not in paths]
     if flaky is not None:
         flaky.unlink(missing_ok=True)
+    # Hundreds of processes import the package and its tests, and each would compile them again.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     for name in IMPORTED:
         with suppress(ImportError):
             import_module(name)
+    for plugin in entry_points(group="pytest11"):
+        plugin.load()
     gc.collect()
     gc.freeze()  # a collection in a fork copies none of it
     groups = list(groups_of([Path(path) for path in paths or ["tests"]]))

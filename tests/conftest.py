@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import gc
 import inspect
+import logging
 import os
 import re
 import select
@@ -74,7 +75,7 @@ MALLOC_TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_tr
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """How much is run; and the settings of plugins that are not installed, as pytest refuses what is unknown."""
-    words = "every pair of parameters' values, all that is drawn, both loops, and tests marked thorough"
+    words = "every pair of parameters' values, all that is drawn, each test on both loops, and those marked thorough"
     parser.addoption("--all", action="store_true", help=words)
     parser.addoption("--combinations", action="store_true", help="every combination of parameters; implies --all")
     settings = {
@@ -110,9 +111,12 @@ def pytest_asyncio_loop_factories(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of each test's combinations of parameters a few: with `--all` each pair of values, else each value.
 
-    Without `--all` also no `thorough` tests, one of asyncio and uvloop for a test that is not marked `loops`, and no
-    spawned workers in a test that is not marked `spawns` and runs with others too: each imports torch anew. A file
-    that is named on the command line is run as with `--all`, and a test with all combinations.
+    Two values are in no pair that must be kept: one of asyncio and uvloop in a test that is not marked `loops`, because
+    the other one is in every pair; and spawned workers, each of which imports torch, in a test that is not marked
+    `spawns` and also runs with others, because those of a fork server start the same way from there on. Nor are any
+    values of a test marked `independent`. Without `--all` those two values are left out, and `thorough` tests.
+
+    A file that is named on the command line is run as with `--all`, and a test with all combinations.
     """
     if config.getoption("--combinations") or any("::" in argument for argument in config.args):
         return
@@ -124,13 +128,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept: set[pytest.Item] = set()
     for name, group in groups.items():
         rows = {_row(item): item for item in group}
-        if not whole and group[0].get_closest_marker("loops") is None:
+        replaced: dict[str, set[str]] = {}
+        if group[0].get_closest_marker("loops") is None:
             loops = ["asyncio", "uvloop"]
-            dropped = loops.pop(zlib.crc32(name.encode()) % 2)
-            rows = _without(rows, dropped, {*loops})
-        if not whole and group[0].get_closest_marker("spawns") is None:
-            rows = _without(rows, "spawn", {"fork", "forkserver"})
-        kept.update(list(rows.values())[number] for number in covering(list(rows), 2 if whole else 1))
+            replaced[loops.pop(zlib.crc32(name.encode()) % 2)] = {*loops}
+        if group[0].get_closest_marker("spawns") is None:
+            replaced["spawn"] = {"fork", "forkserver"}
+        in_pairs = whole and group[0].get_closest_marker("independent") is None
+        alone = {value for value, others in replaced.items() if _without(rows, value, others) is not rows}
+        if not whole:
+            for value in alone:
+                rows = _without(rows, value, replaced[value])
+        kept.update(list(rows.values())[number] for number in covering(list(rows), in_pairs=in_pairs, alone=alone))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
@@ -143,7 +152,7 @@ def _without(
     kept = {each for row in left for each in enumerate(row)}
     lost = {each for row in rows for each in enumerate(row)} - kept
     replaced = all(any((column, other) in kept for other in others) for column, _ in lost)
-    return left if replaced and {each for _, each in lost} <= {value} else rows
+    return left if replaced and lost and {each for _, each in lost} <= {value} else rows
 
 
 def _row(item: pytest.Item) -> tuple[str, ...]:
@@ -159,7 +168,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Run one uvloop first: libuv opens a pair of descriptors for the process when it is first used."""
+    """Run one uvloop first: libuv opens a pair of descriptors for the process when it is first used.
+
+    And let torch's forty loggers propagate: six times a test pytest adds a handler to each logger that does not.
+    """
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
     if uvloop is not None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(asyncio.sleep(0))

@@ -7,7 +7,7 @@ Most faults need one value or two together. ``pytest`` runs each value, ``pytest
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -16,26 +16,34 @@ import pytest
 Row = tuple[Hashable, ...]
 
 
-def covering(rows: Sequence[Row], together: int = 2) -> list[int]:
-    """The numbers of rows that together have every so many values that any row has, in as many of its columns.
+def covering(rows: Sequence[Row], *, in_pairs: bool = True, alone: Collection[Hashable] = ()) -> list[int]:
+    """The numbers of rows that together have every value of each column, and every pair of values that any row has.
 
     Greedy, hence not the fewest possible: of pairs about the product of the two largest columns. The same rows always
     give the same choice, and every value of a single column is in it.
+
+    Args:
+        rows: the values, one for each column.
+        in_pairs: whether pairs are kept, or values only.
+        alone: values of which no pairs are kept.
     """
     if {len(row) for row in rows} <= {0, 1}:
         return list(range(len(rows)))
-    pairs = [set(combinations(enumerate(row), min(together, len(row)))) for row in rows]
-    missing: set[tuple[tuple[int, Hashable], ...]] = set().union(*pairs)
+    wanted: list[set[tuple[tuple[int, Hashable], ...]]] = [{(each,) for each in enumerate(row)} for row in rows]
+    if in_pairs:
+        for row, found in zip(rows, wanted, strict=True):
+            found.update(combinations([each for each in enumerate(row) if each[1] not in alone], 2))
+    missing = set().union(*wanted)
     chosen: list[int] = []
     used: Counter[tuple[int, Hashable]] = Counter()
     while missing:
         # Of equally good rows the one whose values were chosen least: the third column is spread, too.
         best = max(
             range(len(rows)),
-            key=lambda number: (len(pairs[number] & missing), -sum(used[each] for each in enumerate(rows[number]))),
+            key=lambda number: (len(wanted[number] & missing), -sum(used[each] for each in enumerate(rows[number]))),
         )
         chosen.append(best)
-        missing -= pairs[best]
+        missing -= wanted[best]
         used.update(enumerate(rows[best]))
     return sorted(chosen)
 

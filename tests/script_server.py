@@ -6,14 +6,17 @@ an interpreter that ends as every interpreter does. Only the imports are done al
 start or its exit are the claim, a test uses `subprocess`.
 
 There is one server for each set of interpreter options and environment variables, because both are read while modules
-are imported. It has one thread, and ends with the process that started it, also where a forked child of that process
-keeps a copy of the connection.
+are imported. It has one thread, and ends with the process that it is for, also where a forked child of that process
+keeps a copy of the connection: with the process that started it, or with `python -m tests`, whose forks share their
+servers.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
+import hashlib
 import json
 import os
 import select
@@ -33,6 +36,11 @@ from typing import Any, ClassVar
 ANSWER = struct.Struct("i")
 LARGEST_REQUEST = 1 << 17  # bytes; an environment and a -c program
 CHANGING = "PYTEST_CURRENT_TEST"  # the one variable that differs between any two tests
+
+SHARED = "ASYNCLOADER_SCRIPT_SERVERS"
+"""The variable in which `python -m tests` names a folder for the sockets of its forks' servers, and its pid."""
+# Only the forks themselves share servers, and no program that they start: what that sees has no such variable.
+_shared = os.environ.pop(SHARED, "").rpartition(":")
 
 
 # ------------------------------------------------------------------------------------------- in the tests' process
@@ -121,22 +129,18 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class Server:
-    """A server that runs, of this process."""
+    """A connection of this process to a server."""
 
     running: ClassVar[dict[tuple[object, ...], Server]] = {}
 
     def __init__(self, options: Sequence[str], env: Mapping[str, str]) -> None:
-        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            subprocess.run(
-                [sys.executable, *options, __file__, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                cwd="/",
-                env=env,
-                check=True,
-            )
+        folder, _, runner = _shared
+        if folder:
+            self.connection = _connect(Path(folder), int(runner), options, env)
+        else:
+            self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                _start_server(theirs, os.getpid(), options, env)
         self.owner = os.getpid()
         atexit.register(self.stop)
 
@@ -150,11 +154,40 @@ class Server:
         return cls.running[key]
 
     def stop(self) -> None:
-        """End it. A forked child of its owner does not."""
+        """End the connection, and the server unless others share it. A forked child of its owner does not."""
         with self.connection:
             if os.getpid() == self.owner:
                 self.connection.shutdown(socket.SHUT_WR)
                 self.connection.recv(1)
+
+
+def _start_server(theirs: socket.socket, owner: int, options: Sequence[str], env: Mapping[str, str]) -> None:
+    """Start a server that ends with the process `owner`. `theirs` is connected, or listens."""
+    subprocess.run(
+        [sys.executable, *options, __file__, str(theirs.fileno()), str(owner)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        cwd="/",
+        env=env,
+        check=True,
+    )
+
+
+def _connect(folder: Path, runner: int, options: Sequence[str], env: Mapping[str, str]) -> socket.socket:
+    """Connect to the runner's server for these options and variables, which is started if need be."""
+    key = json.dumps([options, sorted(env.items())])
+    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.sock"
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two forks may ask at the same time, and one of them starts the server
+        if not path.exists():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(str(path))
+                listener.listen()
+                _start_server(listener, runner, options, env)
+    connection.connect(str(path))
+    return connection
 
 
 def descriptors() -> set[int]:
@@ -165,18 +198,23 @@ def descriptors() -> set[int]:
 # ------------------------------------------------------------------------------------------- in the server
 
 
-def serve(connection: socket.socket, asker: int) -> dict[str, Any]:
-    """Fork a child for each request, and answer with its pid and later with its exit code. `asker` is a pidfd.
+def serve(channel: socket.socket, owner: int) -> dict[str, Any]:
+    """Fork a child for each request, and answer with its pid and later with its exit code.
+
+    Args:
+        channel: is connected, or listens for connections.
+        owner: a pidfd. The server ends with this process, or with the last connection where `channel` is connected.
 
     Returns only in a child: the request.
     """
     at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: meant for the programs
-    asked = connection.fileno()
+    listens = bool(channel.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    channels = {channel.fileno(): channel}
     children: dict[int, tuple[int, int]] = {}
-    while True:
-        ready: list[int] = select.select([asked, asker, *children], [], [])[0]
-        if asker in ready:
-            os._exit(0)
+    while channels:
+        ready: list[int] = select.select([owner, *channels, *children], [], [])[0]
+        if owner in ready:
+            break
         for pidfd in {*ready} & {*children}:
             pid, answers = children.pop(pidfd)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -184,16 +222,22 @@ def serve(connection: socket.socket, asker: int) -> dict[str, Any]:
                 os.write(answers, ANSWER.pack(code))
             os.close(answers)
             os.close(pidfd)
-        if asked in ready:
-            request, received, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 4)
+        for number in {*ready} & {*channels}:
+            if listens and number == channel.fileno():
+                accepted = channel.accept()[0]
+                channels[accepted.fileno()] = accepted
+                continue
+            request, received, _, _ = socket.recv_fds(channels[number], LARGEST_REQUEST, 4)
             if not request:
-                os._exit(0)
+                channels.pop(number).close()
+                continue
             *standard, answers = received
             if (pid := os.fork()) == 0:
-                for number, descriptor in enumerate(standard):
-                    os.dup2(descriptor, number)
-                connection.detach()
-                held = [asked, asker, *received, *children, *(each for _, each in children.values())]
+                for copied, descriptor in enumerate(standard):
+                    os.dup2(descriptor, copied)
+                held = [owner, *received, *channels, *children, *(each for _, each in children.values())]
+                for each in channels.values():
+                    each.detach()
                 os.closerange(3, max(held) + 1)
                 signal.signal(signal.SIGINT, at_interrupt)
                 return dict(json.loads(request))
@@ -201,6 +245,7 @@ def serve(connection: socket.socket, asker: int) -> dict[str, Any]:
             os.write(answers, ANSWER.pack(pid))
             for descriptor in standard:
                 os.close(descriptor)
+    os._exit(0)
 
 
 def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
@@ -249,7 +294,7 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    channel, its_asker = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
+    given, its_owner = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
     if os.fork():
         os._exit(0)  # the server is nobody's child: tests look at the children of their process
     del sys.path[0]  # this file's folder
@@ -261,4 +306,4 @@ if __name__ == "__main__":
     GENERATORS = (np.random.seed, torch.default_generator.seed)
     gc.collect()
     gc.freeze()  # what was imported: at its end a program would copy all of its pages, for a second
-    become(**serve(channel, its_asker))
+    become(**serve(given, its_owner))

@@ -14,25 +14,32 @@ def tuples(rows: list[Row], together: int) -> set[tuple[tuple[int, object], ...]
     return {values for row in rows for values in combinations(enumerate(row), together)}
 
 
-@given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(1, 2), st.data())
-def test_every_pair_or_value_is_kept(sizes: list[int], together: int, data: st.DataObject) -> None:
+def without(values: set[tuple[tuple[int, object], ...]], alone: int) -> set[tuple[tuple[int, object], ...]]:
+    return {each for each in values if alone not in [value for _, value in each]}
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.booleans(), st.integers(0, 4), st.data())
+def test_every_pair_or_value_is_kept(sizes: list[int], in_pairs: bool, alone: int, data: st.DataObject) -> None:
     """Of whole products, and of products from which tests have taken combinations that make no sense."""
     rows: list[Row] = [tuple(row) for row in product(*map(range, sizes))]
     rows = data.draw(st.lists(st.sampled_from(rows), min_size=1, unique=True))
-    chosen = [rows[number] for number in covering(rows, together)]
-    assert tuples(chosen, together) == tuples(rows, together)
-    assert chosen == [rows[number] for number in covering(rows, together)]
+    chosen = [rows[number] for number in covering(rows, in_pairs=in_pairs, alone={alone})]
+    assert tuples(chosen, 1) == tuples(rows, 1)
+    if in_pairs:
+        assert without(tuples(chosen, 2), alone) == without(tuples(rows, 2), alone)
+    assert chosen == [rows[number] for number in covering(rows, in_pairs=in_pairs, alone={alone})]
 
 
 def test_how_few_are_left() -> None:
     """Of three workers' numbers, four kinds, three modes and two loops, 72 in all: no more than 1.5 times the 12."""
     rows: list[Row] = list(product(range(3), range(4), range(3), range(2)))
     assert 12 <= len(covering(rows)) <= 18
-    assert len(covering(rows, 1)) == 4
+    assert len(covering(rows, in_pairs=False)) == 4
+    assert len(covering(list(product(["fork", "spawn"], range(9))), alone={"spawn"})) == 10
 
 
 def test_a_single_parameter_keeps_all_its_values() -> None:
     """There is nothing to combine, and each value is a case of its own."""
-    for together in (1, 2):
-        assert covering([(1,), (2,), (3,)], together) == [0, 1, 2]
-        assert covering([()], together) == [0]
+    for in_pairs in (False, True):
+        assert covering([(1,), (2,), (3,)], in_pairs=in_pairs, alone={2}) == [0, 1, 2]
+        assert covering([()], in_pairs=in_pairs) == [0]

@@ -153,3 +153,31 @@ def test_a_server_ends_with_the_process_that_started_it() -> None:
         finally:
             os.close(server)
             os.killpg(owner.pid, signal.SIGKILL)
+
+
+ASKER = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests import script_server
+from tests.helpers.running import environment
+assert script_server.SHARED not in os.environ
+done = script_server.run([sys.executable, "-c", "import os; print(os.getppid())"], cwd="/", env=environment())
+print(done.stdout.strip())
+"""
+
+
+@pytest.mark.thorough
+def test_forks_of_the_suites_runner_share_a_server(tmp_path: Path) -> None:
+    """It outlives each of them, and ends with the runner."""
+    command = [sys.executable, "-c", ASKER]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as runner:
+        env = {**os.environ, script_server.SHARED: f"{tmp_path}:{runner.pid}"}
+        ran = (subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True) for _ in "ab")
+        first, second = ran
+        assert first.stdout == second.stdout != ""
+        server = os.pidfd_open(int(first.stdout))
+        try:
+            runner.kill()
+            assert select.select([server], [], [], PATIENCE_S)[0]
+        finally:
+            os.close(server)

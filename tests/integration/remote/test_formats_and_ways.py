@@ -1,7 +1,8 @@
 """Every format in every way in which shards can be read: the same samples, and the same batches where order is fixed.
 
 A row is a format, a column a way. The samples are those that were written; batches of two workers are the same however
-these are started, at a service too, and behind a resume.
+these are started, at a service too, and behind a resume. A format is parsed in one place, whatever the way: each test
+has each format once and each way at least once, and every pair of them with `--combinations`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.service.test_pools import read
 from tests.unit.formats.mds_writer import shard_entry, write_index, write_shard
 from tests.unit.remote.shards import MAKERS, mds, mds_index, zstd_compress
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 SIZES = (12, 9, 15, 11)
 UNLUCKY = 13
