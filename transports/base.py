@@ -259,7 +259,7 @@ class PinnedReader:
             except ObjectNotFound as error:
                 if self._size is None:
                     raise
-                raise changed(self.path) from error
+                raise changed_error(self.path) from error
             finally:
                 self._described = True
         self._size = info.size
@@ -281,7 +281,7 @@ class PinnedReader:
                 # must not look like a bad sample.
                 if self._size is None or any(start + length > self._size for start, length in wanted):
                     raise
-                raise changed(self.path) from error
+                raise changed_error(self.path) from error
 
     async def stream(
         self, *, start: int = 0, stop: int | None = None, chunk_size: int = 1 << 20
@@ -309,7 +309,7 @@ class PinnedReader:
                 # An earlier stream returned bytes, so the object existed: it has changed, and is no bad sample.
                 if not streamed:
                     raise
-                raise changed(self.path) from error
+                raise changed_error(self.path) from error
 
     @contextmanager
     def _errors(self) -> Generator[None, None, None]:
@@ -343,7 +343,7 @@ class PinnedReader:
         first = self._first = self._first or info
         # A version that is no longer stated proves nothing: of a local file, it means that the file was just changed.
         if info.size != first.size or (first.etag is not None and info.etag != first.etag):
-            raise changed(self.path)
+            raise changed_error(self.path)
         return info
 
     async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
@@ -357,7 +357,7 @@ class PinnedReader:
         return data
 
 
-def changed(path: str) -> ReadFailed:
+def changed_error(path: str) -> ReadFailed:
     """Make the error for an object that changed between two reads of its parts."""
     return ReadFailed(
         f"{path!r} changed while it was read; the bytes of two versions are never mixed. A new epoch reads it as it is "

@@ -222,8 +222,8 @@ class CachedObject(PinnedReader):
                         # Kept before the last chunk is returned: the reader may know that it is the last, and close
                         # the stream.
                         after = await anext(chunks, b"")
-                        # A store may answer from several copies with different versions: the version that counts is
-                        # the one that this answer names, if it names any.
+                        # A store may answer from several copies with different versions: if this answer
+                        # names a version, that version counts.
                         if not after and source.etag in {None, version.etag} and await self._confirm(version):
                             await tee.keep()
                     yield chunk

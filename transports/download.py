@@ -1,4 +1,4 @@
-"""Downloads an object over as many requests as it takes, and decides which failed requests are retried.
+"""Downloads an object by one or more requests, and decides which failed requests are retried.
 
 Data path: http, object_store -> [download] -> http_download, object_store_download -> server.
 
@@ -6,15 +6,14 @@ Data path: http, object_store -> [download] -> http_download, object_store_downl
 response understood is up to its subclasses, `HttpDownload` and `StoreDownload`. `NetworkTransport` is the part of a
 transport that all networks share.
 
-*One version.* A download that breaks continues where it broke, if the store proves that the object is unchanged, by the
-answer's own validator: a server may ignore ``If-Range``. Without such a proof it begins again. A read has returned
-nothing yet, so it takes the object as it is now. A stream drops the bytes that it has returned already, and continues
-if they are the same ones, which a digest tells: then all of its bytes are of the version that is read now. Anything
-else is an error.
+*One version.* A download that breaks continues where it broke, if the validator of the new answer proves that the
+object is unchanged: a server may ignore ``If-Range``. Without such a proof it begins again. A read has returned nothing
+yet, so it takes the object as it is now. A stream drops the bytes that it has returned already, and continues if their
+digest is the same: then all of its bytes are of the version that is read now. Otherwise it raises.
 
-*A slow peer.* A response that brings fewer than `min_bytes_per_s` over `SLOW_S` seconds of waiting is given up like
-one that stalls: one byte now and then would keep a read going for ever. Only waiting for the network counts, not the
-time that a consumer takes.
+*A slow peer.* A response that brings fewer than `min_bytes_per_s` over `SLOW_S` seconds of waiting is given up, like a
+response that stalls: a server that sends a byte now and then would keep a read going for ever. Only waiting for the
+network counts, not the time that a consumer takes.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from asyncloader.transports.client_owner import Scope
     from asyncloader.transports.retry import Attempts, RetryCounts
 
-SLOW_S = 60.0  # of waiting, over which the rate of a response is measured
+SLOW_S = 60.0  # seconds of waiting over which the rate of a response is measured
 
 _R = TypeVar("_R")
 
@@ -49,7 +48,7 @@ _CHANGED = (
     "the object changed while it was read, or nothing proves that it did not; the bytes of two versions are never "
     "mixed. Read it again, and write objects under new names instead of replacing them"
 )
-_PROGRESS = 1 << 16  # bytes, after which the budget of the retries starts again: `Attempts.progressed`
+_PROGRESS = 1 << 16  # bytes after which the budget of the retries starts again: `Attempts.progressed`
 _NO_PROGRESS = frozenset({"slow", "changed"})  # failures that would otherwise be retried for ever
 
 _K = TypeVar("_K", bound=RetryingClient[Any])
@@ -84,20 +83,22 @@ class Download(ABC, Generic[_K, _V]):
         self._length = length
         self._max_bytes = max_bytes
         self._position = start  # of the next byte to return
-        self._returned = start  # the position behind the bytes that `part` has returned
+        self._returned = start  # the position after the bytes that `part` has returned
         self._end: int | None = None if length is None else start + length  # None: not known yet
         self._mark = start  # the position when the retry budget last started
         self._done = False
-        self._slots: asyncio.Semaphore | None = None  # set while we hold a slot
+        # Set while this download holds a slot, which is released to the same semaphore: `ClientOwner` makes another
+        # semaphore when it opens a client for another loop or process.
+        self._slots: asyncio.Semaphore | None = None
         self._attempts: Attempts | None = None
         self._paused_at = 0.0
         self._queued_s = 0.0  # time spent waiting for a slot since the last failure: not part of an outage
         self._parts: list[bytes] = []
         self._skip = 0  # bytes of this response that lie before the position
-        self._anew = False  # the next request begins at the start, because no later one proved its version
+        self._anew = False  # the next request begins at the start, because the version of a later byte was not proved
         self._given: Any = None  # digest of the bytes returned by `part`, where no validator identifies them
         self._compared: Any = None  # digest of the same bytes of this response, while they are skipped
-        self._waited_s = 0.0  # for the network, since the rate was looked at last
+        self._waited_s = 0.0  # for the network, since the rate was last checked
         self._waited_bytes = 0
 
     async def rest(self) -> bytes:
@@ -134,10 +135,10 @@ class Download(ABC, Generic[_K, _V]):
 
     @abstractmethod
     def _drop(self) -> None:
-        """Drop the response, if there is one."""
+        """Drop the response, if any."""
 
     def _restart(self) -> None:
-        """Start again, with whatever version the object has now."""
+        """Start again, with the version that the object has now."""
         self._anew = False
         self._given = None
         self._position = self._mark = self._start
@@ -150,10 +151,10 @@ class Download(ABC, Generic[_K, _V]):
         self._done = True
         self.close()
 
-    # --- common to all
+    # --- common to all subclasses
 
     async def _run(self, step: Callable[[Scope], Awaitable[_R]], *, keep: bool = False) -> _R:
-        """Repeat `step` until it succeeds or fails for good. `keep`: the bytes so far were returned to the caller."""
+        """Repeat `step` until it succeeds or must not be retried. `keep`: the bytes so far were returned to the caller."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._queued_s = 0.0
@@ -165,15 +166,18 @@ class Download(ABC, Generic[_K, _V]):
                 try:
                     failed = self._classify_error(error)
                 finally:
+                    # The slot is not held during the delay below: other requests may need it.
                     self.close()
                 if failed is None:
                     raise
                 given = self._returned > self._start
-                if given and self.version is None:  # the whole does not have the digest that was declared for it
+                if given and self.version is None:  # the whole object does not have the digest that was declared for it
                     note = f"{self._returned - self._start:,} bytes were given already"
                     raise self._client.failure(self._path, failed, note) from failed.cause
                 if keep:
                     self._position = self._returned
+                # Only with a validator can the next answer prove that it continues this version: without, the download
+                # begins again, and a stream compares the bytes.
                 proved = self.version is not None and self.version.validator is not None
                 self._anew = self._anew or not proved
                 if self._attempts is None:
@@ -210,12 +214,12 @@ class Download(ABC, Generic[_K, _V]):
                 raise RequestFailed.slow(nbytes, seconds, self._client.min_bytes_per_s)
         return data
 
-    def _opened(self, first: int, version: _V) -> None:
+    def _check_version(self, first: int, version: _V) -> None:
         """Check that a response, whose bytes begin at `first`, continues the bytes that were returned so far.
 
         Raises:
-            RequestFailed: it does not say so; the next attempt begins again.
-            ReadFailed: it is of another version, or nothing can prove that it is not.
+            RequestFailed: its version is not proved; the next attempt begins again.
+            ReadFailed: it is of another version, or the version cannot be proved.
         """
         self._waited_s, self._waited_bytes = 0.0, 0
         self._skip, self._compared = self._position - first, None
@@ -223,21 +227,21 @@ class Download(ABC, Generic[_K, _V]):
             self.version = version
             return
         if self.version.differs(version):
-            raise self._changed()
+            raise self._changed_error()
         if self.version.proves(version):
             return
         if first == self._position:
             self._anew = True
             raise RequestFailed.unproved()
         if self._given is None:
-            raise self._changed()
+            raise self._changed_error()
         self._compared = sha256(usedforsecurity=False)
 
-    def _unskipped(self, data: bytes) -> bytes:
-        """Return what of the bytes that have arrived lies behind the position.
+    def _drop_skipped(self, data: bytes) -> bytes:
+        """Return the part of the arrived bytes that lies after the position, and compare the part before it.
 
         Raises:
-            ReadFailed: the bytes that were returned before are other ones now.
+            ReadFailed: the bytes that were returned before have changed.
         """
         if not self._skip:
             return data
@@ -248,16 +252,17 @@ class Download(ABC, Generic[_K, _V]):
             self._compared.update(skipped[before:])
         self._skip -= len(skipped)
         if not self._skip and self._compared is not None and self._compared.digest() != self._given.digest():
-            raise self._changed()
+            raise self._changed_error()
         return data[len(skipped) :]
 
-    def _received(self, nbytes: int) -> None:
-        """Note that the next bytes of the object are here."""
+    def _advance(self, nbytes: int) -> None:
+        """Note that the next bytes of the object have arrived."""
         self._position += nbytes
         count("bytes", nbytes)
 
-    def _changed(self) -> ReadFailed | RequestFailed:
+    def _changed_error(self) -> ReadFailed | RequestFailed:
         """Make the error for another version of the object; if nothing was returned yet, it is read from its start."""
+        # Nothing has reached the caller: the new version may be read as a whole, and only a stream must fail.
         if self._returned == self._start:
             self._anew = True
             return RequestFailed("changed", "the object changed while it was read")
@@ -266,7 +271,7 @@ class Download(ABC, Generic[_K, _V]):
         )
 
     def _remember(self, data: bytes) -> None:
-        """Note that bytes are returned by a stream. Costs a digest where no validator identifies them."""
+        """Note that a stream returns these bytes. Computes their digest if no validator identifies them."""
         self._returned = self._position
         if self.version is not None and not self.version.validator:
             if self._given is None:
@@ -278,8 +283,8 @@ class Download(ABC, Generic[_K, _V]):
             self._parts.append(data)
 
     async def _take_slot(self) -> None:
-        """Wait until a request may be sent; `close` releases the slot. Called within a scope, which has checked the
-        loop.
+        """Wait until a request may be sent; `close` releases the slot. Called within a scope, which has made the
+        semaphore that belongs to this loop.
         """
         slots = self._client.owner.slots
         if slots.locked():
@@ -320,6 +325,7 @@ async def read_blocks(
             return await download.rest()
 
     blocks = await gather_all(fetch(download) for download in downloads)
+    # Checked when all answers have come: a download knows only the version of its own answer.
     versions = [download.version for download in downloads if download.version is not None]
     if not all(versions[0].resembles(each) for each in versions) and not any(map(versions[0].differs, versions)):
         named = any(each.resembles(each) for each in versions)
@@ -339,7 +345,7 @@ async def read_blocks(
 
 
 class NetworkTransport(Transport, Generic[_K]):
-    """A transport that reads objects by downloads with retries, which `retries` counts.
+    """A transport that reads objects by downloads with retries; `retries` counts them.
 
     Args:
         client: sends the requests.
@@ -347,7 +353,7 @@ class NetworkTransport(Transport, Generic[_K]):
         options: its other arguments, by name.
     """
 
-    # Raises InvalidPath for paths that cannot name an object here.
+    # Raises InvalidPath for paths that cannot name an object of this store.
     _check = staticmethod(check_path)
 
     def __init__(self, client: _K, root: str, options: Mapping[str, Any]) -> None:
@@ -368,13 +374,13 @@ class NetworkTransport(Transport, Generic[_K]):
         return self._client.counts
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """Read a whole object; a download that breaks is resumed. As `Transport.read`."""
+        """Read a whole object, like `Transport.read`; a download that breaks is resumed."""
         self._check(path)
         check_size(path, 0, max_bytes)
         return await self._download(path, max_bytes=max_bytes).rest()
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Read a whole object and its version in one request. As `Transport.read_with_info`."""
+        """Read a whole object and its version in one request, like `Transport.read_with_info`."""
         self._check(path)
         check_size(path, 0, max_bytes)
         download = self._download(path, max_bytes=max_bytes)
@@ -382,7 +388,7 @@ class NetworkTransport(Transport, Generic[_K]):
         return data, ObjectInfo(len(data), download.version and download.version.name)
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
-        """Read a range. As `Transport.read_range`."""
+        """Read a range, like `Transport.read_range`."""
         self._check(path)
         if start < 0 or length < 0:
             raise ValueError(f"a byte range needs start and length of 0 or more, got start={start}, length={length}")
@@ -392,10 +398,10 @@ class NetworkTransport(Transport, Generic[_K]):
         return await self._download(path, start, length).rest()
 
     async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
-        """Read ranges, nearby ones in one request, all of one version of the object. As `Transport.read_ranges`.
+        """Read ranges, nearby ranges in one request, like `Transport.read_ranges`. All bytes are of one version.
 
         Raises:
-            ReadFailed: also when the object changed between the requests.
+            ReadFailed: also if the object changed between the requests.
         """
         data, _ = await self.read_ranges_with_versions(path, ranges)
         return data
@@ -403,7 +409,7 @@ class NetworkTransport(Transport, Generic[_K]):
     async def read_ranges_with_versions(
         self, path: str, ranges: Iterable[tuple[int, int]]
     ) -> tuple[Sequence[bytes], list[ObjectVersion]]:
-        """Read ranges as `read_ranges`, and return the version that each request's answer was of."""
+        """Read ranges like `read_ranges`, and return the version of each request's answer."""
         self._check(path)
         plan = self._plan(ranges)
         self._client.owner.use()
@@ -412,18 +418,18 @@ class NetworkTransport(Transport, Generic[_K]):
         return plan.cut(blocks), [download.version for download in downloads if download.version is not None]
 
     def pinned(self, path: str) -> PinnedReader:
-        """Return a reader that compares each answer's version, without further requests. As `Transport.pinned`."""
+        """Return a reader that compares the versions of the answers, without further requests, like `Transport.pinned`."""
         return super().pinned(path) if overrides(self, NetworkTransport) else PinnedObject(self, path)
 
     @abstractmethod
     async def version(self, path: str) -> ObjectVersion:
-        """Return an object's version, with the same request as `info`, which has its errors."""
+        """Return an object's version, with the request and the errors of `info`."""
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """Read an object in chunks as they arrive; a download that breaks is resumed. As `Transport.stream`.
+        """Read an object in chunks as they arrive, like `Transport.stream`; a download that breaks is resumed.
 
         Raises:
-            ReadFailed: also when it breaks, and the object is another one when it is read again.
+            ReadFailed: also if the download breaks and the object has changed when it is resumed.
         """
         async with aclosing(self.stream_with_versions(path, start, chunk_size)) as chunks:
             async for chunk, _ in chunks:
@@ -432,7 +438,7 @@ class NetworkTransport(Transport, Generic[_K]):
     async def stream_with_versions(
         self, path: str, start: int, chunk_size: int
     ) -> AsyncGenerator[tuple[bytes, ObjectVersion], None]:
-        """Read an object as `stream`, and return with each chunk the version that it is of."""
+        """Read an object like `stream`, and return each chunk with its version."""
         self._check(path)
         check_chunk_size(chunk_size)
         check_start(path, None, start)
@@ -445,14 +451,14 @@ class NetworkTransport(Transport, Generic[_K]):
             download.close()
 
     async def aclose(self) -> None:
-        """Interrupt calls in progress with TransportClosed, and close the connections. As `Transport.aclose`."""
+        """Interrupt calls in progress with TransportClosed, and close the connections, like `Transport.aclose`."""
         await self._client.owner.aclose()
 
     @abstractmethod
     def _download(
         self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> Download[_K, Any]:
-        """Make a download with this transport's client; `path` has been checked. As `Download`."""
+        """Make a download with this transport's client; `path` has been checked. The arguments are those of `Download`."""
 
 
 def check_limits(requests: int, min_bytes_per_s: float, **seconds: float) -> None:

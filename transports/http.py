@@ -2,8 +2,8 @@
 
 Data path: dataset -> [http] -> http_download -> http_client -> server.
 
-`http_download` reads one object over as many requests as it takes, `http_client` sends the requests, and `http_answers`
-interprets the responses. `download`, `client_owner` and `retry` are shared with the object stores.
+`http_download` reads one object by one or more requests, `http_client` sends the requests, and `http_answers`
+interprets the responses. The object stores use `download`, `client_owner` and `retry`, too.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class HttpTransport(NetworkTransport[HttpClient]):
     Args:
         root: ``https://host/directory``. A user and password in it are sent as basic authentication. A query
             (``?sig=...``) is added to every object's URL. Neither is shown in texts. If it ends with an escaped slash
-            (``%2F``), the object's path follows it as it would follow ``/``.
+            (``%2F``), the object's path follows it like ``/``.
         headers: sent with every request to the root's own host, for example ``{"Authorization": "Bearer ..."}``; or a
             function that returns them, plain or async, which is called before every attempt, so that it can renew a
-            token. It must be picklable if the transport is to be.
+            token. It must be picklable if the transport is pickled.
         listing: path of a UTF-8 object with one path per line, which `list` reads: HTTP itself has no listing. None:
             `list` raises.
-        retry: what is retried and for how long. Default: `RetryPolicy()`.
+        retry: which failures are retried and for how long. Default: `RetryPolicy()`.
         requests: maximum number of concurrent requests, and so of connections; an open stream is one. Default 256.
         connect_s: seconds for an address to accept a connection. Default 10.
         first_byte_s: seconds until a request's response begins, including the connection. Default 60.
         stalled_s: seconds without new bytes after which a response counts as broken. Default 30.
         min_bytes_per_s: a response that brings fewer over 60 seconds of waiting counts as broken, too. The time that
-            the consumer takes does not count. Default 1024, which no usable link stays below; 0: any rate will do.
+            the consumer takes does not count. Default 1024, less than any usable link has; 0: no least rate.
         encoded: accept a body with a ``Content-Encoding`` as the object's bytes, without decoding it. Default False:
-            refuse it, because sizes and ranges would refer to other bytes.
+            refuse it, because sizes and ranges would refer to other bytes than the object's.
         verify: compare whole objects with the digest that the server declares (``Repr-Digest``, ``x-goog-hash``,
             ``Content-MD5``), if any. Default True.
 
@@ -94,7 +94,7 @@ class HttpTransport(NetworkTransport[HttpClient]):
         return cls(url, **options)
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
-        """Return the paths in the `listing` object, sorted, without duplicates. As `Transport.list`.
+        """Return the paths in the `listing` object, sorted, without duplicates, like `Transport.list`.
 
         Raises:
             TransportError: the transport was made without `listing`.
@@ -119,11 +119,11 @@ class HttpTransport(NetworkTransport[HttpClient]):
             self._client.owner.use()
 
     async def size(self, path: str) -> int:
-        """Return an object's size, by HEAD, or by a GET of one byte if HEAD fails. As `Transport.size`."""
+        """Return an object's size, by HEAD, or by a GET of one byte if HEAD fails, like `Transport.size`."""
         return (await self.info(path)).size
 
     async def info(self, path: str) -> ObjectInfo:
-        """Return an object's size and version, with the same request as `size`. As `Transport.info`.
+        """Return an object's size and version, with the same request as `size`, like `Transport.info`.
 
         The version is a strong ETag, otherwise a ``Last-Modified`` date that is at least a minute old.
         """

@@ -2,8 +2,8 @@
 
 Data path: http_client, http_download -> [http_answers].
 
-No hostile header causes an exception here: an invalid header counts as missing. Texts for users show URLs by
-`safe_url`, because userinfo and query strings contain passwords and signatures.
+No hostile header causes an exception: an invalid header counts as missing. Texts for users show URLs by `safe_url`,
+because userinfo and query strings contain passwords and signatures.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Version(NamedTuple):
     """Identifies one version of an object.
 
     Attributes:
-        etag: as sent, weak or strong; None if there is none.
-        modified: the ``Last-Modified`` header as sent.
+        etag: the ``ETag`` header as sent, weak or strong; None if it is missing.
+        modified: the ``Last-Modified`` header as sent; None if it is missing.
         settled: whether `modified` is old enough that any later change would have a different date.
         size: bytes of the whole object, None if not stated.
     """
@@ -74,10 +74,10 @@ class Version(NamedTuple):
 
     @property
     def name(self) -> str | None:
-        """A text that is another one for other bytes; None if there is none. The date alone may stay the same when an
-        object is replaced, by a copy that keeps it: a weak ETag belongs to it.
-        """
+        """A text that differs for other bytes; None if nothing proves that the bytes are equal."""
         validator = self.validator
+        # With a date for a validator, the weak ETag is part of the name: an object may be replaced by another with the
+        # same date, as by a copy that keeps it.
         return validator if None in {validator, self.etag} or validator == self.etag else f"{self.etag} {validator}"
 
     def differs(self, other: Version) -> bool:
@@ -96,7 +96,8 @@ class Version(NamedTuple):
         """Return whether the server says that the two are the same version, if only by a weak ETag or a new date."""
         if self.differs(other):
             return False
-        if self.etag is not None or other.etag is not None:  # then the dates may differ: of the copies of two servers
+        # Beside ETags the dates do not count: two servers may have copies with different dates.
+        if self.etag is not None or other.etag is not None:
             return self.etag == other.etag
         return self.modified is not None and self.modified == other.modified
 
@@ -160,7 +161,7 @@ def status_error(status: int, reason: str | None, url: str, path: str, note: str
     Args:
         status: the HTTP status.
         reason: the server's reason phrase.
-        url: the requested URL, including secrets.
+        url: the requested URL, with its secrets, which the text does not show.
         path: the object's path in its transport.
         note: an additional clause.
     """

@@ -1,12 +1,12 @@
-"""Sends requests to one web server: addresses, headers, redirects, connections, and the meaning of errors.
+"""Sends requests to one web server: URLs, headers, redirects, connections, and the classification of errors.
 
 Data path: http_download -> [http_client: HttpClient, SessionOwner] -> aiohttp -> server.
 
 Redirects are followed here, not by aiohttp: credentials are sent to the root's own origin only, and a redirect from
 https to http is refused.
 
-`SessionOwner` owns aiohttp's session (see `client_owner`). After a fork the child opens a session of its own: the
-parent's sockets are shared with the child, and with epoll so is the set of descriptors that the parent's loop watches.
+`SessionOwner` owns aiohttp's session (see `client_owner`). After a fork the child opens another session: parent and
+child share the inherited sockets and, with epoll, the set of descriptors that the parent's loop watches.
 
 `classify_error` translates aiohttp's errors and decides which of them are retryable.
 """
@@ -43,7 +43,7 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
     Args:
         name: the transport's name for texts, without secrets.
         requests: maximum number of concurrent requests, at least 1.
-        connect_s: seconds that one address may take to accept a connection.
+        connect_s: seconds for an address to accept a connection.
     """
 
     def __init__(self, name: str, requests: int, connect_s: float) -> None:
@@ -59,9 +59,8 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
                 "http and https need aiohttp, which is not installed; install it by: pip install 'asyncloader[http]'"
             ) from error
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, resolver=cast("AbstractResolver", SystemResolver())
-            ),  # the slots limit the connections
+            # No limit here: the slots limit the connections, and a wait for a slot does not count for the time-outs.
+            connector=aiohttp.TCPConnector(limit=0, resolver=cast("AbstractResolver", SystemResolver())),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
@@ -75,7 +74,7 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
 
     @staticmethod
     def leave_to_parent(client: aiohttp.ClientSession) -> object:
-        """Keep the connections open, because they are also the parent's. As `ClientOwner.leave_to_parent`."""
+        """Keep the connections open, because they are also the parent's, like `ClientOwner.leave_to_parent`."""
         if (connector := client.connector) is None:
             return None
         connector._closed = True  # its finalizer would close the parent's connections
@@ -89,10 +88,10 @@ HeaderSource = Mapping[str, str] | Callable[[], Mapping[str, str] | Awaitable[Ma
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 10
 
-# RFC 3986: what a path may hold unescaped. Signatures of some CDNs are over the URL as it is written.
+# The characters that a path may have unescaped by RFC 3986. Some CDNs sign the URL as it is written.
 PATH_SAFE = "/!$&'()*+,;=:@~"
 
-# All of ASCII that can be seen. The rest would break the request's first line.
+# The visible characters of ASCII. All others would break the request's first line.
 _VISIBLE = bytes(range(0x21, 0x7F)).decode()
 
 
@@ -127,8 +126,8 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         self._headers = headers
         self._origin = (parts.scheme.lower(), parts.netloc.rpartition("@")[2].lower())
         folder = parts.path if parts.path.lower().endswith("%2f") else parts.path.rstrip("/") + "/"
-        self._base = urlunsplit((*self._origin, escaped(folder), "", ""))
-        self._query = f"?{escaped(parts.query)}" if parts.query else ""
+        self._base = urlunsplit((*self._origin, escape(folder), "", ""))
+        self._query = f"?{escape(parts.query)}" if parts.query else ""
         self._own = {"Authorization": _basic(parts.username, parts.password)} if parts.username is not None else {}
         if isinstance(headers, Mapping):
             self._own.update(headers)
@@ -139,7 +138,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         return self._base + quote(path, PATH_SAFE, errors="surrogateescape") + self._query
 
     def where(self, path: str | None) -> str:
-        """Return the URL of an object, or of the root, without secrets. As `RetryingClient.where`."""
+        """Return the URL of an object, or of the root, without secrets, like `RetryingClient.where`."""
         return self.root if path is None else safe_url(self.url(path))
 
     async def request(self, method: str, path: str, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
@@ -147,10 +146,11 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         from yarl import URL
 
         session = self.owner.use()
-        secret = await self._asked_headers() if callable(self._headers) else self._own
-        # The query's values are percent-encoded already, and a signature may cover how.
+        secret = await self._call_headers() if callable(self._headers) else self._own
+        # `encoded`: the query is percent-encoded already, and a signature may cover the way in which it is.
         url, origin = URL(self.url(path), encoded=True), self._origin
         sent = {**headers, **secret} if secret else headers
+        # Followed here, not by aiohttp: `secret` must not be sent to another origin.
         for redirect in count(1):
             proxy = self._proxies[origin] if origin in self._proxies else self._find_proxy(origin, url.raw_host)
             try:
@@ -163,16 +163,16 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
                 return response
             response.release()
             if redirect > _MOST_REDIRECTS:
-                raise self.refused(path, response, f"that is redirect number {redirect}, which looks endless")
+                raise self.refusal(path, response, f"that is redirect number {redirect}, which looks endless")
             try:
-                location = URL(escaped(response.headers["Location"]), encoded=True)
+                location = URL(escape(response.headers["Location"]), encoded=True)
                 target = url.join(location).with_fragment(None).with_user(None)
             except ValueError:
                 target = URL()
             if target.scheme not in {"http", "https"} or not target.raw_host:
-                raise self.refused(path, response, "it redirects to what is no http or https URL")
+                raise self.refusal(path, response, "it redirects to what is no http or https URL")
             if url.scheme == "https" and target.scheme == "http":
-                raise self.refused(path, response, f"it redirects from https to {safe_url(str(target))}")
+                raise self.refusal(path, response, f"it redirects from https to {safe_url(str(target))}")
             url, origin = target, (target.scheme, target.raw_authority.lower())
             sent = {**headers, **secret} if origin_of(target) == origin_of(URL(self._base, encoded=True)) else headers
         raise AssertionError("count() does not end")
@@ -180,7 +180,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
     # --- failures
 
     def classify_error(self, error: BaseException, answering: bool) -> RequestFailed | None:
-        """As the function `classify_error`, with the policy's statuses."""
+        """Classify an error by the function `classify_error`, with the policy's statuses."""
         return classify_error(error, answering, self._retry.statuses)
 
     def bad_status(self, path: str, response: aiohttp.ClientResponse) -> RequestFailed:
@@ -196,7 +196,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             final=final,
         )
 
-    def refused(
+    def refusal(
         self, path: str, response: aiohttp.ClientResponse, why: str, kind: type[ReadFailed] = ReadFailed
     ) -> ReadFailed:
         """Make the error for a response that must not be used."""
@@ -205,7 +205,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
 
     # --- headers and proxies
 
-    async def _asked_headers(self) -> Mapping[str, str]:
+    async def _call_headers(self) -> Mapping[str, str]:
         assert callable(self._headers)
         given = self._headers()
         return {**self._own, **(await given if inspect.isawaitable(given) else given)}
@@ -219,7 +219,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         return proxy
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Escape spaces and non-ASCII characters in a URL or a part of one, and nothing else."""
     return quote(text, safe=_VISIBLE, errors="surrogateescape")
 
@@ -237,7 +237,7 @@ def classify_error(error: BaseException, answering: bool, statuses: frozenset[in
     """Translate an error of a request; None if it does not come from the network.
 
     Args:
-        error: what the attempt raised.
+        error: the error of the attempt.
         answering: whether the head of the response had arrived.
         statuses: the retryable statuses.
     """

@@ -2,8 +2,8 @@
 
 Data path: http -> [http_download] -> http_client -> server.
 
-See `download` for what is common to all downloads. A broken download continues with ``Range`` and ``If-Range``, if the
-server sent a strong ETag or an old enough date of modification, and the answer must have the same.
+`download` has the part that is common to all downloads. A broken download continues with ``Range`` and ``If-Range``, if
+the server sent a strong ETag or an old enough date of modification; the answer must have the same.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class HttpDownload(Download[HttpClient, Version]):
             size = self._stated_size(response)
         if size is not None:
             self.close()
-            # The headers of a 416 response do not describe the object.
+            # The other headers of a 416 response do not describe the object.
             return Version.of({} if response.status == 416 else response.headers, size)
         if response.status not in {200, 206}:
             raise self._client.bad_status(self._path, response)
-        raise self._client.refused(self._path, response, "it does not state the object's size", SizeUnknown)
+        raise self._client.refusal(self._path, response, "it does not state the object's size", SizeUnknown)
 
     def _stated_size(self, response: aiohttp.ClientResponse) -> int | None:
         if response.status in {200, 206}:
@@ -96,7 +96,7 @@ class HttpDownload(Download[HttpClient, Version]):
                 ):
                     break
             content = self._response.content
-            if not content.is_eof():  # otherwise everything has arrived, and nothing below waits
+            if not content.is_eof():  # otherwise all bytes have arrived, and nothing below waits
                 scope.limit(self._client.stalled_s)
             data = await self._wait(content.read(most) if most else content.readany(), self._client.stalled_s)
             if not data:
@@ -111,11 +111,11 @@ class HttpDownload(Download[HttpClient, Version]):
         return b""
 
     def _take(self, data: bytes) -> bytes:
-        """Return the wanted part of `data`, and finish if that was all."""
-        data = self._unskipped(data)
+        """Return the wanted part of `data`, and finish if it was the last."""
+        data = self._drop_skipped(data)
         if self._end is not None and self._position + len(data) > self._end:
             data = data[: self._end - self._position]
-        self._received(len(data))
+        self._advance(len(data))
         if self._length is None:
             check_size(self._path, self._position, self._max_bytes)
         if self._digest is not None:
@@ -129,7 +129,8 @@ class HttpDownload(Download[HttpClient, Version]):
             return
         if self._digest is not None and self._digest[0].digest() != self._digest[1]:
             name = self._digest[0].name
-            self.version = None  # start again from the beginning
+            # Without a version the next attempt begins again; a stream that has returned bytes fails instead.
+            self.version = None
             raise RequestFailed.corrupt(name)
         super()._finish()
 
@@ -160,22 +161,22 @@ class HttpDownload(Download[HttpClient, Version]):
         first = self._start if self._anew else self._position
         if status == 206:
             if answered is None or answered.start != first or answered.end is None:
-                raise self._client.refused(
+                raise self._client.refusal(
                     self._path, response, f"bytes from {first:,} on were asked for, and it gives "
                     f"{headers.get('Content-Range', 'no Content-Range')[:80]!r}"
                 )  # fmt: skip
             if length is not None and length != answered.end - first:
-                raise self._client.refused(self._path, response, "its Content-Length and Content-Range disagree")
+                raise self._client.refusal(self._path, response, "its Content-Length and Content-Range disagree")
             total = answered.total
         else:
             total, first = length, 0
-        self._opened(first, Version.of(headers, total))
+        self._check_version(first, Version.of(headers, total))
         if self._length is not None:
             assert self._end is not None
             if total is not None and self._end > total:
                 raise self._out_of_bounds(total)
             if self._position == self._start and self._skip > self._client.range_gap:
-                raise self._client.refused(
+                raise self._client.refusal(
                     self._path, response, "it ignores Range; read whole objects, or use a server with byte ranges"
                 )
         elif total is not None:
@@ -183,12 +184,12 @@ class HttpDownload(Download[HttpClient, Version]):
             check_start(self._path, total, self._start)
             self._end = total
         elif status == 206 and self._end is None:
-            raise self._client.refused(
+            raise self._client.refusal(
                 self._path, response, "it gives a part and does not state the object's size, so that nobody knows "
                 "whether the part reaches to its end"
             )  # fmt: skip
         elif status == 200 and headers.get("Transfer-Encoding", "").lower() != "chunked":
-            raise self._client.refused(
+            raise self._client.refusal(
                 self._path, response, "it states neither Content-Length nor chunks, so that a broken connection would "
                 "look like the object's end"
             )  # fmt: skip
@@ -200,17 +201,17 @@ class HttpDownload(Download[HttpClient, Version]):
     def _refuse_end(self, size: int) -> None:
         """Refuse an object that ends before the position."""
         check_start(self._path, size, self._start)
-        raise self._changed()
+        raise self._changed_error()
 
     def _refuse_encoding(self, response: aiohttp.ClientResponse) -> None:
         if (encoding := foreign_encoding(response.headers)) and not self._client.encoded:
-            raise self._client.refused(
+            raise self._client.refusal(
                 self._path, response, f"its bytes are encoded ({encoding[:40]!r}) although they were asked for as they "
                 "are; turn the encoding off in the server, or pass encoded=True to take them as the object's"
             )  # fmt: skip
 
     async def _accept_nothing(self, scope: Scope, response: aiohttp.ClientResponse) -> bool:
-        """Interpret a response that has no bytes from the position on; as `_accept`."""
+        """Interpret a response that has no bytes from the position on; False if nothing is left to read."""
         answered = parse_content_range(response.headers.get("Content-Range"))
         size = None if answered is None else answered.total
         if self._position == self._start:
@@ -223,13 +224,14 @@ class HttpDownload(Download[HttpClient, Version]):
                 size = (await self._measure(scope)).size
                 assert size is not None
             if size > self._start:
-                raise self._client.refused(
+                raise self._client.refusal(
                     self._path, response, f"bytes from {self._start:,} on were asked for, and it has {size:,}"
                 )
             check_start(self._path, size, self._start)
             return False  # the stream begins where the object ends
         if size == self._position and self._end is None and not self._anew:
-            # It may have broken after the last byte; or the object is another one, which begins with the same bytes.
+            # The connection may have broken after the last byte; or the object has been replaced by another of this
+            # size, whose bytes must be compared.
             self._anew = True
             raise RequestFailed.unproved()
-        raise self._changed()
+        raise self._changed_error()

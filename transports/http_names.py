@@ -1,6 +1,6 @@
 """Looks up the names of HTTP servers in threads of its own.
 
-Data path: aiohttp -> [http_names: a name's addresses] -> aiohttp connects.
+Data path: aiohttp -> [http_names: the addresses of a name] -> aiohttp connects.
 
 aiohttp's own resolver uses the loop's default executor, whose threads may all be busy with calls of the program: then
 no request would begin. aiodns, which aiohttp prefers where it is installed, is not used because its errors do not
@@ -34,7 +34,7 @@ class SystemResolver:
         return await in_thread(partial(_look_up, host, port, family))
 
     async def close(self) -> None:
-        """Do nothing: a lookup in progress ends by itself."""
+        """Do nothing: a lookup in progress ends by itself, in its thread."""
 
 
 def _look_up(host: str, port: int, family: socket.AddressFamily) -> list[ResolveResult]:

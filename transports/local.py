@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from aiofiles.threadpool import wrap
 
-from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, changed, overrides
+from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, changed_error, overrides
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.checks import (
     check_chunk_size,
@@ -58,7 +58,7 @@ class LocalTransport(Transport):
             most, which is enough for files in the page cache; a network disk may need more.
     """
 
-    range_gap: ClassVar[int] = 16 << 10  # as many bytes of the page cache cost as much as a system call
+    range_gap: ClassVar[int] = 16 << 10  # reading these bytes from the page cache takes as long as a system call
 
     def __init__(self, root: str | os.PathLike[str], *, threads: int | None = None) -> None:
         self.root = os.path.abspath(os.fspath(root))  # noqa: PTH100 - Path.resolve would follow links, which is I/O
@@ -86,20 +86,20 @@ class LocalTransport(Transport):
         return partial(type(self), threads=self.threads), (self.root,)
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """Read a whole file in one call in a thread. As `Transport.read`."""
+        """Read a whole file in one call in a thread, like `Transport.read`."""
         return await self._pool.run(partial(self._with_file, path, partial(self._read, path, max_bytes)))
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
-        """Read a range in one call in a thread. As `Transport.read_range`."""
+        """Read a range in one call in a thread, like `Transport.read_range`."""
         (answer,) = await self.read_ranges(path, [(start, length)])
         return answer
 
     async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
-        """Read all ranges in one call in a thread, opening the file once. As `Transport.read_ranges`."""
+        """Read all ranges in one call in a thread, opening the file once, like `Transport.read_ranges`."""
         return await self._pool.run(partial(self._read_planned, path, self._plan(ranges)))
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """Read a file in chunks of exactly `chunk_size`, the last one shorter. As `Transport.stream`."""
+        """Read a file in chunks of exactly `chunk_size`, but for the last chunk, like `Transport.stream`."""
         async with aclosing(self.stream_with_status(path, start, chunk_size)) as chunks:
             async for chunk, _ in chunks:
                 if chunk:
@@ -108,10 +108,12 @@ class LocalTransport(Transport):
     async def stream_with_status(
         self, path: str, start: int, chunk_size: int
     ) -> AsyncGenerator[tuple[bytes, tuple[os.stat_result, os.stat_result]], None]:
-        """Read a file as `stream`, and describe it before and after each chunk. Its end is an empty chunk."""
+        """Read a file like `stream`, and return each chunk with the file's status before and after it. An empty chunk
+        ends the stream, so that the status after the last byte is returned, too.
+        """
         check_chunk_size(chunk_size)
         check_start(path, None, start)
-        async with self._opened(path, start) as file:
+        async with self._open_file(path, start) as file:
             read = partial(_read_described, file, chunk_size)
             chunk = b"."
             while chunk:
@@ -120,7 +122,7 @@ class LocalTransport(Transport):
                 yield chunk, around
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
-        """Return the paths of the regular files, with one call in a thread per directory. As `Transport.list`."""
+        """Return the paths of the regular files, with one call in a thread per directory, like `Transport.list`."""
         check_prefix(prefix)
         pending = [FileEntry(prefix.rpartition("/")[0], True, frozenset())]
         while pending:
@@ -132,33 +134,33 @@ class LocalTransport(Transport):
             pending.extend(each for each in reversed(inside) if each.path.startswith(prefix))
 
     async def size(self, path: str) -> int:
-        """Return a file's size in bytes. As `Transport.size`."""
+        """Return a file's size in bytes, like `Transport.size`."""
         return await self._pool.run(partial(self._with_file, path, lambda _, size: size))
 
     async def info(self, path: str) -> ObjectInfo:
-        """Return a file's size, and as its version its modification time, size and inode. As `Transport.info`.
+        """Return a file's size, and as its version its modification time, size and inode, like `Transport.info`.
 
-        In the first 3 seconds after a change there is no version, because another change might not alter the time.
+        In the first 3 seconds after a change the version is None, because another change might not alter the time.
         """
         return await self._pool.run(
             partial(self._with_file, path, lambda descriptor, _: _describe(os.fstat(descriptor)))
         )
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Read a whole file and its version in one call in a thread. As `Transport.read_with_info`."""
+        """Read a whole file and its version in one call in a thread, like `Transport.read_with_info`."""
         return await self._pool.run(partial(self._with_file, path, partial(self._read_described, path, max_bytes)))
 
     def pinned(self, path: str) -> PinnedReader:
-        """Return a reader that compares the file's identity, size and time with each read. As `Transport.pinned`."""
+        """Return a reader that compares the file's identity, size and time at each read, like `Transport.pinned`."""
         return super().pinned(path) if overrides(self, LocalTransport) else _PinnedFile(self, path)
 
     async def read_ranges_of(
         self, path: str, ranges: Iterable[tuple[int, int]], first: os.stat_result | None
     ) -> tuple[Sequence[bytes], os.stat_result]:
-        """Read ranges of the file that `first` describes, None: of any, and return its description.
+        """Read ranges of a file, and return its status. `first`: the status that it must have; None: any.
 
         Raises:
-            ReadFailed: the file is another one, or was modified.
+            ReadFailed: the file was replaced or modified.
             The other errors of `read_ranges`.
         """
         plan = self._plan(ranges)
@@ -166,10 +168,11 @@ class LocalTransport(Transport):
         def use(descriptor: int, size: int) -> tuple[Sequence[bytes], os.stat_result]:
             before = os.fstat(descriptor)
             if first is not None and _differs(first, before):
-                raise changed(path)
+                raise changed_error(path)
             data = self._read_blocks(path, plan, descriptor, size)
+            # Also after the read: the file may have been modified in place during it.
             if _differs(before, os.fstat(descriptor)):
-                raise changed(path)
+                raise changed_error(path)
             return data, before
 
         return await self._pool.run(partial(self._with_file, path, use))
@@ -186,20 +189,20 @@ class LocalTransport(Transport):
         Raises:
             ObjectNotFound, AccessDenied, InvalidPath, ReadFailed, TransportClosed: see `errors`.
         """
-        return self._wrapped(path)
+        return self._open_wrapped(path)
 
     async def aclose(self) -> None:
-        """Wait for reads in progress and join the threads. As `Transport.aclose`."""
+        """Wait for reads in progress and join the threads, like `Transport.aclose`."""
         await self._pool.aclose()
 
     @asynccontextmanager
-    async def _wrapped(self, path: str) -> AsyncGenerator[AsyncBufferedReader, None]:
-        async with self._opened(path) as file:
+    async def _open_wrapped(self, path: str) -> AsyncGenerator[AsyncBufferedReader, None]:
+        async with self._open_file(path) as file:
             wrapped = wrap(file, loop=asyncio.get_running_loop(), executor=self._pool)
             yield cast("AsyncBufferedReader", wrapped)
 
     @asynccontextmanager
-    async def _opened(self, path: str, start: int = 0) -> AsyncGenerator[BufferedReader, None]:
+    async def _open_file(self, path: str, start: int = 0) -> AsyncGenerator[BufferedReader, None]:
         check_path(path)
         # Buffered on purpose: its lock makes the close below wait for a read that a cancelled caller left running.
         file = await self._pool.acquire(partial(self._open_buffered, path, start), BufferedReader.close)
@@ -233,7 +236,7 @@ class LocalTransport(Transport):
 
     def _read(self, path: str, max_bytes: int | None, descriptor: int, size: int) -> bytes:
         check_size(path, size, max_bytes)
-        # One byte more than the size: if only `size` bytes are returned, the end of the file was reached.
+        # One byte more than the size: if only `size` bytes are returned, the read has reached the end of the file.
         data = os.read(descriptor, size + 1)
         if len(data) == size:
             return data
@@ -278,7 +281,8 @@ class _PinnedFile(PinnedReader):
 
     async def _read(self, ranges: Iterable[tuple[int, int]]) -> tuple[Sequence[bytes], os.stat_result]:
         data, status = await self._files.read_ranges_of(self.path, ranges, self._status)
-        self._compare(status)  # there may have been another first read meanwhile
+        # Compared here as well: a concurrent first read may have set `_status` while this read was in a thread.
+        self._compare(status)
         return data, status
 
     async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
@@ -292,7 +296,7 @@ class _PinnedFile(PinnedReader):
     def _compare(self, status: os.stat_result) -> None:
         self._status = first = self._status or status
         if _differs(first, status):
-            raise changed(self.path)
+            raise changed_error(self.path)
 
 
 def _read_described(file: BufferedReader, nbytes: int) -> tuple[bytes, tuple[os.stat_result, os.stat_result]]:
@@ -304,8 +308,9 @@ def _differs(first: os.stat_result, now: os.stat_result) -> bool:
     """Return whether a file was replaced or modified; the latter as far as the file system's clock shows."""
     if (first.st_size, first.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
         return True
-    # File systems in user space (sshfs, gcsfuse) number a file anew when the kernel has forgotten it. A replacement of
-    # the same size and time of modification has got its name at another time.
+    # File systems in user space (sshfs, gcsfuse) give a file another inode number when the kernel has dropped it from
+    # its cache. A file that replaced it, with the same size and time of modification, has another time of status
+    # change.
     same_file = (first.st_dev, first.st_ino) == (now.st_dev, now.st_ino)
     return not same_file and first.st_ctime_ns != now.st_ctime_ns
 

@@ -3,7 +3,7 @@
 Data path: dataset -> [memory] -> sample.
 
 For tests and small datasets. It satisfies the whole contract of `base.py` and passes the same conformance tests as the
-other transports, so code that works with it works with them. Like real reads, each call lets the event loop run once.
+other transports. Like real reads, each call lets the event loop run once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from asyncloader.transports.errors import ObjectNotFound, TransportClosed
 
 
 class MemoryTransport(Transport):
-    """The objects given to it. A pickled copy has its own, so each worker's copy takes the same memory again.
+    """Serves the objects given to it. A pickled copy has copies of them, so each worker's copy takes the same memory
+    again.
 
     Args:
         objects: path -> bytes; copied, not shared with the caller's mapping. Default: none.
@@ -64,19 +65,19 @@ class MemoryTransport(Transport):
         self._objects[path] = data
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """Return an object, without a copy. As `Transport.read`."""
+        """Return an object, without a copy, like `Transport.read`."""
         data = await self._find(path)
         check_size(path, len(data), max_bytes)
         return data
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
-        """Return a part of an object. As `Transport.read_range`."""
+        """Return a part of an object, like `Transport.read_range`."""
         data = await self._find(path)
         check_range(path, len(data), start, length)
         return data[start : start + length]
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """Return an object in chunks, as it was at the first chunk. As `Transport.stream`."""
+        """Return in chunks the object that exists at the first chunk, like `Transport.stream`."""
         check_chunk_size(chunk_size)
         check_start(path, None, start)
         data = await self._find(path)
@@ -86,7 +87,7 @@ class MemoryTransport(Transport):
             await self._checkpoint()
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
-        """Return the paths as they were at the first of them. As `Transport.list`."""
+        """Return the paths that exist when the first path is returned, like `Transport.list`."""
         check_prefix(prefix)
         await self._checkpoint()
         for path in sorted(self._objects):
@@ -95,20 +96,20 @@ class MemoryTransport(Transport):
                 await self._checkpoint()
 
     async def size(self, path: str) -> int:
-        """Return an object's size in bytes. As `Transport.size`."""
+        """Return an object's size in bytes, like `Transport.size`."""
         return len(await self._find(path))
 
     async def info(self, path: str) -> ObjectInfo:
-        """Return an object's size and the hash of its bytes. As `Transport.info`."""
+        """Return an object's size and the hash of its bytes, like `Transport.info`."""
         return self._describe(path, await self._find(path))
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Return an object with the hash of its bytes. As `Transport.read_with_info`."""
+        """Return an object with the hash of its bytes, like `Transport.read_with_info`."""
         data = await self.read(path, max_bytes=max_bytes)
         return data, self._describe(path, data)
 
     async def aclose(self) -> None:
-        """Refuse further calls. The objects live as long as the transport. As `Transport.aclose`."""
+        """Refuse further calls, like `Transport.aclose`. The objects live as long as the transport."""
         self._closed = True
 
     async def _find(self, path: str) -> bytes:
@@ -133,5 +134,6 @@ class MemoryTransport(Transport):
         """Let the loop run, so that callers can interleave and be cancelled as with real reads."""
         if not self._closed:
             await asyncio.sleep(0)
+        # Again: it may have been closed while the loop ran.
         if self._closed:
             raise TransportClosed("the memory transport is closed; open another one")

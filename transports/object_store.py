@@ -2,9 +2,9 @@
 
 Data path: dataset -> [object_store] -> object_store_download -> object_store_client -> obstore -> store.
 
-It is implemented on obstore, the Python binding of Rust's object_store. `object_store_download` reads one object over
-as many requests as it takes; `object_store_client` sends requests, lists, handles forks and classifies errors;
-`object_store_config` finds credentials. `download`, `client_owner` and `retry` are shared with HTTP.
+It is implemented on obstore, the Python binding of Rust's object_store. `object_store_download` reads one object by one
+or more requests; `object_store_client` sends requests, lists, handles forks and classifies errors;
+`object_store_config` finds credentials. HTTP uses `download`, `client_owner` and `retry`, too.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
         region: S3's region. None: from the environment or the AWS profile, otherwise ``us-east-1``.
         skip_signature: send no credentials, for public buckets. Default False.
         credentials: an obstore credential provider, for example ``obstore.auth.boto3.Boto3CredentialProvider()``; must
-            be picklable if the transport is to be. None: the standard sources (`object_store_config`).
+            be picklable if the transport is pickled. None: the standard sources (`object_store_config`).
         config: more settings by obstore's names (``S3Config``, ``GCSConfig``, ``AzureConfig``), which override all
             others: ``{"access_key_id": ..., "secret_access_key": ...}``. Not shown in texts.
         client: more settings of the connections by obstore's names (``ClientConfig``): proxies, own certificates.
-        retry: what is retried and for how long. Default: `RetryPolicy()`.
+        retry: which failures are retried and for how long. Default: `RetryPolicy()`.
         requests: maximum number of concurrent requests, and so of connections; an open stream is one. Default 256.
         connect_s: seconds for the store to accept a connection. Default 10.
         stalled_s: seconds without new bytes, of the response's head or body, after which it counts as broken. Default
             30. There is no limit for a whole download.
         min_bytes_per_s: a response that is slower counts as broken, too: a part of up to 1 MiB, which obstore gives as
             a whole, must come within a minute, or within the time that this rate allows, if that is more. Default
-            1024; 0: any rate will do.
+            1024; 0: no least rate.
 
     Raises:
         ValueError: the URL is not an object store's, an option does not apply to it, or a number is out of bounds.
@@ -111,7 +111,7 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
         return cls(url, **options)
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
-        """Return the objects' paths; all of them are requested before the first is returned. As `Transport.list`.
+        """Return the objects' paths, like `Transport.list`. All are requested before the first is returned.
 
         Costs one request per 1,000 objects in the directory that `prefix` names or lies in, and memory for the matching
         names.
@@ -125,11 +125,11 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
             self._client.owner.use()
 
     async def size(self, path: str) -> int:
-        """Return an object's size, by HEAD. As `Transport.size`."""
+        """Return an object's size, by HEAD, like `Transport.size`."""
         return (await self.info(path)).size
 
     async def info(self, path: str) -> ObjectInfo:
-        """Return an object's size and its ETag if that is strong, by HEAD. As `Transport.info`."""
+        """Return an object's size and its ETag if that is strong, by HEAD, like `Transport.info`."""
         version = await self.version(path)
         return ObjectInfo(version.size, version.name)
 

@@ -1,4 +1,4 @@
-"""Sends requests to one object store through obstore: ownership of clients, listings, forks, and the meaning of errors.
+"""Sends requests to one object store through obstore; owns its clients, lists, handles forks, and classifies errors.
 
 Data path: object_store_download -> [object_store_client] -> obstore's threads -> store.
 
@@ -13,8 +13,8 @@ belong to the process and remain.
 *Forks.* obstore starts its threads at the first request of the process. A forked child has the parent's memory, but not
 its threads, so every request in the child would wait for ever; a new client does not help. Therefore every use in such
 a child raises at once (`note_use`), and inherited clients are never garbage-collected there: their locks may have been
-held at the fork. Importing obstore and making clients is harmless, and children of "spawn" or "forkserver" inherit
-nothing.
+held at the fork. To import obstore and make clients before the fork is harmless, and children of "spawn" or
+"forkserver" inherit nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OpenStore:
     """obstore's clients of a transport in one loop and process.
 
     Args:
-        open_store: makes a client; its argument says whether obstore retries by itself.
+        open_store: makes a client; its argument: whether obstore retries by itself.
     """
 
     def __init__(self, open_store: Callable[[bool], Store]) -> None:
@@ -62,9 +62,7 @@ class OpenStore:
 
     @property
     def listings(self) -> Store:
-        """The client for listings: obstore must retry pages by itself, because a single page cannot be requested from
-        here.
-        """
+        """The client for listings: obstore must retry pages by itself, because it provides no request for one page."""
         if self._listings is None:
             self._listings = self._open_store(True)
         return self._listings
@@ -99,7 +97,7 @@ class StoreOwner(ClientOwner[OpenStore]):
 
     @staticmethod
     def leave_to_parent(client: OpenStore) -> object:
-        """Keep the client alive. As `ClientOwner.leave_to_parent`."""
+        """Keep the client alive, like `ClientOwner.leave_to_parent`."""
         return client
 
 
@@ -115,15 +113,15 @@ def _settle(pid: int) -> None:
     Measured with obstore 0.12.1 and Python 3.11 on asyncio's own loop: 24 of 60 programs that ended right after the
     last bytes of a stream aborted, and none of 60 with this.
 
-    It sleeps because there is nothing to wait for. Up to obstore 0.12.1 there is:
+    It sleeps because it has nothing to wait for. Up to obstore 0.12.1:
 
-    - no way to close a client or a stream, to end or join the runtime, or to learn that it is idle: neither the
-    functions nor the classes provide one, and `threading` does not know the threads;
-    - no event after a thread's last use of Python. A request's future is none: the thread resolves it by
-    `call_soon_threadsafe`, which wakes the loop and releases the GIL while doing so; it has to take the GIL again after
-    the caller has continued. One more request as a barrier ends in the same way, and the runtime's tasks are unordered.
-    `sys._current_frames` shows the threads that execute Python code, but not those that are about to take the GIL, as
-    after a cancelled request.
+    - no function or class can close a client or a stream, end or join the runtime, or show whether it is idle, and
+    `threading` does not know the threads;
+    - no event follows a thread's last use of Python. A request's future is no such event: the thread resolves it by
+    `call_soon_threadsafe`, which wakes the loop and releases the GIL while doing so; the thread has to take the GIL
+    again after the caller has continued. Another request as a barrier ends in the same way, and the runtime's tasks are
+    unordered. `sys._current_frames` shows the threads that execute Python code, but not those that are about to take
+    the GIL, as after a cancelled request.
 
     The remaining work takes microseconds and does not depend on the network. So a bounded sleep without the GIL is
     sufficient: it costs a process that used obstore 50 ms once, and fails only if a thread is not scheduled for that
@@ -150,7 +148,7 @@ class StoreClient(RetryingClient[OpenStore]):
         super().__init__(StoreOwner(f"the transport of {location.url}", requests, open_one), retry, min_bytes_per_s)
         self.location = location
         self._endpoint = settings.endpoint or settings.config.get("endpoint")
-        # obstore enforces both limits itself. This one ends the wait in case its threads do not exist.
+        # obstore enforces both limits itself. This limit ends the wait if obstore's threads do not exist.
         self._head_s = settings.connect_s + 2 * settings.stalled_s
 
     async def get(self, scope: Scope, path: str, options: GetOptions) -> GetResult:
@@ -165,7 +163,7 @@ class StoreClient(RetryingClient[OpenStore]):
         return result
 
     def slow_s(self, nbytes: int) -> float | None:
-        """Return the seconds within which a part of so many bytes must come; None for ever."""
+        """Return the seconds within which a part of `nbytes` bytes must come; None: no limit."""
         return max(SLOW_S, nbytes / self.min_bytes_per_s) if self.min_bytes_per_s else None
 
     async def head(self, scope: Scope, path: str) -> ObjectMeta:
@@ -192,13 +190,13 @@ class StoreClient(RetryingClient[OpenStore]):
     async def names(self, prefix: str) -> list[str]:
         """Return the paths of all objects that begin with `prefix`, ascending by code point.
 
-        All are requested before any is returned, because not every store sorts. obstore lists by whole path parts, so
-        everything in the prefix's last directory is requested.
+        All are requested before the first is returned, because not every store sorts. obstore lists by whole path
+        parts, so all objects in the prefix's last directory are requested.
         """
         sizes = await self._until_done(None, lambda scope: self._pages(scope, prefix))
         names = sorted(sizes)
-        # Web consoles create folders as empty objects whose names end with "/". obstore drops the slash, and such a
-        # name cannot be read. Names that look like one are checked.
+        # Web consoles create folders as empty objects whose names end with "/". obstore drops the slash, and the name
+        # without it cannot be read. Names that may be of a folder are checked.
         suspects = [name for name in names if not sizes[name] and _may_be_folder(name, names)]
         folders = {
             name
@@ -209,17 +207,17 @@ class StoreClient(RetryingClient[OpenStore]):
 
     @property
     def server(self) -> str:
-        """Return the root's URL and the endpoint. As `RetryingClient.server`."""
+        """Return the root's URL and the endpoint, like `RetryingClient.server`."""
         return f"{self.location.url} at {self._endpoint}" if self._endpoint else self.location.url
 
-    def where(self, path: str | None) -> str:  # noqa: ARG002 - the root says enough: texts name the path, too
-        """Return the root's URL, for objects as well. As `RetryingClient.where`."""
+    def where(self, path: str | None) -> str:  # noqa: ARG002 - the root is enough: texts name the path, too
+        """Return the root's URL, for objects as well, like `RetryingClient.where`."""
         return self.location.url
 
     # --- failures
 
     def classify_error(self, error: BaseException, path: str | None) -> RequestFailed | None:
-        """As the function `classify_error`, with the root and the policy's statuses."""
+        """Classify an error by the function `classify_error`, with the root and the policy's statuses."""
         failed = classify_error(error, path, self.location.url, self._retry.statuses)
         if failed is not None and failed.kind.startswith("status"):
             self.answered(busy=failed.retryable)
@@ -281,7 +279,7 @@ def check_key(path: str) -> None:
     """Refuse a path that is not canonical, or contains a control character, which obstore does not allow.
 
     Raises:
-        InvalidPath: it is one of these.
+        InvalidPath: the path is refused.
     """
     check_path(path)
     if not path.isprintable() and any(each < " " or each == "\x7f" for each in path):
@@ -291,7 +289,7 @@ def check_key(path: str) -> None:
 
 
 def _may_be_folder(name: str, names: list[str]) -> bool:
-    """Return whether an empty object looks like a folder: there are names below it, or its name has no suffix."""
+    """Return whether an empty object may be a folder: other names lie below it, or its name has no suffix."""
     below = name + "/"
     location = bisect_left(names, below)
     if location < len(names) and names[location].startswith(below):
@@ -342,7 +340,7 @@ _MOST_WORDS = 400
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that `error` is about; None if it has none."""
+    """Return the HTTP status that `error` is about; None if its text names no status."""
     words, _, debug = str(error).partition(_DEBUG)
     match = _STATUS.search(debug) or _STATUS_WORDS.search(words)
     return int(match[1]) if match else None
@@ -354,7 +352,7 @@ def classify_error(
     """Translate an error of a request; None if it does not come from the store.
 
     Args:
-        error: what an attempt raised.
+        error: the error of an attempt.
         path: the object, None for a listing.
         where: the root's URL.
         statuses: the retryable statuses.
@@ -449,7 +447,7 @@ def note_use() -> None:
         _user = pid
         _watch_forks()
         return
-    # Also detected by the pid, in case a fork did not run Python's hooks.
+    # Also found by the pid, in case a fork did not run Python's hooks.
     raise TransportError(
         "this process was forked from one that had already read an object store (s3://, gs://, az://), and "
         "obstore's threads exist only there: a request made here would hang for ever. Start the workers with "

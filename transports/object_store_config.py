@@ -2,7 +2,7 @@
 
 Data path: object_store -> [object_store_config] -> object_store_client.
 
-Credentials are looked up where each store's own tools look, first in `config`, then in the environment:
+Credentials are looked up in `config`, then in the places of each store's own tools:
 
     s3   AWS_ACCESS_KEY_ID ..., web identity, the profile's keys in ~/.aws/credentials and ~/.aws/config
          (AWS_PROFILE, AWS_SHARED_CREDENTIALS_FILE, AWS_CONFIG_FILE), container and instance roles
@@ -62,7 +62,7 @@ class BucketLocation(NamedTuple):
     Attributes:
         kind: ``"s3"``, ``"gs"`` or ``"az"``.
         bucket: the bucket, or Azure's container.
-        prefix: what paths are relative to, without leading or trailing slash; empty for the whole bucket.
+        prefix: the prefix of all paths, without leading or trailing slash; empty for the whole bucket.
         account: Azure's storage account, if the URL names it.
         fabric: whether the account is in Microsoft Fabric.
         url: the root for texts.
@@ -95,10 +95,10 @@ class Profile(NamedTuple):
 
     Attributes:
         name: the profile's name.
-        keys: ``access_key_id`` and so on; empty if the profile has none.
+        keys: ``access_key_id`` and so on; empty if the profile has no keys.
         others: region and endpoint.
-        indirect: the setting by which the profile gets its keys from elsewhere; None if there is none.
-        found: whether a file has such a profile.
+        indirect: the setting by which the profile gets its keys from elsewhere; None if it has no such setting.
+        found: whether a file has the profile.
     """
 
     name: str
@@ -147,7 +147,7 @@ def parse_location(url: str) -> BucketLocation:
     used literally, without unescaping.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the URL has another scheme, or is malformed.
         InvalidPath: the prefix is not canonical (an empty, ``.`` or ``..`` part).
     """
     match = _URL.fullmatch(url)

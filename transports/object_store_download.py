@@ -2,8 +2,8 @@
 
 Data path: object_store -> [object_store_download] -> object_store_client -> obstore -> store.
 
-See `download` for what is common to all downloads. A broken download continues with a range and ``If-Match``, if the
-store sent a strong ETag, as S3, GCS and Azure do; otherwise it begins again, and the bytes are compared.
+`download` has the part that is common to all downloads. A broken download continues with a range and ``If-Match``, if
+the store sent a strong ETag, as S3, GCS and Azure do; otherwise it begins again, and the bytes are compared.
 
 obstore could retry by itself, but its retries are disabled for objects: it would not count them, its time limit would
 elapse while a stream's consumer is busy, and it would report a changed object as a broken one.
@@ -24,7 +24,7 @@ from asyncloader.transports.retry import RequestFailed
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
 
-# A body of up to this size is read in one await. A larger one is read in parts, so that it can be resumed.
+# A body of up to this size is read in one await. A larger body is read in parts, so that it can be resumed.
 _SMALL = 1 << 20
 _PART = 1 << 20
 
@@ -47,7 +47,7 @@ class StoreVersion(NamedTuple):
 
     @property
     def name(self) -> str | None:
-        """A text that is another one for other bytes; None if there is none."""
+        """A text that differs for other bytes; None if the ETag is weak or missing."""
         return self.validator
 
     def differs(self, other: StoreVersion) -> bool:
@@ -81,7 +81,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             text = f"the answer was slower than min_bytes_per_s={self._client.min_bytes_per_s:g}"
             return RequestFailed("slow", text, cause=error)
         if failed is not None and failed.kind == "status 412":
-            changed = self._changed()
+            changed = self._changed_error()
             if isinstance(changed, RequestFailed):
                 return changed
             return RequestFailed(failed.kind, failed.text, retryable=False, cause=error, final=changed)
@@ -110,7 +110,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         scope.limit(None)
         if self._position + len(data) != self._end:
             raise RequestFailed.short(self._position + len(data), self._end)
-        self._received(len(data))
+        self._advance(len(data))
         self._parts.append(data)
         self._finish()
 
@@ -122,21 +122,22 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             result = await self._open(scope)
             if result is None:
                 return b""
-            # obstore returns at least so many bytes, often more: half of `most` is seldom exceeded.
+            # obstore returns parts of at least the size asked for, often larger: with half of `most`, they seldom
+            # exceed `most`.
             self._body = aiter(result.stream(max(1, most // 2) if most else _PART))
         data, self._spare = self._spare, b""
-        # obstore gives bytes when it has so many of them, so that only a limit can end the wait for a slow store.
+        # obstore returns a part when it has all of its bytes, so that only a limit can end the wait for a slow store.
         slow_s = self._client.slow_s(most or _PART)
         while not data:
             scope.limit(slow_s)
             try:
-                data = self._unskipped(await self._wait(anext(self._body), slow_s or inf))
+                data = self._drop_skipped(await self._wait(anext(self._body), slow_s or inf))
             except StopAsyncIteration:
                 raise RequestFailed.short(self._position, self._end or 0) from None
         scope.limit(None)
         if most and len(data) > most:
             data, self._spare = data[:most], data[most:]
-        self._received(len(data))
+        self._advance(len(data))
         if self._position == self._end:
             self._finish()
         return data
@@ -164,7 +165,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
                 return result
         except BaseException:
             # Takes the body out and drops it. Dropping `result` is not enough: the error's traceback may keep it alive,
-            # and obstore's threads release what they hold of it only at their next call.
+            # and obstore's threads release their part of it only at their next call.
             result.stream()
             raise
         self._finish()
@@ -174,7 +175,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         """Check the head of a response; False if nothing is left to read."""
         size = meta["size"]
         first = self._start if self._anew else self._position
-        self._opened(first, StoreVersion.of(meta))
+        self._check_version(first, StoreVersion.of(meta))
         if self._length is not None:
             assert self._end is not None
             if self._end > size:
@@ -190,7 +191,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
     async def _accept_nothing(self, scope: Scope, error: Exception) -> None:
         """Interpret a response that has no bytes from the position on."""
         if self._position > self._start:
-            raise self._changed() from error
+            raise self._changed_error() from error
         if self._length is not None:
             raise self._out_of_bounds(None) from error
         meta = await self._client.head(scope, self._path)

@@ -1,4 +1,4 @@
-"""What a download must know of the version of an object that an answer is of. Pure."""
+"""The version of an object, as a download needs it from a store's answer. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class ObjectVersion(Protocol):
 
     @property
     def validator(self) -> str | None:
-        """An identifier of these exact bytes; None if there is none."""
+        """An identifier of these exact bytes; None if nothing proves that the bytes are equal."""
 
     @property
     def name(self) -> str | None:
-        """A text that is another one for other bytes, as in `ObjectInfo.etag`; None if there is none."""
+        """A text that differs for other bytes, as in `ObjectInfo.etag`; None without a validator."""
 
     @property
     def size(self) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from asyncloader.transports.base import ObjectInfo, PinnedReader, changed
+from asyncloader.transports.base import ObjectInfo, PinnedReader, changed_error
 
 if TYPE_CHECKING:
     from asyncloader.transports.download import NetworkTransport
@@ -21,12 +21,12 @@ class PinnedObject(PinnedReader):
     def __init__(self, transport: NetworkTransport[Any], path: str) -> None:
         super().__init__(transport, path)
         self._network = transport
-        self._stated: Any = None  # the version that the metadata named
+        self._stated: Any = None  # the version in the object's metadata
         self._read: Any = None  # the version of the bytes
 
     @property
     def etag(self) -> str | None:
-        """The version of the bytes. As `PinnedReader.etag`."""
+        """The version of the bytes, like `PinnedReader.etag`."""
         name: str | None = None if self._read is None else self._read.name
         return name
 
@@ -34,7 +34,7 @@ class PinnedObject(PinnedReader):
         version = await self._network.version(self.path)
         self._stated = first = self._stated or version
         if first.differs(version) or (self._read is not None and self._read.differs(version)):
-            raise changed(self.path)
+            raise changed_error(self.path)
         if version.size is None:  # `version` has raised SizeUnknown
             raise AssertionError(self.path)
         return ObjectInfo(version.size, version.name)
@@ -42,9 +42,10 @@ class PinnedObject(PinnedReader):
     async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
         data, versions = await self._network.read_ranges_with_versions(self.path, ranges)
         for version in versions:
-            # Some servers name versions in answers to GET only: the metadata's must not contradict, no more.
+            # Some servers name versions in answers to GET only: so the metadata need not prove the version, but must
+            # not contradict it.
             if self._stated is not None and self._stated.differs(version):
-                raise changed(self.path)
+                raise changed_error(self.path)
             self._compare(version)
         return data
 
@@ -56,6 +57,6 @@ class PinnedObject(PinnedReader):
 
     def _compare(self, version: Any) -> None:
         first = self._read = self._read or version
-        # A server that named the version once must go on: an object without a name may be any other one.
+        # A server that named the version once must name it again: an object without a version may be any other object.
         if first.differs(version) or first.resembles(first) != first.resembles(version):
-            raise changed(self.path)
+            raise changed_error(self.path)

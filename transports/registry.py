@@ -8,7 +8,7 @@ A package adds a transport by an entry point, whose name is the scheme and whose
     gopher = "gopher_for_asyncloader:GopherTransport"
 
 Entry points cannot replace built-in schemes. Transports cannot be registered at run time, so the meaning of a URL
-depends on the installed packages and not on what was imported before.
+depends on the installed packages and not on earlier imports.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ stood still (it was suspended, or its loop was blocked). Neither is an outage, a
 give up without a second attempt.
 
 *Exponential back-off with full jitter*: the n-th wait is uniform between 0 and ``min(cap, first * 2**n)``. Source:
-Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015; of the variants compared there it needs the
-fewest calls. The random generator is separate from those that datasets use, so a retry never changes a sample.
+Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015; of the variants compared in it, full jitter
+needs the fewest calls. The random generator is separate from those that datasets use, so a retry never changes a
+sample.
 
 *There is no circuit breaker.* It would let reads fail early, but a training run wants them to wait. Its other purpose,
 to spare a server that is down, is served by the jitter: 512 reads in flight send about 100 requests per second.
@@ -77,8 +78,8 @@ class RetryPolicy:
             Default 120: a rolling restart of a store or of a node's network takes tens of seconds, and users report
             that budgets below 30 s end their runs; much more would hide a wrong address for too long.
         first_contact_s: seconds for all attempts together until the store has answered for the first time in this
-            process, 0 or more; at most `budget_s`. Default 15: what has never answered is rather a wrong address than
-            an outage, and nobody should wait minutes to learn of it.
+            process, 0 or more; at most `budget_s`. Default 15: a store that has never answered has more often a wrong
+            address than an outage, and users should not wait minutes for the error.
         first_delay_s: upper bound of the first wait, above 0. Default 0.2: a few round trips.
         cap_s: upper bound of any wait, at least `first_delay_s`. Default 10: how long the end of an outage may go
             unnoticed.
@@ -138,7 +139,7 @@ class Attempts:
         began: when the operation began, in seconds of the caller's clock. Any monotonic clock.
         attempt: when the attempt in progress began; None: with the operation.
         jitter: returns numbers uniform in 0..1. Default: a generator of this module's own.
-        share: the part of the budget that one attempt uses up at most. 1 for attempts that retry internally.
+        share: the largest part of the budget that an attempt uses up. 1 for attempts that retry internally.
     """
 
     __slots__ = ("_attempt", "_in_a_row", "_jitter", "_policy", "_share", "_since", "failures")
@@ -161,10 +162,10 @@ class Attempts:
         self.failures = 0
 
     def follow(self, policy: RetryPolicy) -> None:
-        """Go on under another policy."""
+        """Continue under another policy."""
         self._policy = policy
 
-    def waited(self, now: float) -> float:
+    def seconds_without_progress(self, now: float) -> float:
         """Return the seconds without progress so far."""
         return now - self._since
 
@@ -185,16 +186,17 @@ class Attempts:
     def failed(self, now: float, retry_after: float | None = None) -> Verdict:
         """Decide what to do after a retryable failure.
 
-        The last wait is shortened so that one more attempt is made when the budget ends. A server's own `retry_after`
-        is never shortened: if it exceeds the budget, the operation gives up.
+        The last wait is shortened so that another attempt is made when the budget ends. A wait that the server asks for
+        (`retry_after`) is never shortened: if it exceeds the budget, the operation gives up.
 
         Args:
             now: the time, by the clock of `began`.
-            retry_after: seconds that the server asks to wait; None: it did not say.
+            retry_after: seconds that the server asks to wait; None: it does not ask.
         """
         self.failures += 1
         self._in_a_row += 1
         budget = self._policy.budget_s
+        # An attempt that took longer was receiving bytes, or the process stood still: the rest of it is no outage.
         self._since += max(0.0, now - self._attempt - self._share * budget)
         verdict = self._judge(budget, self._since + budget - now, retry_after)
         self._attempt = now + (verdict.delay or 0.0)
@@ -273,7 +275,7 @@ def is_retryable(error: BaseException) -> bool:
     if isinstance(error, TimeoutError | ConnectionError | EOFError):
         return True
     if isinstance(error, OSError):
-        # getaddrinfo's errors have numbers of their own; this one is "temporary failure in name resolution".
+        # The numbers of getaddrinfo's errors are no errnos; EAI_AGAIN is "temporary failure in name resolution".
         if type(error).__name__ == "gaierror":
             return "EAI_AGAIN" in _address_error_names(error.errno)
         return error.errno in _RETRYABLE_ERRNOS
@@ -283,7 +285,7 @@ def is_retryable(error: BaseException) -> bool:
 def asked_delay(headers: Mapping[str, str], now: float) -> float | None:
     """Return the seconds that an answer's ``Retry-After`` asks for, 0 or more; None if it is missing or invalid.
 
-    A date is compared with the answer's own ``Date``: the two are of one clock, whatever the time is here.
+    A date is compared with the answer's ``Date``, which is by the same clock; the clock of this machine may differ.
 
     Args:
         headers: of the answer; the mapping ignores the case of names.
@@ -299,7 +301,7 @@ def parse_retry_after(value: str | None, now: float) -> float | None:
     Both forms of RFC 9110 section 10.2.3 are understood: a number of seconds, and a date in any of the three formats.
 
     Args:
-        value: the header, None if there is none.
+        value: the header; None if it is missing.
         now: the time of the answer, seconds since the epoch in UTC.
     """
     if value is None:
@@ -312,7 +314,7 @@ def parse_retry_after(value: str | None, now: float) -> float | None:
 
 
 def _moment(date: str) -> float | None:
-    """Return the time of an HTTP date, seconds since the epoch in UTC; None if it is none."""
+    """Return the time of an HTTP date, seconds since the epoch in UTC; None if it is no date."""
     from email.utils import parsedate_to_datetime
 
     try:
@@ -339,8 +341,8 @@ class RequestFailed(Exception):
         kind: one or two words, by which retries are counted.
         text: a clause for people, without secrets.
         retryable: whether to retry.
-        cause: the original error; None if there is none or its text may contain secrets.
-        retry_after: seconds that the server asks to wait; None: not said.
+        cause: the original error; None if no error caused it, or its text may contain secrets.
+        retry_after: seconds that the server asks to wait; None: it does not ask.
         final: the error to raise in the end; None: a ReadFailed of `text`.
     """
 
@@ -364,21 +366,21 @@ class RequestFailed(Exception):
 
     @classmethod
     def short(cls, position: int, end: int) -> Self:
-        """The body ended before the length stated in the response's head."""
+        """Make the failure of a body that ended before the length stated in the response's head."""
         return cls("short body", f"the answer ended at byte {position:,} of {end:,}")
 
     @classmethod
     def slow(cls, nbytes: int, seconds: float, least: float) -> Self:
-        """The body arrives more slowly than allowed."""
+        """Make the failure of a body that arrives more slowly than allowed."""
         rate = f"{nbytes / seconds:,.1f} bytes per second over {seconds:.0f} s"
         return cls("slow", f"the answer came at {rate}, which is below min_bytes_per_s={least:g}")
 
     @classmethod
     def unproved(cls) -> Self:
-        """The response continues the object, but does not say of which version it is."""
+        """Make the failure of a response that continues the object without naming its version."""
         return cls("unproved", "the rest of the object came without the version that the beginning had")
 
     @classmethod
     def corrupt(cls, algorithm: str) -> Self:
-        """The body's digest differs from the one declared in the response's head."""
+        """Make the failure of a body whose digest differs from the digest declared in the response's head."""
         return cls("wrong digest", f"the bytes do not have the {algorithm} digest that the server declared")

@@ -1,4 +1,4 @@
-"""Decides whether a failed request is sent again, and keeps what is known of each server: whether it answers.
+"""Decides whether a failed request is sent again, and records whether each server answers this process.
 
 Data path: http, object_store -> download -> [retrying_client] -> server.
 """
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from asyncloader.transports.retry import RequestFailed
 
 _log = logging.getLogger("asyncloader")
-_SILENT_S = 5.0  # without progress, after which the log says so
-_LAST_S = 1.0  # how long an answer is waited for when the time is up
-_FOLLOWS_S = 1.0  # after a failure, within which the next operation is taken to be for the same purpose
+_SILENT_S = 5.0  # seconds without progress after which a warning is logged
+_LAST_S = 1.0  # seconds for an answer to the attempt that is made when the time is up
+_FOLLOWS_S = 1.0  # seconds after a failure within which the next operation shares the time for the first contact
 
 _C = TypeVar("_C")
 
@@ -33,13 +33,13 @@ class _Contact:
     """Whether a server answers this process, whichever client asks."""
 
     answered: bool = False
-    began: float = 0.0  # when the first operation began that was not answered
+    began: float = 0.0  # when the first operation without an answer began
     tried: float = -inf  # when the attempt after the last failure was, or will be, made
     failures: int = 0  # since `began`
-    silent: bool = False  # the log has said that it does not answer
+    silent: bool = False  # the log has a warning that it does not answer
 
     def begin(self, now: float) -> float:
-        """Return when the trying began that something at this time belongs to; it may begin now."""
+        """Return the time from which the first contact's budget counts for an operation that begins now."""
         if now - self.tried > _FOLLOWS_S:
             self.began, self.tried, self.failures = now, now, 0
         return self.began
@@ -49,7 +49,7 @@ _contacts: dict[str, _Contact] = {}
 
 
 def silent_servers() -> list[str]:
-    """The servers of which the log has said that they do not answer this process, and which still do not."""
+    """Return the servers that were logged as not answering this process, and that have not answered since."""
     return [server for server, contact in [*_contacts.items()] if contact.silent]
 
 
@@ -58,8 +58,8 @@ class RetryingClient(ABC, Generic[_C]):
 
     Args:
         owner: has the connections.
-        retry: what is retried and for how long.
-        min_bytes_per_s: the rate below which a response is given up; 0: any will do.
+        retry: which failures are retried and for how long.
+        min_bytes_per_s: the rate below which a response is given up; 0: no least rate.
     """
 
     def __init__(self, owner: ClientOwner[_C], retry: RetryPolicy, min_bytes_per_s: float = 0.0) -> None:
@@ -70,11 +70,11 @@ class RetryingClient(ABC, Generic[_C]):
 
     @abstractmethod
     def where(self, path: str | None) -> str:
-        """Return the URL of an object, or the nearest one known, for texts: without secrets. None: of the root."""
+        """Return the URL of an object, or the nearest known URL, without secrets, for texts. None: of the root."""
 
     @property
     def server(self) -> str:
-        """Return what the client's requests go to: clients of the same one share what is known of it."""
+        """The name of the server. Clients of one server share the record of whether it answers."""
         return self.where(None)
 
     @cached_property
@@ -83,11 +83,11 @@ class RetryingClient(ABC, Generic[_C]):
 
     @property
     def reached(self) -> bool:
-        """Whether the store has answered this process, with whatever it was."""
+        """Whether the store has answered this process, if only with an error."""
         return self._contact.answered
 
     def answered(self, *, busy: bool = False) -> None:
-        """Note that the store has answered. `busy`: that it cannot serve the request now; so it is not back yet."""
+        """Note that the store has answered. `busy`: it answered that it cannot serve the request now."""
         contact = self._contact
         contact.answered = True
         if contact.silent and not busy:
@@ -95,7 +95,7 @@ class RetryingClient(ABC, Generic[_C]):
             _log.warning("%s answers again", self.where(None), extra={"store": self.server, "silent": False})
 
     def patience(self, seconds: float) -> float:
-        """Return how long to wait for an answer: so many seconds, but less as long as there was none at all."""
+        """Return how long to wait for an answer: `seconds`, but less until the store has answered for the first time."""
         contact, first = self._contact, self._retry.first_contact_s
         if contact.answered or not first:
             return seconds
@@ -116,11 +116,16 @@ class RetryingClient(ABC, Generic[_C]):
         return Attempts(self._policy, since, attempt=began, share=share)
 
     def judge(self, path: str | None, failed: RequestFailed, attempts: Attempts, now: float) -> float:
-        """Return the seconds to wait before the next attempt, and count it; raise if there is none."""
+        """Return the seconds to wait before the next attempt, and count it.
+
+        Raises:
+            TransportError: the failure must not be retried, or the time is up.
+        """
         if not failed.retryable:
             raise failed.final or self.failure(path, failed) from failed.cause
         contact, policy = self._contact, self._policy
         contact.failures += 1
+        # The store may have answered another operation since: then the whole budget applies here, too.
         attempts.follow(policy)
         verdict = attempts.failed(now, failed.retry_after)
         contact.tried = now + (verdict.delay or 0.0)
@@ -135,18 +140,18 @@ class RetryingClient(ABC, Generic[_C]):
                 )
             times = "once" if number == 1 else f"{number} times"
             raise self.failure(path, failed, f"tried {times}: {reason}") from failed.cause
-        if not contact.silent and attempts.waited(now) > _SILENT_S:
+        if not contact.silent and attempts.seconds_without_progress(now) > _SILENT_S:
             contact.silent = True
             _log.warning(
                 "%s has not answered for %.0f s (%s); it is tried for %g s, then the read fails",
-                *(self.where(None), attempts.waited(now), failed.text, policy.budget_s),
+                *(self.where(None), attempts.seconds_without_progress(now), failed.text, policy.budget_s),
                 extra={"store": self.server, "silent": True},
             )
         self.counts.retry(failed.kind, verdict.delay)
         return verdict.delay
 
     def failure(self, path: str | None, failed: RequestFailed, note: str = "") -> ReadFailed:
-        """Make the error of a request that failed for good; `path` None: of a listing."""
+        """Make the error of a request that is not retried any more; `path` None: of a listing."""
         subject = "the listing" if path is None else repr(path)
         text = f"reading {subject} failed: {self.where(path)}: {failed.text}{'; ' + note if note else ''}"
         error = ReadFailed(text, path=path)

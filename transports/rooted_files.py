@@ -2,8 +2,8 @@
 
 Data path: local -> [rooted_files] -> file system.
 
-No path leads out of the root. Names are checked before the open, symbolic links after it: the kernel is asked which
-file was actually opened, so replacing a link between a check and an open achieves nothing.
+No path leads out of the root. Names are checked before the open, symbolic links after it: the kernel returns the path
+of the file that was opened, so a link that is replaced between a check and an open achieves nothing.
 """
 
 # Names are plain strings: creating a Path per read would cost more than opening the file.
@@ -55,7 +55,7 @@ class RootedFiles:
 
         Raises:
             InvalidPath: the path is not canonical, or a link in it leads out of the root.
-            ObjectNotFound: there is no such file, or it is not a regular one.
+            ObjectNotFound: no file has this name, or it is not a regular file.
             AccessDenied, ReadFailed: the system refuses or fails.
         """
         check_path(path)
@@ -63,6 +63,8 @@ class RootedFiles:
             descriptor = os.open(os.path.join(self.directory, path), _FLAGS)
             try:
                 status = os.fstat(descriptor)
+                # After the open, by the descriptor: a check of the path would be of another file if a link in it is
+                # replaced in between.
                 self._refuse_outside(descriptor, path)
                 if not stat.S_ISREG(status.st_mode):
                     raise ObjectNotFound(f"{os.path.join(self.directory, path)!r} is not a regular file", path=path)
@@ -79,7 +81,7 @@ class RootedFiles:
 
         Args:
             directory: path below the root; empty for the root itself.
-            ancestors: of the `FileEntry` that named it.
+            ancestors: of the directory's `FileEntry`.
 
         Raises:
             InvalidPath: the directory, or a link in it, leads out of the root.
@@ -160,7 +162,8 @@ def os_errors(path: str, root: str) -> Generator[None, None, None]:
         missing = ObjectNotFound(
             f"{where} does not exist" if there else f"the root {root!r} is not a directory", path=path
         )
-        missing.about_sample = there  # a file system that is not mounted at the moment says nothing about its files
+        # A missing root, such as a disk that is not mounted at the moment, proves nothing about a file.
+        missing.about_sample = there
         raise missing from error
     except PermissionError as error:
         raise AccessDenied(f"no permission to read {where}", path=path) from error
