@@ -154,7 +154,7 @@ class Download(ABC, Generic[_K, _V]):
     # --- common to all subclasses
 
     async def _run(self, step: Callable[[Scope], Awaitable[_R]], *, keep: bool = False) -> _R:
-        """Repeat `step` until it succeeds or must not be retried. `keep`: the bytes so far were returned to the caller."""
+        """Repeat `step` until it succeeds or must not be retried. `keep`: the caller has the bytes so far."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._queued_s = 0.0
@@ -418,7 +418,7 @@ class NetworkTransport(Transport, Generic[_K]):
         return plan.cut(blocks), [download.version for download in downloads if download.version is not None]
 
     def pinned(self, path: str) -> PinnedReader:
-        """Return a reader that compares the versions of the answers, without further requests, like `Transport.pinned`."""
+        """Return a reader that compares the answers' versions, without further requests, like `Transport.pinned`."""
         return super().pinned(path) if overrides(self, NetworkTransport) else PinnedObject(self, path)
 
     @abstractmethod
@@ -458,7 +458,7 @@ class NetworkTransport(Transport, Generic[_K]):
     def _download(
         self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> Download[_K, Any]:
-        """Make a download with this transport's client; `path` has been checked. The arguments are those of `Download`."""
+        """Make a download with this transport's client. `path` has been checked; the arguments are `Download`'s."""
 
 
 def check_limits(requests: int, min_bytes_per_s: float, **seconds: float) -> None:

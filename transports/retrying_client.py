@@ -95,7 +95,7 @@ class RetryingClient(ABC, Generic[_C]):
             _log.warning("%s answers again", self.where(None), extra={"store": self.server, "silent": False})
 
     def patience(self, seconds: float) -> float:
-        """Return how long to wait for an answer: `seconds`, but less until the store has answered for the first time."""
+        """Return how long to wait for an answer: `seconds`, but less before the store's first answer."""
         contact, first = self._contact, self._retry.first_contact_s
         if contact.answered or not first:
             return seconds

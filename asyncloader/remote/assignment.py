@@ -2,17 +2,18 @@
 
 Data path: dataset.plan -> [assignment] -> worker_stream -> samples -> batch.
 
-The plan of an epoch is a list of assignments; an assignment is a few shard ranges. Each worker asks for one assignment
+The plan of an epoch is a list of assignments; an assignment is a few shard ranges. Each worker requests assignments one
 after another and fills its batches from them. An assignment goes to one worker only, so no sample is read twice,
 whatever the number of workers and shards.
 
-*Order.* Assignments are given out as if a single process filled the workers' batches round-robin and let a worker ask
-for its next assignment when it begins its last one. The result does not depend on timing, although the workers run
-concurrently: every request has a *request order*, the tuple (batch, number, worker): the batch that the worker is
-making, how many assignments it has had, and its index. Requests are answered in ascending request order. A request
-therefore waits until every other worker either has a pending request with a later request order or has made enough
-batches that it cannot ask earlier. A worker asks while it is still reading, so it rarely has to wait. (With
-``in_order=False``, requests are answered as they arrive, and the order is unspecified.)
+*Order.* Assignments are given out as if a single process filled the workers' batches round-robin and let a worker
+request its next assignment when it begins the last assignment that it has. The result does not depend on timing,
+although the workers run concurrently: every request has a *request order*, the tuple (batch, number, worker): the batch
+that the worker is making, the number of assignments that it has had, and its index. Requests are answered in ascending
+request order. A request therefore waits until every other worker either has a pending request with a later request
+order or has made enough batches that it cannot send an earlier request. A worker sends its request while it is still
+reading, so it rarely waits. (With ``in_order=False``, requests are answered as they arrive, and the order is
+unspecified.)
 
 *End of the epoch.* A worker that cannot fill another batch *gives back* the ranges of its unfinished batch, and its
 stream ends. They are assigned to a worker whose request has a later request order. Only the last running worker ends
@@ -21,11 +22,11 @@ with a short batch.
 *Worker replacement.* The replacement of a dead worker repeats the requests whose answers were lost, and gets the same
 answers.
 
-*Resuming.* `AssignmentLog` records what was assigned to which worker, in order. Combined with the states of the workers
-at their last delivered batches, it tells which assignments nobody had started: those count as never given. After
-resuming, the workers repeat the requests that they had made since, with the same request order, and get the same
-answers. If the end of a worker was delivered, what it gave back keeps its request order, so that requests with an
-earlier one do not get it after resuming either.
+*Resuming.* `AssignmentLog` records which assignment each worker got, in order. With the states of the workers at their
+last delivered batches, it gives the assignments that no worker had started: those count as never given. After resuming,
+the workers repeat the requests that they had made since, with the same request order, and get the same answers. If the
+end of a worker was delivered, the ranges that it gave back keep its request order, so that requests with an earlier
+request order do not get them after resuming either.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from typing import Any, NamedTuple
 from asyncloader.remote.shard_splitting import CatalogRange
 
 Assignment = tuple[CatalogRange, ...]
-"""Shard ranges that one worker reads, one after another."""
+"""Shard ranges that a worker reads in this order."""
 
 
 class Reply(NamedTuple):
     """The answer to one request of a worker.
 
     Attributes:
-        worker: the index of the worker that asked.
-        number: how many assignments the worker had had when it asked.
-        assignment: what to read next; None if there is nothing at the moment.
-        over: the worker's stream ends here. Its unfinished batch goes to another worker, unless `last`.
+        worker: the index of the worker that sent the request.
+        number: the number of assignments that the worker had had before.
+        assignment: the ranges to read next; None if no assignment is left at the moment.
+        over: the worker's stream ends. Its unfinished batch goes to another worker, unless `last`.
         last: no other worker is running: the unfinished batch is the last batch of the epoch.
     """
 
@@ -67,8 +68,8 @@ class StreamStart(NamedTuple):
     Attributes:
         asks: the first batch in which it may send a request. If a request was pending in the saved state, the batch of
             that request; otherwise the next batch.
-        answers: the batch that its first answer to a task is about.
-        taken: how many assignments it has had.
+        answers: the number of the batch with which it answers its first task.
+        taken: the number of assignments that it has had.
         over: its stream has ended.
     """
 
@@ -79,7 +80,7 @@ class StreamStart(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What a worker gave back when its stream ended.
+    """The ranges that a worker gave back when its stream ended.
 
     Attributes:
         order: the request order of its last request: batch, number of assignments, worker.
@@ -91,7 +92,7 @@ class Returned(NamedTuple):
 
     @property
     def giver(self) -> int:
-        """The index of the worker that gave it back."""
+        """The index of the worker that gave the ranges back."""
         return self.order[2]
 
 
@@ -103,11 +104,11 @@ class AssignmentLogState(NamedTuple):
     """The position of an epoch, as it is saved.
 
     Attributes:
-        done: how many assignments of the plan were given out.
+        done: the number of assignments of the plan that were given out.
         back: assignments to give out before the rest of the plan, in order.
-        returned: what was given back by workers whose end was delivered and is not assigned again yet, by request
-            order.
-        over: workers that must count as ended, because what they gave back belongs to another worker now.
+        returned: the ranges that workers gave back whose end was delivered, and that are not assigned again yet, by
+            request order.
+        over: workers that must count as ended, because the ranges that they gave back belong to another worker now.
     """
 
     done: int
@@ -120,18 +121,20 @@ class _Given(NamedTuple):
     worker: int
     number: int
     assignment: Assignment
-    source: int  # index in the log's source; -1 if it was given back by a worker
+    source: int  # index in the log's source; -1 if a worker gave the assignment back
     giver: int  # the worker that gave it back; -1 if it came from the source
 
 
 class AssignmentLog:
-    """Records what was assigned in one epoch, in order. Written by `ShardAssigner`; any thread may call `state`.
+    """Records the assignments that are given out in one epoch, in order. `ShardAssigner` writes it; any thread may call
+    `state`.
 
     Args:
         plan: the epoch's assignments, in order.
-        done: how many of them were given out before the epoch was resumed.
+        done: the number of assignments that were given out before the epoch was resumed.
         back: assignments to give out before the rest of the plan: taken, but not used, when the state was saved.
-        returned: what had been given back and not assigned again when the state was saved, by request order.
+        returned: the ranges that had been given back, and not assigned again, when the state was saved, by request
+            order.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class AssignmentLog:
         self._back = list(back)
         self._entries: list[_Given] = []
         self._returned = list(returned)
-        self._takers: dict[int, _Given] = {}  # giver -> the entry that assigned it again
+        self._takers: dict[int, _Given] = {}  # giver -> the entry that assigned its ranges again
 
     def __len__(self) -> int:
         """Number of assignments in the source: `back` and the rest of the plan."""
@@ -154,7 +157,7 @@ class AssignmentLog:
 
     @property
     def returned(self) -> tuple[Returned, ...]:
-        """Everything that workers have given back so far, including what was assigned again."""
+        """All ranges that workers have given back so far, including those that were assigned again."""
         return tuple(self._returned)
 
     def source(self, number: int) -> Assignment:
@@ -171,27 +174,30 @@ class AssignmentLog:
             self._takers[giver] = entry
 
     def record_return(self, returned: Returned) -> None:
-        """Record what a worker gave back at the end of its stream."""
+        """Record the ranges that a worker gave back at the end of its stream."""
         self._returned.append(returned)
 
     def state(self, taken: Sequence[int], ended: Collection[int] = ()) -> AssignmentLogState:
         """Return the position of the epoch for workers that have used `taken` assignments each.
 
-        Takes time proportional to the assignments given since the oldest one that is not counted.
+        Takes time proportional to the number of assignments that were given since the oldest unused assignment.
 
         Args:
             taken: the number of assignments per worker that count as used.
-            ended: workers whose end was delivered. What a worker gave back counts as its own again if its end was not
-                delivered and no other worker has used it.
+            ended: workers whose end was delivered. The ranges that a worker gave back count as its own again if its end
+                was not delivered and no other worker has used them.
         """
         had = [math.inf if worker in ended else number for worker, number in enumerate(taken)]
         over: list[int] = []
         returned: list[Returned] = []
+        # Copied: another thread may be adding to the list. Backwards, because a taker may have given the same ranges
+        # back in turn: its own end must be known before that of the worker it took them from.
         for each in reversed(self._returned[:]):
             taker = self._takers.get(each.giver)
             if taker is not None and taker.number < had[taker.worker]:
                 over.append(each.giver)
-                had[each.giver] = math.inf  # what it gave back may include its own last assignment
+                # All of its assignments count as used: the ranges that it gave back may be of its last assignment.
+                had[each.giver] = math.inf
             elif each.giver in ended:
                 returned.append(each)
         unseen = set(range(len(taken)))
@@ -218,7 +224,7 @@ class ShardAssigner:
     Args:
         log: the epoch's log, with nothing recorded in it yet.
         workers: where each worker's stream begins.
-        ordered: answer in request order, so that the result does not depend on timing.
+        ordered: reply in request order, so that the result does not depend on timing.
     """
 
     def __init__(self, log: AssignmentLog, workers: Sequence[StreamStart], *, ordered: bool = True) -> None:
@@ -226,24 +232,23 @@ class ShardAssigner:
         self._ordered = ordered
         self._used = 0  # assignments of the source
         self._returned = list(log.returned)  # by request order, if `ordered`
-        self._batch = [worker.asks for worker in workers]  # the first batch in which the worker may still ask
-        self._next = [worker.answers for worker in workers]
+        self._batch = [worker.asks for worker in workers]  # the first batch in which the worker may send a request
+        self._next = [worker.answers for worker in workers]  # the batch that the worker is making
         self._first = [worker.taken for worker in workers]
         self._had: list[list[Assignment]] = [[] for _ in workers]
-        self._refused: list[set[int]] = [
-            set() for _ in workers
-        ]  # numbers of the requests that were answered with nothing
+        # Numbers of the requests that were answered without an assignment.
+        self._refused: list[set[int]] = [set() for _ in workers]
         self._over: list[Reply | None] = [
             Reply(at, 0, over=True) if worker.over else None for at, worker in enumerate(workers)
         ]
-        # Worker -> request order, and what it would give back.
+        # Worker -> request order, and the ranges that it would give back.
         self._pending: dict[int, tuple[int, int, int, Assignment | None]] = {}
         self._gone: set[int] = set()  # workers whose pending request was sent by a process that has died
-        self._asking: list[
-            _Order
-        ] = []  # a heap of pending requests; those that are not pending any more are dropped late
-        # A heap of the earliest requests that workers without a pending one may send. Each such worker is in it once;
-        # what it may send only becomes later, so an entry that is out of date is too early, and is mended at the top.
+        # A heap of pending requests. A request that is no longer pending stays in it until it is at the top.
+        self._asking: list[_Order] = []
+        # A heap of the earliest requests that workers without a pending request may send. Each such worker is in it
+        # once. Its earliest request only becomes later, so an outdated entry is too early, and is replaced when it is
+        # at the top.
         self._reading = [self._earliest(worker) for worker in range(len(workers))]
         heapify(self._reading)
         self._listed = [True] * len(workers)
@@ -257,27 +262,28 @@ class ShardAssigner:
         """Handle a worker's request for its next assignment.
 
         Args:
-            worker: the index of the worker that asks.
-            number: how many assignments it has had.
+            worker: the index of the worker.
+            number: the number of assignments that it has had.
             batch: the batch that it is making.
-            left: None if the worker still has something to read. Otherwise it has nothing left to read and cannot fill
-                its batch: the ranges of the samples in that batch.
+            left: None if the worker still has samples to read. Otherwise no samples are left, and it cannot fill its batch: the
+                ranges of the samples in that batch.
 
         Returns:
             All replies that can be sent now, to this worker and to others.
 
         Raises:
-            ValueError: this cannot be the worker's next request.
+            ValueError: the worker cannot have sent this as its next request.
         """
         had = self._first[worker] + len(self._had[worker])
         if not self._first[worker] <= number <= had:
             raise ValueError(f"worker {worker} asks for its assignment number {number}, and has had {had}")
-        # Such a request would wait for other workers to pass a batch that is never made. A single worker waits for no
-        # other, and does not report its batches.
+        # Such a request would wait for other workers to pass a batch that is never made. A single worker does not wait
+        # for others, and does not report its batches.
         if batch < 0 or (batch > self._next[worker] and len(self._next) > 1):
             raise ValueError(f"worker {worker} asks for batch {batch}, and makes its batch {self._next[worker]}")
         rest = None if left is None else _parse_ranges(left)
-        # A replacement of a dead worker gets the reply that its predecessor got.
+        # The replacement of a dead worker gets the reply that its predecessor got: the batches must be the same as
+        # without the death.
         if rest is None and number in self._refused[worker]:
             return [Reply(worker, number)]
         if number < had:
@@ -293,8 +299,8 @@ class ShardAssigner:
     def died(self, worker: int) -> None:
         """Note that the worker's process has died. Its pending request keeps its order, but the reply is not sent.
 
-        The replacement asks again. A reply to the dead worker's request could otherwise be mistaken for the reply to a
-        later request with the same number.
+        The replacement repeats the request. It could otherwise mistake a reply to the dead worker's request for the
+        reply to a later request with the same number.
         """
         if worker in self._pending:
             self._gone.add(worker)
@@ -309,9 +315,11 @@ class ShardAssigner:
         while self._pending:
             order, worker = self._asking[0], self._asking[0][2]
             pending = self._pending.get(worker)
+            # The worker's replacement has sent another request, or this request was answered.
             if pending is None or pending[:3] != order:
                 heappop(self._asking)
                 continue
+            # Answered now, this request would get an assignment that belongs to the earlier request.
             if self._ordered and self._may_come_before(order):
                 break
             heappop(self._asking)
@@ -320,6 +328,7 @@ class ShardAssigner:
             if not self._listed[worker]:
                 self._listed[worker] = True
                 heappush(self._reading, self._earliest(worker))
+            # The assignment is the dead worker's nevertheless: its replacement gets it when it repeats the request.
             if worker in self._gone:
                 self._gone.remove(worker)
             else:
@@ -327,7 +336,7 @@ class ShardAssigner:
         return replies
 
     def _earliest(self, worker: int) -> _Order:
-        """The request order of the earliest request that this worker may still send."""
+        """Return the request order of the earliest request that this worker may still send."""
         return self._batch[worker], self._first[worker] + len(self._had[worker]), worker
 
     def _may_come_before(self, order: _Order) -> bool:
@@ -370,7 +379,7 @@ class ShardAssigner:
         """Return the next assignment for a request, its index in the source (or -1), and the worker that gave it back
         (or -1).
 
-        `whatever`: take what was given back regardless of request order, because no other worker is running.
+        `whatever`: take returned ranges regardless of request order, because no other worker is running.
         """
         if self._used < len(self.log):
             self._used += 1
@@ -387,7 +396,7 @@ def _parse_ranges(plain: Iterable[Sequence[Any]]) -> Assignment:
     Raises:
         ValueError: they are not valid ranges.
     """
-    if not isinstance(plain, list | tuple) or not all(map(_is_range, plain)):  # nothing else of it is looked at
+    if not isinstance(plain, list | tuple) or not all(map(_is_range, plain)):
         raise ValueError("a worker gives back what is no list of ranges")
     return tuple(CatalogRange(*each) for each in plain)
 

@@ -6,21 +6,22 @@ before its workers.
 This part of the state stands beside the cursors of the workers:
 
     key        seed of the epoch's orders
-    plan       digest of the plan; None: nothing was planned yet
-    done       how many assignments of the plan were given out
+    plan       digest of the plan; None: the epoch was not planned yet
+    done       number of assignments of the plan that were given out
     back       assignments to give out before the rest of the plan; each is a list of ranges
-    returned   [[batch, number, worker], ranges] for what workers gave back, with the order of their requests
+    returned   [[batch, number, worker], ranges] for ranges that workers gave back, with the order of their requests
 
-A worker stream's own state (`WorkerStream.state_dict`) is checked here before a worker resumes from it:
+A worker stream's own state (`WorkerStream.state_dict`) is checked before a worker resumes from it:
 
-    batch      number of its last batch; -1: none
+    batch      number of its last batch; -1: it has made none
     taken      assignments that it has started
-    asked      the batch in which it asked for the next one; None: it has not asked
-    dry        that request was answered with nothing
+    asked      the batch in which it requested the next assignment; None: it has not requested it
+    dry        that request was answered without an assignment
     over       its stream has ended
-    todo       ranges still to be read; the first begins where reading goes on
-    carry      ranges of the samples that the next batch begins with
-    blocks     the shuffle buffer: {number, aim, given, size, block, filling}, the last two being ranges; None: no
+    todo       ranges still to be read; the first begins at the position where reading continues
+    carry      ranges of the samples with which the next batch begins
+    blocks     the shuffle buffer: {number, aim, given, size, block, filling}, the last two are lists of ranges; None:
+    no
         buffer
 
 A range is ``[shard, start, stop, sync]``, the fields of `CatalogRange`.
@@ -52,7 +53,7 @@ def saved_key(saved: Any) -> int:
     """Return the seed of the orders of a saved epoch.
 
     Raises:
-        StateError: this part of the state is broken.
+        StateError: the state has no valid seed.
     """
     key: Any = saved.get("key") if isinstance(saved, dict) else None
     if not is_count(key):
@@ -66,7 +67,7 @@ class EpochAssignment:
     Args:
         names: of the shards, for the digest.
         plan: of this rank.
-        starts: where each worker begins.
+        starts: the position at which each worker begins.
         saved: this part of a saved state, which has a `saved_key`; None: the epoch begins.
         key: the seed of the epoch's orders, see `saved_key`.
         ordered: see `ShardAssigner`.
@@ -89,7 +90,7 @@ class EpochAssignment:
     ) -> None:
         self._key = key
         if saved is not None and saved.get("plan", 0) is None:
-            saved = None  # it was saved before anything was planned
+            saved = None  # it was saved before the epoch was planned
         if saved is None and any(start.cursor is not None or start.skip for start in starts):
             raise StateError("the state is broken: workers have read shards, but nothing says which are left")
         self.shares = plan.shares
@@ -97,7 +98,7 @@ class EpochAssignment:
         self._digest = _digest(names, plan.assignments, shuffle)
         self._workers = len(starts)
         self._log = (
-            AssignmentLog(plan.assignments) if saved is None else self._restored(saved, plan.assignments, len(names))
+            AssignmentLog(plan.assignments) if saved is None else self._restore_log(saved, plan.assignments, len(names))
         )
         for start in starts:
             if start.cursor is not None and start.cursor.iterator is not None:
@@ -105,7 +106,7 @@ class EpochAssignment:
         self._first = [_taken(start.cursor.iterator if start.cursor else None) for start in starts]
         self.assigner = ShardAssigner(self._log, [_stream_start(start) for start in starts], ordered=ordered)
 
-    def _restored(self, saved: Any, plan: Sequence[Assignment], shards: int) -> AssignmentLog:
+    def _restore_log(self, saved: Any, plan: Sequence[Assignment], shards: int) -> AssignmentLog:
         try:
             digest, done = saved["plan"], saved["done"]
             back = [_assignment(assignment) for assignment in saved["back"]]
@@ -135,8 +136,8 @@ class EpochAssignment:
     def state(self, cursors: list[dict[str, Any] | None], given: Sequence[int]) -> dict[str, Any]:
         """Return this part of the loader's state, for workers at these cursors. Any thread.
 
-        Replaces the cursors of workers that must count as ended, because what they gave back belongs to another worker
-        now.
+        Replaces the cursors of workers that must count as ended, because the ranges that they gave back belong to
+        another worker now.
         """
         taken = [
             first if cursor is None else max(first, _taken(cursor["iterator"]))
@@ -206,7 +207,7 @@ def check_stream_state(state: Any, shards: int) -> None:
     """Check a worker stream's state against a catalog with `shards` shards.
 
     Raises:
-        StateError: it is not valid; the text names the field.
+        StateError: the state is not valid; the text names the field.
     """
 
     def shard_ranges(value: Any) -> bool:
@@ -257,7 +258,7 @@ def new_key(seed: int | None, generator: torch.Generator | None, epoch: int) -> 
     """Choose the seed of the orders of an epoch that begins: from the seed, or drawn at random as torch draws a base
     seed.
 
-    It is not derived from the base seed: with persistent workers that one stays the same for all epochs.
+    It is not derived from the base seed, which stays the same for all epochs with persistent workers.
     """
     if seed is not None:
         return derive(seed, "leases", epoch) >> 1  # a number in a state is below 2**63

@@ -8,7 +8,7 @@ The rules are those of webdataset's patterns, which follow bash:
     {0..3}         numbers, ascending or descending; {0..9..3} in steps of 3
     {000..127}     padded with zeros to the longer of the two, if either begins with a zero
     {a..e}         letters, in the order A to Z, a to z
-    {a}, {}        stand for themselves: nothing to choose from
+    {a}, {}        stand for themselves: they have no alternatives
     \{  \,  \\     the character itself
 
 Several groups in one pattern give all combinations; the leftmost changes most slowly.
@@ -61,7 +61,7 @@ _LETTERS = re.compile(rf"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d{{1,{DIGITS}}}))?",
 
 
 def expand(pattern: str, *, most: int = MOST) -> list[str]:
-    """Return the expansion of `pattern`, in order; a text without braces gives itself.
+    """Return the expansion of `pattern`, in order: of a text without braces, the text.
 
     Raises:
         ValueError: unmatched braces; more than `most` results; alternatives nested deeper than 50.
@@ -76,7 +76,7 @@ def expand(pattern: str, *, most: int = MOST) -> list[str]:
 
 
 def _parse(pattern: str) -> list[Part]:
-    """Parse with a stack of the open groups: each has its alternatives so far, the last one still growing."""
+    """Parse with a stack of the open groups. Each has its alternatives so far, and the last alternative still grows."""
     stack: list[list[list[Part]]] = [[[]]]
     plain = True  # the innermost group contains only text: it may be a range
     text: list[str] = []
@@ -122,9 +122,10 @@ def _parse(pattern: str) -> list[Part]:
 
 
 def _range(text: str) -> Sequence[str] | None:
-    """Return the range that `text` describes, None if it describes none."""
+    """Return the range that `text` describes; None if it is no range."""
     if found := _NUMBERS.fullmatch(text):
         first, last, step = found.groups()
+        # As in bash, a leading zero in either number pads all of them.
         padded = any(len(digits) > 1 and digits[0] == "0" for digits in (first.lstrip("-"), last.lstrip("-")))
         width = max(len(first), len(last)) if padded else 0
         return Numbers(_span(int(first), int(last), step), width)
@@ -135,7 +136,7 @@ def _range(text: str) -> Sequence[str] | None:
 
 
 def _span(first: int, last: int, step: str | None) -> range:
-    """From `first` to `last`, both included; they determine the direction, whatever the sign of the step."""
+    """Return the range from `first` to `last`, both included. They determine the direction, and not the step's sign."""
     size = abs(int(step)) if step else 1
     size = size or 1
     return range(first, last + 1, size) if first <= last else range(first, last - 1, -size)

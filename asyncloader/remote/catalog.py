@@ -24,10 +24,10 @@ class Shard(NamedTuple):
         url: full URL, or the path below a user's own transport; identifies the shard everywhere.
         format: how it is read.
         size: bytes of the object, if known.
-        samples: number of samples, if an index says so.
-        mds: what an MDS index says about it.
+        samples: number of samples, if an index has it.
+        mds: the shard's entry in an MDS index.
         edges: offsets (MDS) or rows (Parquet) at which it can be cut, ascending, including its beginning and end. None:
-            not known, or not needed (JSON lines are cut by size), or it cannot be cut.
+            unknown, or not needed (JSON lines are cut by size), or the shard cannot be cut.
     """
 
     url: str
@@ -39,7 +39,7 @@ class Shard(NamedTuple):
 
 
 def named_format(format: ShardFormat | str | None) -> ShardFormat | None:
-    """Return the format with a name, which is an extension without its dot: ``"tar"``, ``"jsonl.gz"``, ``"parquet"``.
+    """Return the format of a name, an extension without its dot: ``"tar"``, ``"jsonl.gz"``, ``"parquet"``.
 
     Raises:
         ValueError: no format has this name.
@@ -48,13 +48,13 @@ def named_format(format: ShardFormat | str | None) -> ShardFormat | None:
 
 
 def format_of(url: str) -> ShardFormat:
-    """Return the format for the extension of `url`. As `formats.shard_format`, and Parquet.
+    """Return the format for the extension of `url`: Parquet, or a format of `formats.shard_format`.
 
     Raises:
         ValueError: no known extension.
     """
     if not url.lower().startswith(("http://", "https://")):
-        # Other than in web URLs, "?" and "#" may be part of a name: the extension at its very end is tried first.
+        # Unlike in web URLs, "?" and "#" may be part of a name: the extension at its very end is tried first.
         name = url.rpartition("/")[2]
         if name and name != base_name(url):
             with suppress(ValueError):

@@ -31,11 +31,11 @@ from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamSt
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.pins import Pins
-from asyncloader.remote.rank_shares import EpochPlan, EpochShares, Stretch, left_out, sample_numbers, stretch_of
+from asyncloader.remote.rank_shares import EpochPlan, EpochShares, Stretch, part_left_out, sample_numbers, stretch_of
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
 from asyncloader.remote.shard_sizes import bytes_per_sample, sample_position, with_counts, with_edges, with_sizes
-from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, grouped
-from asyncloader.remote.stores import LoopStores, Stores, is_cached, scheme_of, unsigned
+from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, group_ranges
+from asyncloader.remote.stores import LoopStores, Stores, is_cached, scheme_of, strip_signature
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.sizes import Size, size
@@ -43,23 +43,24 @@ from asyncloader.transports import ObjectNotFound, Transport, TransportError
 from asyncloader.workers.fetch.assignment_client import AssignmentSource
 
 RANGES_PER_WORKER = 4
-"""If there are fewer shards, they are cut into so many ranges per worker: enough to balance the end of the epoch."""
+"""Fewer shards than this per worker are cut into this number of ranges per worker: enough to balance the epoch's end.
+"""
 
 SHUFFLE_BUFFER = 1000
-"""Samples that are shuffled together where the loader is told to shuffle, and nothing says how many."""
+"""Samples that are shuffled together with the loader's ``shuffle=True`` and no `shuffle_buffer`."""
 
 MAX_SIZE_REQUESTS = 1024
-"""With up to so many shards the store is asked for their sizes, so that small shards can be assigned in groups."""
+"""With at most this number of shards, their sizes are requested, so that small shards can be assigned in groups."""
 
 CUSTOM = ShardFormat("custom", None)
 
 _log = logging.getLogger("asyncloader")
 
-_LEFT_OUT = 0.02  # the part of the data from which it is told
+_LEFT_OUT = 0.02  # the part of the data that an epoch leaves out from which a warning is logged
 RAISED_WHEN_READ = (ObjectNotFound, ShardError)
 """Errors of a single shard, which do not fail the plan: they are raised when the shard is read, and `on_error` applies.
 
-Other errors fail the plan: they may be temporary, or seen by one rank only, and all ranks must make the same plan.
+Other errors fail the plan: they may be temporary, or occur in one rank only, and all ranks must make the same plan.
 """
 
 
@@ -67,11 +68,11 @@ class RemoteIterableDataset(IterableDataset[Any]):
     """Samples from shards in a remote store: tar (WebDataset's naming), JSON lines, Parquet, MDS, TFRecord.
 
     A sample is a dictionary: ``__key__`` (str), ``__url__`` (str) and its fields, raw bytes unless the format decodes
-    them; the loader's `decode` makes of it what is collated. Each sample is read once per epoch, on any number of
-    workers; every batch is full, except the last one of the epoch. Several ranks share the samples evenly where the
-    number in each shard is known (MDS, Parquet). Otherwise they share the shards, and an epoch ends for all with the
-    smallest share: what the others have left is not read (`on_uneven`), in each epoch other samples.
-    Order, states and the replacement of dead workers: see ``docs/explanation/order-and-resume-in-streams.md``.
+    them; the loader collates the results of its `decode`. Each sample is read once per epoch, on any number of workers;
+    every batch is full, except the last batch of the epoch. Several ranks share the samples evenly if the number in
+    each shard is known (MDS, Parquet). Otherwise they share the shards, and an epoch ends for all with the smallest
+    share: the rest of the other shares is not read (`on_uneven`), in each epoch other samples. Order, states and the
+    replacement of dead workers: see ``docs/explanation/order-and-resume-in-streams.md``.
 
     Use it with asyncloader's loaders, or iterate over it alone: ``async for sample in dataset``. Its worker processes
     are started by "forkserver" unless `multiprocessing_context` says otherwise.
@@ -82,24 +83,23 @@ class RemoteIterableDataset(IterableDataset[Any]):
             whose shards are listed; a folder or an ``index.json`` of an MDS dataset. Without a `transport`, the schemes
             are those of `open_transport`.
         format: of all shards, as an extension without its dot (``"tar"``, ``"jsonl.gz"``, ``"parquet"``); or a function
-            of a URL and a `ShardRange` that makes a `ShardReader`. None: by the extension.
+            that makes a `ShardReader` of a URL and a `ShardRange`. None: by the extension.
         shuffle_buffer: samples that are shuffled together in each worker (see ``asyncloader/remote/shuffle.py``); 0: no
             shuffling of samples, or 1,000 with the loader's ``shuffle=True``.
-        shuffle_shards: read the shards in another order each epoch. None: if there is a `shuffle_buffer`.
-        transport: reads everything; URLs are then paths below its root.
-        cache_dir: directory in which shards of every format are cached for the next epoch: those that are read from
-            end to end as they are, others (Parquet, shards that are cut, the rest of a shard behind a resume) in blocks
-            of 1 MiB. None: no caching. Local files are not cached, nor is what a store names no version of
-            (`CachedTransport`).
+        shuffle_shards: read the shards in another order each epoch. None: with a `shuffle_buffer`.
+        transport: reads all shards; URLs are then paths below its root.
+        cache_dir: directory in which shards of every format are cached for the next epoch: a shard that is read from
+            end to end as a file, others (Parquet, shards that are cut, the rest of a shard after a resume) in blocks of
+            1 MiB. None: no caching. Local files are not cached, nor are objects without a version (`CachedTransport`).
         cache_bytes: maximum size of that directory, in bytes or as a text (``"200GB"``); None: no limit.
         cache_revalidate: ask the store on each read whether a cached object is current; False: never ask.
         max_sample_bytes: refuse a sample with more (decompressed) bytes; default ``"1GiB"``.
         read_ahead: bytes of a shard that each worker fetches ahead; default ``"8MiB"``.
-        columns: of Parquet, the columns to read; None: all.
+        columns: the columns of Parquet to read; None: all.
         storage_options: keyword arguments for the transports that are opened (credentials, endpoint, retry).
 
     Raises:
-        ValueError: an argument is out of range, or incompatible with another one.
+        ValueError: an argument is out of range, or incompatible with another.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class RemoteIterableDataset(IterableDataset[Any]):
             )
         )
         _warn_without_effect(self.urls, cache_dir, cache_bytes, cache_revalidate)
-        self._listed: list[Shard] | None = None  # as `find_shards` returned them
+        self._listed: list[Shard] | None = None  # the result of `find_shards`
         self._counted_shards: list[Shard] | None = None  # with sizes or counts, for `len`
         self._shards: list[Shard] | None = None  # with sizes and cut points, for the latest plan
         self._parts: tuple[int, int] | None = None  # the number of ranges that this plan asked for, and of ranks
         self._counts: npt.NDArray[np.int64] | None = None  # samples in each of its ranges, if known
-        self._told = False  # how much the ranks' shares leave out, if anything
+        self._logged = False  # the part that the ranks' shares leave out
 
     def __repr__(self) -> str:
         found = "" if self._listed is None else f", {len(self._listed)} shards"
@@ -194,10 +194,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
         """Number of samples in all shards, if indexes provide it (MDS, Parquet). Blocks: reads these indexes once.
 
         Raises:
-            TypeError: a shard has no index, for which `estimated_len` may help; or one that cannot be read:
-                `list(loader)` asks for the length first, and the shard's own error is raised where it is read.
+            TypeError: a shard has no index, for which `estimated_len` may help; or its index cannot be read. No other
+                error, because `list(loader)` calls this first: the shard's own error is raised when it is read.
         """
-        shards = run_in_thread(self._counted())
+        shards = run_in_thread(self._count_samples())
         counts = [shard.samples for shard in shards if shard.samples is not None]
         if len(counts) < len(shards):
             unread = next((shard.url for shard in shards if shard.format == PARQUET and shard.samples is None), None)
@@ -210,28 +210,28 @@ class RemoteIterableDataset(IterableDataset[Any]):
         return sum(counts)
 
     def estimated_len(self) -> int:
-        """Estimate the number of samples: the bytes of all shards, divided by the size of the first samples of one
-        shard.
+        """Estimate the number of samples: the bytes of all shards, divided by the size of a shard's first samples.
 
-        Blocks: asks the store for the size of each shard, and reads up to 1 MiB of one.
+        Blocks: requests the size of each shard, and reads up to 1 MiB of a shard.
         """
         return run_in_thread(self._estimate())
 
     # ---------------------------------------------------------------------------------------- for the loaders
 
     async def plan(self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> EpochPlan:
-        """Return what this rank reads in an epoch, in the order in which it is assigned to the workers.
+        """Return the assignments of this rank in an epoch, in the order in which its workers get them.
 
         Args:
             workers: per rank, at least 1.
             rank: of this process.
-            ranks: number of ranks; see `rank_shares` for what each reads.
-            key: of the epoch: the seed of the order, if `shuffle_shards`; otherwise it says at which of its ranges a
-                rank begins, if there are several, so that each epoch leaves out other samples. None: no shuffling.
-            common: all ranks have the same key. If not, each shuffles its own part.
+            ranks: number of ranks; `rank_shares` has the rules by which they share the samples.
+            key: of the epoch: the seed of the order, if `shuffle_shards`. Otherwise, with several ranks, it determines
+                the range with which a rank begins, so that each epoch leaves out other samples. None: no shuffling.
+            common: all ranks have the same key. If not, each rank shuffles its own part.
 
         Raises:
-            As `find_shards`; TransportError if the sizes or cut points of a shard cannot be read.
+            TransportError: the sizes or cut points of a shard cannot be read.
+            The errors of `find_shards`.
         """
         parts = RANGES_PER_WORKER * workers * ranks
         shards = await self._with_known_sizes(parts, ranks)
@@ -246,26 +246,26 @@ class RemoteIterableDataset(IterableDataset[Any]):
             shares = EpochShares(ranks, int(counts.sum()), 0.0)
             stretch = stretch_of(counts[order], rank, ranks)
             mine = [shard_ranges[at] for at in order[stretch.first : stretch.stop].tolist()]
-            mine = await self._trimmed(mine, shards, stretch)
+            mine = await self._trim(mine, shards, stretch)
         else:
-            part = left_out(shards, [shard_ranges[at] for at in order.tolist()], ranks)
+            part = part_left_out(shards, [shard_ranges[at] for at in order.tolist()], ranks)
             shares, mine = EpochShares(ranks, None, part), [shard_ranges[at] for at in order[rank::ranks].tolist()]
-            if not rank and not self._told:
-                self._told = True
-                _tell_what_is_left_out(part, len(shards), ranks)
+            if not rank and not self._logged:
+                self._logged = True
+                _log_left_out(part, len(shards), ranks)
         if shuffle is not None and not common:
             mine = [mine[at] for at in Permutation(len(mine), shuffle, 0)(np.arange(len(mine))).tolist()]
         elif shuffle is None and ranks > 1 and mine:
             first = (key or 0) % len(mine)
             mine = mine[first:] + mine[:first]
-        return EpochPlan(grouped(mine, shards, workers), shares)
+        return EpochPlan(group_ranges(mine, shards, workers), shares)
 
     async def fingerprint(self, workers: int, ranks: int) -> str:
-        """Find the shards that `plan` finds for so many workers and ranks, and return what tells them from others: a
-        digest of their names, sizes and cuts.
+        """Return a digest of the names, sizes and cut points of the shards on which a `plan` for these numbers of
+        workers and ranks is based.
 
         Raises:
-            As `plan`.
+            The errors of `plan`.
         """
         digest = hashlib.blake2b(digest_size=16)
         shards = await self._with_known_sizes(RANGES_PER_WORKER * workers * ranks, ranks)
@@ -277,12 +277,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
     def shard_urls(self) -> list[str]:
         """The URLs that identify the shards in a state, without signatures. Empty before `plan`."""
         urls = (shard.url for shard in self._listed or [])
-        return [unsigned(url) if scheme_of(url) in ("http", "https") else url for url in urls]
+        return [strip_signature(url) if scheme_of(url) in ("http", "https") else url for url in urls]
 
     def open_worker_stream(self, source: AssignmentSource) -> WorkerStream:
-        """Open one worker's stream. `plan` must have been called, here or in the process that this dataset was copied
-        from.
-        """
+        """Open one worker's stream. `plan` must have been called, here or before this dataset was pickled."""
         assert self._shards is not None
         return WorkerStream(self._shards, partial(self._open, Pins()), source, self.shuffle_buffer)
 
@@ -304,18 +302,18 @@ class RemoteIterableDataset(IterableDataset[Any]):
     def _sample_counts(
         self, shards: Sequence[Shard], shard_ranges: Sequence[CatalogRange]
     ) -> npt.NDArray[np.int64] | None:
-        """Number of samples in each range of the latest plan; None if it is unknown for one of them."""
+        """Return the number of samples in each range of the latest plan; None if a number is unknown."""
         if self._counts is None and all(shard.samples is not None for shard in shards):
             numbers = (sample_numbers(shards[each.shard], each) for each in shard_ranges)
             self._counts = np.fromiter((stop - first for first, stop in numbers), np.int64, len(shard_ranges))
         return self._counts
 
-    async def _trimmed(
+    async def _trim(
         self, shard_ranges: list[CatalogRange], shards: Sequence[Shard], stretch: Stretch
     ) -> list[CatalogRange]:
         """Cut off the samples of the first and the last range that other ranks read.
 
-        A shard whose samples cannot be found is left whole to both ranks, which raise the error when they read it.
+        A shard whose sample positions cannot be read is not cut: both ranks raise the error when they read it.
         """
         async with aclosing(self._own_stores()) as stores:
 
@@ -333,9 +331,9 @@ class RemoteIterableDataset(IterableDataset[Any]):
             shard_ranges[-1] = shard_ranges[-1]._replace(stop=stop)
         return shard_ranges
 
-    # ------------------------------------------------------------------------------------- what is known of shards
+    # ------------------------------------------------------------------------------------- facts about shards
 
-    async def _found(self, stores: Stores) -> list[Shard]:
+    async def _find(self, stores: Stores) -> list[Shard]:
         if self._listed is None:
             custom = callable(self.format) and not isinstance(self.format, ShardFormat)
             self._listed = await find_shards(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
@@ -351,7 +349,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         if self._shards is not None and self._parts == (parts, ranks):
             return self._shards
         async with aclosing(self._own_stores()) as stores:
-            found, done = await self._found(stores), True
+            found, done = await self._find(stores), True
             assert self._listed is not None
             few, shards = len(found) <= MAX_SIZE_REQUESTS, self._listed
             if few and ranks > 1:
@@ -362,19 +360,20 @@ class RemoteIterableDataset(IterableDataset[Any]):
                 try:
                     sized = await with_sizes(found, stores)
                     shards = [shard._replace(size=of.size) for shard, of in zip(shards, sized, strict=True)]
-                except TransportError:  # raised again when that shard is read
-                    done = False  # ask again for the next plan
+                except TransportError:
+                    # Raised again when that shard is read. The next plan requests the sizes again.
+                    done = False
             self._shards, self._parts, self._counts = shards, (parts, ranks) if done else None, None
             return shards
 
-    async def _counted(self) -> list[Shard]:
+    async def _count_samples(self) -> list[Shard]:
         async with aclosing(self._own_stores()) as stores:
-            self._counted_shards = await with_counts(await self._found(stores), stores, leave=RAISED_WHEN_READ)
+            self._counted_shards = await with_counts(await self._find(stores), stores, leave=RAISED_WHEN_READ)
             return self._counted_shards
 
     async def _estimate(self) -> int:
         async with aclosing(self._own_stores()) as stores:
-            shards = self._counted_shards = await with_sizes(await self._found(stores), stores)
+            shards = self._counted_shards = await with_sizes(await self._find(stores), stores)
             counted = sum(shard.samples or 0 for shard in shards)
             others = [shard for shard in shards if shard.samples is None]
             if not others:
@@ -384,19 +383,19 @@ class RemoteIterableDataset(IterableDataset[Any]):
             return counted + (round(sum(shard.size or 0 for shard in others) / each) if each else 0)
 
     def _own_stores(self) -> Stores:
-        """Return stores for use in a loop other than the reading one: a transport belongs to one loop at a time."""
+        """Return stores for another loop than the reading loop: a transport belongs to one loop at a time."""
         template = self._stores.template
         if template.transport is None:
             return template.fresh()  # not pickled: options may hold functions
         try:
             copy: Stores = pickle.loads(pickle.dumps(template))
         except (pickle.PicklingError, AttributeError, TypeError):
-            return template.fresh()  # not picklable, so there are no workers, and this loop is the reading one
+            return template.fresh()  # not picklable: the dataset has no workers, and this loop is the reading loop
         return copy
 
 
 def _warn_without_effect(urls: Any, cache_dir: Any, cache_bytes: Size | None, cache_revalidate: bool) -> None:
-    """Warn of arguments of the cache that cannot do anything, at the line that makes the dataset."""
+    """Warn of cache arguments without an effect, at the line that makes the dataset."""
     if cache_dir is None:
         given = {"cache_bytes": cache_bytes is not None, "cache_revalidate": not cache_revalidate}
         for name in (name for name, set_ in given.items() if set_):
@@ -405,7 +404,7 @@ def _warn_without_effect(urls: Any, cache_dir: Any, cache_bytes: Size | None, ca
         warnings.warn("cache_dir= does nothing for local files, which are not cached", NoEffectWarning, stacklevel=3)
 
 
-def _tell_what_is_left_out(part: float, shards: int, ranks: int) -> None:
+def _log_left_out(part: float, shards: int, ranks: int) -> None:
     if part >= _LEFT_OUT:
         _log.warning(
             "%d ranks share %d shards unevenly: an epoch ends for all with the smallest share, so each epoch leaves "

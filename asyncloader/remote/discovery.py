@@ -4,7 +4,7 @@ Data path: URLs, patterns, folders -> [discovery] -> shards -> catalog.
 
     https://host/shard-{000..127}.tar      a brace pattern (`braces`)
     s3://bucket/train/                     all shards below a prefix, ascending; or an MDS dataset, by its index.json
-    s3://bucket/**/train-*.tar             those that match: ``*`` is any part of a name, ``**/`` any folders
+    s3://bucket/**/train-*.tar             the shards that match: ``*`` is any part of a name, ``**/`` any folders
     /data/train                            a local directory, with or without a trailing ``/``
     s3://bucket/mds/index.json             an MDS dataset
     s3://bucket/a.tar                      one shard
@@ -36,7 +36,7 @@ INDEX = "index.json"
 _ESCAPED = frozenset({"http", "https"})
 
 _RANGE = re.compile(r"(?<!\\)\{[^{},\\]*\.\.[^{},\\]*\}")
-"""Braces that are meant as a range. bash takes them literally if they are none, and so does `expand`."""
+"""Braces that are meant as a range. If they are not a valid range, bash and `expand` take them literally."""
 
 
 def expand_urls(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -47,7 +47,7 @@ def expand_urls(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
 
     Raises:
         ValueError: no URL is given; a pattern or range is wrong (see `braces`); more than 1,000,000 URLs in total.
-        TypeError: one of them is neither text nor a path.
+        TypeError: an item is neither text nor a path.
     """
     given: Iterable[str | os.PathLike[str]] = [urls] if isinstance(urls, str | os.PathLike) else urls
     found: list[str] = []
@@ -78,7 +78,7 @@ async def find_shards(
 ) -> list[Shard]:
     """Find the shards that `urls` refer to, in the given order; below a prefix ascending.
 
-    URLs of single shards are not checked: if there is no such object, reading it fails.
+    URLs of single shards are not checked: if an object does not exist, reading it fails.
 
     Args:
         urls: see the module and `expand_urls`.
@@ -89,8 +89,8 @@ async def find_shards(
             ``"parquet"``.
 
     Raises:
-        ValueError: a URL without a known extension; a prefix with no shard below it, or a ``*`` that none matches; an
-            MDS shard without its index; and as `expand_urls`.
+        ValueError: a URL without a known extension; a prefix with no shard below it, or a ``*`` that no object matches;
+            an MDS shard without its index; or a reason of `expand_urls`.
         ShardError: an MDS index that cannot be used.
         TransportError: a listing or an index cannot be read.
     """
@@ -106,7 +106,7 @@ async def find_shards(
                 shards += listed
                 continue
         if "*" in _split(url)[0] and not await _is_file(url, stores):
-            shards += [_single(each, wanted) for each in await _matching(url, stores)]
+            shards += [_single(each, wanted) for each in await _match(url, stores)]
         elif folder is None:
             shards.append(_single(url, wanted))
         else:
@@ -145,14 +145,14 @@ def _join(folder: str, path: str) -> str:
 
 
 async def _is_file(url: str, stores: Stores) -> bool:
-    """Whether a local file has this very name, which may have any character."""
+    """Return whether a local file has this name, which may contain any character, also ``*``."""
     if stores.transport is not None or scheme_of(url) != "file":
         return False
     return await in_thread(partial(os.path.isfile, "/" + stores.locate(url).path))
 
 
-async def _matching(url: str, stores: Stores) -> list[str]:
-    """The URLs of the objects that match a pattern with ``*``, ascending."""
+async def _match(url: str, stores: Stores) -> list[str]:
+    """Return the URLs of the objects that match a pattern with ``*``, ascending."""
     address, query = _split(url)
     folder, slash, _ = address[: address.index("*")].rpartition("/")
     pattern = address[len(folder + slash) :]
@@ -208,7 +208,7 @@ def _is_known(url: str) -> bool:
 
 
 async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard] | None:
-    """Return the shards of an MDS dataset; None if there is no index. `must`: the user named the index explicitly."""
+    """Return the shards of an MDS dataset; None without an index. `must`: the user named the index explicitly."""
     url = _join(folder, INDEX)
     transport, path = stores.find(url)
     try:
@@ -216,7 +216,7 @@ async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard]
     except ObjectNotFound:
         return None
     except AccessDenied:
-        # S3's response for a missing object if the user may not list the bucket.
+        # This is S3's response for a missing object, too, if the user may not list the bucket.
         if must:
             raise
         return None

@@ -2,8 +2,8 @@
 
 Data path: transport -> [parquet_reading: byte ranges -> thread -> rows] -> prefetch.RangeReading -> worker_stream.
 
-pyarrow decodes in a thread of its own, which waits for bytes that the event loop fetches: `Ranges` connects the two.
-One batch of rows is decoded ahead. (The loop's default executor is not used, because it may also look up host names: a
+pyarrow decodes in a separate thread, which waits for bytes that the event loop fetches: `Ranges` connects the two. One
+batch of rows is decoded ahead. (The loop's default executor is not used, because it may also look up host names: a
 look-up could be queued behind the threads that wait for it.)
 """
 
@@ -30,8 +30,8 @@ async def read_footer(pinned: PinnedReader, url: str) -> tuple[Footer, ObjectInf
     """Read a file's footer, in one or two requests, and its metadata in the store.
 
     Raises:
-        ShardError: it is not a Parquet file, or its footer is damaged.
-        TransportError: it cannot be read.
+        ShardError: the file is not Parquet, or its footer is damaged.
+        TransportError: the file cannot be read.
         ImportError: pyarrow is not installed.
     """
     info = await pinned.info()
@@ -55,7 +55,7 @@ async def read_parquet(
     read_ahead: int = 8 << 20,
     columns: Sequence[str] | None = None,
 ) -> AsyncGenerator[list[Located], None]:
-    """Read rows ``[start, stop)`` of a file. As `formats.parquet.read_rows`, with `on_bad` called in the loop.
+    """Read rows ``[start, stop)`` of a file, like `formats.parquet.read_rows`, but call `on_bad` in the loop.
 
     Raises:
         ShardError: the file is damaged.
@@ -82,6 +82,7 @@ async def read_parquet(
             batch = next(rows, None)
         except Exception as error:
             fault = error
+        # Handed over with the result: the thread and the loop never use the list at the same time.
         bad_rows = bad[:]
         bad.clear()
         return Step(batch, bad_rows, fault)
@@ -97,12 +98,13 @@ async def read_parquet(
                 raise fault
             if batch is None:
                 break
+            # Before the consumer gets this batch: the next batch is decoded while the consumer works.
             steps.begin()
             yield batch
 
 
 class Step(NamedTuple):
-    """The result of one step of the thread: rows (None: there are no more), bad rows, and the error that ended it."""
+    """The result of one step of the thread: rows (None: no more), bad rows, and the error that ended it."""
 
     batch: list[Located] | None
     bad_rows: list[ShardError]
@@ -129,11 +131,14 @@ class Ranges:
         return answer
 
     async def aclose(self) -> None:
-        """Cancel all reads and wait for their end. All futures are done then, including those requested later."""
+        """Cancel all reads and wait for their end. Then all futures are done, including those requested later."""
+        # Before the reads are cancelled: `_begin` may still be queued in the loop, and must not start a read after
+        # them.
         self._closed = True
         interrupted: asyncio.CancelledError | None = None
         for task in self._tasks:
             task.cancel()
+        # A cancelled caller waits to the end, too: a future that is never done would block the thread for ever.
         while self._tasks:
             try:
                 await asyncio.wait(self._tasks)
@@ -167,7 +172,7 @@ def _closed_error() -> TransportClosed:
 
 
 class _Steps:
-    """Calls a blocking function in a thread of its own, one call at a time.
+    """Calls a blocking function in a separate thread, one call at a time.
 
     The thread is a daemon: if the loop dies before `aclose`, the interpreter's exit does not wait for it.
     """
@@ -190,10 +195,12 @@ class _Steps:
     async def result(self) -> Step:
         """Wait for the call that was started last."""
         assert self._present is not None
+        # Shielded: a cancelled wait must not cancel the future, which the thread resolves and `aclose` waits for.
         return await shielded(asyncio.wrap_future(self._present))
 
     async def aclose(self) -> None:
         """End the reads, the call that waits for them, and the thread."""
+        # The thread ends after its present call, which ends because its reads fail.
         self._asked.put(None)
         interrupted: asyncio.CancelledError | None = None
         try:
@@ -215,4 +222,5 @@ def _serve(asked: SimpleQueue[Future[Step] | None], step: Callable[[], Step]) ->
             answer.set_result(step())
         except BaseException as error:
             answer.set_exception(error)
+        # Otherwise the thread would keep the last batch while it waits for the next call.
         del answer

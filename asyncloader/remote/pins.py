@@ -1,4 +1,4 @@
-"""Remembers the version of each shard that a worker reads: its samples are of one version, over all ranges and errors.
+"""Keeps the version of each shard that a worker reads: its samples are of one version, over all ranges and errors.
 
 Data path: worker_stream -> reading -> [pins] -> transports.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from asyncloader.transports import PinnedReader, Transport
 
 MOST_PINS = 256
-"""Shards whose versions a worker remembers; its ranges of one shard are read close to each other."""
+"""Shards whose versions a worker keeps; it reads its ranges of one shard soon after each other."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Pin:
     reader: PinnedReader
     open: int = 0  # ranges that are being read
     used: bool = False
-    """Samples of this version have been returned: from then on no other version is read."""
+    """Samples of this version have been returned, so no other version may be read."""
 
 
 class Pins:
@@ -33,8 +33,10 @@ class Pins:
         self._pins: OrderedDict[str, Pin] = OrderedDict()
 
     @contextmanager
-    def reading(self, transport: Transport, path: str, url: str) -> Generator[Pin, None, None]:
-        """Give the reader of a shard. A version of which no samples were returned is forgotten in the end."""
+    def hold(self, transport: Transport, path: str, url: str) -> Generator[Pin, None, None]:
+        """Return the reader of a shard for the time of a ``with`` block. A version without returned samples is dropped
+        at its end, so that the next attempt may read another version.
+        """
         pin = self._pins.get(url)
         if pin is None or pin.reader.transport is not transport:
             pin = self._pins[url] = Pin(transport.pinned(path))
@@ -46,5 +48,6 @@ class Pins:
             pin.open -= 1
             if not (pin.open or pin.used) and self._pins.get(url) is pin:
                 del self._pins[url]
+            # A version that is in use is never dropped, whatever the number.
             if len(self._pins) > MOST_PINS and (idle := next((u for u, p in self._pins.items() if not p.open), None)):
                 del self._pins[idle]

@@ -1,10 +1,9 @@
-"""Reads shard ranges ahead of the samples that are needed: opens the next ranges early, and buffers the bytes of a
-stream.
+"""Opens the next shard ranges early, and buffers the bytes of a stream.
 
 Data path: transport -> reading (`StreamBuffer`) -> [prefetch: `RangePrefetcher`, `RangeReading`] -> worker_stream.
 
-Opening a shard takes a round trip or two. `RangePrefetcher` opens the ranges after the current one early, so that a
-worker does not wait for that at the end of each range.
+Opening a shard takes a round trip or two. `RangePrefetcher` opens the ranges after the current range early, so that a
+worker does not wait at the end of each range.
 
 `StreamBuffer` is one task that fetches the bytes of one stream while the consumer parses, so that the network does not
 wait for the CPU. The buffered bytes are bounded. The task ends with the stream or with `aclose`, never later.
@@ -28,16 +27,16 @@ Open = Callable[[Shard, CatalogRange, OnBad], AsyncGenerator[list[Located], None
 """Opens a range for reading; the callback receives the bad samples that are skipped."""
 
 MAX_PREFETCHED_RANGES = 16
-"""Ranges after the current one that are opened early, at most. Many stores limit what one connection carries: 48 shards
-of 256 KiB that come at 2 MB/s after 100 ms take one worker 2.9 s with 4 of them, and 1.4 s with 16."""
+"""Most ranges after the current range that are opened early. Many stores limit the rate of a connection: 48 shards of
+256 KiB, with 2 MB/s per connection after 100 ms, take a worker 2.9 s with 4 ranges, and 1.4 s with 16."""
 
 
 class RangeReading:
     """Reads one range.
 
     Args:
-        open: opens it.
-        shard: the shard that it belongs to.
+        open: opens the range.
+        shard: the shard that the range belongs to.
         shard_range: the range.
     """
 
@@ -46,12 +45,12 @@ class RangeReading:
         self.found: deque[Located] = deque()
         """Samples that were read and not taken yet."""
         self.bad: deque[ShardError] = deque()
-        """Bad samples before, between and after them. They arrive together with the list of samples around them."""
+        """Bad samples before, between and after the samples in `found`, with whose list they arrive."""
         self._reported: list[ShardError] = []
         self._stream = open(shard, shard_range, self._reported.append)
         self._begun: asyncio.Task[list[Located]] | None = None
         self.outdated = False
-        """What `more` raised last is a transport's error from before it was called: it may not hold any more."""
+        """The last error of `more` is a transport's error from before its call: the cause may have passed."""
 
     def begin(self) -> None:
         """Start to read the first samples, before they are needed."""
@@ -59,10 +58,10 @@ class RangeReading:
         self._begun.add_done_callback(_retrieve_exception)
 
     async def more(self) -> None:
-        """Read on: extends `found` and `bad`.
+        """Read more samples: extends `found` and `bad`.
 
         Raises:
-            StopAsyncIteration: the range is read.
+            StopAsyncIteration: the range has no more samples.
             Exception: reading failed.
         """
         begun, self._begun = self._begun, None
@@ -72,7 +71,8 @@ class RangeReading:
         except TransportError as error:
             self.outdated = error.made_at < called
             raise
-        finally:  # only now: the errors of a list that was read early must not overtake its samples
+        finally:
+            # Not earlier: the errors in a list that was read early must not be reported before its samples.
             self.bad.extend(self._reported)
             self._reported.clear()
 
@@ -81,24 +81,25 @@ class RangeReading:
         begun, self._begun = self._begun, None
         if begun is not None:
             begun.cancel()
+            # A generator that is running cannot be closed.
             await asyncio.wait([begun])
         await self._stream.aclose()
 
 
 def _retrieve_exception(begun: asyncio.Future[list[Located]]) -> None:
-    """Mark the exception as retrieved: `more` raises it, or the reading is closed and it does not matter."""
+    """Mark the exception as retrieved, so that asyncio does not log it: `more` raises it."""
     if not begun.cancelled():
         begun.exception()
 
 
 class RangePrefetcher:
-    """Opens the ranges after the current one early, in order.
+    """Opens the ranges after the current range early, in order.
 
     Args:
         shards: the catalog that the ranges refer to.
         open: opens a range.
-        enough: no further range is opened while so many bytes after the current position are open. Of ranges of unknown
-            size, one is opened.
+        enough: no further range is opened while this number of bytes after the current position is open. A range of
+            unknown size counts as that number.
     """
 
     def __init__(self, shards: Sequence[Shard], open: Open, enough: int) -> None:
@@ -108,8 +109,8 @@ class RangePrefetcher:
         self._readings: deque[RangeReading] = deque()
 
     def look(self, present: CatalogRange, behind: Iterable[CatalogRange]) -> None:
-        """Open as many of the ranges after the current one as allowed. Those that are open already are the first of
-        `behind`.
+        """Open the ranges in `behind`, which follow the range `present`, as far as the limits allow. The ranges that
+        are already open must be the first in `behind`.
         """
         near = self._bytes(present) or 0
         for number, shard_range in enumerate(behind):
@@ -123,7 +124,7 @@ class RangePrefetcher:
                 self._readings.append(reading)
 
     def open(self, shard_range: CatalogRange) -> RangeReading:
-        """Return the reading of the next range: the first one that was opened early, or a new one."""
+        """Return the reading of the next range, which may have been opened early."""
         if self._readings and self._readings[0].shard_range == shard_range:
             return self._readings.popleft()
         return RangeReading(self._open, self._shards[shard_range.shard], shard_range)
@@ -139,13 +140,13 @@ class RangePrefetcher:
 
 
 class StreamBuffer:
-    """Starts at once to read `stream`, on the running loop. For one consumer, which must call `aclose`.
+    """Starts to read `stream` at once, on the running loop. For one consumer, which must call `aclose`.
 
     Args:
-        stream: what to read; closed here.
-        most: limit of the buffered bytes, at least 1; one more chunk may be in flight.
-        wanted: bytes that the consumer needs in any case. Beyond them a chunk is fetched only on demand. None: the
-            whole stream is wanted.
+        stream: the bytes; `aclose` closes it.
+        most: limit of the buffered bytes, at least 1; the last chunk may exceed it.
+        wanted: bytes that the consumer needs. After them a chunk is fetched only on demand. None: the consumer needs
+            the whole stream.
     """
 
     def __init__(self, stream: AsyncGenerator[bytes, None], *, most: int, wanted: int | None = None) -> None:
@@ -160,6 +161,7 @@ class StreamBuffer:
         self._room = asyncio.Event()
         self._news = asyncio.Event()
         self._task = asyncio.create_task(self._run(stream), name="asyncloader-read-ahead")
+        # The end of the task is news, too: `next` may be waiting for a chunk that never comes.
         self._task.add_done_callback(lambda _: self._news.set())
 
     @property
@@ -171,12 +173,14 @@ class StreamBuffer:
         """Return the next chunk, None at the end of the stream.
 
         Raises:
-            Exception: what the stream raised, after all chunks before it.
+            Exception: the stream's error, after all chunks before it.
         """
         while not self._chunks:
             if self._task.done():
                 self._task.result()
                 return None
+            # Set before the wait: a chunk beyond `wanted` is fetched only for a consumer that waits. No chunk can come
+            # between the check above and `clear`, because nothing in between lets the loop run.
             self._asked = True
             self._room.set()
             self._news.clear()
@@ -187,7 +191,7 @@ class StreamBuffer:
         return chunk
 
     async def aclose(self) -> None:
-        """Cancel the task, close the stream, and wait until that is done, also when the caller is cancelled."""
+        """Cancel the task, and wait until it has closed the stream, also if the caller is cancelled."""
         self._task.cancel()
         interrupted: asyncio.CancelledError | None = None
         while not self._task.done():

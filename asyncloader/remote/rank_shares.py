@@ -1,4 +1,4 @@
-"""Deals the ranges of an epoch to the ranks. Pure.
+"""Divides the ranges of an epoch among the ranks. Pure.
 
 Data path: shard_splitting -> [rank_shares] -> dataset.plan -> assignment.
 
@@ -21,7 +21,7 @@ from asyncloader.remote.catalog import Shard
 from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
 
 MOST_WEIGHED = 10_000
-"""Ranges whose bytes are added up at the beginning of each epoch, at most: with more the ranks' shares are alike."""
+"""Most ranges whose bytes are added up at the beginning of each epoch: with more ranges the ranks' shares are alike."""
 
 
 class EpochShares(NamedTuple):
@@ -29,7 +29,7 @@ class EpochShares(NamedTuple):
 
     Attributes:
         ranks: number of ranks.
-        samples: in the epoch, if the ranks' stretches differ by at most one; None: some range has no known number.
+        samples: in the epoch, if the ranks' stretches differ by at most one; None: a range's number is unknown.
         left_out: without `samples`: the part of the data that no rank reads, from 0 to 1, as far as sizes are known.
     """
 
@@ -38,22 +38,22 @@ class EpochShares(NamedTuple):
     left_out: float
 
     def dropped(self, batches: int, batch_size: int) -> int:
-        """Number of samples that the ranks do not read, if each has delivered so many batches; an estimate without
-        `samples`.
+        """Return the number of samples that the ranks do not read, if each has delivered `batches` batches; an estimate
+        without `samples`.
         """
         read = batches * batch_size * self.ranks
         if self.ranks == 1:
             return 0
         if self.samples is None:
             return round(read * self.left_out / (1 - self.left_out)) if self.left_out < 1 else 0
-        # The batch at the end of a stretch is not full: it counts for what it holds.
+        # The last batch of a stretch may not be full: a rank never reads more than its stretch.
         longer = self.samples % self.ranks
         short, most = self.samples // self.ranks, batches * batch_size
         return longer * max(0, short + 1 - most) + (self.ranks - longer) * max(0, short - most)
 
 
 class EpochPlan(NamedTuple):
-    """What one rank reads in an epoch.
+    """The part of an epoch that one rank reads.
 
     Attributes:
         assignments: in the order in which they are given to the workers.
@@ -81,7 +81,7 @@ class Stretch(NamedTuple):
 
 
 def stretch_of(counts: npt.NDArray[np.int64], rank: int, ranks: int) -> Stretch:
-    """Return a rank's part of ranges that hold so many samples each. Parts differ by at most one sample."""
+    """Return a rank's part of ranges that hold `counts` samples. Parts differ by at most one sample."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     begin, end = total * rank // ranks, total * (rank + 1) // ranks
@@ -93,8 +93,8 @@ def stretch_of(counts: npt.NDArray[np.int64], rank: int, ranks: int) -> Stretch:
 
 
 def sample_numbers(shard: Shard, shard_range: CatalogRange) -> tuple[int, int]:
-    """Return the numbers, within its shard, of the first sample of a range that `cut` made, and of the sample after its
-    last one. `Shard.samples` must be known.
+    """Return the numbers of the samples in a range that `cut` made: of its first sample within the shard, and of the
+    sample after its last. `Shard.samples` must be known.
     """
     samples, edges, (_, start, stop, _) = shard.samples, shard.edges, shard_range
     assert samples is not None
@@ -103,7 +103,8 @@ def sample_numbers(shard: Shard, shard_range: CatalogRange) -> tuple[int, int]:
     assert edges is not None, "only JSON lines are cut without edges, and their samples are not counted"
     if shard.mds is None:  # Parquet: positions are rows
         return start, samples if stop is None else stop
-    last = len(edges) - 1  # see `shard_sizes`: edge `n` is sample `samples * n // last`
+    # `shard_sizes` has made edge `n` at sample `samples * n // last`.
+    last = len(edges) - 1
 
     def number(offset: int) -> int:
         return samples * bisect_left(edges, offset) // last
@@ -111,9 +112,9 @@ def sample_numbers(shard: Shard, shard_range: CatalogRange) -> tuple[int, int]:
     return 0 if start == 0 else number(start), samples if stop is None else number(stop)
 
 
-def left_out(shards: Sequence[Shard], shard_ranges: Sequence[CatalogRange], ranks: int) -> float:
-    """The part of the data that ranks do not read if each has every `ranks`-th range, and all end with the first that
-    has no more. From 0 to 1. By bytes, if all sizes are known and there are not too many ranges; else by ranges.
+def part_left_out(shards: Sequence[Shard], shard_ranges: Sequence[CatalogRange], ranks: int) -> float:
+    """Return the part of the data, from 0 to 1, that no rank reads, if each has every `ranks`-th range and all end with
+    the smallest share: by bytes, if all sizes are known and at most `MOST_WEIGHED` ranges exist; otherwise by ranges.
     """
     if len(shard_ranges) > MOST_WEIGHED:
         return len(shard_ranges) % ranks / len(shard_ranges)

@@ -62,7 +62,7 @@ async def read_shard_range(
         reader: makes the reader of a user's own format, which has its own limits and its own `on_bad`.
         read_ahead: bytes that are fetched ahead of parsing, at least 1. A chunk of up to 1 MiB may come on top.
         columns: of Parquet, the columns to read. None: all. Other formats have no columns.
-        pins: the versions of the shards of which samples have been read, which it extends. None: any version will do.
+        pins: the versions of the shards of which samples have been read; this shard's is added. None: any version.
 
     Yields:
         Non-empty lists of samples, in the shard's order, each sample with the offset at which to continue after it.
@@ -70,13 +70,13 @@ async def read_shard_range(
     Raises:
         ShardError: the shard violates its format or ends too early; raised after the samples before the error.
         TransportError: the bytes cannot be read; raised after the samples before the error.
-        ValueError: the range cannot be one of this shard.
+        ValueError: the shard cannot have this range.
         ImportError: the format needs a package that is not installed.
     """
     if read_ahead < 1:
         raise ValueError(f"read_ahead must be at least 1 byte, got {read_ahead}")
     transport, path = stores.find(shard.url)
-    with (Pins() if pins is None else pins).reading(transport, path, shard.url) as pin:
+    with (Pins() if pins is None else pins).hold(transport, path, shard.url) as pin:
         bad: list[ShardError] = []
         if shard.format == PARQUET and reader is None:
             from asyncloader.remote.parquet_reading import read_parquet
@@ -113,6 +113,7 @@ async def read_shard_range(
                 async for batch in batches:
                     _report_bad(on_bad, bad)
                     if batch:
+                        # Before the samples are returned: from now on, a retry must not read another version.
                         pin.used = True
                         yield batch
                 _report_bad(on_bad, bad)
@@ -129,7 +130,7 @@ async def read_shard_range(
 
 
 def _report_bad(on_bad: OnBad | None, bad: list[ShardError]) -> None:
-    """Report the bad samples that were skipped. Not done by the reader itself, because it may run in a thread."""
+    """Report the bad samples that were skipped. The reader cannot call `on_bad`, because it may run in a thread."""
     while on_bad is not None and bad:
         on_bad(bad.pop(0))
 
@@ -143,7 +144,7 @@ async def _push(
     most: int,
     thread: bool,
 ) -> AsyncGenerator[list[Located], None]:
-    """Feed `reader` to its end. Yields one list per call of it, including empty ones.
+    """Feed `reader` to its end. Yields one list per call of the reader, including empty lists.
 
     Args:
         pinned: reads the shard.
@@ -158,7 +159,8 @@ async def _push(
     async def call(function: Callable[[bytes], list[Located]], data: bytes) -> list[Located]:
         if thread:
             return cast("list[Located]", await parsing.call(function, data))
-        await asyncio.sleep(0)  # let other tasks run, also when all chunks are buffered already
+        # Let other tasks run: while chunks are buffered, nothing else in this loop waits.
+        await asyncio.sleep(0)
         return function(data)
 
     if reader.done:

@@ -1,8 +1,8 @@
-"""Asks the store for what is not known about shards: sizes, sample counts and cut points.
+"""Requests unknown sizes, sample counts and cut points of shards from the store.
 
 Data path: discovery -> [shard_sizes] -> shard_splitting.
 
-Many shards are asked about concurrently, up to a limit. What is known already is not requested again.
+Requests for different shards are concurrent, up to a limit. Known facts are not requested again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from asyncloader.remote.stores import Stores
 from asyncloader.transports import RangeOutOfBounds, SizeUnknown, Transport
 
 REQUESTS = 64
-"""Maximum number of shards asked about at the same time."""
+"""Maximum number of shards with a request at the same time."""
 
 EDGES_PER_RANGE = 8
-"""Cut points that are kept of an MDS shard, per wanted range: enough to cut evenly."""
+"""Cut points of an MDS shard that are kept per wanted range: enough to cut evenly."""
 
 PROBE_BYTES = 1 << 20
 PROBE_SAMPLES = 1000
@@ -55,11 +55,11 @@ async def with_counts(
     Args:
         shards: the shards.
         stores: find the transports for their URLs.
-        leave: a shard that raises one of these is left as it is: reading it will raise the error.
+        leave: a shard that raises one of these errors is left as it is: reading it will raise the error.
 
     Raises:
         ShardError: a Parquet footer is damaged.
-        TransportError: as `with_sizes`.
+        TransportError: a footer cannot be read.
         ImportError: pyarrow is needed and not installed.
     """
 
@@ -75,19 +75,19 @@ async def with_counts(
 async def with_edges(
     shards: Sequence[Shard], stores: Stores, parts: int, *, leave: tuple[type[Exception], ...] = ()
 ) -> list[Shard]:
-    """Return the shards with what `catalog.cut` needs to make `parts` ranges: sizes and cut points.
+    """Return the shards with the sizes and cut points that `shard_splitting.cut` needs to make `parts` ranges.
 
-    Requests nothing if there are that many shards. A shard whose size the store does not provide is not cut.
+    With at least `parts` shards, it requests nothing. A shard whose size the store does not provide is not cut.
 
     Args:
         shards: the shards.
         stores: find the transports for their URLs.
         parts: the wanted number of ranges.
-        leave: a shard that raises one of these is left as it is, and not cut: reading it will raise the error.
+        leave: a shard that raises one of these errors is left as it is, and not cut: reading it will raise the error.
 
     Raises:
         ShardError: an MDS header or a Parquet footer is damaged, or contradicts the index.
-        TransportError: as `with_sizes`.
+        TransportError: a size, a header or a footer cannot be read.
         ImportError: pyarrow is needed and not installed.
     """
     if len(shards) >= parts:
@@ -113,7 +113,7 @@ async def bytes_per_sample(
 ) -> float | None:
     """Estimate the bytes of the object per sample, from the first samples of a shard.
 
-    Reads at most 1 MiB of it, or up to the first sample if that is longer.
+    Reads at most 1 MiB of the shard, or up to the end of the first sample if that is longer.
 
     Args:
         shard: the shard.
@@ -152,13 +152,14 @@ async def _with_footer(shard: Shard, stores: Stores) -> Shard:
 
 
 async def sample_position(shard: Shard, number: int, stores: Stores) -> int:
-    """Return where sample `number` of an MDS or Parquet shard begins, in the units of `CatalogRange.start`.
+    """Return the position at which sample `number` of an MDS or Parquet shard begins, in the units of
+    `CatalogRange.start`.
 
-    Reads the table of an MDS shard; of a compressed one, all before its end.
+    Reads the table of an MDS shard; of a compressed shard, all bytes up to the end of the table.
 
     Raises:
         ShardError: the table is damaged.
-        TransportError: it cannot be read.
+        TransportError: the table cannot be read.
     """
     return number if shard.mds is None else int((await _offsets(shard, shard.mds, stores))[number])
 
@@ -166,7 +167,7 @@ async def sample_position(shard: Shard, number: int, stores: Stores) -> int:
 async def _offsets(shard: Shard, mds: MdsShard, stores: Stores) -> npt.NDArray[np.int64]:
     transport, path = stores.find(shard.url)
     if mds.compression is not None:
-        header = await _decompressed(transport, path, shard.url, mds.compression, mds.header_size)
+        header = await _decompress_head(transport, path, shard.url, mds.compression, mds.header_size)
     else:
         try:
             header = await transport.read_range(path, 0, mds.header_size)
@@ -177,12 +178,12 @@ async def _offsets(shard: Shard, mds: MdsShard, stores: Stores) -> npt.NDArray[n
     return await in_thread(partial(mds.offsets, header, url=shard.url))
 
 
-async def _decompressed(transport: Transport, path: str, url: str, compression: Compression, size: int) -> bytes:
+async def _decompress_head(transport: Transport, path: str, url: str, compression: Compression, size: int) -> bytes:
     """Return the first `size` decompressed bytes of an object; fewer if it ends before.
 
     Raises:
         ShardError: the compressed data is damaged.
-        TransportError: it cannot be read.
+        TransportError: the object cannot be read.
     """
     decoding, found = decoder(compression), bytearray()
 
@@ -197,7 +198,7 @@ async def _decompressed(transport: Transport, path: str, url: str, compression: 
     async with aclosing(transport.stream(path, chunk_size=1 << 16)) as chunks:
         async for chunk in chunks:
             await in_thread(partial(decompress, chunk))
-            if len(found) >= size:  # a decoder may return more than it was asked for
+            if len(found) >= size:  # a decoder may return more bytes than requested
                 break
     return bytes(found[:size])
 
@@ -241,7 +242,7 @@ async def _probe(shard: Shard, stores: Stores, max_sample_bytes: int, make: Make
             if reader.done or (samples and fed >= PROBE_BYTES) or samples >= PROBE_SAMPLES:
                 break
         else:
-            # The whole shard was read.
+            # The whole shard was read: only now can a tar reader return its last sample. All bytes count.
             try:
                 samples += len(reader.end())
             except ShardError as error:
@@ -260,6 +261,7 @@ async def _each(shards: Sequence[Shard], function: Callable[[Shard], Awaitable[T
     found: dict[int, T] = {}
     waiting = iter(enumerate(shards))
 
+    # The workers share one iterator, which is safe in one loop: each takes the next shard when it has finished another.
     async def work() -> None:
         for number, shard in waiting:
             found[number] = await function(shard)

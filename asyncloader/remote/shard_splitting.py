@@ -1,9 +1,9 @@
-"""Splits shards into the ranges that workers read, if there are too few, and groups small ranges. Pure.
+"""Cuts shards into ranges if the workers need more than the number of shards, and groups small ranges. Pure.
 
 Data path: discovery, shard_sizes -> catalog -> [shard_splitting] -> assignment -> worker_stream.
 
-If there are fewer shards than workers need, shards are cut into ranges: JSON lines by bytes, MDS and Parquet at
-`Shard.edges`. The other formats cannot be cut without an index and are read whole.
+JSON lines are cut by bytes, MDS and Parquet at `Shard.edges`. The other formats cannot be cut without an index and are
+read whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUP_RANGES = 8
 """Upper bound of the ranges in one assignment."""
 
 GROUPS_PER_WORKER = 4
-"""Ranges are grouped only as long as each worker gets so many assignments: enough to balance the end of the epoch."""
+"""Least assignments per worker after small ranges are grouped: enough to balance the end of the epoch."""
 
 
 class CatalogRange(NamedTuple):
@@ -51,9 +51,9 @@ def can_cut(shard: Shard) -> bool:
 def cut(shards: Sequence[Shard], parts: int) -> list[CatalogRange]:
     """Cut `shards` into at least `parts` ranges; fewer if formats and sizes allow no more.
 
-    If there are enough shards, each is one range. Otherwise the largest ranges are cut first, so that the ranges of
-    different shards have similar sizes. Every sample is in exactly one range. Only known sizes and edges are used
-    (`Shard.size`, `Shard.edges`); see `shard_sizes.with_edges`.
+    With at least `parts` shards, each shard is one range. Otherwise the largest ranges are cut first, so that the
+    ranges of different shards have similar sizes. Every sample is in exactly one range. Only known sizes and edges are
+    used (`Shard.size`, `Shard.edges`); see `shard_sizes.with_edges`.
 
     Returns:
         The ranges, in the order of the shards and ascending within each.
@@ -89,7 +89,7 @@ def _weight(shard: Shard) -> float:
 
 
 def _most_parts(shard: Shard) -> int:
-    """Return the maximum number of ranges that a shard can be cut into, as far as is known."""
+    """Return the maximum number of ranges that a shard can be cut into with the known size and edges."""
     if not can_cut(shard):
         return 1
     if shard.edges is not None:
@@ -104,13 +104,13 @@ def _ranges(shard: Shard, parts: int) -> list[ShardRange]:
         return cut_shard(shard.format, shard.size or 0, parts)
     edges, last = shard.edges, len(shard.edges) - 1
     at = [edges[last * part // parts] for part in range(parts)]
-    # The first range begins with the shard's header; the last one ends with the shard.
+    # The first range begins with the shard's header; the last range ends with the shard.
     starts, stops = [0, *at[1:]], [*at[1:], None]
     return [ShardRange(start, stop, sync=False) for start, stop in zip(starts, stops, strict=True)]
 
 
 def bytes_left(shard: Shard, shard_range: CatalogRange) -> int | None:
-    """Return the bytes of the object that a range covers; None if unknown, or if its offsets are not the object's."""
+    """Return the bytes of the object that a range covers; None if unknown, or if its offsets are of other bytes."""
     packed = shard.format.compression or (shard.mds is not None and shard.mds.compression)
     if packed or shard.format == PARQUET:
         return None if shard_range.start or shard_range.stop is not None else shard.size
@@ -118,13 +118,12 @@ def bytes_left(shard: Shard, shard_range: CatalogRange) -> int | None:
     return None if stop is None else max(0, stop - shard_range.start)
 
 
-def grouped(
+def group_ranges(
     shard_ranges: Sequence[CatalogRange], shards: Sequence[Shard], workers: int
 ) -> list[tuple[CatalogRange, ...]]:
-    """Group small neighbouring ranges into assignments, as long as there remain enough assignments to balance the
-    workers.
+    """Group small neighbouring ranges into assignments, as far as enough assignments remain to balance the workers.
 
-    A worker opens the ranges of an assignment early, so that small ones do not cost a round trip each.
+    A worker opens the ranges of an assignment early, so that small ranges do not cost a round trip each.
     """
     most = min(GROUP_RANGES, len(shard_ranges) // (GROUPS_PER_WORKER * workers))
     assignments: list[tuple[CatalogRange, ...]] = []

@@ -4,12 +4,13 @@ Data path: shard ranges -> [shuffle] -> batch.
 
 The stream is cut into blocks of `most` samples, and each block is returned in a uniformly random permutation. So a
 sample moves by less than `most` positions, and all orders of a block are equally likely (as far as 64-bit keys allow).
-While one block is consumed, the next one fills at the same rate: a batch adds as many samples as it takes, and never
-waits for a whole block. The first blocks are smaller, each twice as large as the one before, so that the first batch
-needs to wait only for its own samples. At most two blocks are in memory.
+While a block is consumed, the next block fills at the same rate: a batch adds the number of samples that it takes, and
+never waits for a whole block. The first blocks are smaller, each twice as large as the block before, so that the first
+batch waits only for its own samples. At most two blocks are in memory.
 
-A sliding buffer (as in webdataset and TensorFlow) lets some samples move farther, but its content depends on everything
-before it, so its state would be all of it. The state of a block is the position at which it begins, and two numbers.
+A sliding buffer (as in webdataset and TensorFlow) lets some samples move farther, but its content depends on all
+samples before it, so its state would be its whole content. The state of a block is the position at which it begins, and
+two numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 class ShuffleBlocks(Generic[T]):
-    """Two blocks: one that is consumed, and one that is filling.
+    """Two blocks: the consumer takes items from one while the other fills.
 
     Args:
         most: items per block; at least 1.
@@ -36,7 +37,7 @@ class ShuffleBlocks(Generic[T]):
         self.number = -1
         """Index of the block that is consumed."""
         self.aim = 0
-        """Target size of the block that is filling; 0: not known yet, before the first block."""
+        """Target size of the block that is filling; 0 before the first block, when it is unknown."""
         self._key = key
         self.block: list[T] = []
         """The block that is consumed, in the order in which it was filled."""
@@ -69,7 +70,7 @@ class ShuffleBlocks(Generic[T]):
         return [self.block[index] for index in order]
 
     def swap(self) -> bool:
-        """Continue with the block that was filling, after the other was consumed. False if it is empty."""
+        """Continue with the block that was filling, after the other block was consumed. False if it is empty."""
         self.block, self.filling = self.filling, []
         self.given = 0
         self._order = []

@@ -12,7 +12,7 @@ Shards share transports, and so connections and threads, as far as their URLs al
     other://x/y/a.tar                      one per folder, the text before the last ``/``
 
 A transport belongs to one event loop. `LoopStores` has separate stores for each loop, because without workers several
-iterators may read the dataset at a time, in one loop or in several, and must not close each other's transports.
+iterators may read the dataset at the same time, in one loop or in several, and must not close each other's transports.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def scheme_of(url: str) -> str:
 
 
 def is_cached(url: str) -> bool:
-    """Return whether `Stores` with a `cache_dir` cache an object: not what is local already."""
+    """Return whether `Stores` with a `cache_dir` cache an object: local objects are not cached."""
     return scheme_of(url) not in _NOT_CACHED
 
 
@@ -69,10 +69,10 @@ class Stores:
     """The transports of a set of shards, each opened on first use. Pickles as its configuration.
 
     Args:
-        options: keyword arguments for the transports that are opened here (`open_transport`). With ``listing``, each
-            folder of a web server has a transport of its own, to which the listing's path is relative.
-        transport: reads everything; URLs are then paths below its root (``/`` is the root itself), passed to it
-            unchanged. Its creator closes it; the copy in a worker is closed with these stores.
+        options: keyword arguments for the transports that are opened (`open_transport`). With ``listing``, each folder
+            of a web server has a transport of its own, to which the listing's path is relative.
+        transport: reads all objects; URLs are then paths below its root (``/`` is the root itself), passed to it
+            unchanged. Its creator closes it; `aclose` of an unpickled copy of these stores closes its copy.
         cache_dir: directory in which remote objects are cached. None: no caching.
         cache_bytes: maximum size of the cache, as `CachedTransport` takes it. None: no limit.
         cache_revalidate: ask the store on each read whether the cached object is current.
@@ -106,7 +106,8 @@ class Stores:
         self._cache_dir = None if cache_dir is None else os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - no I/O
         self._cache_bytes = optional_size("cache_bytes", cache_bytes)
         self._cache_revalidate = cache_revalidate
-        self._folder = os.getcwd()  # noqa: PTH109 - what relative paths are relative to, also in a worker
+        # Kept, because a worker may have another working directory.
+        self._folder = os.getcwd()  # noqa: PTH109 - a string, as the paths
         self._open: dict[str, Transport] = {}
         self._owned = False
 
@@ -120,14 +121,14 @@ class Stores:
         return {**vars(self), "_open": {}, "_owned": True}
 
     def fresh(self) -> Stores:
-        """Return a copy with nothing open; a user's own transport is shared, and not closed by the copy."""
+        """Return a copy with no open transports; it shares the user's own transport, and does not close it."""
         same = Stores.__new__(Stores)
         vars(same).update(vars(self), _open={})
         return same
 
     @property
     def transport(self) -> Transport | None:
-        """The user's own transport, if there is one."""
+        """The user's own transport; None if transports are opened from URLs."""
         return self._transport
 
     def find(self, url: str) -> tuple[Transport, str]:
@@ -136,14 +137,14 @@ class Stores:
         A URL that ends with ``/`` gives the path of a prefix, which ends with ``/`` or is empty.
 
         Raises:
-            UnknownScheme, TransportError, ValueError: as `open_transport`.
+            UnknownScheme, TransportError, ValueError: the errors of `open_transport`.
         """
         if self._transport is not None:
             return self._transport, url.removeprefix("/")
         location = self.locate(url)
         transport = self._open.get(location.root)
         if transport is None:
-            transport = self._open[location.root] = self._wrapped(location.root)
+            transport = self._open[location.root] = self._open_root(location.root)
         return transport, location.path
 
     def locate(self, url: str) -> Location:
@@ -166,24 +167,25 @@ class Stores:
         return Location(url[:split], url[split:])
 
     async def aclose(self) -> None:
-        """Close the transports that were opened here. A later `find` opens new ones."""
+        """Close the transports that `find` has opened. A later `find` opens new transports."""
         failures: list[Exception] = []
         for root, transport in list(self._open.items()):
-            await _close(transport, failures)  # if this is cancelled, the transport stays and can be closed later
+            await _close(transport, failures)
+            # Removed after its close: if that is cancelled, a later `aclose` can close it.
             self._open.pop(root, None)
         if self._owned and self._transport is not None:
             await _close(self._transport, failures)
         if failures:
             raise failures[0]
 
-    def _wrapped(self, root: str) -> Transport:
+    def _open_root(self, root: str) -> Transport:
         transport = open_transport(root, **self._options)
         if self._cache_dir is None or not is_cached(root):
             return transport
         from asyncloader.transports.cached import CachedTransport
 
-        url = unsigned(root) if scheme_of(root) in _WEB else root
-        if endpoint := self._options.get("endpoint"):  # another endpoint may have a bucket of the same name
+        url = strip_signature(root) if scheme_of(root) in _WEB else root
+        if endpoint := self._options.get("endpoint"):  # buckets of two endpoints may have the same name
             url = f"{url}?{endpoint}"
         return CachedTransport(transport, url, self._cache_dir, self._cache_bytes, revalidate=self._cache_revalidate)
 
@@ -195,7 +197,7 @@ class Stores:
                 raise ValueError(f"{url!r} is not a local file URL; write file:///absolute/file, or a plain path")
             if parts.query or parts.fragment:
                 raise ValueError(f"{url!r} holds a bare '?' or '#'; escape it as %3F or %23, or give a plain path")
-            path = _unquoted(parts.path)
+            path = _unquote(parts.path)
         whole = os.path.normpath(os.path.join(self._folder, path)).strip("/")  # noqa: PTH118 - strings in, strings out
         return whole + "/" if path.endswith("/") and whole else whole
 
@@ -203,31 +205,30 @@ class Stores:
         parts = urlsplit(url)
         folder, _, name = parts.path.rpartition("/")
         folder += "/"
-        path = _unquoted(parts.path[1:])
+        path = _unquote(parts.path[1:])
         try:
             check_path(path.removesuffix("/"))
             plain = "listing" not in self._options and "%2f" not in parts.path.lower()
         except InvalidPath:
-            plain = False  # empty parts and dots: the server interprets them
+            plain = False  # it has empty parts or dots, which the server interprets
         if plain:
             return Location(urlunsplit((parts.scheme, parts.netloc, "", parts.query, "")), path)
-        # A name that contains an escaped "/": the text before the last one belongs to the root, unchanged.
+        # A name that contains an escaped "/": the text before the last escaped "/" belongs to the root, unchanged.
         cut = name.lower().rfind("%2f") + 3
         if 2 < cut < len(name):
             folder, name = folder + name[:cut], name[cut:]
-        return Location(urlunsplit((parts.scheme, parts.netloc, folder, parts.query, "")), _unquoted(name))
+        return Location(urlunsplit((parts.scheme, parts.netloc, folder, parts.query, "")), _unquote(name))
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     """Decode percent-escapes; bytes that are not UTF-8 become surrogates, as in the system's file names."""
     return unquote(text, errors="surrogateescape")
 
 
-def unsigned(url: str) -> str:
-    """Return a web URL without its signature, which depends on the reader and would hide what was cached with another
-    one.
+def strip_signature(url: str) -> str:
+    """Return a web URL without its signature: an object that was cached with another signature must be found.
 
-    All other parameters of a query may select what is read (``?id=7``), and are kept.
+    All other parameters of a query are kept: they may select the object (``?id=7``).
     """
     base, _, query = url.partition("?")
     each = [(part.partition("=")[0].lower(), part) for part in query.split("&")]
@@ -238,7 +239,7 @@ def unsigned(url: str) -> str:
 
 
 async def _close(transport: Transport, failures: list[Exception]) -> None:
-    """Close a transport, and collect its error: the others must be closed in any case."""
+    """Close a transport, and collect its error, so that the others are closed, too."""
     try:
         await transport.aclose()
     except Exception as error:
@@ -246,7 +247,7 @@ async def _close(transport: Transport, failures: list[Exception]) -> None:
 
 
 class LoopStores:
-    """Gives each event loop stores of its own, and closes them when their last user there has left. Pickles.
+    """Has separate stores for each event loop, and closes them when their last user in that loop has left. Pickles.
 
     Args:
         stores: the template. A user's own transport is shared by all copies.
@@ -260,7 +261,7 @@ class LoopStores:
         return type(self), (self.template,)
 
     def here(self) -> Stores:
-        """Return the stores of the running loop; the caller must have entered."""
+        """Return the stores of the running loop; the caller must have called `enter`."""
         return self._shared().stores
 
     def enter(self) -> None:
@@ -268,12 +269,13 @@ class LoopStores:
         self._shared().users += 1
 
     async def leave(self) -> None:
-        """Stop using them. Errors as `Stores.aclose`."""
+        """Stop using the stores of the running loop. Raises the errors of `Stores.aclose`."""
         loop = asyncio.get_running_loop()
         shared = self._shared()
         shared.users -= 1
         if shared.users <= 0:
-            del self._open[loop]  # before closing: a user who enters meanwhile gets new stores
+            # Before the close, which waits: a user that enters during it must get new stores.
+            del self._open[loop]
             await shared.stores.aclose()
 
     def _shared(self) -> _Shared:

@@ -6,7 +6,8 @@ A worker stream makes one batch at a time. Only bytes are read ahead (`prefetch`
 them, so the position of the stream depends on its batches alone and is the same in every run.
 
 Its state describes the position after its last batch: the ranges that are still to be read, with offsets; the ranges
-from which the shuffle buffer is filled again; and the request that is pending. Its size does not grow with the epoch.
+from which the shuffle buffer is filled again; and the pending request. The size of the state does not grow with the
+epoch.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from asyncloader.shielding import shielded
 from asyncloader.workers.fetch.assignment_client import AssignmentReply, AssignmentSource
 
 ASK_AHEAD = 12 << 20
-"""The next assignment is requested when at most so many bytes of the current one are left to read (unknown sizes count
-as 0). Also the bytes beyond the current range that are opened early: a round trip of 50 ms at 250 MB/s per worker.
+"""The next assignment is requested when at most this number of bytes of the current assignment is left to read (unknown
+sizes count as 0). Also the bytes after the current range that are opened early: a round trip of 50 ms at 250 MB/s per
+worker.
 """
 
 
@@ -40,7 +42,7 @@ class TakenSample(NamedTuple):
     shard_range: CatalogRange
 
 
-def merged(shard_ranges: Iterable[CatalogRange]) -> list[CatalogRange]:
+def merge_ranges(shard_ranges: Iterable[CatalogRange]) -> list[CatalogRange]:
     """Join adjacent ranges of the same shard."""
     found: list[CatalogRange] = []
     _extend(found, shard_ranges)
@@ -72,30 +74,34 @@ class WorkerStream:
         self._blocks: ShuffleBlocks[TakenSample] | None = None if not shuffle else ShuffleBlocks(shuffle, source.key)
         self._batch = -1
         self._taken = 0  # assignments that were started
-        self._asked: int | None = None  # the batch in which the next one was requested; None: not requested yet
-        self._dry = False  # that request was answered with nothing
+        self._asked: int | None = None  # the batch in which the next assignment was requested; None: not requested yet
+        self._dry = False  # that request was answered without an assignment
         self._over = False
         self._gave_back = False
-        self._todo: deque[CatalogRange] = deque()  # ranges left to read; the first begins where reading goes on
-        self._reading: RangeReading | None = None  # of the first of them
+        self._todo: deque[CatalogRange] = deque()  # ranges left to read; the first begins where reading continues
+        self._reading: RangeReading | None = None  # of the first range in `_todo`
         self._ahead = RangePrefetcher(shards, open, ASK_AHEAD)
         self._answer: asyncio.Future[AssignmentReply] | None = None  # reply to the pending request
         self._assigned: Sequence[Sequence[Any]] | None = None  # the next assignment, if it is known
         self._fault: Exception | None = None  # reading the current range failed
         self._block: list[CatalogRange] = []  # the ranges that the shuffle buffer's blocks were filled from
         self._filling: list[CatalogRange] = []
-        self._carry: list[TakenSample] = []  # taken for a batch that failed; used for the next one
+        self._carry: list[TakenSample] = []  # taken for a batch that failed; used for the next batch
         self._given: list[CatalogRange] = []  # returned for the current batch
         self._bad: list[CatalogRange] = []  # bad samples reported during the current batch
         self._lost: list[CatalogRange] = []  # ends of ranges that could not be read, found during the current batch
         self._saved: dict[str, Any] | None = None
-        self._unfinished = False  # the current batch failed because a shard could not be read: the next one goes on
-        self._again: CatalogRange | None = None  # the range that was opened anew, because its error was an old one
+        self._unfinished = (
+            False  # the current batch failed because a shard could not be read: the next batch continues it
+        )
+        # The range that was opened a second time, because its error was from before the consumer needed it. Not a third
+        # time: the error is new then, and is raised.
+        self._again: CatalogRange | None = None
 
     # ------------------------------------------------------------------------------------------------ batches
 
     def next_batch(self) -> None:
-        """Begin the next batch. What was taken for one whose shard could not be read is part of it."""
+        """Begin the next batch. It contains the samples that were taken for a batch whose shard could not be read."""
         self._batch += 1
         if not self._unfinished:
             self._given, self._bad, self._lost = [], [], []
@@ -105,15 +111,14 @@ class WorkerStream:
     def gave_back(self) -> bool:
         """Whether the stream has ended and given back everything that was taken or reported for the current batch.
 
-        Another worker handles those samples and errors then; the current batch must be discarded.
+        Then another worker handles those samples and errors, and the current batch must be discarded.
         """
         return self._gave_back
 
     async def refill(self) -> None:
         """After resuming: read the samples again that had been taken, but not returned, when the state was saved.
 
-        May be called again after it has raised. Without these samples the stream cannot continue: none of them may be
-        skipped.
+        May be called again after it has raised. The stream cannot continue without all of these samples.
 
         Raises:
             StateError: the shards have changed.
@@ -124,18 +129,18 @@ class WorkerStream:
             self._saved = None
 
     async def take(self, size: int) -> list[Sample]:
-        """Return `size` samples for the current batch; fewer only where the epoch ends.
+        """Return `size` samples for the current batch; fewer only at the end of the epoch.
 
         May be called again for the same batch, to replace samples that turned out to be bad, and after it has raised:
         samples that were taken before the error are kept for the next call.
 
         Raises:
-            StopAsyncIteration: there are no more samples; see `gave_back`.
+            StopAsyncIteration: no samples are left; see `gave_back`.
             ShardError, ObjectNotFound: a sample, or the rest of a range, cannot be read. The next call continues after
                 it.
-            TransportError: the store cannot be read, which says nothing about the samples (`is_about_sample`). The next
-                call reads again from where reading stopped, and what was taken for this batch is the next one's.
-            Exception: as `refill`, which runs first if it has not succeeded yet.
+            TransportError: the store cannot be read, and the error is not about the samples (`is_about_sample`). The
+                next call continues at the position of the error, and the samples of this batch become the next batch's.
+            Exception: an error of `refill`, which runs first if it has not succeeded yet.
         """
         await self.refill()
         if self._over:
@@ -169,8 +174,8 @@ class WorkerStream:
     def _present(self, out: Iterable[TakenSample]) -> list[CatalogRange]:
         """Return the ranges of the current batch, including `out`, with its bad samples at their positions.
 
-        Ranges that could not be read to their end are listed separately, so that a worker that cannot read them either
-        does not lose the samples after them.
+        The unread ends of ranges come last: so a worker that cannot read them either does not lose the samples after
+        them.
         """
         shard_ranges = [*self._given, *(entry.shard_range for entry in out)]
         for bad in reversed(self._bad):
@@ -180,10 +185,10 @@ class WorkerStream:
                 if (shard_range.shard, shard_range.start) == (bad.shard, bad.stop)
             )
             shard_ranges.insert(next(behind, len(shard_ranges)), bad)
-        return merged(shard_ranges) + self._lost
+        return merge_ranges(shard_ranges) + self._lost
 
     async def _some(self, most: int) -> list[TakenSample]:
-        """Return 1 to `most` samples; none if there is nothing to read at the moment."""
+        """Return 1 to `most` samples; none if all assigned ranges are read."""
         blocks = self._blocks
         if blocks is None:
             return await self._pull(most)
@@ -205,9 +210,7 @@ class WorkerStream:
     # ------------------------------------------------------------------------------------------------ reading
 
     async def _pull(self, most: int) -> list[TakenSample]:
-        """Return 1 to `most` samples in the order of the ranges; none if all assignments are read and there is no
-        further one.
-        """
+        """Return 1 to `most` samples in the order of the ranges; none if all assignments are read and none is left."""
         while not self._dry:
             if not self._todo:
                 await self._next_assignment()
@@ -226,23 +229,24 @@ class WorkerStream:
                 else:
                     self._reading = None
                     await reading.aclose()
+                    # The range failed some time ago, when it was opened early: the store may answer again by now.
                     if reading.outdated and self._again != self._todo[0]:
                         self._again = self._todo[0]
-                        continue  # it failed some time ago, when nothing waited for it
+                        continue
                 try:
                     raise fault
                 finally:
-                    del fault  # it refers to this frame
+                    del fault  # its traceback refers to this frame: without this, both stay until a garbage collection
             try:
                 await reading.more()
             except StopAsyncIteration:
                 if not reading.bad:
                     await self._end_range()
             except Exception as error:
+                # Raised in the next turn: samples that were found before the error are returned first.
                 self._fault = error
-            except (
-                BaseException
-            ):  # the generator was cancelled, too: the next call opens it again at the current position
+            except BaseException:
+                # The cancellation has ended the generator, too: the next call opens the range at the current position.
                 self._reading = None
                 raise
         return []
@@ -250,6 +254,7 @@ class WorkerStream:
     def _pull_found(self, reading: RangeReading, most: int) -> list[TakenSample]:
         got: list[TakenSample] = []
         found, bad = reading.found, reading.bad
+        # Samples before the first bad sample are returned first, so that its error has its place in the order.
         limit = bad[0].resume if bad else None
         shard, start, stop, sync = self._todo[0]
         while found and len(got) < most and (limit is None or found[0].resume < limit):
@@ -274,7 +279,7 @@ class WorkerStream:
             await reading.aclose()
 
     def _look_ahead(self) -> None:
-        """Open ranges after the current one early, including those of the next assignment if it is known."""
+        """Open ranges after the current range early, including those of the next assignment if it is known."""
         if self._todo:
             behind = [*islice(self._todo, 1, None), *map(_catalog_range, self._assigned or ())]
             self._ahead.look(self._todo[0], behind)
@@ -287,12 +292,13 @@ class WorkerStream:
         self._ask_again(self._batch)
 
     def _ask_again(self, batch: int) -> None:
-        # Sent at once: until this batch is made, the request comes before those of later batches.
+        # Sent at once, before this batch: after it, the assigner relies on that no request of this batch comes.
         self._source.prepare(self._taken, batch)
         self._answer = asyncio.ensure_future(self._source.ask(self._taken, batch, None))
         self._answer.add_done_callback(self._note_answer)
 
     def _note_answer(self, answer: asyncio.Future[AssignmentReply]) -> None:
+        # Not for an earlier request: its assignment has begun, and must not be opened a second time.
         if answer is self._answer and not answer.cancelled() and answer.exception() is None:
             self._assigned = answer.result().assignment
             self._look_ahead()
@@ -301,6 +307,7 @@ class WorkerStream:
         if self._answer is None:
             self._ask()
         assert self._answer is not None
+        # Shielded: if the caller is cancelled, the request stays pending, and the next call waits for its answer.
         answer = await shielded(self._answer)
         self._answer = self._asked = None
         if answer.assignment is None:
@@ -320,7 +327,7 @@ class WorkerStream:
             self._ask()
 
     def _left(self) -> int:
-        """Bytes until the end of the assignment, as far as sizes are known."""
+        """Return the bytes until the end of the assignment; unknown sizes count as 0."""
         return sum(bytes_left(self._shards[shard_range.shard], shard_range) or 0 for shard_range in self._todo)
 
     async def aclose(self) -> None:
@@ -351,7 +358,7 @@ class WorkerStream:
             "dry": self._dry,
             "over": self._over,
             "todo": [list(shard_range) for shard_range in self._todo],
-            "carry": _plain(merged([*kept, *(entry.shard_range for entry in self._carry)])),
+            "carry": _plain(merge_ranges([*kept, *(entry.shard_range for entry in self._carry)])),
             "blocks": None,
         }
         if blocks is not None:
@@ -375,7 +382,7 @@ class WorkerStream:
             self._ask_again(self._asked)
 
     async def _refill(self, state: dict[str, Any]) -> None:
-        """Read again what had been taken and not returned."""
+        """Read the samples again that had been taken and not returned."""
         self._carry = await self._read_again(state["carry"])
         saved = state["blocks"]
         if self._blocks is None or saved is None:
@@ -415,7 +422,7 @@ def _plain(shard_ranges: Iterable[CatalogRange]) -> list[list[Any]]:
 
 
 class LocalAssignments:
-    """`AssignmentSource` of a worker stream that runs in the main process.
+    """An `AssignmentSource` for a worker stream that runs in the main process.
 
     Args:
         assigner: of the epoch.
@@ -427,9 +434,9 @@ class LocalAssignments:
         self.key = key
 
     def prepare(self, number: int, batch: int) -> None:
-        """Do nothing: `ask` is answered at once. As `AssignmentSource.prepare`."""
+        """Do nothing, because `ask` returns at once."""
 
     async def ask(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> AssignmentReply:
-        """As `AssignmentSource.ask`."""
+        """Return the assigner's reply, like `AssignmentSource.ask`."""
         (reply,) = self._assigner.ask(0, number, batch, left)
         return AssignmentReply(reply.assignment, reply.over, reply.last)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncloader.formats import ShardFormat
 from asyncloader.remote.catalog import PARQUET, Shard
-from asyncloader.remote.rank_shares import EpochShares, left_out, sample_numbers, stretch_of
+from asyncloader.remote.rank_shares import EpochShares, part_left_out, sample_numbers, stretch_of
 from asyncloader.remote.shard_splitting import cut
 from tests.unit.remote.shards import mds_entry
 
@@ -84,4 +84,4 @@ def test_samples_of_a_range(parts: int) -> None:
 def test_what_ranks_leave_out(sizes: list[int | None], ranks: int, part: float) -> None:
     """If each has every so-manieth shard, and all end with the first that has no more."""
     shards = [Shard(f"{number}.tar", ShardFormat("tar", None), size) for number, size in enumerate(sizes)]
-    assert left_out(shards, cut(shards, 1), ranks) == pytest.approx(part)
+    assert part_left_out(shards, cut(shards, 1), ranks) == pytest.approx(part)

@@ -14,7 +14,7 @@ from asyncloader.formats import Located, OnBad, ShardFormat
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.shard_splitting import CatalogRange
-from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream, merged
+from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream, merge_ranges
 from asyncloader.workers.fetch.assignment_client import AssignmentReply
 
 UNIT = 1 << 20  # bytes of a sample
@@ -220,5 +220,5 @@ async def test_shards_that_are_not_what_they_were() -> None:
 def test_merged_ranges() -> None:
     """Adjacent ranges are joined; ranges with a gap or of different shards are not."""
     shard_ranges = [CatalogRange(0, 0, 5), CatalogRange(0, 5, 9), CatalogRange(0, 10, 12), CatalogRange(1, 12, 13)]
-    assert merged(shard_ranges) == [CatalogRange(0, 0, 9), CatalogRange(0, 10, 12), CatalogRange(1, 12, 13)]
-    assert merged([]) == []
+    assert merge_ranges(shard_ranges) == [CatalogRange(0, 0, 9), CatalogRange(0, 10, 12), CatalogRange(1, 12, 13)]
+    assert merge_ranges([]) == []

@@ -130,7 +130,7 @@ class StoreDownload(Download[StoreClient, Tag]):
             self.answer = store.ask(first)
             self.left = self.answer.breaks_after
             self.at = 0 if self.answer.whole else first
-            self._opened(self.at, Tag(self.answer.number, store.proves and not self.answer.silent))
+            self._check_version(self.at, Tag(self.answer.number, store.proves and not self.answer.silent))
             self._end = store.size if self._end is None else self._end
         assert self._end is not None
         data = b""
@@ -141,9 +141,9 @@ class StoreDownload(Download[StoreClient, Tag]):
                 if wanted > self.left:
                     raise RequestFailed("broken body", "the connection broke")
                 self.left -= wanted
-            data = self._unskipped(store.content(self.answer.number)[self.at : self.at + wanted])
+            data = self._drop_skipped(store.content(self.answer.number)[self.at : self.at + wanted])
             self.at += wanted
-        self._received(len(data))
+        self._advance(len(data))
         if self._position == self._end:
             self._finish()
         return data
