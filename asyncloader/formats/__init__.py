@@ -3,7 +3,7 @@
 Data path: transport -> chunks -> [formats: the reader for the shard's format] -> samples.
 
 All readers but Parquet's are push parsers without I/O; `base` has their contract, which a user's own reader must
-satisfy as well. A Parquet file's index is at its end: `parquet` requests the byte ranges that it needs.
+satisfy, too. A Parquet file's index is at its end: `parquet` requests the byte ranges that it needs.
 
 `open_reader` chooses the reader by the shard's extension:
 
@@ -109,16 +109,16 @@ def open_reader(
     on_bad: OnBad | None = None,
     shard: MdsShard | None = None,
 ) -> ShardReader:
-    """Make the reader of a shard. Nothing is opened: see `base` for how it is fed.
+    """Make the reader of a shard. It opens nothing; `base` shows a caller's loop.
 
     Args:
         url: the shard's.
         format: None: by the extension.
-        part: what to read of it. To resume, its `start` is the offset that came with the last sample, and `sync` is
-            False. None: all.
+        part: the range to read. To resume, its `start` is the offset that came with the last sample, and `sync` is
+            False. None: the whole shard.
         max_sample_bytes: refuse a sample with more (decompressed) bytes, before memory is allocated for it.
-        on_bad: called with each bad sample that can be skipped. None: the first one is raised.
-        shard: what the index says about an MDS shard. Its compression is used, not the extension's.
+        on_bad: called with each bad sample that can be skipped. None: the first bad sample is raised.
+        shard: the index's entry of an MDS shard. Its compression is used, not the extension's.
 
     Raises:
         ValueError: no format has this extension; an MDS shard without `shard`; `part` is not a valid range.
@@ -147,7 +147,7 @@ SIMPLE: dict[str, Callable[..., ShardReader]] = {"tar": TarReader, "tfrecord": T
 
 
 def cut_shard(format: ShardFormat, size: int, parts: int) -> list[ShardRange]:
-    """Cut a shard of `size` bytes into at most `parts` ranges; a single one if the format cannot be cut by size.
+    """Cut a shard of `size` bytes into at most `parts` ranges; into one range if the format cannot be cut by size.
 
     JSON lines can be cut by size alone, and MDS by its offsets (`MdsShard.cut`); tar, TFRecord and compressed shards
     cannot.

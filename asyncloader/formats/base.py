@@ -2,8 +2,7 @@
 
 Data path: transport -> chunks -> [base: reader] -> samples.
 
-A reader is fed bytes and returns samples; it opens nothing, never blocks, and knows no event loop. Its caller drives
-it:
+A reader takes bytes and returns samples; it opens nothing, never blocks, and uses no event loop. A caller's loop:
 
     reader = open_reader(url)
     async for chunk in stream_from(reader.feed_from):
@@ -18,7 +17,7 @@ it:
         for sample, resume in reader.end():
             ...
 
-The contract, which a user's own reader must satisfy as well:
+The contract, which a user's own reader must satisfy, too:
 
 *Chunks.* The samples, resume offsets and errors do not depend on how the bytes are split into chunks.
 
@@ -30,8 +29,8 @@ a shard claims are checked before memory is allocated for them.
 count decompressed bytes, and `feed_from` is 0 because no offset inside can be reached directly.
 
 *Errors.* Whatever a shard contains, the result is samples or a `ShardError`. The samples before an error are returned
-first: if a call of `feed` has samples to return, the error is raised by the next call. A reader that has failed raises
-the same error on every further call.
+first: if a call of `feed` has samples to return, the next call raises the error. A reader that has failed raises the
+same error on every further call.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ MAX_SAMPLE_BYTES = 1 << 30
 """Default of `max_sample_bytes`: 1 GiB."""
 
 Sample: TypeAlias = dict[str, Any]
-"""``__key__`` (str), ``__url__`` (str), and the sample's fields: raw bytes, or what the format itself decodes to."""
+"""``__key__`` (str), ``__url__`` (str), and the sample's fields: raw bytes, or the values that the format decodes."""
 
 
 OnBad: TypeAlias = Callable[[ShardError], None]
@@ -99,7 +98,8 @@ class ShardReader(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether ``feed(b"")`` may return further samples from the bytes fed so far; call it before feeding more.
+        """Whether ``feed(b"")`` may return further samples from the bytes so far; the caller must call it before it
+        feeds more bytes.
 
         Only compressed shards need this: a chunk of them may decompress to a thousand times its size.
         """
@@ -117,7 +117,7 @@ class ShardReader(Protocol):
         """Finish after the last byte; return the samples that are complete only now.
 
         Raises:
-            ShardError: the shard ends in the middle of a sample; or as `feed`.
+            ShardError: the shard ends in the middle of a sample; or an error of `feed`.
         """
         ...
 
@@ -130,7 +130,8 @@ def base_name(url: str) -> str:
     """Return the last part of the URL's path, without query and fragment; keys of unnamed samples begin with it."""
     if "://" not in url:
         path = url
-    elif _PLAIN_URL.fullmatch(url):  # the same as below in a fraction of the time, for a million shards
+    elif _PLAIN_URL.fullmatch(url):
+        # The result of `urlsplit` in a fraction of its time, for a million shards.
         path = url.partition("://")[2].partition("/")[2]
     else:
         path = urlsplit(url).path

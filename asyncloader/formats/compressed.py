@@ -2,12 +2,12 @@
 
 Data path: transport -> chunks -> [compressed] -> reader of the format -> samples.
 
-A call of `feed` stops after decompressing about `STEP` bytes; `pending` says that the chunk contains more. So a
+A call of `feed` stops after decompressing about `STEP` bytes; `pending` is True if the chunk contains more. So a
 decompression bomb takes no more memory than any other shard, and is refused by `max_sample_bytes`.
 
-A kilobyte may expand to a megabyte (gzip) or a hundred (zstd), so data is decompressed in bounded steps:
-the caller says how many bytes it can take, and the rest stays compressed. Members (gzip, RFC 1952) and frames (zstd,
-RFC 8878) may be concatenated.
+A kilobyte may expand to a megabyte (gzip) or a hundred (zstd), so data is decompressed in bounded steps: the caller
+limits the bytes of a step, and the rest stays compressed. Members (gzip, RFC 1952) and frames (zstd, RFC 8878) may be
+concatenated.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from asyncloader.formats.base import Located, ShardError, ShardReader
 Compression: TypeAlias = Literal["gzip", "zstd"]
 
 SLICE = 1 << 14
-"""Compressed bytes passed to a member at once: those that a short member does not use are copied for the next one."""
+"""Compressed bytes passed to a member at once: bytes that a short member does not use are copied for the next member.
+"""
 
 ZSTD_SLICE = 1 << 8
-"""The same for `zstandard`, whose output cannot be bounded: a block of 4 bytes expands to 128 KiB, so this gives 8 MiB.
+"""The slice for `zstandard`, whose output cannot be bounded: 4 bytes expand to a block of 128 KiB, so this slice
+expands to 8 MiB.
 """
 
 ZSTD_WINDOW_LOG = 27
@@ -38,7 +40,8 @@ STEP = 1 << 20
 """Approximate number of bytes that a call of `feed` decompresses."""
 
 LEAST = 1 << 10
-"""A step that returns less counts as this much: so a call of `feed` makes at most 1,024 steps, even for empty members.
+"""A step that returns fewer bytes counts as this number: so a call of `feed` makes at most 1,024 steps, even for empty
+members.
 """
 
 
@@ -46,9 +49,8 @@ class CompressedReader:
     """Reads a compressed shard with `inner`, the reader of the format inside. A `ShardReader`.
 
     The object must be fed from its first byte, wherever `inner` starts: an offset inside can be reached only by
-    decompressing everything before it. Bytes before `inner`'s start are decompressed and dropped. If the compressed
-    data is *damaged*, the number of samples before the error depends on the chunks; these samples are correct in any
-    case.
+    decompressing all bytes before it. Bytes before `inner`'s start are decompressed and dropped. If the compressed data
+    is *damaged*, the number of samples before the error depends on the chunks; these samples are always correct.
 
     Args:
         url: the shard's, for errors.
@@ -66,21 +68,21 @@ class CompressedReader:
 
     @property
     def feed_from(self) -> int:
-        """As `ShardReader.feed_from`: always 0."""
+        """Always 0. See `ShardReader.feed_from`."""
         return 0
 
     @property
     def done(self) -> bool:
-        """As `ShardReader.done`."""
+        """Whether the reader inside is done. See `ShardReader.done`."""
         return self._inner.done and self._fault is None
 
     @property
     def pending(self) -> bool:
-        """As `ShardReader.pending`."""
+        """Whether bytes are left to decompress. See `ShardReader.pending`."""
         return self._fault is None and not self._inner.done and not self._decoder.hungry
 
     def feed(self, chunk: bytes, /) -> list[Located]:
-        """As `ShardReader.feed`."""
+        """Decompress, and feed the reader inside. See `ShardReader.feed`."""
         if self._fault is not None:
             raise self._fault
         out: list[Located] = []
@@ -93,7 +95,7 @@ class CompressedReader:
         return out
 
     def end(self) -> list[Located]:
-        """As `ShardReader.end`.
+        """Finish after the last byte. See `ShardReader.end`.
 
         Raises:
             RuntimeError: called while `pending`.
@@ -124,7 +126,7 @@ class CompressedReader:
             try:
                 data = self._decoder.take(room)
             except Exception as error:  # the type depends on the package
-                # The library's own words for it, in the errors of all its packages.
+                # These are zstd's own words, in the errors of all of its Python packages.
                 if "requires too much memory" in str(error):
                     raise self._error(
                         f"a zstd frame's window is larger than {1 << ZSTD_WINDOW_LOG >> 20} MiB, the most that is "
@@ -146,12 +148,12 @@ class Member(Protocol):
 
     @property
     def eof(self) -> bool:
-        """Whether the member's end was reached."""
+        """Whether the decompressor has reached the member's end."""
         ...
 
     @property
     def unused_data(self) -> bytes:
-        """The bytes that were passed beyond the end."""
+        """The bytes after the member's end."""
         ...
 
     @property
@@ -165,7 +167,7 @@ class Member(Protocol):
 
 
 class GzipMember:
-    """Wraps `zlib`'s decompressor, which leaves unused input to its user, as a `Member`."""
+    """A `Member` on `zlib`'s decompressor, which does not keep unused input."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(31)  # a gzip header and trailer; checks the CRC-32 and the length
@@ -173,24 +175,24 @@ class GzipMember:
 
     @property
     def eof(self) -> bool:
-        """As `Member.eof`."""
+        """Whether the decompressor has reached the member's end."""
         return self._zlib.eof
 
     @property
     def unused_data(self) -> bytes:
-        """As `Member.unused_data`."""
+        """The bytes after the member's end."""
         return self._zlib.unused_data
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        """As `Member.decompress`."""
+        """Take `data`; return at most `max_length` bytes."""
         out = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
-        # If the output is full, there may be more inside, even though all input was taken.
+        # If the output is full, zlib may hold more of it, even though it has taken all input.
         self.needs_input = len(out) < max_length and not self._zlib.unconsumed_tail
         return out
 
 
 class ZstandardMember:
-    """Wraps the `zstandard` package's decompressor as a `Member`; its output is bounded only via its input."""
+    """A `Member` on the `zstandard` package's decompressor, whose output can be bounded only by its input."""
 
     def __init__(self, context: Any) -> None:
         self._frame = context.decompressobj()
@@ -198,22 +200,22 @@ class ZstandardMember:
 
     @property
     def eof(self) -> bool:
-        """As `Member.eof`."""
+        """Whether the decompressor has reached the member's end."""
         return bool(self._frame.eof)
 
     @property
     def unused_data(self) -> bytes:
-        """As `Member.unused_data`."""
+        """The bytes after the member's end."""
         unused: bytes = self._frame.unused_data
         return unused + self._input
 
     @property
     def needs_input(self) -> bool:
-        """As `Member.needs_input`."""
+        """Whether all input was decompressed."""
         return not self._input
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        """As `Member.decompress`, but may return the output of one slice more."""
+        """Take `data`; return `max_length` bytes at most, or more by the output of a slice."""
         self._input += data
         parts: list[bytes] = []
         pos = size = 0
@@ -243,7 +245,7 @@ class MemberDecoder:
 
     @property
     def hungry(self) -> bool:
-        """Whether everything in the bytes given so far was returned."""
+        """Whether all output of the bytes given so far was returned."""
         return self._pos >= len(self._input) and (self._member is None or self._member.needs_input)
 
     @property
@@ -257,7 +259,7 @@ class MemberDecoder:
         self._pos = 0
 
     def take(self, room: int) -> bytes:
-        """Decompress at most `room` bytes (at least 1); may return none although not hungry.
+        """Decompress at most `room` bytes (at least 1); may return no bytes although not `hungry`.
 
         Raises:
             Exception: the bytes are damaged, or not of this compression; the type depends on the package.
@@ -274,6 +276,7 @@ class MemberDecoder:
             self._pos += len(data)
         out = member.decompress(data, room)
         if member.eof:
+            # Back to the first byte of the next member: the last slice may have contained its beginning.
             self._pos -= len(member.unused_data)
             self._member = None
             self._members += 1

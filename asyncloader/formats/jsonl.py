@@ -50,14 +50,15 @@ class JsonlReader(Reader):
         self._feed_from = start - 1 if sync and start > 0 else start
         self._seeking = self._feed_from < start
         self._at = self._feed_from  # offset of the first byte of the current line
-        self._begun = bytearray()  # the part of it that was fed
+        self._begun = bytearray()  # the part of the current line that was fed
 
     @property
     def feed_from(self) -> int:
-        """As `ShardReader.feed_from`."""
+        """The offset of the first byte to feed. See `ShardReader.feed_from`."""
         return self._feed_from
 
     def _take(self, chunk: bytes) -> None:
+        # Drop the end of the line that belongs to the previous part.
         if self._seeking:
             end = chunk.find(b"\n") + 1
             self._at += end or len(chunk)
@@ -78,6 +79,7 @@ class JsonlReader(Reader):
             self._read(whole, self._at + len(whole) + 1)
             if self._is_past():
                 return
+        # Before the bytes are kept: a shard without line ends must not fill the memory.
         self._check_size(len(self._begun) + len(last), self._at)
         self._begun += last
 
@@ -109,7 +111,7 @@ class JsonlReader(Reader):
 
 
 def cut_lines(size: int, parts: int) -> list[ShardRange]:
-    """Cut an uncompressed shard of `size` bytes into `parts` of equal size (fewer if there are fewer bytes).
+    """Cut an uncompressed shard of `size` bytes into `parts` parts of equal size (at most `size` parts).
 
     Each line is in exactly one part. A part that lies within a single line has no lines.
 

@@ -54,7 +54,7 @@ class Column:
 
     Attributes:
         name: of the field.
-        encoding: the index's name for how its values are encoded; see `mds_encoding`.
+        encoding: the index's name of the encoding of its values; see `mds_encoding`.
         size: bytes of every value; None if values differ in size.
     """
 
@@ -69,7 +69,7 @@ class MdsShard:
 
     Attributes:
         path: of the object to read, relative to the index's folder.
-        samples: their number.
+        samples: number of samples.
         size: bytes of the shard, decompressed.
         stored_size: bytes of the object at `path`.
         compression: of this object; None: it is not compressed.
@@ -85,7 +85,7 @@ class MdsShard:
 
     @property
     def header_size(self) -> int:
-        """Number of bytes at the beginning of the shard that `offsets` takes: the samples' count and offsets."""
+        """Number of bytes at the beginning of the shard that `offsets` decodes: the samples' count and offsets."""
         return 4 + 4 * (self.samples + 1)
 
     def offsets(self, header: bytes, *, url: str = "") -> npt.NDArray[np.int64]:
@@ -108,10 +108,10 @@ class MdsShard:
         return offsets
 
     def cut(self, offsets: npt.NDArray[np.int64], parts: int) -> list[ShardRange]:
-        """Cut an uncompressed shard into `parts` with equal numbers of samples (fewer if there are fewer samples).
+        """Cut an uncompressed shard into `parts` parts with equal numbers of samples (at most a part per sample).
 
         Args:
-            offsets: as returned by `offsets`.
+            offsets: the result of `offsets`.
             parts: the number of parts.
 
         Raises:
@@ -132,8 +132,8 @@ def parse_mds_index(data: bytes, *, url: str = "") -> list[MdsShard]:
         url: its URL, for errors.
 
     Raises:
-        ShardError: not an index of layout version 2, or an impossible one; a column is pickled or of an unknown
-            encoding; a compression other than zstd and gz.
+        ShardError: the index has another layout version than 2, or contradicts itself; a column is pickled or has an
+            unknown encoding; a compression is neither zstd nor gz.
     """
     try:
         index: Any = json.loads(data.decode())
@@ -189,6 +189,7 @@ def _columns(shard: Any) -> tuple[Column, ...]:
 def _path(info: Any) -> str:
     path = _member(info, "basename")
     _expect(isinstance(path, str), "a shard's basename is no text")
+    # A path from the network: it must not leave the index's folder, also where the store's own rules are looser.
     bad = any(part in ("", ".", "..") for part in path.split("/")) or set(path) & set("\\\0:?#%")
     _expect(not bad and path.isprintable(), f"a shard's basename {path[:80]!r} is no plain path below the index")
     return cast("str", path)
@@ -220,7 +221,7 @@ Decode: TypeAlias = Callable[[bytes], Any]
 
 
 class Encoding(NamedTuple):
-    """How the values of one column are encoded.
+    """The encoding of one column's values.
 
     Attributes:
         size: bytes of every value; None if values differ in size.
@@ -256,7 +257,7 @@ def mds_encoding(text: str) -> Encoding:
     """Return the encoding with the index's name `text`.
 
     Raises:
-        ValueError: it is unknown, malformed, or `pkl`.
+        ValueError: the encoding is unknown, malformed, or `pkl`.
     """
     name, colon, options = text.partition(":")
     if name == "ndarray":
@@ -290,7 +291,7 @@ def _int(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _parsed(parse: Callable[[str], Any], data: bytes) -> Any:
+def _parse_text(parse: Callable[[str], Any], data: bytes) -> Any:
     return parse(data.decode())
 
 
@@ -300,10 +301,10 @@ def _scalar_value(dtype: np.dtype[Any], data: bytes) -> Any:
 
 TEXTS: dict[str, Decode] = {
     "str": _text,
-    "str_int": partial(_parsed, int),
-    "str_float": partial(_parsed, float),
-    "str_decimal": partial(_parsed, Decimal),
-    "json": partial(_parsed, json.loads),
+    "str_int": partial(_parse_text, int),
+    "str_float": partial(_parse_text, float),
+    "str_decimal": partial(_parse_text, Decimal),
+    "json": partial(_parse_text, json.loads),
 }
 
 
@@ -329,7 +330,7 @@ def _ndarray(options: str) -> Encoding:
 
 
 def _array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, data: bytes) -> npt.NDArray[Any]:
-    """Decode an array, private and writable. Its claimed size is compared with `data` before memory is allocated."""
+    """Decode an array, private and writable."""
     pos = 0
     if dtype is None:
         code = data[0] if data else None
@@ -347,6 +348,7 @@ def _array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, data: byt
             raise ValueError(f"an array of {ndim} dimensions, cut off inside its shape")
         shape = tuple(int.from_bytes(dims[at : at + width], "little") for at in range(0, len(dims), width))
         pos += len(dims)
+    # Compared before memory is allocated: the shape is a claim of the shard.
     if math.prod(shape) * dtype.itemsize != len(data) - pos:
         raise ValueError(f"an array of shape {shape[:8]} and type {dtype.name} cannot have {len(data) - pos:,} bytes")
     return np.frombuffer(data, dtype, offset=pos).reshape(shape).copy()
@@ -355,12 +357,12 @@ def _array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, data: byt
 class MdsReader(PushReader):
     """Reads an MDS shard. Fields are decoded by their columns' encodings; the key is the shard's name and the offset.
 
-    A shard can be cut at sample boundaries (`MdsShard.cut`). For a compressed one, wrap the reader in a
-    `CompressedReader`. Samples that `on_bad` can skip: those with a value that is invalid for its encoding.
+    A shard can be cut at sample boundaries (`MdsShard.cut`). For a compressed shard, wrap the reader in a
+    `CompressedReader`. Samples that `on_bad` can skip: samples with a value that is invalid for its encoding.
 
     Args:
         url: see `push_parser.Reader`, also for `start`, `stop`, `max_sample_bytes` and `on_bad`.
-        shard: what the index says about it.
+        shard: the shard's entry in the index.
         start: see there; 0, or an offset from `MdsShard.offsets`.
         stop: see there.
         max_sample_bytes: see there. It bounds the table of offsets, too.
@@ -391,7 +393,7 @@ class MdsReader(PushReader):
             if self._shard.header_size > self._max:
                 self._fail(f"a table of offsets larger than max_sample_bytes={self._max:,}", 0)
             first = int(self._shard.offsets((yield self._shard.header_size), url=self._url)[0])
-            yield -(first - self._at)  # skip the config, which the index has as well
+            yield -(first - self._at)  # skip the config, which is in the index, too
         while self._at < self._end:
             at = self._at
             head = self._sizes.unpack((yield self._sizes.size))

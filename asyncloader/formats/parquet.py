@@ -1,11 +1,11 @@
-"""Parquet shards: a row is a sample, a column a field. The footer says where row groups are; pyarrow reads both.
+"""Reads Parquet shards: a row is a sample, a column a field. The footer locates the row groups; pyarrow parses both.
 
 Data path: ranges -> [footer -> windows -> pyarrow -> rows] -> samples.
 
     PAR1    row groups: column chunks, each in pages    metadata    its length: u4    PAR1
 
-pyarrow decodes synchronously, so this part runs in a thread of its own, and is given `fetch`, which has ranges read
-elsewhere. pyarrow is imported when the first Parquet file is read.
+pyarrow decodes synchronously, so this module runs in a separate thread, and gets its bytes by a function `fetch`, which
+another thread serves. pyarrow is imported when the first Parquet file is read.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from asyncloader.formats.parquet_file import Fetch, RangeFile, Windows
 from asyncloader.formats.parquet_pages import PageHeaders, PageLimits
 
 TAIL_BYTES = 1 << 16
-"""What is worth reading of a file's end at once: most footers are smaller."""
+"""Bytes of a file's end that are read at once: most footers are smaller."""
 
 MAX_FOOTER_BYTES = 64 << 20
-"""Larger metadata is refused; it takes several times its size once parsed."""
+"""Larger metadata is refused; parsed metadata takes several times its size."""
 
 MAGIC = b"PAR1"
 ENCRYPTED = b"PARE"
 LEAST = 12  # the magic twice and the length
 
 BUFFER = 1 << 16
-"""Bytes that pyarrow asks for at a time, unless a page is larger."""
+"""Bytes that pyarrow reads at a time, unless a page is larger."""
 
 LARGEST_PAGE = 64 << 20
-"""A page may have that much, or `max_sample_bytes` if that is more."""
+"""The most bytes of a page; `max_sample_bytes`, if that is more."""
 
 MOST_VALUES = 64 << 20
-"""Values that a page of a column of lists may have; one of another column has as many as its row group has rows."""
+"""The most values of a page of a column of lists; for other columns, the number of rows in the row group."""
 
 STEP_BYTES = 4 << 20
 MOST_ROWS = 1024
 
 
 def pyarrow() -> tuple[Any, Any]:
-    """Import ``pyarrow`` and ``pyarrow.parquet``, without their types: what stubs there are differ by version.
+    """Import ``pyarrow`` and ``pyarrow.parquet``, without their types: their stubs differ by version.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: pyarrow is not installed.
     """
     try:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
@@ -64,12 +64,12 @@ class RowGroup(NamedTuple):
     """The part of a row group that is read.
 
     Attributes:
-        number: which.
+        number: its index in the file.
         first: number of its first row in the file.
-        rows: how many.
+        rows: number of its rows.
         chunks: ``(start, length)`` in bytes of each column chunk, ascending.
-        uncompressed: bytes of them when decompressed, as the file says.
-        values: that a page of each column chunk may have.
+        uncompressed: decompressed bytes of the chunks, by the file's metadata.
+        values: the most values of a page, for each column chunk.
     """
 
     number: int
@@ -82,15 +82,15 @@ class RowGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What is known of a file.
+    """A file's parsed metadata.
 
     Attributes:
         url: the file's.
-        size: its bytes.
-        end: offset of the metadata; everything else lies before it.
-        metadata: pyarrow's.
+        size: bytes of the file.
+        end: offset of the metadata; all data lies before it.
+        metadata: pyarrow's object.
         edges: the number of each row group's first row and, last, of all rows; ascending.
-        names: of the columns, nested ones by their outermost name.
+        names: of the columns; of nested columns, the outermost name.
     """
 
     url: str
@@ -106,10 +106,11 @@ class Footer:
         return self.edges[-1]
 
     def group(self, number: int, columns: Sequence[str] | None = None) -> RowGroup:
-        """Give the ranges of a row group. `columns`: of these only, and of those whose names pyarrow takes for them.
+        """Return the ranges of a row group. `columns`: only of these columns, and of columns that pyarrow takes for
+        them.
 
-        Only for a row group that pyarrow could open: of some damaged ones, reading a column's metadata here would end
-        the process.
+        Only for a row group that pyarrow could open: with some damaged row groups, reading a column's metadata would
+        end the process.
 
         Raises:
             ShardError: a range does not lie in the file.
@@ -123,6 +124,7 @@ class Footer:
             if columns is not None and not any(path == name or path.startswith(f"{name}.") for name in columns):
                 continue
             column = group.column(index)
+            # A chunk begins with its dictionary page, if it has one; any other offset names none.
             start, length = column.data_page_offset, column.total_compressed_size
             if 0 < (column.dictionary_page_offset or 0) < start:
                 start = column.dictionary_page_offset
@@ -135,6 +137,7 @@ class Footer:
             repeats = schema.column(index).max_repetition_level > 0
             chunks.append((start, length, MOST_VALUES if repeats else after - first))
         chunks.sort()
+        # Overlapping chunks would let a small file claim the same bytes many times.
         for (start, length, _), (following, _, _) in pairwise(chunks):
             if start + length > following:
                 raise self.error(f"column chunks of row group {number} overlap at byte {following:,}")
@@ -147,7 +150,7 @@ class Footer:
 
 
 def footer_size(tail: bytes, size: int, url: str) -> int:
-    """The bytes at the end of a file that `parse_footer` wants, from its last bytes.
+    """Return the number of bytes at the end of a file that `parse_footer` needs, from the file's last bytes.
 
     Args:
         tail: the last 8 bytes or more; the whole file, if it is shorter.
@@ -155,7 +158,7 @@ def footer_size(tail: bytes, size: int, url: str) -> int:
         url: of the file, for errors.
 
     Raises:
-        ShardError: it is no Parquet file, is encrypted, or claims a footer that is larger than itself or allowed.
+        ShardError: the file is not Parquet, is encrypted, or claims a footer that is larger than the file or the limit.
     """
     if size < LEAST or len(tail) < 8:
         raise ShardError(f"no Parquet file: it has {size:,} bytes", url=url, offset=0)
@@ -218,29 +221,29 @@ def read_rows(
     """Read rows ``[start, stop)``. Blocks while bytes are fetched: iterate in a thread.
 
     The key of a sample is the shard's name and the row's number, `resume` the number of the row after it. Columns named
-    ``__key__`` and ``__url__`` give way to ours. Values: see `values`. Rows that `on_bad` can have
-    stepped over: those with a value that has no Python form.
+    ``__key__`` and ``__url__`` are overwritten. `values` decodes the values. Rows that `on_bad` can skip: rows with a
+    value that has no Python form.
 
     Args:
         footer: of the file.
-        fetch: has ranges read.
+        fetch: reads ranges.
         start: number of the first row.
-        stop: number of the row after the last one. None: to the end.
-        columns: names of those to read, of nested ones the outermost. None: all.
+        stop: number of the row after the last row. None: to the end.
+        columns: names of the columns to read; of nested columns, the outermost name. None: all.
         max_sample_bytes: refuse a row whose values take more (decoded) bytes. A page that takes more than that and 64
-            MiB in the file is refused before it is read. pyarrow decodes up to 1,024 rows, of 4 MiB by what the file
-            says, at a time.
-        on_bad: is told of bad rows.
-        window_bytes: of a row group that are held, about; the same again may be on its way.
+            MiB in the file is refused before it is read. pyarrow decodes up to 1,024 rows at a time, of up to 4 MiB by
+            the file's metadata.
+        on_bad: called with each bad row.
+        window_bytes: approximate number of bytes of a row group in memory; the same number may be on its way.
 
     Yields:
         Up to 1,024 rows.
 
     Raises:
-        ShardError: the file breaks the rules of its format, after the rows before the fault.
-        ValueError: `columns` names one that is not there; `start` or `stop` is negative.
+        ShardError: the file violates its format; raised after the rows before the fault.
+        ValueError: `columns` names a column that the file lacks; `start` or `stop` is negative.
         ImportError: pyarrow is not installed.
-        Exception: what `fetch` raised.
+        Exception: the error of `fetch`.
     """
     if start < 0 or (stop is not None and stop < 0):
         raise ValueError(f"start={start} and stop={stop} are numbers of rows: 0 or more")
@@ -263,8 +266,9 @@ def read_rows(
         group, windows = following or groups.begin(number)
         following = None
         found.place = group.chunks[0][0] if group.chunks else footer.end
+        # The next group's windows are fetched while this group is decoded, if memory allows.
         if windows.whole and position + 1 < len(numbers):
-            # Its error, if it has one, comes when it is its turn.
+            # An error of the next group is raised when that group is decoded.
             with suppress(ShardError):
                 following = groups.begin(numbers[position + 1])
         at = group.first
@@ -279,6 +283,7 @@ def read_rows(
         except ShardError:
             raise
         except Exception as error:
+            # pyarrow wraps the errors of the file that it reads: a transport's must reach the caller as it is.
             if groups.file.failure is not None:
                 raise groups.file.failure from None
             raise ShardError(
@@ -289,10 +294,10 @@ def read_rows(
 
 
 class _Groups:
-    """The row groups of a file: begun, perhaps one ahead, and then decoded by pyarrow.
+    """Checks the row groups of a file, has their bytes fetched, and decodes them by pyarrow.
 
     Attributes:
-        file: what pyarrow reads.
+        file: the file object that pyarrow reads.
     """
 
     def __init__(
@@ -317,10 +322,10 @@ class _Groups:
             raise footer.error(f"the Parquet footer is damaged: {_text(error)}") from error
 
     def begin(self, number: int) -> tuple[RowGroup, Windows]:
-        """Check where a row group lies, and have its first windows fetched.
+        """Check the ranges of a row group, and start to fetch its first windows.
 
         Raises:
-            ShardError: pyarrow cannot open it, or it does not lie in the file.
+            ShardError: pyarrow cannot open it, or a range does not lie in the file.
         """
         self._open(number)
         group = self._footer.group(number, self._columns)
@@ -333,22 +338,23 @@ class _Groups:
         return group, windows
 
     def _open(self, number: int) -> None:
-        """Have pyarrow open the row group, without a byte of it.
+        """Let pyarrow open the row group, without any of its bytes.
 
-        So contradictions in a column's metadata, encrypted columns among them, are errors here. Met by
-        `Footer.group`, they would end the process.
+        So contradictions in a column's metadata, and encrypted columns, raise an error. In `Footer.group` they would
+        end the process.
         """
         self.file.empty, self.file.asked = True, False
         try:
             next(self._batches(number, 1), None)
         except Exception as error:
+            # If pyarrow wanted bytes, it has opened the row group, and the error is only that none came.
             if not self.file.asked:
                 raise self._footer.error(f"pyarrow cannot open row group {number}: {_text(error)}") from error
         finally:
             self.file.empty = False
 
     def batches(self, group: RowGroup, windows: Windows) -> Iterator[Any]:
-        """Decode a row group, as record batches of the columns that are wanted."""
+        """Decode a row group to record batches of the wanted columns."""
         self.file.windows = [windows]
         size = max(1, group.uncompressed // max(group.rows, 1))
         for batch in self._batches(group.number, max(1, min(MOST_ROWS, STEP_BYTES // size))):
@@ -364,7 +370,7 @@ class _Groups:
 
 
 class _Rows:
-    """Record batches to samples. `place` is where their row group begins, for errors."""
+    """Turns record batches into samples. `place` is the offset of their row group, for errors."""
 
     place = 0
 
@@ -375,7 +381,7 @@ class _Rows:
         self._on_bad = on_bad
 
     def read(self, batch: Any, at: int, start: int, stop: int) -> Iterator[list[Located]]:
-        """Give the rows in ``[start, stop)`` of a batch whose first row is number `at`; then raise, if one is bad."""
+        """Yield the rows in ``[start, stop)`` of a batch whose first row is number `at`; then raise the first error."""
         first, after = max(start, at), min(stop, at + batch.num_rows)
         if first >= after:
             return
@@ -383,12 +389,13 @@ class _Rows:
         out: list[Located] = []
         fault: ShardError | None = None
         try:
-            # One by one only if they might be too large: a slice's size takes a while to find out.
+            # Row by row only if a row may be too large: the size of a slice takes long to compute.
             if batch.nbytes > self._max:
                 self._check_sizes(batch, first)
             self._give(self._columns(batch), batch.num_rows, first, out)
         except Exception:
-            fault = self._one_by_one(batch, first, out)
+            # A row is bad: read again, row by row, to find it and keep the others.
+            fault = self._read_single_rows(batch, first, out)
         if out:
             yield out
         if fault is not None:
@@ -406,8 +413,8 @@ class _Rows:
             sample["__url__"] = self._footer.url
             out.append(Located(sample, number + 1))
 
-    def _one_by_one(self, batch: Any, first: int, out: list[Located]) -> ShardError | None:
-        """The rows that are good; gives the error that ends the shard, if one does."""
+    def _read_single_rows(self, batch: Any, first: int, out: list[Located]) -> ShardError | None:
+        """Append the good rows to `out`; return the error that ends the shard, if any."""
         for row in range(batch.num_rows):
             alone = batch.slice(row, 1)
             try:
@@ -435,8 +442,8 @@ class _Rows:
 
 
 def values(column: Any) -> list[Any]:
-    """A column's values, one a row: Python's own; fixed-size lists of numbers as arrays of shape ``(size,)``, each
-    with memory of its own; fixed-shape tensors as arrays of their shape. A null is None.
+    """Return a column's values, one per row: Python objects; for fixed-size lists of numbers, arrays of shape
+    ``(size,)``, each with its own memory; for fixed-shape tensors, arrays of their shape. A null is None.
 
     Raises:
         Exception: a value has no Python form: text that is not UTF-8 (UnicodeDecodeError), a date beyond the year 9999.
@@ -451,7 +458,7 @@ def values(column: Any) -> list[Any]:
         return values(column.storage)
     if not (arrow.types.is_fixed_size_list(kind) and _is_number(arrow, kind.value_type)):
         return list(column.to_pylist())
-    items = column.flatten()  # without the rows that are null
+    items = column.flatten()  # without the null rows
     if items.null_count:
         return list(column.to_pylist())
     rows = np.asarray(items.to_numpy(zero_copy_only=False)).reshape(len(column) - column.null_count, kind.list_size)

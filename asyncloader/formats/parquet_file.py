@@ -1,9 +1,9 @@
-"""The file that pyarrow reads: ranges fetched as windows of each column chunk, never a whole row group.
+"""The file object that pyarrow reads. It holds a window of each column chunk, and never a whole row group.
 
-Data path: ranges -> [windows] -> pyarrow.
+Data path: ranges -> [parquet_file: windows] -> pyarrow.
 
-pyarrow asks for bytes as it decodes, and reads each column chunk from its beginning to its end. `Windows` holds a part
-of each, and has the next part fetched while the present one is decoded.
+pyarrow requests bytes as it decodes, and reads each column chunk from its beginning to its end. `Windows` holds a part
+of each chunk, and has the next part fetched while pyarrow decodes the present part.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from asyncloader.formats.base import ShardError
 from asyncloader.formats.parquet_pages import PageHeaders
 
 Fetch: TypeAlias = Callable[[Sequence[tuple[int, int]]], "Future[Sequence[bytes]]"]
-"""Has ``(start, length)`` ranges read, near ones together; gives their bytes in the same order. Never blocks."""
+"""Starts to read ``(start, length)`` ranges; the future has their bytes, in the same order. Never blocks."""
 
 LEAST_WINDOW = 1 << 16
 
 
 class Windows:
-    """The bytes of one row group: of each column chunk a window, and the next one on its way.
+    """The bytes of one row group: a window of each column chunk, and the next window on its way.
 
     Args:
-        chunks: ``(start, length)`` of each, ascending, without overlaps.
-        most: bytes of all windows together, about; each has at least 64 KiB, and those on their way come on top.
-        fetch: has ranges read.
-        pages: check the bytes of each chunk before they are given; empty: they are not checked.
+        chunks: ``(start, length)`` of each chunk, ascending, without overlaps.
+        most: approximate bytes of all windows together; a window has at least 64 KiB. Windows on their way come on top.
+        fetch: reads ranges.
+        pages: check the bytes of each chunk before pyarrow gets them; empty: no checks.
 
     Attributes:
-        whole: all of the row group fits into the windows.
+        whole: the whole row group fits into the windows.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class Windows:
         self.whole = total <= most
 
     def begin(self) -> None:
-        """Have the first window of each chunk fetched, all at once."""
+        """Start to fetch the first window of each chunk, all in one call."""
         ranges = [self._window(number, start) for number, start in enumerate(self._starts)]
         if ranges:
             coming = self._fetch(ranges)
             self._coming = [(start, coming, index) for index, (start, _) in enumerate(ranges)]
 
     def find(self, at: int) -> int | None:
-        """The chunk that byte `at` is in."""
+        """Return the number of the chunk that contains byte `at`; None if no chunk does."""
         number = bisect_right(self._starts, at) - 1
         return number if number >= 0 and at < self._ends[number] else None
 
     def read(self, number: int, at: int, length: int) -> bytes:
-        """Read of chunk `number`; waits for what is on its way. Shorter at the chunk's end.
+        """Read bytes of chunk `number`; waits for a window that is on its way. Shorter at the chunk's end.
 
         Raises:
             ValueError: a page's header is impossible.
@@ -85,7 +85,8 @@ class Windows:
 
     def _check(self, number: int, at: int, part: bytes) -> None:
         pages = self._pages[number]
-        unchecked = self._starts[number] + pages.given - at  # from which byte of this part on
+        unchecked = self._starts[number] + pages.given - at  # the first byte of this part that was not checked
+        # Bytes that were jumped over could contain a header that is not checked.
         if unchecked < 0:
             raise ValueError("pages are not read in their order")
         if unchecked < len(part):
@@ -95,9 +96,9 @@ class Windows:
         return at, min(max(self._sizes[number], length), self._ends[number] - at)
 
     def _advance(self, number: int, at: int, length: int) -> None:
-        """Hold the bytes from `at` on, and have those behind them fetched."""
+        """Hold the bytes from `at` on, and start to fetch the bytes after them."""
         coming, self._coming[number] = self._coming[number], None
-        self._held[number] = (at, b"")  # the old window goes before the new one comes
+        self._held[number] = (at, b"")  # releases the old window before the new window is held
         if coming is None or coming[0] != at:
             coming = (at, self._fetch([self._window(number, at, length)]), 0)
         data = coming[1].result()[coming[2]]
@@ -108,19 +109,19 @@ class Windows:
 
 
 class RangeFile(io.RawIOBase):
-    """What pyarrow takes for a file. Blocks in `read`, so it is used in a thread.
+    """A file object for pyarrow. `read` blocks, so it is used in a thread.
 
     Args:
         size: of the file.
-        largest: bytes that may be asked for at once.
-        fetch: has ranges read.
+        largest: the most bytes of a read.
+        fetch: reads ranges.
         url: for errors.
 
     Attributes:
-        empty: reads give no bytes, as at the end of a file.
-        asked: something was to be read.
-        windows: of the row groups that are read; what lies in none of them is fetched as it is asked for.
-        failure: what `fetch` or a limit raised; pyarrow may wrap it on its way.
+        empty: reads return no bytes, as at the end of a file.
+        asked: `read` was called.
+        windows: of the row groups that are read. While there are none, `read` fetches the requested bytes.
+        failure: the error of `fetch` or of a limit; pyarrow may wrap it.
     """
 
     def __init__(self, size: int, largest: int, fetch: Fetch, url: str) -> None:
@@ -136,11 +137,11 @@ class RangeFile(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def size(self) -> int:
@@ -148,17 +149,17 @@ class RangeFile(io.RawIOBase):
         return self._size
 
     def tell(self) -> int:
-        """Where the next read begins."""
+        """Return the offset at which the next read begins."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Move, as a file does."""
+        """Move the position, like a file."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def read(self, size: int = -1, /) -> bytes:
-        """Read as many bytes as there are, `size` at most."""
+        """Read `size` bytes, or fewer at the end of the file or of a column chunk."""
         self.asked = True
         if self.empty:
             return b""
@@ -174,6 +175,8 @@ class RangeFile(io.RawIOBase):
             try:
                 data = self._take(length) if length else b""
             except ValueError as error:
+                # A transport's errors may be ValueErrors, too; only the check of the pages says that the shard is
+                # damaged.
                 if isinstance(error, LoaderError):
                     raise
                 raise ShardError(str(error), url=self._url, offset=self._at) from None

@@ -4,10 +4,10 @@ Data path: ranges -> windows -> [parquet_pages] -> pyarrow.
 
     column chunk: page, page, ...    page: header (Thrift's compact protocol), then its bytes
 
-pyarrow believes a header: it allocates what a page claims to have when decompressed, up to 2 GiB, and makes as many
-levels as it claims values. So the headers are parsed here, too, as their bytes pass by, and impossible ones are
-refused. A header is complete here before pyarrow has its last byte. Source: apache/parquet-format, `parquet.thrift`;
-the Thrift specification of the compact protocol.
+pyarrow trusts a header: it allocates the size that a page claims to have when decompressed, up to 2 GiB, and a level
+for each value that the page claims. So this module parses the headers, too, as their bytes pass by, and refuses
+impossible headers. A header is checked before pyarrow has its last byte. Source: apache/parquet-format,
+`parquet.thrift`; the Thrift specification of the compact protocol.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from __future__ import annotations
 from typing import NamedTuple, NoReturn
 
 MOST_HEADER = 1 << 20
-"""Bytes of a header; those with the longest statistics that writers make have some kilobytes."""
+"""Bytes of a header; a header with the longest statistics that writers make has some kilobytes."""
 
 MOST_DEPTH = 16
 
 TRUE, FALSE, I8, I16, I32, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = range(1, 13)
 
 DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = 5, 7, 8
-"""The fields of a page's header that hold the header of its kind; in each, field 1 is the number of values."""
+"""The fields of a page's header that contain the header of its kind; in each, field 1 is the number of values."""
 
 
 class PageLimits(NamedTuple):
@@ -38,11 +38,11 @@ class PageLimits(NamedTuple):
 
 
 class Short(Exception):
-    """The bytes end inside of the header."""
+    """The bytes end inside the header."""
 
 
 class PageHeaders:
-    """Follows the pages of one column chunk. To be given its bytes from the beginning, in any pieces.
+    """Follows the pages of one column chunk. `feed` must get its bytes from the beginning, in pieces of any size.
 
     Args:
         length: bytes of the chunk.
@@ -51,9 +51,9 @@ class PageHeaders:
 
     def __init__(self, length: int, limits: PageLimits) -> None:
         self._limits = limits
-        self._left = length  # bytes of the chunk that were not given yet
+        self._left = length  # bytes of the chunk that were not fed yet
         self._skip = 0  # bytes until the next header
-        self._header = b""  # the part of it that was given
+        self._header = b""  # the beginning of a header that was fed in part
         self.given = 0
         """Bytes that were checked."""
 
@@ -69,7 +69,7 @@ class PageHeaders:
         self._left -= position
         while position < len(data):
             held = len(self._header)
-            # A header takes some dozens of bytes: more are looked at only if these do not hold it.
+            # A header takes some dozens of bytes: more are parsed only if these do not contain all of it.
             more = max(256, held)
             part = self._header + data[position : position + more]
             try:
@@ -93,7 +93,7 @@ class PageHeaders:
             self._skip = page - step
 
     def _parse(self, data: bytes) -> tuple[int, int]:
-        """Return the header's length, and that of the page's bytes."""
+        """Return the length of the header, and the length of the page's bytes."""
         header = _Compact(data)
         sizes = {2: -1, 3: -1}
         entries = 0
@@ -108,6 +108,7 @@ class PageHeaders:
         for claim in (unpacked, packed):
             if not 0 <= claim <= self._limits.size:
                 self._fail(f"a page claims {claim:,} bytes; {self._limits.size:,} are allowed: raise max_sample_bytes")
+        # pyarrow allocates by the number of entries.
         if entries > unpacked:
             self._fail(f"a dictionary claims {entries:,} values in {unpacked:,} bytes")
         return header.at, packed
@@ -134,14 +135,14 @@ class PageHeaders:
 
 
 class _Compact:
-    """Reads Thrift's compact protocol: as much of it as page headers have. Raises `Short` at the end of the bytes."""
+    """Reads the part of Thrift's compact protocol that page headers use. Raises `Short` at the end of the bytes."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.at = 0
 
     def fields(self, depth: int) -> _Fields:
-        """Iterate over the fields of a struct; the caller takes each one's value."""
+        """Iterate over the fields of a struct; the caller takes the value of each."""
         if depth > MOST_DEPTH:
             raise ValueError("a page's header is nested too deeply")
         return _Fields(self)
@@ -166,12 +167,12 @@ class _Compact:
                 raise ValueError("a page's header has a number of more than 64 bits")
 
     def integer(self) -> int:
-        """Take a signed number of 32 bits. A longer one is cut, as by Thrift."""
+        """Take a signed number of 32 bits. A longer number is cut, as by Thrift."""
         value = self.varint() & 0xFFFFFFFF
         return value >> 1 ^ -(value & 1)
 
     def skip(self, kind: int, depth: int) -> None:
-        """Leave out a value."""
+        """Skip a value."""
         if kind in (TRUE, FALSE):
             return
         if kind == I8:
@@ -185,7 +186,7 @@ class _Compact:
         elif kind == STRUCT:
             for _, inner in self.fields(depth + 1):
                 self.skip(inner, depth + 1)
-        else:  # page headers have none
+        else:  # page headers have no lists, sets or maps
             raise ValueError(f"a page's header has a field of the impossible type {kind}")
 
     def _step(self, size: int) -> None:

@@ -2,8 +2,9 @@
 
 Data path: transport -> chunks -> [push_parser] -> tar, jsonl, tfrecord, mds -> samples.
 
-A parser is a generator that yields how many bytes it needs next and is sent them: it reads like code that reads a file,
-and is suspended where the bytes end. A negative number skips that many bytes without holding them.
+A parser is a generator that yields the number of bytes that it needs next, and gets these bytes as the value of the
+``yield``: it reads like code that reads a file, and is suspended where the bytes end. A negative number skips bytes
+without holding them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import NoReturn, TypeAlias
 from asyncloader.formats.base import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, base_name
 
 Parser: TypeAlias = Generator[int, bytes, None]
-"""Yields the number of bytes wanted (negative: to skip), is sent these bytes, and returns at the end of the shard."""
+"""Yields the number of bytes that it needs (negative: to skip), gets them by ``send``, and returns at the shard's end.
+"""
 
 
 class Reader(ABC):
@@ -24,9 +26,9 @@ class Reader(ABC):
     Args:
         url: the shard's, for samples and errors.
         start: offset of the first sample wanted: 0, or a `resume` that a reader returned.
-        stop: samples that begin at this offset or later are not read. None: all are.
+        stop: samples that begin at this offset or later are not read. None: all samples are read.
         max_sample_bytes: refuse a sample that takes more bytes in the shard, before memory is allocated for it.
-        on_bad: called with each bad sample that can be skipped. None: the first one is raised.
+        on_bad: called with each bad sample that can be skipped. None: the first bad sample is raised.
 
     Raises:
         ValueError: an offset is negative, or `max_sample_bytes` below 1.
@@ -58,25 +60,25 @@ class Reader(ABC):
 
     @property
     def feed_from(self) -> int:
-        """As `ShardReader.feed_from`."""
+        """The offset of the first byte to feed. See `ShardReader.feed_from`."""
         return self._start
 
     @property
     def done(self) -> bool:
-        """As `ShardReader.done`."""
+        """Whether the part is completely read. See `ShardReader.done`."""
         return self._done and self._fault is None
 
     @property
     def pending(self) -> bool:
-        """As `ShardReader.pending`: never."""
+        """Always False. See `ShardReader.pending`."""
         return False
 
     def feed(self, chunk: bytes, /) -> list[Located]:
-        """As `ShardReader.feed`."""
+        """Take the next bytes, and return the samples that they complete. See `ShardReader.feed`."""
         return self._call(chunk)
 
     def end(self) -> list[Located]:
-        """As `ShardReader.end`."""
+        """Finish after the last byte. See `ShardReader.end`."""
         return self._call(None)
 
     @abstractmethod
@@ -101,13 +103,14 @@ class Reader(ABC):
             else:
                 self._take(chunk if type(chunk) is bytes else bytes(chunk))
         except ShardError as fault:
+            # The samples before the error are returned first; the next call raises it.
             self._fault = fault
             if not out:
                 raise
         return out
 
     def _give(self, fields: Sample, offset: int, resume: int) -> None:
-        """Append a sample without a name of its own: its key is the shard's name and the offset of its first byte."""
+        """Append a sample without a name: its key is the shard's name and the offset of its first byte."""
         fields["__key__"] = f"{self._name}:{offset}"
         fields["__url__"] = self._url
         self._out.append(Located(fields, resume))
@@ -129,10 +132,10 @@ class Reader(ABC):
 
 
 class PushReader(Reader):
-    """A reader whose format is parsed by the generator `_parse`. Arguments: see `Reader`."""
+    """A reader that parses its format by the generator `_parse`. Its arguments are those of `Reader`."""
 
     _may_end = False
-    """Set by the parser: the shard may end before the bytes that were requested last."""
+    """Set by the parser: the shard may end before the bytes of the last request."""
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class PushReader(Reader):
         """Parse the format. While it is suspended, `_at` is the offset of the bytes that it requested."""
 
     def _at_end(self) -> None:
-        """Called if the shard ends where it may; the last opportunity to append a sample."""
+        """Called if the shard may end at this position; the last opportunity to append a sample."""
 
     def _take(self, chunk: bytes) -> None:
         send, held = self._parser.send, self._held
@@ -169,7 +172,8 @@ class PushReader(Reader):
                     if want:
                         break
                     data = b""
-                elif not held and size - pos >= want:  # the common case: one copy, chunk to field
+                elif not held and size - pos >= want:
+                    # The common case, with a single copy: from the chunk to the field.
                     data = chunk[pos : pos + want]
                     pos += want
                     self._at += want

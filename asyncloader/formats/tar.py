@@ -6,7 +6,7 @@ Data path: transport -> chunks -> [tar] -> samples.
 key ends at the first dot of the base name. Formats: v7, ustar, GNU (long names, large sizes) and pax. Nothing is
 written to a disk, so absolute paths, ``..`` and links are harmless: names are only keys. Sources: POSIX.1-2017 `pax`
 (the ustar and pax interchange formats), the GNU tar manual (the L and K headers, base-256 numbers). Samples are grouped
-as by webdataset 1.0.2, except that hidden files (``dir/.name``) are always skipped.
+like those of webdataset 1.0.2, except that hidden files (``dir/.name``) are always skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncloader.formats.push_parser import Parser, PushReader
 
 BLOCK = 512
 END = bytes(BLOCK)
-MAX_META_BYTES = 1 << 20  # of a pax header or long name; real ones have some hundred
+MAX_META_BYTES = 1 << 20  # of a pax header or long name; those of real archives have some hundred
 FILES = frozenset((b"0", b"\0", b"7"))
 DATALESS = frozenset((b"1", b"2", b"3", b"4", b"5", b"6"))  # links, devices, directories, FIFOs: no data follows
 REFUSED = {b"S": "a GNU sparse file", b"M": "the continuation of a file from another volume"}
@@ -27,7 +27,7 @@ REFUSED = {b"S": "a GNU sparse file", b"M": "the continuation of a file from ano
 class TarReader(PushReader):
     """Reads a tar archive. A sample's fields are bytes, named by the lower-case extension.
 
-    A sample is complete when the next one begins, so it is returned one header after its last byte. `resume` is the
+    A sample is complete when the next sample begins, so it is returned one header after its last byte. `resume` is the
     offset of the first header of the next sample. `max_sample_bytes` counts a sample's members with their headers.
     Skipped: directories, links, devices, members without an extension, and WebDataset's metadata (``__name__/...``).
 
@@ -35,8 +35,8 @@ class TarReader(PushReader):
     twice, a global pax header that would rename or resize members (a reader that starts after it could not know), and
     an archive without its end mark, a block of zeros.
 
-    Arguments: see `push_parser.Reader`. A tar cannot be cut into parts without an index; with one, `start` and `stop`
-    are the offsets of first headers.
+    Its arguments are those of `push_parser.Reader`. A tar cannot be cut into parts without an index; with an index,
+    `start` and `stop` are the offsets of first headers.
     """
 
     _sample: Sample | None = None
@@ -73,7 +73,7 @@ class TarReader(PushReader):
                 continue
             if kind in REFUSED:
                 self._fail(f"{REFUSED[kind]}, which a stream cannot hold whole; pack it as a plain file", at)
-            # As tarfile does: bytes that are not UTF-8 become surrogates, and the name encodes to the same bytes again.
+            # Like tarfile: bytes that are not UTF-8 become surrogates, and the name encodes to the same bytes again.
             name = (path if path is not None else plain_name(block)).decode("utf-8", "surrogateescape")
             size = size if pax_size is None else pax_size
             begin, first, path, pax_size = first, None, None, None
@@ -91,6 +91,7 @@ class TarReader(PushReader):
                 self._sample, self._key, self._size = {"__key__": key, "__url__": self._url}, key, 0
             if field in self._sample:
                 self._fail(f"sample {key!r} has field {field!r} twice", begin)
+            # Checked before the member's bytes are requested: a header may claim any size.
             self._size += size + self._at - begin
             self._check_size(self._size, begin)
             self._sample[field] = yield size
@@ -105,9 +106,10 @@ class TarReader(PushReader):
     def _header(self, block: bytes, at: int) -> int:
         """Check a header block; return the size that it claims."""
         stated = number(block[148:156])
-        # The lower half of Adler-32 started at 0 is the exact sum of up to 256 bytes: 10 times as fast as `sum`.
+        # The lower half of Adler-32, started at 0, is the exact sum of up to 256 bytes: 10 times as fast as `sum`.
         total = (adler32(block[:256], 0) & 0xFFFF) + (adler32(block[256:], 0) & 0xFFFF)
         plain = total - sum(block[148:156]) + 8 * 32
+        # Some old writers have summed signed bytes.
         if stated != plain and stated != plain - 256 * sum(b > 127 for b in block[:148] + block[156:]):
             self._fail("not a tar header: its checksum is wrong", at)
         size = number(block[124:136])
@@ -155,7 +157,7 @@ def number(field: bytes) -> int | None:
 
 
 def plain_name(block: bytes) -> bytes:
-    """Return the name in the header itself; in ustar the beginning of a long name is in a field of its own."""
+    """Return the name in the header itself; ustar has a separate field for the beginning of a long name."""
     name = block[:100].partition(b"\0")[0]
     prefix = block[345:500].partition(b"\0")[0] if block[257:263] == b"ustar\0" else b""
     return prefix + b"/" + name if prefix else name
@@ -174,7 +176,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def is_meta(name: str) -> bool:
-    """Return whether it is one of WebDataset's own members: the first part of the path begins and ends with two
+    """Return whether a member is WebDataset's metadata: the first part of its path begins and ends with two
     underscores.
     """
     if not name.startswith("__"):

@@ -11,8 +11,8 @@ masked CRC-32C (4). There is no mark between records, so a shard cannot be cut w
     Example  { Features features = 1 }             Feature   { oneof: BytesList 1, FloatList 2, Int64List 3 }
     Features { map<string, Feature> feature = 1 }  BytesList { repeated bytes value = 1 }; numbers are packed or not
 
-Messages are merged as by protobuf: of a repeated map key or a repeated oneof the last one counts, repeated messages of
-the same oneof field are joined, and unknown fields are skipped. Sources:
+Messages are merged by protobuf's rules: of a repeated map key or a repeated oneof the last value counts, repeated
+messages of the same oneof field are joined, and unknown fields are skipped. Sources:
 tensorflow/core/example/{example,feature}.proto and the protobuf encoding guide.
 
 *CRC-32C* is computed in Python for the eight bytes of a length, and by google_crc32c for whole records. Source: RFC
@@ -41,11 +41,12 @@ def parse_example(data: bytes) -> dict[str, Feature]:
     """Return the features of a serialized tf.train.Example.
 
     Returns:
-        By name: a list of bytes, a float32 array or an int64 array, each of one dimension (arrays are private and
+        By name: a list of bytes, a float32 array or an int64 array, with one dimension (arrays are private and
             writable). A feature without a value is an empty list.
 
     Raises:
-        ValueError: not a valid message: truncated, an impossible length, a number too long, a name not UTF-8.
+        ValueError: the message is truncated, or has an impossible length, a number that is too long, or a name that is
+            not UTF-8.
     """
     found: dict[str, Feature] = {}
     for number, wire, features in fields(memoryview(data)):
@@ -74,13 +75,13 @@ def _entry(entry: memoryview) -> tuple[str, Feature]:
                     kind, lists = number, []
                 lists.append(value)
     if kind == 2:
-        return name, _joined([part for each in lists for part in _floats(each)], np.dtype(np.float32))
+        return name, _join([part for each in lists for part in _floats(each)], np.dtype(np.float32))
     if kind == 3:
-        return name, _joined([part for each in lists for part in _integers(each)], np.dtype(np.int64))
+        return name, _join([part for each in lists for part in _integers(each)], np.dtype(np.int64))
     return name, [bytes(item) for each in lists for number, wire, item in fields(each) if (number, wire) == (1, BYTES)]
 
 
-def _joined(parts: list[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _join(parts: list[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)
 
 
@@ -99,7 +100,7 @@ def _integers(message: memoryview) -> Iterator[npt.NDArray[Any]]:
 
 
 def varints(data: memoryview) -> npt.NDArray[np.int64]:
-    """Decode concatenated varints, as 64-bit two's complement."""
+    """Decode concatenated varints to 64-bit two's complement numbers."""
     raw = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(raw < 0x80)
     if len(ends) == len(raw):  # all of them have one byte
@@ -121,7 +122,7 @@ def varints(data: memoryview) -> npt.NDArray[np.int64]:
 
 
 def fields(message: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Iterate over the fields of a message: number, wire type, and the value's bytes (of a varint: itself)."""
+    """Iterate over the fields of a message: number, wire type, and the value's bytes (of a varint: its bytes)."""
     pos, size = 0, len(message)
     while pos < size:
         tag, pos = _varint(message, pos)
@@ -166,8 +167,9 @@ class TFRecordReader(PushReader):
         stop: see there.
         example: parse each record as a tf.train.Example, whose features are the fields (`parse_example`). Otherwise the
             one field is ``record``, the raw bytes.
-        checksum: verifies the data by this CRC-32C. ``"auto"``: by google_crc32c if it is installed, otherwise **not at
-            all**, because Python alone would take 100 times as long as the rest. None: not at all.
+        checksum: the CRC-32C function that verifies the data. ``"auto"``: google_crc32c's if it is installed; otherwise
+            the data is **not verified**, because Python alone would take 100 times as long as the rest. None: not
+            verified.
         max_sample_bytes: see there.
         on_bad: see there.
     """
@@ -195,16 +197,18 @@ class TFRecordReader(PushReader):
     def _parse(self) -> Parser:
         while self._stop is None or self._at < self._stop:
             at = self._at
+            # The shard may end before a record, and nowhere else.
             self._may_end = True
             head = yield 12
             self._may_end = False
             length, stated = unpack("<QI", head)
-            if stated != masked(crc32c(head[:8])):
+            # Verified before the length is used: a wrong length would be requested, or skipped, as bytes.
+            if stated != mask_crc(crc32c(head[:8])):
                 self._fail("not a TFRecord: the checksum of its length is wrong", at)
             self._check_size(length, at)
             data = yield length
             (stated,) = unpack("<I", (yield 4))
-            if self._checksum is not None and stated != masked(self._checksum(data)):
+            if self._checksum is not None and stated != mask_crc(self._checksum(data)):
                 self._bad("a damaged TFRecord: the checksum of its data is wrong", at, self._at)
                 continue
             fields: Sample = {"record": data}
@@ -247,6 +251,6 @@ def fast_crc32c() -> Callable[[bytes], int] | None:
     return lambda data: int(module.value(data))
 
 
-def masked(crc: int) -> int:
-    """Return what TFRecord stores for `crc`: rotated right by 15 bits, plus a constant."""
+def mask_crc(crc: int) -> int:
+    """Return the form in which TFRecord stores `crc`: rotated right by 15 bits, plus a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

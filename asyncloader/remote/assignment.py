@@ -265,8 +265,8 @@ class ShardAssigner:
             worker: the index of the worker.
             number: the number of assignments that it has had.
             batch: the batch that it is making.
-            left: None if the worker still has samples to read. Otherwise no samples are left, and it cannot fill its batch: the
-                ranges of the samples in that batch.
+            left: None if the worker still has samples to read. Otherwise no samples are left, and it cannot fill its
+                batch: the ranges of the samples in that batch.
 
         Returns:
             All replies that can be sent now, to this worker and to others.

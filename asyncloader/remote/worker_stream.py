@@ -91,9 +91,8 @@ class WorkerStream:
         self._bad: list[CatalogRange] = []  # bad samples reported during the current batch
         self._lost: list[CatalogRange] = []  # ends of ranges that could not be read, found during the current batch
         self._saved: dict[str, Any] | None = None
-        self._unfinished = (
-            False  # the current batch failed because a shard could not be read: the next batch continues it
-        )
+        # The current batch failed because a shard could not be read: the next batch continues it.
+        self._unfinished = False
         # The range that was opened a second time, because its error was from before the consumer needed it. Not a third
         # time: the error is new then, and is raised.
         self._again: CatalogRange | None = None

@@ -2,7 +2,7 @@
 
 Data path: share -> [builder] -> segment -> layout -> a dataset in any process.
 
-Everything is written once and in one pass. Besides the structure itself, memory is only needed for the growing segment,
+The structure is written once, in one pass. Besides the structure itself, memory is only needed for the growing segment,
 one table of offsets and one pickled item at a time.
 """
 
@@ -81,10 +81,10 @@ class Builder:
 
     Args:
         sink: receives the bytes.
-        shared: types of objects that are already shared. These are not written, but collected in `externals`.
-        large: number of entries from which on a list or dict counts as large.
-        session: workers cannot import `__main__`. What the items need of it is collected in `externals`, too, to be
-            sent along.
+        shared: types of objects that are already shared. They are not written, but collected in `externals`.
+        large: least number of entries of a large list or dict.
+        session: workers cannot import `__main__`. Its functions and classes that the items use are collected in
+            `externals`, too, so that a worker gets them before the items.
     """
 
     def __init__(self, sink: Sink, shared: tuple[type, ...] = (), large: int = LARGE, *, session: bool = False) -> None:
@@ -111,8 +111,8 @@ class Builder:
         """Write a list, tuple or dict with all its contents. Returns the offset of its header.
 
         Raises:
-            ValueError: it contains itself.
-            TypeError: it is a large dict with keys that have no stable hash.
+            ValueError: the structure contains itself.
+            TypeError: a large dict in it has keys without a stable hash.
             Exception: pickling an item failed; a note says which item.
         """
         try:
@@ -124,6 +124,7 @@ class Builder:
         known = self._nodes.get(id(value))
         if known is not None:
             return known
+        # Its node is not complete: a structure that contains itself would be written without end.
         if id(value) in self._open:
             raise ValueError("share() got a list or dict that contains itself: take it out of itself first")
         self._open.add(id(value))
@@ -166,7 +167,8 @@ class Builder:
     def _blob_chunk(self, kind: int, part: Any) -> Array:
         """Write some str or bytes end to end. Returns the number of bytes of each."""
         lengths = np.fromiter(map(len, part), np.uint64, len(part))
-        if int(lengths.sum()) > _JOINED:  # the items are too large to be joined in memory
+        if int(lengths.sum()) > _JOINED:
+            # One by one: joined, these items would take too much memory.
             for index, item in enumerate(part):
                 data = item if kind == BLOB else item.encode("utf-8", "surrogatepass")
                 self._sink.write(data)
@@ -231,6 +233,7 @@ class Builder:
         starts = np.zeros((1 << bits) + 1, dtype)
         starts[1:] = np.cumsum(np.bincount(buckets, minlength=1 << bits))
         first = self._sink.write(starts, 8)
+        # Released before the second table is computed: both are large for a dict of many entries.
         del starts
         order = np.argsort(buckets, kind="stable").astype(dtype)
         return ord("I" if dtype.itemsize == 4 else "Q"), first, self._sink.write(order, 8)
@@ -242,6 +245,7 @@ class Builder:
             return self._sink.write(bytes([NODE]) + self._node(item).to_bytes(8, "little"))
         self._stream.seek(0)
         self._stream.truncate()
+        # Each record is unpickled alone, so it must not refer to objects that an earlier record contains.
         self._pickler.clear_memo()
         self._leaves.clear()
         try:
@@ -303,11 +307,12 @@ class Builder:
         return rebuild_tensor, (self._region, offset, DTYPE_CODE[value.dtype], tuple(value.shape))
 
     def _wants_node(self, value: Any, rows: bool, above: tuple[int, ...] = ()) -> bool:
-        """Whether this list, tuple or dict inside another one becomes a node of its own; see `share`."""
+        """Return whether this list, tuple or dict inside another becomes a separate node; see `share`."""
         if isinstance(value, tuple) and type(value) is not tuple:
             return False  # a named tuple is a value
         if len(value) >= self._large:
             return True
+        # A container that contains itself is left to the pickler, which can write it.
         if rows or id(value) in above:
             return False
         above = (*above, id(value))
@@ -320,7 +325,7 @@ class Builder:
 
 
 def _numbers(items: Sequence[Any], kind: type) -> Array | None:
-    """The numbers as an array, int in the narrowest type; None if one needs more than 8 bytes."""
+    """Return the numbers as an array, int in the narrowest type; None if a number needs more than 8 bytes."""
     if kind is not int:
         return np.fromiter(items, np.float64 if kind is float else np.bool_, len(items))
     try:
@@ -335,18 +340,18 @@ def _numbers(items: Sequence[Any], kind: type) -> Array | None:
 
 
 def array_order(value: Array) -> str:
-    """The memory order of `array_bytes`: "F" (first index fastest) or "C"."""
+    """Return the memory order of `array_bytes`: "F" (first index fastest) or "C"."""
     return "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
 
 
 def array_bytes(value: Array) -> Array:
-    """The elements of an array without objects as bytes; a view if it is contiguous, in either order."""
+    """Return the elements of an array without objects as bytes; a view if it is contiguous, in either order."""
     plain = value.T if array_order(value) == "F" else value
     return np.ascontiguousarray(plain).reshape(-1).view(np.uint8)
 
 
 def tensor_bytes(value: torch.Tensor) -> Array:
-    """The elements of a dense CPU tensor as bytes, last index fastest; a view if it is contiguous."""
+    """Return the elements of a dense CPU tensor as bytes, last index fastest; a view if it is contiguous."""
     plain = value.detach().resolve_conj().resolve_neg().contiguous()
     flat: Array = plain.reshape(-1).view(torch.uint8).numpy()
     return flat

@@ -2,20 +2,20 @@
 
 Data path: share -> builder -> segment -> [layout] -> a dataset in any process.
 
-A structure is a tree of *nodes*. A node's header gives its kind, the number of entries, and the offsets of its parts;
-all offsets are absolute. The segment contains no Python objects, so reading it changes no reference counts and copies
-no pages of a forked process. In Python there are only a few objects per node, however many entries it has.
+A structure is a tree of *nodes*. A node's header has its kind, the number of entries, and the offsets of its parts; all
+offsets are absolute. The segment contains no Python objects, so reading it changes no reference counts and copies no
+pages of a forked process. A node takes a few Python objects, whatever its number of entries.
 
     TEXT, BLOB      str as UTF-8, bytes: all of them end to end, and a table of count + 1 offsets
     NUMBERS         int in the narrowest of 1 to 8 bytes, float in 8, bool in 1
-    RECORDS         anything else: a table of count offsets of records
+    RECORDS         all other objects: a table of count offsets of records
     SMALL_DICT      the keys, pickled, which are read into a Python dict; a node with the values, in the keys' order
-    LARGE_DICT      a node with the keys, one with the values, and a hash table: bucket b holds the
+    LARGE_DICT      a node with the keys, a node with the values, and a hash table: bucket b holds the
                     indices ``order[starts[b] : starts[b + 1]]`` of its keys
 
 A record is a pickle (first byte 0x80); or NODE and the offset of another node; or LEAVES, a list of leaves, and a
-pickle that has the leaves as out-of-band buffers. A leaf is a range of bytes; or REGION, the mapped segment itself, of
-which arrays and tensors become views; or EXTERNAL, an object that was shared before.
+pickle that has the leaves as out-of-band buffers. A leaf is a range of bytes; or REGION, the mapped segment, of which
+arrays and tensors become views; or EXTERNAL, an object that was shared before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 from asyncloader.workers.memory.leaves import DTYPES
 
 LARGE = 1024
-"""Entries from which on a list or dict inside another one is shared itself, and a dict gets a hash table."""
+"""Least entries of a list or dict inside another that becomes a node, and of a dict that gets a hash table."""
 
 TEXT, BLOB, NUMBERS, RECORDS, SMALL_DICT, LARGE_DICT = range(1, 7)
 DICTS = (SMALL_DICT, LARGE_DICT)
@@ -69,17 +69,17 @@ class ShareHeader(NamedTuple):
     d: int = 0
     """LARGE_DICT: `order`."""
     bits: int = 0
-    """LARGE_DICT: there are ``2**bits`` buckets."""
+    """LARGE_DICT: the table has ``2**bits`` buckets."""
 
 
 class Region:
-    """A mapped segment, and what reading it needs besides its bytes.
+    """A mapped segment, and the objects besides its bytes that a reader needs.
 
     Args:
         memory: the mapping, from the segment's first byte on.
-        externals: objects that records refer to by number: what was shared already when the structure was built.
-        wrap: makes what the reader gets of a node that lies inside another one.
-        owner: kept alive; of no interest here.
+        externals: objects that records refer to by number: they were already shared when the structure was built.
+        wrap: makes the reader's object for a node that lies inside another node.
+        owner: kept alive, and not used.
     """
 
     __slots__ = ("externals", "memory", "owner", "view", "wrap")
@@ -94,7 +94,7 @@ class Region:
         self.owner = owner
 
     def table(self, offset: int, count: int, code: str) -> memoryview:
-        """`count` numbers of this format from `offset` on, as Python numbers."""
+        """Return `count` numbers of this format from `offset` on; its items are Python numbers."""
         return self.view[offset : offset + count * struct.calcsize(code)].cast(code)  # type: ignore[call-overload, no-any-return]
 
     def load(self, offset: int) -> Any:
@@ -102,7 +102,7 @@ class Region:
         view = self.view
         tag = view[offset]
         if tag > LEAVES:
-            return pickle.loads(view[offset:])  # a pickle knows its own end
+            return pickle.loads(view[offset:])  # a pickle marks its own end
         if tag == NODE:
             return self.wrap(open_node(self, *_OFFSET.unpack_from(view, offset + 1)))
         (count,) = _COUNT.unpack_from(view, offset + 1)
@@ -118,7 +118,7 @@ class Region:
 
 
 class ListNode:
-    """A list in a segment. `item(i)` for 0 <= i < `count`, unchecked, gives entry i; `kind` names the entries."""
+    """A list in a segment. `item(i)` returns entry i, for 0 <= i < `count`, unchecked; `kind` names the entries."""
 
     __slots__ = ("_table", "_view", "count", "is_tuple", "item", "kind", "offset", "region")
 
@@ -134,7 +134,7 @@ class ListNode:
         self.item: Callable[[int], Any] = _reader(header.kind, region, self._table)
 
     def numbers(self) -> np.ndarray[Any, Any] | None:
-        """The entries as a read-only array, None if they are no numbers."""
+        """Return the entries as a read-only array; None if they are not numbers."""
         return np.asarray(self._table) if self.kind in ("int", "float", "bool") else None
 
 
@@ -161,7 +161,7 @@ class DictNode:
         self._order = region.table(header.d, header.size, code)
 
     def find(self, key: Any) -> int:
-        """The index of the key; -1 if it is missing.
+        """Return the index of the key; -1 if it is missing.
 
         Raises:
             TypeError: the key cannot be hashed.
@@ -183,7 +183,7 @@ Node: TypeAlias = ListNode | DictNode
 
 
 def open_node(region: Region, offset: int) -> Node:
-    """The node whose header is at `offset`. Reads no entries, except the keys of a small dict."""
+    """Return the node whose header is at `offset`. Reads no entries, except the keys of a small dict."""
     header = ShareHeader(*HEADER.unpack_from(region.view, offset))
     return (DictNode if header.kind in DICTS else ListNode)(region, offset, header)
 
@@ -195,7 +195,8 @@ def _open_list(region: Region, offset: int) -> ListNode:
 
 
 def _reader(kind: int, region: Region, table: memoryview) -> Callable[[int], Any]:
-    """A function that reads one entry. A closure per kind, so that a str costs a look-up, a slice and a decode."""
+    """Return a function that reads an entry."""
+    # A closure for each kind: a str costs a look-up, a slice and a decode, and no branch.
     memory = region.memory
     if kind == TEXT:
         return lambda i: memory[table[i] : table[i + 1]].decode("utf-8", "surrogatepass")
@@ -213,18 +214,19 @@ def _reader(kind: int, region: Region, table: memoryview) -> Callable[[int], Any
 def rebuild_array(
     region: Region, offset: int, dtype: str | np.dtype[Any], shape: tuple[int, ...], order: str
 ) -> np.ndarray[Any, Any]:
-    """Unpickles an array as a read-only view of the region."""
+    """Return an array as a read-only view of the region; for unpickling."""
     return np.ndarray(shape, dtype, region.view, offset, order="F" if order == "F" else "C")
 
 
 def rebuild_tensor(region: Region, offset: int, code: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Unpickles a tensor as a view of the region. torch has no read-only tensors, but the mapping is private."""
+    """Return a tensor as a view of the region; for unpickling."""
+    # From the writable mapping: torch has no read-only tensors. A write changes only this process's private pages.
     count = math.prod(shape)
     return torch.frombuffer(region.memory, dtype=DTYPES[code], count=count, offset=offset).view(shape)
 
 
 def itself(leaf: Any) -> Any:
-    """Unpickles an object that was shared before."""
+    """Return an object that was shared before; for unpickling."""
     return leaf
 
 
@@ -236,18 +238,19 @@ class UnstableKeyError(TypeError):
 
 
 def stable_hash(key: Any) -> int:
-    """A hash below 2**64 that is the same in every process, and for all keys that are equal.
+    """Return a hash below 2**64 that is the same in every process, and for all keys that are equal.
 
     str and bytes by CRC-32; numbers by Python's own hash, which is not randomized; None; tuples of such keys.
 
     Raises:
-        UnstableKeyError: a key of another type.
+        UnstableKeyError: the key has another type.
         TypeError: the key cannot be hashed at all.
     """
     if isinstance(key, str):
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))
     if isinstance(key, bytes):
         return zlib.crc32(key)
+    # Numbers that are equal have equal hashes, whatever their types: 1, 1.0 and True.
     own = hash(key)
     if type(key) is int or isinstance(key, numbers.Number):
         return own & _MASK
@@ -262,5 +265,5 @@ def stable_hash(key: Any) -> int:
 
 
 def bucket_of(hashed: int, shift: int) -> int:
-    """The bucket: the upper ``64 - shift`` bits of the product with 2**64 / golden ratio (Knuth, TAOCP 6.4)."""
+    """Return the bucket: the upper ``64 - shift`` bits of the product with 2**64 / golden ratio (Knuth, TAOCP 6.4)."""
     return (hashed * _GOLDEN & _MASK) >> shift

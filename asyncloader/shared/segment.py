@@ -4,7 +4,7 @@ Data path: share -> builder -> [segment] -> layout -> a dataset in any process.
 
 A segment is written through its descriptor while it grows, so its size need not be known in advance. It is then mapped
 *privately*: all processes share the pages as long as they only read them, and a process that writes to a page (through
-a tensor; arrays are read-only) gets its own copy of that page. No process can change what another one reads.
+a tensor; arrays are read-only) gets its own copy of that page. So no process can change the bytes that others read.
 
 The descriptor stays open as long as the structure exists, for processes that are spawned later. A forked process
 inherits mapping and descriptor. The memory is freed with the last view.
@@ -28,8 +28,8 @@ _BUFFER = 1 << 20  # bytes that are buffered before they are written
 _STEP = 1 << 26  # most bytes that are reserved at a time for small writes
 
 
-def spawning() -> bool:
-    """Whether this thread is pickling the arguments of a new process, to which descriptors can be passed."""
+def is_spawning() -> bool:
+    """Return whether this thread is pickling the arguments of a new process, to which descriptors can be passed."""
     return context.get_spawning_popen() is not None
 
 
@@ -54,7 +54,7 @@ class SegmentWriter:
         """Append the bytes of any contiguous buffer at the next multiple of `align`. Returns their offset.
 
         Raises:
-            RingMemoryError: there is not enough memory.
+            RingMemoryError: the memory does not suffice.
         """
         buffer = self._buffer
         buffer += bytes(-(self._written + len(buffer)) % align)
@@ -78,7 +78,7 @@ class SegmentWriter:
         return SharedSegment(fd, nbytes, externals)
 
     def close(self) -> None:
-        """Discard what was written, unless `finish` was called. Idempotent."""
+        """Discard the segment, unless `finish` was called. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -98,6 +98,7 @@ class SegmentWriter:
         if end <= self._reserved:
             return
         start = self._reserved
+        # Grows by doubling, but at most by `_STEP` beyond the need: `finish` returns the rest to the system.
         end = max(end, start + min(max(start, _BUFFER), _STEP))
         segment.check_room(
             end - start,
@@ -109,6 +110,8 @@ class SegmentWriter:
         except OSError as error:
             limit, reason = segment._process_limit(resource.RLIMIT_FSIZE, "file size limit, ulimit -f")
             raise RingMemoryError(end, limit, f"{reason}; ftruncate for {self._what}: {error}") from error
+        # Every page now, with an error: a write to a page that the system cannot provide would end the process
+        # (SIGBUS).
         segment.reserve(self._fd, start, end - start)
         self._reserved = end
 
@@ -128,26 +131,27 @@ class SharedSegment:
     Args:
         fd: the descriptor, which this object owns and closes. The mapping lives as long as its views.
         nbytes: its size.
-        externals: the objects shared before that the structure refers to.
+        externals: the objects shared before to which the structure refers.
 
     Raises:
-        RingMemoryError: it cannot be mapped.
+        RingMemoryError: the segment cannot be mapped.
     """
 
     def __init__(self, fd: int, nbytes: int, externals: tuple[Any, ...]) -> None:
         self._fd = fd
+        # Not at exit: the system closes it then.
         weakref.finalize(self, os.close, fd).atexit = False
         self.nbytes = nbytes
         self.externals = externals
         self.memory = _map_privately(fd, nbytes)
 
     def __reduce__(self) -> Any:
-        if not spawning():
+        if not is_spawning():
             raise TypeError("a segment travels only to a process that is being started")
-        return _received, (reduction.DupFd(self._fd), self.nbytes, self.externals)
+        return _receive, (reduction.DupFd(self._fd), self.nbytes, self.externals)
 
 
-def _received(duplicate: Any, nbytes: int, externals: tuple[Any, ...]) -> SharedSegment:
+def _receive(duplicate: Any, nbytes: int, externals: tuple[Any, ...]) -> SharedSegment:
     return SharedSegment(duplicate.detach(), nbytes, externals)
 
 

@@ -3,12 +3,12 @@
 Data path: a large list, dict, array or tensor -> [share] -> a dataset, in the main process and in every worker.
 
 A forked worker that reads a Python list writes to it: every access to an item changes its reference count, and the
-kernel copies the page. Each worker therefore ends up with a copy of its own; a spawned one starts with it. The result
+kernel copies the page. Each worker therefore ends up with a separate copy; a spawned worker starts with it. The result
 of `share` holds no Python object per item. The items are bytes in one anonymous segment, and are rebuilt when accessed.
 
 `SharedList` and `SharedDict` read such a segment. `SharedArray` and `SharedTensor` are arrays and tensors that were
-shared as a whole: subclasses of numpy's and torch's only in how they pickle, so results and views of them are plain.
-Arrays and tensors *inside* a shared list or dict are plain ones, too.
+shared as a whole: these subclasses of numpy's and torch's change only the pickling, so results and views of them are
+plain. Arrays and tensors *inside* a shared list or dict are plain, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from asyncloader.shared.builder import Builder, array_bytes, array_order, tensor_bytes
 from asyncloader.shared.layout import DictNode, ListNode, Node, Region, open_node, rebuild_array, rebuild_tensor
-from asyncloader.shared.segment import SegmentWriter, SharedSegment, spawning
+from asyncloader.shared.segment import SegmentWriter, SharedSegment, is_spawning
 from asyncloader.workers.memory.leaves import DTYPE_CODE, DTYPES, has_code
 from asyncloader.workers.notebook_pickling import in_session
 
@@ -48,7 +48,7 @@ class SharedArray(np.ndarray[Any, Any]):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._shared is not None and spawning():
+        if self._shared is not None and is_spawning():
             return _open_array, self._shared
         return np.asarray(self).__reduce_ex__(protocol)
 
@@ -56,6 +56,7 @@ class SharedArray(np.ndarray[Any, Any]):
 class SharedTensor(torch.Tensor):
     """A torch tensor in shared memory, made by `share`. Views and results of it are plain tensors."""
 
+    # Operations return plain tensors, at the speed of plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _shared: tuple[SharedSegment, Any]
@@ -67,7 +68,7 @@ class SharedTensor(torch.Tensor):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if spawning():
+        if is_spawning():
             return _open_tensor, self._shared
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
@@ -75,16 +76,18 @@ class SharedTensor(torch.Tensor):
 def share_array(value: np.ndarray[Any, Any]) -> SharedArray:
     """Copy an array without objects to a segment of its own."""
     meta = (value.dtype, value.shape, array_order(value))
-    return _open_array(_written(array_bytes(value) if value.nbytes else b"", f"share({value.dtype} array)"), meta)
+    return _open_array(_write_segment(array_bytes(value) if value.nbytes else b"", f"share({value.dtype} array)"), meta)
 
 
 def share_tensor(value: torch.Tensor) -> SharedTensor:
     """Copy a dense CPU tensor to a segment of its own."""
     meta = (DTYPE_CODE[value.dtype], tuple(value.shape))
-    return _open_tensor(_written(tensor_bytes(value) if value.numel() else b"", f"share({value.dtype} tensor)"), meta)
+    return _open_tensor(
+        _write_segment(tensor_bytes(value) if value.numel() else b"", f"share({value.dtype} tensor)"), meta
+    )
 
 
-def _written(data: Any, what: str) -> SharedSegment:
+def _write_segment(data: Any, what: str) -> SharedSegment:
     writer = SegmentWriter(what)
     try:
         writer.write(data)
@@ -188,7 +191,7 @@ class SharedList(Sequence[T_co], Generic[T_co]):
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """The list as an array: of int, float or bool a read-only view, unless `dtype` or `copy` asks for more."""
+        """Return the list as an array; of int, float or bool a read-only view, unless `dtype` or `copy` need a copy."""
         numbers = self._node.numbers()
         if numbers is None:
             return np.array(self.tolist(), dtype)
@@ -198,7 +201,7 @@ class SharedList(Sequence[T_co], Generic[T_co]):
         return np.array(view, dtype) if copy else view.astype(dtype or view.dtype, copy=False)
 
     def __reduce__(self) -> Any:
-        if spawning():
+        if is_spawning():
             return _open_list, (self._node.region.owner, self._node.offset, self._range)
         return (tuple if self._node.is_tuple else list), (self.tolist(),)
 
@@ -208,7 +211,7 @@ class SharedList(Sequence[T_co], Generic[T_co]):
         return _segment_of(self._node).nbytes
 
     def tolist(self) -> list[T_co]:
-        """A plain list of plain items. Arrays and tensors in it are still views of the segment."""
+        """Return a plain list of plain items. Arrays and tensors in it are still views of the segment."""
         return list(map(_plain, self))
 
 
@@ -247,11 +250,11 @@ class SharedDict(Mapping[K, V_co], Generic[K, V_co]):
         return self._node.find(key) >= 0
 
     def values(self) -> ValuesView[V_co]:
-        """The values, in the keys' order."""
+        """Return the values, in the keys' order."""
         return _Values(self)
 
     def items(self) -> ItemsView[K, V_co]:
-        """The pairs of key and value, in the keys' order."""
+        """Return the pairs of key and value, in the keys' order."""
         return _Items(self)
 
     def __eq__(self, other: object) -> bool:
@@ -277,7 +280,7 @@ class SharedDict(Mapping[K, V_co], Generic[K, V_co]):
         return self
 
     def __reduce__(self) -> Any:
-        if spawning():
+        if is_spawning():
             return _open_dict, (self._node.region.owner, self._node.offset)
         return dict, (self.todict(),)
 
@@ -287,7 +290,7 @@ class SharedDict(Mapping[K, V_co], Generic[K, V_co]):
         return _segment_of(self._node).nbytes
 
     def todict(self) -> dict[K, V_co]:
-        """A plain dict of plain values. Arrays and tensors in it are still views of the segment."""
+        """Return a plain dict of plain values. Arrays and tensors in it are still views of the segment."""
         return {key: _plain(value) for key, value in self.items()}
 
 
@@ -325,17 +328,17 @@ def share(obj: torch.Tensor) -> torch.Tensor: ...
 def share(obj: Any) -> Any:
     """Copy a large read-only structure to one anonymous segment of shared memory, for all processes.
 
-    Keep the result in the dataset instead of the original. It is in memory once, however many workers read it: a
-    forked worker inherits it, a spawned one gets a file descriptor. Any other pickling (`pickle.dumps`, `torch.save`,
-    a queue) is by value, as a plain list, dict, array or tensor.
+    Keep the result in the dataset instead of the original. It is in memory once, for any number of workers: a forked
+    worker inherits it, a spawned worker gets a file descriptor. Any other pickling (`pickle.dumps`, `torch.save`, a
+    queue) is by value, as a plain list, dict, array or tensor.
 
     Lists of str, of bytes, of int, of float and of bool are packed. Arrays and tensors at any depth become views of the
     segment. Any other item is pickled, and unpickled on each access. A list, tuple or dict *inside* becomes a
     `SharedList` or `SharedDict` if it has 1,024 entries or more, or if it is an entry of a smaller container and itself
-    contains such a large one; otherwise it stays plain. Objects that were shared before are kept as they are.
+    contains such a large container; otherwise it stays plain. Objects that were shared before are kept as they are.
 
-    Arrays are read-only. torch has no read-only tensors: writing to a shared one changes it in the writing process
-    only, which gets private copies of the pages written to.
+    Arrays are read-only. torch has no read-only tensors: a write to a shared tensor changes it in the writing process
+    only, which gets private copies of the written pages.
 
     Args:
         obj: a list, tuple, dict, numpy array (of any dtype without Python objects) or dense CPU tensor. It is not
@@ -344,13 +347,13 @@ def share(obj: Any) -> Any:
 
     Returns:
         A `SharedList` for a list or tuple, a `SharedDict` for a dict, an array or tensor for an array or tensor; `obj`
-        itself if it is shared already. The memory is freed when this, and all arrays and tensors taken from it, are
-        gone in all processes.
+        itself if it is shared already. The memory is freed when no process has the result, or an array or tensor taken
+        from it, any more.
 
     Raises:
         TypeError: `obj`, or a key, is of another kind.
-        ValueError: a list or dict that contains itself.
-        RingMemoryError: there is not enough memory.
+        ValueError: a list or dict contains itself.
+        RingMemoryError: the memory does not suffice.
         Exception: pickling an item failed; a note says which item.
     """
     if isinstance(obj, SHARED):
@@ -360,7 +363,7 @@ def share(obj: Any) -> Any:
             raise TypeError(f"{_SUPPORTED}, but this array holds Python objects: give share() its tolist()")
         return share_array(np.asarray(obj))
     if type(obj) is torch.Tensor:
-        return share_tensor(_checked(obj))
+        return share_tensor(_check_tensor(obj))
     if not isinstance(obj, list | dict) and type(obj) is not tuple:
         hint = "; make a list of it" if isinstance(obj, set | frozenset | range | Iterator | Sequence) else ""
         raise TypeError(f"{_SUPPORTED}, not {type(obj).__name__}{hint}")
@@ -374,7 +377,7 @@ def share(obj: Any) -> Any:
     return _wrap(_open(segment, offset))
 
 
-def _checked(tensor: torch.Tensor) -> torch.Tensor:
+def _check_tensor(tensor: torch.Tensor) -> torch.Tensor:
     what = None
     if tensor.device.type != "cpu":
         what = f"on {tensor.device}: call cpu() on it first"
@@ -427,7 +430,7 @@ def _index_text(index: Any, length: int) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equality of two items as in lists; arrays and tensors are compared as a whole."""
+    """Return whether two items are equal, as in lists; arrays and tensors are compared as a whole."""
     if one is other:
         return True
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):

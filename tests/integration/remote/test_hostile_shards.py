@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from asyncloader.formats import Located, ShardError, ShardFormat
-from asyncloader.formats.tfrecord import crc32c, masked
+from asyncloader.formats.tfrecord import crc32c, mask_crc
 from asyncloader.remote.catalog import Shard, format_of
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
@@ -173,7 +173,7 @@ async def test_a_tar_with_a_lying_size(serve: Serve, size: bytes, match: str) ->
 async def test_a_tfrecord_with_a_lying_length(serve: Serve) -> None:
     """Also with a valid checksum of the wrong length."""
     head = struct.pack("<Q", 1 << 50)
-    stores, shard = serve("a.tfrecord", head + struct.pack("<I", masked(crc32c(head))) + b"x" * 100)
+    stores, shard = serve("a.tfrecord", head + struct.pack("<I", mask_crc(crc32c(head))) + b"x" * 100)
     _, error = await fails(stores, shard)
     assert "max_sample_bytes" in str(error)
     assert error.offset == 0

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from asyncloader.errors import RingMemoryError
-from asyncloader.shared.segment import SegmentWriter, SharedSegment, _open_growing, spawning
+from asyncloader.shared.segment import SegmentWriter, SharedSegment, _open_growing, is_spawning
 from tests.unit.workers.test_setup_payload import run_children
 
 ROOT = Path(__file__).parents[3]
@@ -246,7 +246,7 @@ def test_peak_of_building() -> None:
 
 def test_pickles_for_a_process_being_started_only() -> None:
     """Elsewhere a descriptor means nothing."""
-    assert not spawning()
+    assert not is_spawning()
     with pytest.raises(TypeError, match="only to a process that is being started"):
         pickle.dumps(written(b"hello"))
 
