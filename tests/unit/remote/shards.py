@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncloader.formats import Located, MdsShard, ShardFormat, parse_mds_index
-from asyncloader.formats.tfrecord import crc32c, masked
+from asyncloader.formats.tfrecord import crc32c, mask_crc
 from asyncloader.remote.catalog import Shard, format_of
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
@@ -55,7 +55,7 @@ def tfrecord(numbers: Sequence[int]) -> bytes:
     parts: list[bytes] = []
     for number in numbers:
         head, data = struct.pack("<Q", len(str(number))), str(number).encode()
-        parts += [head, struct.pack("<I", masked(crc32c(head))), data, struct.pack("<I", masked(crc32c(data)))]
+        parts += [head, struct.pack("<I", mask_crc(crc32c(head))), data, struct.pack("<I", masked(crc32c(data)))]
     return b"".join(parts)
 
 
