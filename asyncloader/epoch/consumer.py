@@ -170,7 +170,7 @@ class Consumer:
                 self._opener, torch_pin(self._pin_device), self._statistics.recorder, put_from_thread
             )
             sink = self._stage.put
-        indices = None if self._source is None else self._source.reading(self._progress)
+        indices = None if self._source is None else self._source.read(self._progress)
         pipeline = Pipeline(
             pool,
             self._scheduler,

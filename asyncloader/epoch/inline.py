@@ -156,7 +156,7 @@ class InlineEpoch:
         if self.source is None:
             return self.next_index()
         if self._indices is None:
-            self._indices = self.source.reading(self.progress)
+            self._indices = self.source.read(self.progress)
         began = perf_counter()
         try:
             index = await anext(self._indices)

@@ -30,7 +30,7 @@ from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.generators import (
     DRAWING,
     Drawing,
-    drawn_from,
+    find_drawn,
     generator_states,
     iterates_plainly,
     own_generator,
@@ -113,7 +113,7 @@ class TorchIterator(_BaseDataLoaderIter):
             self.order = None
             if self._dataset_kind != DatasetKind.Iterable and not isinstance(sampler, AsyncIndexSource):
                 before = self._states
-                drawn = None if before is None else drawn_from(before, generator_states(own_generator(sampler)))
+                drawn = None if before is None else find_drawn(before, generator_states(own_generator(sampler)))
                 iterator = self.order = progress.stream(sampler, iterator, drawn)
         self.__dict__["_sampler_iter"] = iterator
 

@@ -2,8 +2,8 @@
 
 Data path: [async_sampler] -> scheduler.
 
-A plain sampler is advanced as in torch: in the caller's thread, once per delivery. An async sampler may wait (for a
-queue, a server, feedback), so a task of the loop reads it ahead, as far as credits allow.
+A plain sampler advances as in torch: in the caller's thread, once per delivery. An async sampler may wait (for a queue,
+a server, feedback), so a task of the loop reads it ahead, as far as credits allow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AsyncSampler(Protocol):
 
 
 def is_async_sampler(sampler: object) -> TypeGuard[AsyncIterable[Any]]:
-    """Whether the sampler can only be read with ``async for``."""
+    """Return whether the sampler can only be read with ``async for``."""
     return hasattr(type(sampler), "__aiter__") and not hasattr(type(sampler), "__iter__")
 
 
@@ -49,7 +49,7 @@ class ReadingPosition(Protocol):
 
     @property
     def first_step(self) -> int:
-        """The step from which the epoch goes on."""
+        """The step from which the epoch continues."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class ReadingPosition(Protocol):
 
 
 class AsyncIndexSource:
-    """The scheduler's source of steps if the sampler is async: single indices, the user's batches, or batches of ours.
+    """The scheduler's source of steps if the sampler is async: single indices, the user's batches, or gathered batches.
 
     Args:
         sampler: an async iterable.
@@ -79,26 +79,26 @@ class AsyncIndexSource:
     def __init__(self, sampler: AsyncIterable[Any], batch_size: int | None, drop_last: bool) -> None:
         self.sampler = sampler
         self.seeded = False
-        """Whether indices are given with their positions."""
+        """Whether indices are returned with their positions."""
         self.share = Share(batch_size, drop_last, Topology(0, 1), "drop")
         """This rank's share of the sampler's items."""
 
     def __iter__(self) -> Iterator[Any]:
-        """An empty iterator: torch's iterator base calls `iter`, which an async sampler does not support."""
+        """Return an empty iterator: torch's iterator base calls `iter`, which an async sampler does not support."""
         return iter(())
 
     def __len__(self) -> int:
         return len(RankView(self.sampler, self.share))
 
     def first_log(self, every: int) -> StateLog | None:
-        """The state log of a sampler that begins an epoch; None if it has no state of its own."""
+        """Return the state log of a sampler that begins an epoch; None if the sampler has no state."""
         log = StateLog(every, None)
         return log if is_stateful(self.sampler) and log.note(0, self.sampler) else None
 
-    async def reading(self, position: ReadingPosition) -> AsyncIterator[Any]:
-        """The indices from a position on, one per step; steps that were delivered out of order are skipped."""
+    async def read(self, position: ReadingPosition) -> AsyncIterator[Any]:
+        """Yield the indices from a position on, one per step; steps that were delivered out of order are skipped."""
         sampler = self.sampler
-        items, first = await self._found(position)
+        items, first = await self._find(position)
         step = 0 if position.saved_sampler is None else position.saved_sampler["at"]
         view = position.view = RankView(sampler, self.share)
         cutter = view.cutter = Cutter(self.share, step)
@@ -107,10 +107,12 @@ class AsyncIndexSource:
             while (item := first if first is not _END else await anext(items, _END)) is not _END:
                 first = _END
                 group.append(item)
+                # A step takes the items of all ranks, of which `cut` returns this rank's part.
                 if len(group) < cutter.stride:
                     continue
                 item, group = cutter.cut(group), []
                 step += 1
+                # Before the step is returned: a loader's state may be saved as soon as its batch is delivered.
                 if position.log is not None and not position.log.note(step, sampler, items):
                     position.log = None
                 if item is None or step <= position.first_step or step - 1 in position.skipped:
@@ -123,12 +125,12 @@ class AsyncIndexSource:
                 position.pulled(task, step)
                 yield item if self.seeded else item.index
         finally:
-            # Closed with this generator, not later by the loop's hook for abandoned generators.
+            # Closed together with this generator, and not later by the loop's hook for abandoned generators.
             if isinstance(items, AsyncGenerator):
                 await items.aclose()
 
-    async def _found(self, position: ReadingPosition) -> tuple[Any, Any]:
-        """The sampler's iterator at or before the position, and an item that was already taken from it (or `_END`)."""
+    async def _find(self, position: ReadingPosition) -> tuple[Any, Any]:
+        """Return the sampler's iterator at or before the position, and an item that was taken from it (or `_END`)."""
         sampler: Any = self.sampler
         if position.drained is not None:
             await _drain(sampler, position.drained)
@@ -141,7 +143,7 @@ class AsyncIndexSource:
             items.load_state_dict(copy.deepcopy(saved["iterator"]))
         first: Any = _END
         if saved is not None and not saved["at"]:
-            # It may still have been at the end of its last epoch: then its iterator ends at once.
+            # The sampler may have been at the end of its last epoch: then its iterator ends at once.
             first = await anext(items, _END)
             if first is _END:
                 items = aiter(sampler)
@@ -164,7 +166,7 @@ async def _drain(sampler: Any, saved: dict[str, Any]) -> None:
 
 
 def as_async_source(index_sampler: Any) -> AsyncIndexSource | None:
-    """The async source for a loader's index sampler; None for a plain sampler."""
+    """Return the async source for a loader's index sampler; None for a plain sampler."""
     if type(index_sampler) is BatchSampler and is_async_sampler(index_sampler.sampler):
         return AsyncIndexSource(index_sampler.sampler, index_sampler.batch_size, index_sampler.drop_last)
     if is_async_sampler(index_sampler):
@@ -173,10 +175,10 @@ def as_async_source(index_sampler: Any) -> AsyncIndexSource | None:
 
 
 def feedback_target(spec: Any) -> Callable[..., Any]:
-    """The `feedback` method of a loader's sampler or batch sampler.
+    """Return the `feedback` method of a loader's sampler or batch sampler.
 
     Raises:
-        TypeError: neither has one, or it is a coroutine function.
+        TypeError: neither has the method, or it is a coroutine function.
     """
     samplers = [getattr(spec, "batch_sampler", None), getattr(spec, "sampler", None)]
     for sampler in samplers:

@@ -3,20 +3,20 @@
 Data path: [batch_plan] -> by_length -> scheduler.
 
 The epoch's shuffled order is cut into windows. A window is sorted by length, longest first, and cut greedily: a batch
-takes as many of the following samples as the limits allow. The batches are then shuffled among themselves. In a sorted
+takes the following samples as far as the limits allow. The batches are then shuffled among themselves. In a sorted
 window the cost of a batch is the length of its first sample times the number of samples, so the last possible end of
 every batch takes one array division; only the walk from cut to cut is a loop.
 
-A greedy cut leaves one batch that is not full. Were it always the last one, it would hold a window's shortest samples,
-and `drop_last` would always leave those out. So cuts are made from both ends and meet at the batch that the shuffle
-puts last, whatever its lengths. Cutting from the right takes as few batches as from the left: any part of an allowed
-batch is allowed, so both numbers are minimal.
+A greedy cut leaves a batch that is not full. If it were always the last batch, it would hold a window's shortest
+samples, and `drop_last` would always leave them out. So cuts are made from both ends and meet at the batch that the
+shuffle puts last, whatever its lengths. A cut from the right gives the same number of batches as a cut from the left:
+any part of an allowed batch is allowed, so both numbers are minimal.
 
-Where several ranks take a batch each at a step, those of a step are neighbours in the sorted window, and steps are
-shuffled instead of batches. The number of a window's batches need not divide by the ranks: what is left over are its
-shortest batches, and the shortest of the next window complete that step.
+If several ranks take a batch each at a step, the batches of a step are neighbours in the sorted window, and steps are
+shuffled instead of batches. The number of a window's batches may not divide by the ranks: its shortest batches are left
+over, and the shortest batches of the next window complete that step.
 
-A plan depends on its arguments alone, and will never change between versions, as the permutation.
+A plan depends on its arguments alone, and will never change between versions, like the permutation.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Lengths = npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a batch. At least one of the two maxima is given.
+    """The limits of a batch. At least one of the two maxima is not None.
 
     Args:
         max_batch_size: most samples.
         max_tokens: highest cost: the longest length times the number of samples, or the sum of the lengths.
         pad_to: each length counts as the next multiple of this.
-        padding: whether a sample costs as much as the longest of its batch. Without padding sorting gains nothing, and
-            the window keeps its order.
+        padding: whether a sample costs the same as the longest of its batch. Without padding, sorting gains nothing,
+            and the window keeps its order.
     """
 
     max_batch_size: int | None
@@ -53,11 +53,11 @@ class Limits:
     padding: bool = True
 
     def costs(self, lengths: Lengths) -> Indices:
-        """The cost of each sample by itself."""
+        """Return the cost of each sample by itself."""
         return -(-lengths.astype(np.int64) // self.pad_to) * self.pad_to
 
     def ends(self, costs: Indices) -> Indices:
-        """For every start: the last possible end of a batch from there. Never decreases; may be past the window's end.
+        """Return the last possible end of a batch for every start. Never decreases; may be after the window's end.
 
         With padding, the costs must be in descending order.
         """
@@ -76,7 +76,7 @@ class Limits:
         return earlier
 
     def full(self, costs: Indices) -> bool:
-        """Whether a batch of these costs has no room for one more sample like its longest."""
+        """Return whether a batch of these costs has no room for another sample like its longest."""
         if self.max_batch_size is not None and len(costs) >= self.max_batch_size:
             return True
         if self.max_tokens is None:
@@ -95,7 +95,7 @@ class _Window:
     starts: list[int]
 
     def cut(self, short: int) -> list[int]:
-        """Every batch's start, and the end of the last one, if batch `short` is the one that is not full."""
+        """Return every batch's start, and the end of the last batch, if batch `short` is the batch that is not full."""
         starts = [*self.starts, len(self.indices)]
         for batch in range(len(self.starts) - 1, short, -1):
             starts[batch] = bisect_left(self.ends, starts[batch + 1])
@@ -104,15 +104,15 @@ class _Window:
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """All batches of one epoch. Takes memory for one window, and an int for each window that was counted.
+    """All batches of one epoch. Takes memory for a window, and an int for each window that was counted.
 
     Args:
         lengths: of every sample, positive; each alone must be within the limits.
         limits: limits of a batch.
         window: samples that are sorted together.
         drop_last: leave out the last batch of the epoch if it could be fuller.
-        ranks: batches that are taken at a step.
-        seed: None for the order of the lengths, and windows whose batches stay in their order.
+        ranks: batches of a step.
+        seed: None: the order of the lengths, and windows whose batches stay in their order.
         epoch: chooses another shuffle.
 
     Raises:
@@ -136,19 +136,20 @@ class BatchPlan:
 
     @property
     def windows(self) -> int:
-        """How many windows there are."""
+        """The number of windows."""
         return -(-len(self.lengths) // self.window)
 
     def __len__(self) -> int:
-        """How many batches there are. Every window is counted, once, unless a batch is full by its number alone."""
+        """The number of batches. Every window is counted, once, unless a batch is full by its number alone."""
         if self._per_window is None:
             return self._totals_beyond(None)[-1]
         return (self.windows - 1) * self._per_window + self._count(self.windows - 1, 0) if self.windows else 0
 
     def find(self, batch: int) -> tuple[int, int] | None:
-        """The window of batch number `batch`, and which of the window's batches it is. None: there are not so many.
+        """Return the window of batch number `batch`, and the batch's number in the window; None if `batch` is too
+        large.
 
-        The number of batches itself is a position, too: that after the last one. The windows before the batch are
+        The number of batches is a position, too: the position after the last batch. The windows before the batch are
         counted, once, unless a batch is full by its number alone.
         """
         if self._per_window is not None:
@@ -160,7 +161,7 @@ class BatchPlan:
         return window, batch - totals[window]
 
     def batches(self, window: int) -> Iterator[Indices]:
-        """The window's batches, in the order of the epoch."""
+        """Yield the window's batches, in the order of the epoch."""
         made = self._window(window)
         before = self._before(window)
         order = self._shuffle(window, len(made.starts), before)
@@ -170,7 +171,7 @@ class BatchPlan:
 
     @property
     def _per_window(self) -> int | None:
-        """How many batches each window but the last has, where that is known without sorting them."""
+        """The number of batches of each window but the last; None if it is unknown before a window is sorted."""
         if self.limits.max_tokens is not None:
             return None
         return -(-self.window // self._batch_size)
@@ -181,10 +182,8 @@ class BatchPlan:
         return self.limits.max_batch_size
 
     def _totals_beyond(self, batch: int | None) -> list[int]:
-        """The totals, until one is beyond this batch (None: all).
-
-        The list that is kept is replaced by a longer one at the end, so two threads that count at once do no harm.
-        """
+        """Return the totals, up to the first total above this batch (None: all)."""
+        # Counted in a copy, which replaces the kept list at the end: so two threads may count at the same time.
         totals = self._totals.copy()
         while len(totals) <= self.windows and (batch is None or totals[-1] <= batch):
             totals.append(totals[-1] + self._count(len(totals) - 1, totals[-1]))
@@ -193,7 +192,7 @@ class BatchPlan:
         return totals
 
     def _before(self, window: int) -> int:
-        """How many batches come before the window. 0 if that makes no difference."""
+        """Return the number of batches before the window; 0 if the number makes no difference."""
         if self.ranks == 1 or self.seed is None:
             return 0
         if self._per_window is not None:
@@ -203,7 +202,7 @@ class BatchPlan:
         return self._totals[window]
 
     def _count(self, window: int, before: int) -> int:
-        """How many batches the window gives, with so many before it."""
+        """Return the number of the window's batches; `before`: the number of batches before the window."""
         if self.limits.max_tokens is None:
             size = min(self.window, len(self.lengths) - window * self.window)
             dropped = self.drop_last and window == self.windows - 1 and size % self._batch_size != 0
@@ -225,7 +224,7 @@ class BatchPlan:
             indices = self._order(indices)
         lengths = self.lengths[indices]
         if self.limits.padding:
-            # Stable, so that there is one answer: samples of one length stay in the shuffled order.
+            # Stable, so that the order is defined: samples of the same length stay in the shuffled order.
             longest_first = np.argsort(lengths.max() - lengths, kind="stable")
             indices, lengths = indices[longest_first], lengths[longest_first]
         costs = self.limits.costs(lengths)
@@ -240,17 +239,18 @@ class BatchPlan:
         return _Window(indices, costs, ends, starts)
 
     def _shuffle(self, window: int, batches: int, before: int) -> list[int]:
-        """The order of the window's batches, which are numbered from the longest on, with so many before it."""
+        """Return the order of the window's batches, which are numbered from the longest on."""
         if self.seed is None:
             return list(range(batches))
         if self.ranks > 1:
             return self._shuffle_steps(window, batches, before)
-        return self._permuted(window, batches)
+        return self._permute(window, batches)
 
     def _shuffle_steps(self, window: int, batches: int, before: int) -> list[int]:
+        # The batches that complete the last step of the window before.
         begun = min(batches, -before % self.ranks)
         whole, _ = divmod(batches - begun, self.ranks)
-        steps = [range(step * self.ranks, (step + 1) * self.ranks) for step in self._permuted(window, whole)]
+        steps = [range(step * self.ranks, (step + 1) * self.ranks) for step in self._permute(window, whole)]
         steps.append(range(whole * self.ranks, batches - begun))
         order = list(range(batches - begun, batches))
         for step in steps:  # each rank gets the longest batch of a step in its turn
@@ -258,7 +258,7 @@ class BatchPlan:
             order += [*step[turn:], *step[:turn]]
         return order
 
-    def _permuted(self, window: int, count: int) -> list[int]:
+    def _permute(self, window: int, count: int) -> list[int]:
         assert self.seed is not None
         key = b"".join(number.to_bytes(8, "little") for number in (self.seed, self.epoch, window))
         digest = hashlib.shake_256(b"asyncloader batches" + key).digest(8)

@@ -1,6 +1,6 @@
 """Batch samplers that group samples of similar length, by number or by tokens.
 
-Data path: batch_plan -> [by_length] -> scheduler -> pool -> worker. Only the lengths are needed; workers read the data.
+Data path: batch_plan -> [by_length] -> scheduler -> pool -> worker. It uses only the lengths; workers read the data.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ class _LengthBatchSampler(Sampler[list[int]]):
         self._planned: BatchPlan | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that of epoch `epoch`, 0 to 2**64 - 1. Nothing else changes the epoch.
+        """Set the epoch of the next iteration, 0 to 2**64 - 1. Nothing else changes the epoch.
 
         Raises:
-            ValueError: it is out of range.
+            ValueError: the epoch is out of range.
         """
         Permutation(0, self.seed, epoch)
         self.epoch = index(epoch)
 
     def __len__(self) -> int:
-        """How many batches the present epoch has. Exact; it may differ from epoch to epoch."""
+        """The exact number of batches of the present epoch. It may differ from epoch to epoch."""
         return len(self._plan())
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[list[int]]:
-        """The present epoch's batches from number `start` on. Those before it are counted, at most, and not made.
+        """Return the present epoch's batches from number `start` on. Earlier batches are counted, at most, and not
+        made.
 
         Raises:
             ValueError: `start` is not between 0 and the number of batches.
@@ -83,7 +84,7 @@ class _LengthBatchSampler(Sampler[list[int]]):
                     yield (batch if self._kept is None else self._kept[batch]).tolist()
 
     def _plan(self) -> BatchPlan:
-        """The present epoch's plan. It is kept, as it remembers how many batches its windows have."""
+        """Return the present epoch's plan. It is kept, because it has the counts of its windows' batches."""
         seed = self.seed if self.shuffle else None
         plan = self._planned
         if plan is None or (plan.seed, plan.epoch, plan.drop_last) != (seed, self.epoch, self.drop_last):
@@ -91,21 +92,21 @@ class _LengthBatchSampler(Sampler[list[int]]):
             self._planned = plan
         return plan
 
-    def _described(self) -> str:
+    def _description(self) -> str:
         text = f"seed={self.seed}, epoch={self.epoch}, shuffle={self.shuffle}, drop_last={self.drop_last}"
         return text if self.ranks == 1 else f"{text}, ranks={self.ranks}"
 
 
 class BucketBatchSampler(_LengthBatchSampler):
-    """Batches of `batch_size` samples of like lengths, so that little is padded.
+    """Batches of `batch_size` samples of similar lengths, so that little is padded.
 
     The order of (seed, epoch) is cut into windows. Each window is sorted by length and cut into batches, which are
-    shuffled among themselves; within a batch the longest sample comes first. Every sample comes once an epoch. The
-    batches are a function of the arguments and the epoch alone: the same in every process, and any batch can be begun
-    with.
+    shuffled among themselves; within a batch the longest sample comes first. Every sample comes once in an epoch. The
+    batches are a function of the arguments and the epoch alone: the same in every process, and an iteration can begin
+    with any batch.
 
-    A larger window pads less, and is less random. It takes memory; the rest is the lengths, in as few bytes each as
-    the longest needs.
+    A larger window pads less, and is less random. It takes memory, besides the lengths, each in the number of bytes
+    that the longest length needs.
 
     Args:
         lengths: of each sample of the dataset, in its order: positive integers, shape ``(samples,)``. Copied.
@@ -115,14 +116,14 @@ class BucketBatchSampler(_LengthBatchSampler):
             first. Default True.
         drop_last: leave out the last batch if it has fewer samples. With `shuffle`, it may be of any length. Default
             False.
-        window: samples that are sorted together, rounded up to whole batches, as many for each rank. Default: 100
-            batches.
-        ranks: how many ranks take a batch each at a step: these batches are of like lengths, too, so that no rank waits
-            for a longer one. The loader gives each rank its own. Runs that go on with another number of ranks keep this
-            one, or their order changes. Default 1.
+        window: samples that are sorted together, rounded up to whole batches, the same number for each rank. Default:
+            100 batches.
+        ranks: number of ranks that take a batch each at a step: these batches have similar lengths, too, so that no
+            rank waits for a longer batch. The loader gives each rank its own. A run that continues with another number
+            of ranks must keep this argument, or its order changes. Default 1.
 
     Raises:
-        TypeError: lengths are no integers.
+        TypeError: lengths are not integers.
         ValueError: a length, a size, or the seed is out of range.
     """
 
@@ -154,20 +155,20 @@ class BucketBatchSampler(_LengthBatchSampler):
         self.batch_size = batch_size
 
     def __repr__(self) -> str:
-        return f"<BucketBatchSampler of {len(self._lengths)}, batch_size={self.batch_size}, {self._described()}>"
+        return f"<BucketBatchSampler of {len(self._lengths)}, batch_size={self.batch_size}, {self._description()}>"
 
 
 class TokenBudgetBatchSampler(_LengthBatchSampler):
-    """Batches that hold as many samples of like lengths as a number of tokens allows: few long ones, many short ones.
+    """Batches of samples of similar lengths, up to a number of tokens: few long samples, or many short samples.
 
-    A batch counts as its longest length times its samples, which is what it takes once it is padded. The order of
-    (seed, epoch) is cut into windows. Each window is sorted by length and cut into batches, which are shuffled among
-    themselves; within a batch the longest sample comes first. Every sample comes once an epoch. The batches are a
-    function of the arguments and the epoch alone: the same in every process, and any batch can be begun with.
+    A batch counts as its longest length times its samples, its size once it is padded. The order of (seed, epoch) is
+    cut into windows. Each window is sorted by length and cut into batches, which are shuffled among themselves; within
+    a batch the longest sample comes first. Every sample comes once in an epoch. The batches are a function of the
+    arguments and the epoch alone: the same in every process, and an iteration can begin with any batch.
 
-    A larger window fills batches better and pads less, and is less random: one batch in each window may be filled in
-    part. It takes memory; the rest is the lengths, in as few bytes each as the longest needs (and the indices of the
-    samples that are left, if some are skipped).
+    A larger window fills batches better and pads less, and is less random: a batch in each window may be filled in
+    part. It takes memory, besides the lengths, each in the number of bytes that the longest length needs (and the
+    indices of the remaining samples, if some are skipped).
 
     Args:
         lengths: of each sample of the dataset, in its order: positive integers, shape ``(samples,)``. Copied.
@@ -175,21 +176,21 @@ class TokenBudgetBatchSampler(_LengthBatchSampler):
         seed: 0 to 2**64 - 1.
         padding: False counts the sum of a batch's lengths, for models that take samples of all lengths without
             padding. Then nothing is sorted: a batch is a piece of the shuffled order. Default True.
-        pad_to: lengths count as their next multiple of this, as a collation counts that pads to it. Default 1.
+        pad_to: lengths count as their next multiple of this, for a collation that pads to it. Default 1.
         max_batch_size: most samples of a batch. Default: no limit.
         shuffle: False takes the windows in the order of the dataset and leaves their batches in order, the longest
             first. Default True.
-        drop_last: leave out the last batch of the epoch if one more sample like its longest would fit. With `shuffle`,
+        drop_last: leave out the last batch of the epoch if another sample like its longest would fit. With `shuffle`,
             it may be of any length. Default False.
         window: samples that are sorted together. Default: about 100 batches, by the mean length.
-        ranks: how many ranks take a batch each at a step: these batches are of like lengths, too, so that no rank waits
-            for one with more samples, or with longer ones. The loader gives each rank its own. Runs that go on with
-            another number of ranks keep this one, or their order changes. Default 1.
-        on_too_long: what to do with a sample that is longer than `max_tokens`: ``"error"`` (default), or ``"skip"``,
-            which leaves it out of every epoch and counts it in `skipped`.
+        ranks: number of ranks that take a batch each at a step: these batches have similar lengths, too, so that no
+            rank waits for a batch with more, or longer, samples. The loader gives each rank its own. A run that
+            continues with another number of ranks must keep this argument, or its order changes. Default 1.
+        on_too_long: for a sample that is longer than `max_tokens`: ``"error"`` (default) raises, ``"skip"`` leaves it
+            out of every epoch and counts it in `skipped`.
 
     Raises:
-        TypeError: lengths are no integers.
+        TypeError: lengths are not integers.
         ValueError: a sample is too long; or a length, a size, or the seed is out of range.
     """
 
@@ -218,7 +219,7 @@ class TokenBudgetBatchSampler(_LengthBatchSampler):
         known = _compact(lengths)
         too_long = known > max_tokens // pad_to * pad_to
         self.skipped = int(np.count_nonzero(too_long))
-        """How many samples are left out because they are too long."""
+        """Number of samples that are left out because they are too long."""
         if self.skipped:
             if on_too_long == "error":
                 raise ValueError(_too_long(known, int(np.argmax(too_long)), self.skipped, max_tokens, pad_to))
@@ -240,7 +241,7 @@ class TokenBudgetBatchSampler(_LengthBatchSampler):
         self.max_tokens = max_tokens
 
     def __repr__(self) -> str:
-        return f"<TokenBudgetBatchSampler of {len(self._lengths)}, max_tokens={self.max_tokens}, {self._described()}>"
+        return f"<TokenBudgetBatchSampler of {len(self._lengths)}, max_tokens={self.max_tokens}, {self._description()}>"
 
 
 def _too_long(lengths: npt.NDArray[np.integer], index: int, number: int, max_tokens: int, pad_to: int) -> str:
@@ -260,7 +261,7 @@ def _check_positive(name: str, value: int) -> None:
 
 
 def _compact(lengths: npt.ArrayLike) -> npt.NDArray[np.integer]:
-    """A copy of the lengths, checked, in as few bytes each as the longest needs. Read-only: plans rest on it."""
+    """Return a checked, read-only copy of the lengths, each in the number of bytes that the longest length needs."""
     given = np.asarray(lengths)
     if given.ndim != 1:
         raise ValueError(f"lengths should have one axis, one length a sample, but got shape {given.shape}")

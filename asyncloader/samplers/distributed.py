@@ -2,8 +2,8 @@
 
 Data path: sampler -> [distributed] -> scheduler.
 
-The order is cut into global batches of ``batch_size * world_size`` items. Each rank takes its part of every one, so
-that at each step the ranks' batches, joined in rank order, are the batch that a single rank would get:
+The order is cut into global batches of ``batch_size * world_size`` items. Each rank takes its part of every global
+batch, so that at each step the ranks' batches, joined in rank order, are the batch that a single rank would get:
 
     order          0 1 2 3 4 5 6 7 8 9 ...          batch_size 2, world_size 2
     step           [   0   ] [   1   ]
@@ -12,10 +12,10 @@ that at each step the ranks' batches, joined in rank order, are the batch that a
 Items are indices, or whole batches if the user's own batch sampler makes them. Each item carries its position in the
 global order, from which its random numbers are derived.
 
-Fewer items than a global batch may be left at the end. The `on_uneven` rule says how they are shared evenly; items that
-are repeated come from the beginning of this last, incomplete group.
+Fewer items than a global batch may be left at the end. The `on_uneven` rule shares them evenly; repeated items come
+from the beginning of this last, incomplete group.
 
-`topology` is also used in torch mode. Pure, except that they ask torch.distributed for the rank.
+Pure, except that `topology` gets the rank from torch.distributed.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class SeekableSampler(Protocol):
     """A sampler, or batch sampler, that can start at any position of its epoch without producing earlier items."""
 
     def iter_from(self, start: int) -> Iterator[Any]:
-        """The current epoch's items from number `start` on. ValueError if there are fewer."""
+        """Return the current epoch's items from number `start` on. ValueError: the epoch has fewer."""
         ...
 
 
 class Share(NamedTuple):
-    """How a sampler's items become a rank's batches.
+    """The rules by which a sampler's items become a rank's batches.
 
-    `batch_size` is None if each item is one step's index. `replicas` is above 1 for a sampler that shards by itself and
-    gives only one rank's items: its item i has the global position ``i * replicas + replica``.
+    `batch_size` is None if each item is a step's index. `replicas` is above 1 for a sampler that shards by itself and
+    returns only the items of a rank: its item i has the global position ``i * replicas + replica``.
     """
 
     batch_size: int | None
@@ -72,10 +72,10 @@ class Share(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """How the items after the last full global batch are shared out; the same for every rank.
+    """The shares of the items after the last full global batch; the same for every rank.
 
-    Each rank gets `each` items (0: there is no further step). Over all ranks `dropped` items are left out, and
-    `repeated` items come a second time.
+    Each rank gets `each` items (0: no further step). Over all ranks `dropped` items are left out, and `repeated` items
+    come a second time.
     """
 
     each: int
@@ -84,10 +84,10 @@ class Tail(NamedTuple):
 
 
 def tail_of(left: int, share: Share) -> Tail:
-    """The tail of `left` items, fewer than a global batch.
+    """Return the tail of `left` items, fewer than a global batch.
 
     Raises:
-        ValueError: they cannot be shared evenly, and `on_uneven` is "error".
+        ValueError: the items cannot be shared evenly, and `on_uneven` is "error".
     """
     ranks = share.topology.world_size
     if not left:
@@ -128,24 +128,24 @@ class Cutter:
         self.dropped = 0
         self.repeated = 0
         self.padding: tuple[int, int] | None = None
-        """The number of the step that ends with repeated samples of this rank, and how many; None: there is none."""
+        """The number of the step that ends with repeated samples of this rank, and their number; None: no such step."""
 
     def cut_at(self, step: int, group: list[Any]) -> PositionedIndex | None:
-        """`cut` for the step of this number; the same again if it is called again."""
+        """Cut the step of this number, like `cut`. May be repeated, with the same result."""
         self._step = step
         return self.cut(group)
 
     def cut(self, group: list[Any]) -> PositionedIndex | None:
-        """This rank's part of the next `stride` items, or of fewer at the end; None if it gets none of those.
+        """Return this rank's part of the next `stride` items, or of fewer at the end; None if its part is empty.
 
         Raises:
-            ValueError: as `tail_of`.
+            ValueError: the error of `tail_of`.
         """
         first, rank = self._step * self.stride, self._share.topology.rank
         if len(group) == self.stride:
             self._step += 1
             mine = rank * self._each
-            return positioned(self._share, first + mine, group[mine : mine + self._each])
+            return add_position(self._share, first + mine, group[mine : mine + self._each])
         each, self.dropped, self.repeated = tail_of(len(group), self._share)
         if not each:
             return None
@@ -154,21 +154,21 @@ class Cutter:
         if filling:
             self.padding = self._step, filling
         filled = list(itertools.islice(itertools.cycle(group), len(group) + self.repeated))
-        return positioned(self._share, first + mine, filled[mine : mine + each])
+        return add_position(self._share, first + mine, filled[mine : mine + each])
 
 
-def positioned(share: Share, first: int, items: list[Any]) -> PositionedIndex:
-    """Attach the position to a rank's items of one step; `first` is the number of the first one."""
+def add_position(share: Share, first: int, items: list[Any]) -> PositionedIndex:
+    """Add the position to a rank's items of a step; `first` is the number of the first item."""
     if share.of_batches:
         return PositionedIndex((first * share.replicas + share.replica) * BATCH_STRIDE, items[0])
     return PositionedIndex(first * share.replicas + share.replica, items if share.batch_size is not None else items[0])
 
 
 class RankView:
-    """The index stream of one rank: an iterable of one `PositionedIndex` per step.
+    """The index stream of one rank: an iterable of a `PositionedIndex` per step.
 
     Args:
-        sampler: a sampler of indices or of batches; iterated once per epoch. Must be sized for ``len()`` to work.
+        sampler: a sampler of indices or of batches; iterated once per epoch. ``len()`` works if it has a length.
         share: the rules.
     """
 
@@ -176,15 +176,15 @@ class RankView:
         self.sampler = sampler
         self.share = share
         self.cutter = Cutter(share, 0)
-        """The newest iterator's cutter, which knows what was dropped and repeated at the end."""
+        """The newest iterator's cutter, which has the numbers of items dropped and repeated at the end."""
 
     def __len__(self) -> int:
-        """Steps in an epoch, the same for every rank. TypeError when the sampler has no length."""
+        """The number of steps in an epoch, the same for every rank. TypeError: the sampler has no length."""
         full, left = divmod(len(self.sampler), self.cutter.stride)
         return full + (tail_of(left, self.share).each > 0)
 
     def tail(self) -> Tail:
-        """How the items after the last full global batch are shared out; known only at the end if unsized."""
+        """Return the shares of the items after the last full global batch; without a length, known only at the end."""
         if not hasattr(self.sampler, "__len__"):
             return Tail(0, self.cutter.dropped, self.cutter.repeated)
         return tail_of(len(self.sampler) % self.cutter.stride, self.share)
@@ -193,16 +193,16 @@ class RankView:
         return self.iter_from(0)
 
     def iter_from(self, step: int, items: Iterator[Any] | None = None) -> Iterator[PositionedIndex]:
-        """The steps from number `step` on.
+        """Return the steps from number `step` on.
 
         Args:
             step: 0 for the whole epoch.
-            items: the sampler's items from there on, if the caller has them. Otherwise a seekable sampler is
-                started there, and of another one the items before are read and dropped.
+            items: the sampler's items from that step on, if the caller has them. None: a seekable sampler starts at the
+                step; of another sampler, the items before are read and dropped.
         """
         cutter = self.cutter = Cutter(self.share, step)
         if items is None and type(self.sampler) is SeededSampler:
-            return self._computed(cutter, self.sampler, step)
+            return self._compute(cutter, self.sampler, step)
         return Groups(lambda: self._items(step * cutter.stride, items), cutter.stride, cutter.cut_at, step)
 
     def _items(self, skip: int, items: Iterator[Any] | None) -> Iterator[Any]:
@@ -212,8 +212,9 @@ class RankView:
             return self.sampler.iter_from(min(skip, _length(self.sampler, skip)))
         return itertools.islice(iter(self.sampler), skip, None)
 
-    def _computed(self, cutter: Cutter, sampler: SeededSampler, step: int) -> Iterator[PositionedIndex]:
-        """Compute only this rank's indices. The epoch is fixed now, not at the first step."""
+    def _compute(self, cutter: Cutter, sampler: SeededSampler, step: int) -> Iterator[PositionedIndex]:
+        """Compute only this rank's indices."""
+        # Read now, not at the first step: `set_epoch` for the next epoch may be called in between.
         size, order = len(sampler), sampler.order()
         return Restarting(lambda at: self._blocks(cutter, size, order, at), step)
 
@@ -228,7 +229,7 @@ class RankView:
             steps = np.arange(first, min(first + steps_a_block, full), dtype=np.int64)
             positions = steps[:, None] * stride + np.arange(rank * each, (rank + 1) * each, dtype=np.int64)
             for begin, row in zip(positions[:, 0].tolist(), order(positions).tolist(), strict=True):
-                # As `positioned`, of indices that no sampler has shared out before: a call for each step would show.
+                # `add_position` without its call, whose time would show: no sampler has shared these indices before.
                 yield PositionedIndex(begin, row if batched else row[0])
         if step <= full:
             last = Cutter(self.share, full)
@@ -239,15 +240,15 @@ class RankView:
 
 
 def _length(sampler: Any, default: int) -> int:
-    """The sampler's length; a skip past a short last step must not exceed it."""
+    """Return the sampler's length, which a skip over a short last step must not exceed; `default` if it has none."""
     return len(sampler) if hasattr(sampler, "__len__") else default
 
 
 def plain_sampler(spec: Any) -> Any:
-    """The sampler of indices that determines the loader's order; None if there is none.
+    """Return the sampler of indices that determines the loader's order; None if the loader has none.
 
-    If the user gave a batch sampler, torch sets `loader.sampler` to an unused one of its own. If that batch sampler is
-    a plain `BatchSampler`, its inner sampler determines the order.
+    With a user's batch sampler, torch sets `loader.sampler` to an unused sampler. If that batch sampler is a plain
+    `BatchSampler`, its inner sampler determines the order.
     """
     if type(spec.batch_sampler) is BatchSampler:
         return spec.batch_sampler.sampler
@@ -255,13 +256,11 @@ def plain_sampler(spec: Any) -> Any:
 
 
 def replicas(*samplers: Any) -> Topology | None:
-    """The topology of the first of these samplers that shards by itself, or reads from one that does; None if none
-    does.
-    """
+    """Return the topology of the first sampler that shards by itself, or reads from such a sampler; None for others."""
     for each in samplers_within(*samplers):
         if isinstance(each, DistributedSampler):
             return Topology(each.rank, each.num_replicas)
-        # Accelerate's BatchSamplerShard and its like; and samplers made after DistributedSampler.
+        # Accelerate's BatchSamplerShard and similar samplers; and copies of DistributedSampler.
         for names in (("process_index", "num_processes"), ("rank", "num_replicas"), ("rank", "world_size")):
             rank, size = getattr(each, names[0], None), getattr(each, names[1], None)
             if isinstance(rank, int) and isinstance(size, int):
@@ -270,7 +269,7 @@ def replicas(*samplers: Any) -> Topology | None:
 
 
 def rank_view(spec: Any, index_sampler: Any) -> RankView:
-    """The rank's share of the index sampler's order, for a map dataset in seeded mode.
+    """Return the rank's share of the index sampler's order, for a map dataset in seeded mode.
 
     A sampler that shards by itself is not sharded again.
     """

@@ -18,9 +18,8 @@ from asyncloader.errors import StateError
 
 
 def samplers_within(*samplers: Any) -> list[Any]:
-    """These samplers, each followed by those that it reads from, outermost first, each once: some samplers refer to
-    themselves, so that code that looks for ``batch_sampler.sampler`` finds them.
-    """
+    """Return these samplers, each followed by the samplers that it reads from, outermost first, each once."""
+    # By id: some samplers refer to themselves, for code that looks for ``batch_sampler.sampler``.
     found: dict[int, Any] = {}
     waiting = [*reversed(samplers)]
     while waiting:
@@ -32,11 +31,11 @@ def samplers_within(*samplers: Any) -> list[Any]:
 
 
 class Drawing(NamedTuple):
-    """What a loader shows to torch's iterator base while that draws its random numbers.
+    """A loader's attributes for torch's iterator base while that draws its random numbers.
 
     Attributes:
         loader: the loader.
-        generator: stands for its own generator.
+        generator: replaces its own generator.
         index_sampler: its index sampler, which is not made a second time.
     """
 
@@ -46,11 +45,11 @@ class Drawing(NamedTuple):
 
 
 DRAWING: ContextVar[Drawing | None] = ContextVar("asyncloader_drawing", default=None)
-"""Set in the thread in which an iterator is made, for that time."""
+"""Set in the thread that makes an iterator, while it makes it."""
 
 
 def own_generator(sampler: Any) -> torch.Generator | None:
-    """The generator of the sampler, or of the one that it reads from; None if it draws from the global one."""
+    """Return the generator of the sampler, or of a sampler that it reads from; None if it draws from the global one."""
     for each in samplers_within(sampler):
         own = getattr(each, "generator", None)
         if isinstance(own, torch.Generator):
@@ -62,7 +61,7 @@ def set_generators(saved: dict[str, str], own: torch.Generator | None) -> None:
     """Set the generators to saved states.
 
     Raises:
-        StateError: there is a state for the sampler's own generator, but it has none.
+        StateError: `saved` has a state for the sampler's own generator, but the sampler has no generator.
     """
     if "own" in saved:
         if own is None:
@@ -76,32 +75,32 @@ def set_generators(saved: dict[str, str], own: torch.Generator | None) -> None:
 
 
 def iterates_plainly(sampler: Any) -> bool:
-    """Whether its iterators are generators or built-in ones: these draw nothing when made, and have no state."""
+    """Return whether its iterators are generators or built-in: these draw nothing when made, and have no state."""
     method: Any = getattr(type(sampler), "__iter__", None)
     return inspect.isgeneratorfunction(method) or not inspect.isfunction(method)
 
 
 def draws_when_iterated(sampler: Any) -> bool:
-    """Whether ``iter(sampler)`` draws from the sampler's own generator, as `StatefulRandomSampler` does."""
+    """Return whether ``iter(sampler)`` draws from the sampler's own generator, as with `StatefulRandomSampler`."""
     return isinstance(getattr(sampler, "generator", None), torch.Generator) and not iterates_plainly(sampler)
 
 
 def generator_states(own: torch.Generator | None) -> dict[str, torch.Tensor]:
-    """The current states of torch's global generator, and of the sampler's own one."""
+    """Return the current states of torch's global generator, and of the sampler's own generator."""
     found = {"global": torch.default_generator.get_state()}
     if own is not None:
         found["own"] = own.get_state()
     return found
 
 
-def drawn_from(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, str] | None:
-    """The earlier states, as text, of those generators that were drawn from since; None if there are none."""
+def find_drawn(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, str] | None:
+    """Return the earlier states, as text, of the generators whose state has changed; None if none has changed."""
     drawn = {name: _text(state) for name, state in before.items() if not torch.equal(state, after[name])}
     return drawn or None
 
 
 def generator_text(generator: torch.Generator) -> str:
-    """The generator's current state, as text."""
+    """Return the generator's current state, as text."""
     return _text(generator.get_state())
 
 
@@ -124,8 +123,7 @@ def generator_state(text: Any) -> torch.Tensor:
     """Decode the state of a CPU generator from text (base64).
 
     Raises:
-        ValueError: it is not a valid state, or one with which torch would read beyond the state's end: torch checks the
-            two numbers that give the position in the block, but not their sum.
+        ValueError: the state is not valid, or torch would read beyond the state's end with it.
     """
     try:
         state = bytearray(base64.b64decode(text, validate=True))
@@ -134,6 +132,7 @@ def generator_state(text: Any) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"this is no state of a torch.Generator: {error}") from error
     if len(state) == _GENERATOR_BYTES:
+        # torch checks each of the two numbers that give the position in the block, but not their sum.
         _, left, _, offset = _GENERATOR_HEAD.unpack_from(state)
         if left + offset > _GENERATOR_BLOCK + 1:
             raise ValueError(f"this is no state of a torch.Generator: {left} numbers left from offset {offset} on")

@@ -1,4 +1,4 @@
-"""Reads a plain sampler's indices from any delivered position on, and saves what is needed to find a position again.
+"""Reads a plain sampler's indices from any delivered position on, and saves the states that find a position again.
 
 Data path: sampler -> [index_stream] -> scheduler. Runs in the consumer's thread.
 
@@ -23,8 +23,8 @@ from torch.utils.data import BatchSampler
 from asyncloader.errors import warn_aside
 from asyncloader.samplers.distributed import RankView, SeekableSampler
 from asyncloader.samplers.generators import (
-    drawn_from,
     draws_when_iterated,
+    find_drawn,
     generator_states,
     generator_text,
     iterates_plainly,
@@ -44,7 +44,7 @@ _OWN_ORDERS = (
 
 
 def base_sampler(index_sampler: Any) -> Any:
-    """The user's part of a loader's index sampler: the one that torch's `BatchSampler`, or a `RankView`, reads from."""
+    """Return the user's sampler: the index sampler, or the sampler that a `BatchSampler` or `RankView` reads."""
     if isinstance(index_sampler, RankView) or type(index_sampler) is BatchSampler:
         return index_sampler.sampler
     return index_sampler
@@ -54,20 +54,20 @@ class StateLog:
     """A stateful sampler's states, each kept until its step is delivered. One thread writes, another may read.
 
     Args:
-        every: save a state every so many steps, besides that of step 0; 0 for no more.
-        saved: the state to begin with, as `at` returned it.
+        every: number of steps between saved states; 0: only the state of step 0 is saved.
+        saved: the first state, a result of `at`.
     """
 
     def __init__(self, every: int, saved: dict[str, Any] | None) -> None:
         self._every = every
         self.seconds = 0.0
-        """That went by in saving, since somebody set it to 0."""
+        """Seconds that saving has taken; `time_pull` resets it."""
         self._states: deque[dict[str, Any]] = deque([saved] if saved is not None else [])
 
     def note(self, step: int, sampler: Any, iterator: Any = None, *, ended: bool = False) -> bool:
-        """Save the state after `step` steps, if one is due. `ended`: the sampler has seen its end. Returns False if
-        `state_dict` failed, for example because it takes arguments: iteration continues, and a resume reads and drops
-        indices instead.
+        """Save the state after `step` steps, if a state is due. `ended`: the sampler has reached its end. Returns False
+        if `state_dict` failed, for example because it takes arguments: iteration continues, and a resume reads and
+        drops indices instead.
         """
         if step and (not self._every or step % self._every):
             return True
@@ -76,7 +76,7 @@ class StateLog:
         last = self._states[-1] if self._states else {"sampler": None, "iterator": None}
         try:
             parts = [
-                _copied(part.state_dict(), last[name]) if is_stateful(part) else None
+                _copy_state(part.state_dict(), last[name]) if is_stateful(part) else None
                 for name, part in (("sampler", sampler), ("iterator", iterator))
             ]
         except Exception:
@@ -86,33 +86,34 @@ class StateLog:
         return True
 
     def at(self, step: int) -> dict[str, Any] | None:
-        """The newest state of at most `step` steps; None if there is none."""
+        """Return the newest state of at most `step` steps; None if none is kept."""
+        # A copy: the other thread may append, and a deque that changes cannot be iterated over.
         return next((state for state in reversed(tuple(self._states)) if state["at"] <= step), None)
 
     def forget(self, step: int) -> None:
-        """Drop the states that ``at(step - 1)``, or a later step, can no longer return."""
+        """Drop the states that `at` does not return for ``step - 1`` or a later step."""
         states = self._states
         while len(states) > 1 and states[1]["at"] < step:
             states.popleft()
 
 
 def time_pull(log: StateLog | None, recorder: Recorder, seconds: float) -> None:
-    """Record that the sampler took so long for an index; less the time in which its state was saved."""
+    """Record the seconds that the sampler took for an index, less the seconds in which its state was saved."""
     if log is not None and log.seconds:
         recorder.time("snapshot", log.seconds)
         seconds, log.seconds = max(0.0, seconds - log.seconds), 0.0
     recorder.time("sampler", seconds)
 
 
-def _copied(value: Any, last: Any) -> Any:
-    """A deep copy of a state, which shares with `last`, the copy before, the lists that are still equal: the order of a
-    whole epoch, of which only the position changes, is compared for each step, not copied.
+def _copy_state(value: Any, last: Any) -> Any:
+    """Return a deep copy of a state. It shares the lists that are still equal with `last`, the copy before: the order
+    of a whole epoch, of which only the position changes, is compared for each step, and not copied.
     """
     kind = type(value)
     if kind is not type(last):
         return copy.deepcopy(value)
     if kind is dict:
-        return {key: _copied(each, last.get(key)) for key, each in value.items()}
+        return {key: _copy_state(each, last.get(key)) for key, each in value.items()}
     if kind is list or kind is tuple:
         try:
             same = bool(value == last)  # compares addresses first: 0.7 ns for each number that did not change
@@ -146,17 +147,17 @@ class _Ending:
 
 
 class IndexStream:
-    """One epoch's indices, one per step. Taking one advances the position.
+    """One epoch's indices, one per step. `pull` advances the position.
 
     Args:
         index_sampler: torch's batch sampler or the user's sampler, or a `RankView`.
         made: its iterator, newly made.
         step: number of steps that were delivered before.
         beyond: numbers of later steps that were delivered, too (out of order); they are skipped.
-        every: a stateful sampler is asked for its state every so many steps.
-        saved: the sampler's state to continue from, as a `StateLog` saved it.
-        generators: the attribute `generators` of the stream that the epoch began with.
-        drawn: for each generator that making `made` drew from: its state before that.
+        every: number of steps after which a stateful sampler's state is saved again.
+        saved: the sampler's state from which the epoch continues, of a `StateLog`.
+        generators: the attribute `generators` of the stream with which the epoch began.
+        drawn: for each generator from which `made` drew while it was made: the state before.
     """
 
     def __init__(
@@ -179,21 +180,21 @@ class IndexStream:
         self._saved = saved
         self._iterator: Any = None
         self._before: dict[str, torch.Tensor] | None = None  # the generators' states when the beginning was sought
-        self._restoring: Iterator[Any] | None = None  # `_items` to be
+        self._restoring: Iterator[Any] | None = None  # becomes `_items`
         self._step = step
         self._every = every
-        self._read: deque[Any] = deque()  # taken from the sampler, and not given out; one at most
-        self._pulled: tuple[int | None, int, Any] = None, 0, None  # the last one: its task, step and index
+        self._read: deque[Any] = deque()  # taken from the sampler, and not returned; one item at most
+        self._pulled: tuple[int | None, int, Any] = None, 0, None  # task, step and index of the last pull
         self.unclaimed: list[int] = []
-        """Numbers of steps that ``next()`` gave to code outside the loader, which made no task of them."""
+        """Numbers of steps that ``next()`` returned to code outside the loader, and that became no task."""
         self.log: StateLog | None = None
-        """The states of a stateful sampler; None if it has none."""
+        """The states of a stateful sampler; None without states."""
         self.generators = generators
-        """States, as text, of the generators that the sampler drew its order from; None if it drew nothing."""
-        # Seeking draws nothing, so it is done at once: the iterator stays in the epoch that it was made in. Without a
+        """States, as text, of the generators from which the sampler drew its order; None if it drew nothing."""
+        # Seeking draws nothing, so it happens at once: the iterator stays in the epoch in which it was made. Without a
         # position to seek, the sampler begins with the first index, as in torch.
         seeks = isinstance(self._sampler, SeekableSampler) and (step or isinstance(index_sampler, RankView))
-        self._items: Iterator[Any] | None = self._sought(step) if seeks else None
+        self._items: Iterator[Any] | None = self._seek(step) if seeks else None
 
     @cached_property
     def _own(self) -> torch.Generator | None:
@@ -209,8 +210,8 @@ class IndexStream:
         return index
 
     def pull(self, task: int | None = None) -> tuple[int, Any]:
-        """The next step's number and index. StopIteration at the end. A second call for the same task, after Ctrl-C
-        lost the first one's result, returns the same again.
+        """Return the next step's number and index. StopIteration at the end. A second call for the same task, after
+        Ctrl-C lost the result of the first, returns the same result.
         """
         if task is not None and task == self._pulled[0]:
             return self._pulled[1:]
@@ -219,8 +220,8 @@ class IndexStream:
         read = self._read
         while True:
             if not read:
-                # One call into C moves the item to the deque, so Ctrl-C cannot lose it, except in the sampler's own
-                # code.
+                # A single call into C moves the item to the deque, so Ctrl-C cannot lose it, except in the sampler's
+                # own code.
                 read.extend(map(next, (self._items,)))
                 if not read:
                     raise StopIteration
@@ -229,7 +230,7 @@ class IndexStream:
                 ended = isinstance(self._iterator, _Ending) and self._iterator.ended
                 if not self.log.note(step + 1, self._sampler, _inner(self._iterator), ended=ended):
                     self.log = None
-            # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
+            # No calls from here on: Ctrl-C cannot come between these assignments.
             item = read[0]
             del read[0]
             self._step = step + 1
@@ -238,7 +239,7 @@ class IndexStream:
                 return step, item
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """The sampler's newest state of at most `step` steps; None if there is none, or indices must be read again."""
+        """Return the sampler's newest state of at most `step` steps; None: the indices must be read again."""
         if self._items is None and self._saved is None:
             if self._step:
                 return None
@@ -249,7 +250,7 @@ class IndexStream:
         return self._saved if self.log is None else self.log.at(step)
 
     def end_of_epoch(self) -> None:
-        """Advance the sampler to the end of the saved state's epoch, from where the next epoch continues."""
+        """Advance the sampler to the end of the saved state's epoch, at which the next epoch continues."""
         assert self._saved is not None
         iterator = self._own_iterator()
         if not self._saved["ended"]:
@@ -257,29 +258,30 @@ class IndexStream:
                 pass
 
     def drawn(self) -> dict[str, str] | None:
-        """`generators`; before anything was drawn, the current state of the sampler's own generator."""
+        """Return `generators`; before the first draw, the current state of the sampler's own generator."""
         if self.generators is None and self._items is None and self._own is not None:
             return {"own": generator_text(self._own)}
         return self.generators
 
     def own_state(self) -> str | None:
-        """The current state of the sampler's own generator, as text; None if it has none."""
+        """Return the current state of the sampler's own generator, as text; None without a generator."""
         return None if self._own is None else generator_text(self._own)
 
     def _begin(self) -> Iterator[Any]:
-        """Find the position. Called at the first pull, which is when torch's samplers draw, too; and again if Ctrl-C
-        struck meanwhile: then it goes on behind the first index if that was taken, and otherwise draws the same order.
+        """Find the position. Called at the first pull, at which torch's samplers draw, too; and again if Ctrl-C has
+        interrupted it: then it continues after the first index if that was taken, and otherwise draws the same order.
         """
         before = self._before
         if before is None:
             before = self._before = generator_states(self._own)
         elif self._own is not None and not self._read:
+            # Ctrl-C has interrupted the draw: the second draw must give the same order.
             self._own.set_state(before["own"])
         try:
             if not self._read:
                 if self.generators is not None:
                     set_generators(self.generators, self._own)
-                self._restoring = self._restored(self._step)
+                self._restoring = self._restore(self._step)
                 # Not through itertools: its wrappers call `iter` again, or do not continue after an error.
                 self._read.extend(map(next, (self._restoring,)))
         except Exception:  # not Ctrl-C
@@ -291,9 +293,9 @@ class IndexStream:
         return self._restoring
 
     def _note_draws(self, before: dict[str, torch.Tensor]) -> None:
-        """Note which generators the order was drawn from; one that is resumed must not change the global one."""
+        """Note the generators from which the order was drawn. A resumed order must not change the global generator."""
         if self.generators is None:
-            self.generators = self._drawn or drawn_from(before, generator_states(self._own))
+            self.generators = self._drawn or find_drawn(before, generator_states(self._own))
             view, shared = self._index_sampler, "global" in (self.generators or ())
             if shared and isinstance(view, RankView) and view.share.topology.world_size > 1:
                 warn_aside(_OWN_ORDERS.format(type(self._sampler).__name__))
@@ -301,7 +303,7 @@ class IndexStream:
             # The order was drawn when the epoch first began; the user's global generator must not change now.
             torch.default_generator.set_state(before["global"])
 
-    def _sought(self, step: int) -> Iterator[Any]:
+    def _seek(self, step: int) -> Iterator[Any]:
         source = self._index_sampler
         if isinstance(source, RankView):
             return source.iter_from(step)
@@ -310,8 +312,8 @@ class IndexStream:
         size = source.batch_size
         return _batches(self._sampler.iter_from(min(step * size, len(self._sampler))), size, source.drop_last)
 
-    def _restored(self, step: int) -> Iterator[Any]:
-        """Restore the sampler's state if there is one, then read and drop the rest."""
+    def _restore(self, step: int) -> Iterator[Any]:
+        """Restore the sampler's state, if one is saved; then read and drop the indices up to `step`."""
         source, saved = self._index_sampler, self._saved
         at = 0 if saved is None else saved["at"]
         if isinstance(source, RankView):
@@ -329,14 +331,15 @@ class IndexStream:
         return _past(_batches(items, source.batch_size, source.drop_last), step - at)
 
     def _own_iterator(self) -> Iterator[Any]:
-        """An iterator of the user's sampler from the saved state on; torch's batch sampler would hide it."""
+        """Return an iterator of the user's sampler from the saved state on; torch's batch sampler would hide it."""
         saved = self._saved
         if saved is not None and saved["sampler"] is not None:
             self._sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
         try:
             iterator: Any = iter(self._sampler)
         except Exception:  # not Ctrl-C
-            self._items = iter(())  # it is not asked again: torch's batch sampler is a generator, and over now
+            # Not called again: torch's batch sampler is a generator, which has ended with the error.
+            self._items = iter(())
             raise
         if saved is not None and saved["iterator"] is not None:
             iterator.load_state_dict(copy.deepcopy(saved["iterator"]))
@@ -350,7 +353,7 @@ class IndexStream:
         self._begin_log()
         if self.log is None and first is _END:
             found: Iterator[Any] = iterator
-            return found  # without a state its end need not be recorded, which costs 30 ns per index
+            return found  # without a state, its end is not needed, and recording it costs 30 ns per index
         ending = self._iterator = _Ending(iterator, first)
         return ending
 
@@ -362,12 +365,12 @@ class IndexStream:
                 self.log = None
 
     def _unless_ended(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """`iterator`; an empty one if the saved sampler had seen its end, as it would begin its next epoch."""
+        """Return `iterator`; if the saved sampler had reached its end, an empty one: it would begin its next epoch."""
         return iter(()) if self._saved is not None and self._saved["ended"] else iterator
 
 
 def fresh_state(sampler: Any) -> dict[str, Any] | None:
-    """A stateful sampler's state before its first use; None if it has none."""
+    """Return a stateful sampler's state before its first use; None without a state."""
     try:
         if is_stateful(sampler):
             return {"at": 0, "ended": False, "sampler": copy.deepcopy(sampler.state_dict()), "iterator": None}
@@ -375,7 +378,7 @@ def fresh_state(sampler: Any) -> dict[str, Any] | None:
         return None
     if not draws_when_iterated(sampler):
         return None
-    # The state is the iterator's. Making one draws from the generator, which is undone below.
+    # The state is the iterator's. To make an iterator draws from the generator, which is undone below.
     before = sampler.generator.get_state()
     try:
         iterator: Any = iter(sampler)
@@ -391,7 +394,7 @@ def _inner(iterator: Any) -> Any:
 
 
 def _past(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """The iterator itself, advanced by `count` items."""
+    """Advance the iterator by `count` items, and return it."""
     for _ in range(count):
         if next(items, _END) is _END:
             break
@@ -399,6 +402,6 @@ def _past(items: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _batches(items: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
-    """Batches as torch's `BatchSampler` makes them."""
+    """Return batches like those of torch's `BatchSampler`."""
     least = size if drop_last else 1
     return Groups(lambda: items, size, lambda _, batch: batch if len(batch) >= least else None)

@@ -3,10 +3,10 @@
 Data path: [interleave] -> mixture sampler -> scheduler.
 
 The sources are the leaves of a binary tree. The n items that come to a node are shared between its two sides as evenly
-as whole items can be: the left side has had ``round(n * left / both)`` of them. That is a line drawn on a grid
+as whole items allow: the left side has had ``round(n * left / both)`` of them. This is a line drawn on a grid
 (Bresenham, "Algorithm for computer control of a digital plotter", IBM Systems Journal 1965); both sides are within 1/2
-of their share after every item, whatever n. So how often a source comes in the first n items takes one division for
-each node above it, with nothing before n computed or stored.
+of their share after every item, whatever n. So the count of a source in the first n items takes one division for each
+node above it, and no earlier item is computed or stored.
 
 Going down, the deviation from the exact share shrinks by the share of each side and grows by at most 1/2. In a Huffman
 tree (Huffman, "A method for the construction of minimum-redundancy codes", Proc. IRE 1952), a node outweighs its child
@@ -31,7 +31,7 @@ import numpy.typing as npt
 Offsets = npt.NDArray[np.int64]
 
 DEVIATION = 1.68
-"""No source is further than this from its exact share, after any number of items."""
+"""The largest deviation of a source from its exact share, after any number of items."""
 
 LARGEST = (1 << 31) - 1
 """The largest period: the product of two numbers below it fits in 63 bits."""
@@ -42,7 +42,7 @@ _ROUNDED = 1 << 30
 
 @dataclass(frozen=True)
 class _TreeNode:
-    """A node, and the weights of its left side and of both. A leaf is the number of its source."""
+    """A node, with the weights of its left side and of both sides. A leaf is the number of its source."""
 
     left: _TreeNode | int
     right: _TreeNode | int
@@ -50,12 +50,12 @@ class _TreeNode:
     both: int
 
     def lefts(self, items: int) -> int:
-        """How many of the first `items` items go to the left."""
+        """Return how many of the first `items` items go to the left."""
         return (items * self.share + self.both // 2) // self.both
 
 
 class Interleave:
-    """The endless sequence of sources in these proportions. The same for ever.
+    """The endless sequence of sources in these proportions. It never changes between versions.
 
     Args:
         weights: of each source: integers, 0 or more. A source of weight 0 never comes.
@@ -81,7 +81,7 @@ class Interleave:
         self._root = heap[0][2]
 
     def counts(self, items: int) -> list[int]:
-        """How often each source comes in the first `items` items. O(number of sources)."""
+        """Return how often each source comes in the first `items` items. O(number of sources)."""
         found = [0] * len(self.weights)
         waiting = [(self._root, items)]
         while waiting:
@@ -94,7 +94,7 @@ class Interleave:
         return found
 
     def block(self, first: int, size: int) -> Iterator[tuple[int, int, Offsets]]:
-        """The sources of items `first` to ``first + size``.
+        """Yield the sources of items `first` to ``first + size``.
 
         Yields:
             A source, how often it came before `first`, and its offsets in the block, ascending. Only sources that
@@ -116,8 +116,9 @@ class Interleave:
             waiting += [(node.left, lefts, offsets[to_left]), (node.right, before - lefts, offsets[~to_left])]
 
     def first_reached(self, amounts: Sequence[int]) -> int:
-        """The fewest items after which some source has come as often as its amount says; one of weight 0 never does."""
+        """Return the fewest items after which a source has come `amounts` times; a source of weight 0 never has."""
         sources = [(amount, weight) for amount, weight in zip(amounts, self.weights, strict=True) if weight]
+        # The counts are within `DEVIATION` of the exact shares, which bounds the search.
         margin = math.ceil(DEVIATION)
         low = max(0, min((amount - margin) * self.period // weight for amount, weight in sources))
         high = min((amount + margin) * self.period // weight + 1 for amount, weight in sources)
@@ -130,14 +131,14 @@ class Interleave:
 
 
 def whole_weights(weights: Sequence[float | Fraction]) -> list[int]:
-    """Integers in the proportions of these weights, with no common factor.
+    """Return integers in the proportions of these weights, with no common factor.
 
-    Integers and Fractions are taken as they are. A float is taken as the fraction with a denominator of up to a million
-    that it is the nearest float to, where there is one (1/3 is a third), else as the decimal that it is written as. If
-    the integers sum to more than `LARGEST`, each share is rounded to a multiple of 2**-30, and to no less than one.
+    Integers and Fractions are exact. A float counts as the fraction with a denominator of up to a million to which it
+    is the nearest float, if such a fraction exists (1/3 is a third), and otherwise as its decimal text. If the integers
+    sum to more than `LARGEST`, each share is rounded to a multiple of 2**-30, and to no less than one.
 
     Raises:
-        ValueError: there are none, one is negative, infinite or no number, or all are 0.
+        ValueError: `weights` is empty, a weight is negative, infinite or no number, or all are 0.
     """
     exact = [_fraction(source, weight) for source, weight in enumerate(weights)]
     total = sum(exact)

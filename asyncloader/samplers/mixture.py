@@ -1,4 +1,4 @@
-"""A sampler that mixes several datasets in given proportions.
+"""Mixes several datasets in given proportions, by a sampler.
 
 Data path: [mixture] -> scheduler -> pool -> worker. It yields indices of torch's ConcatDataset of the datasets.
 """
@@ -35,38 +35,38 @@ class _Phase:
     start: int
     interleave: Interleave
     used: list[int]
-    """Samples that each source gave in the epoch before this part."""
+    """Samples of each source in the epoch before this part."""
 
 
 class MixtureSampler(Sampler[int]):
     """Indices of several datasets, mixed in exact proportions: interleaved evenly, and not drawn.
 
-    However many samples have come, no dataset is further than 1.68 samples from its exact share, and with two datasets
-    none is further than 1/2, where random draws stray by the square root of the number.
-    (`asyncloader/samplers/interleave.py` says why.) Each dataset is shuffled separately, and again for each pass over
-    it, so its samples come once in each pass. The order is a function of the arguments and the epoch alone, and any
-    position is found in O(number of datasets), without those before it.
+    After any number of samples, each dataset is within 1.68 samples of its exact share, and with two datasets within
+    1/2; random draws deviate by the square root of the number. (`asyncloader/samplers/interleave.py` has the proof.)
+    Each dataset is shuffled separately, and again for each pass over it, so its samples come once in each pass. The
+    order is a function of the arguments and the epoch alone, and any position is found in O(number of datasets),
+    without the positions before it.
 
     Args:
         datasets: torch's ConcatDataset, which the loader reads; or its datasets, in its order. Only their lengths are
             used, once.
-        weights: of each dataset, in any unit. 0 leaves a dataset out. `proportions` has what became of them: they are
+        weights: of each dataset, in any unit. 0 leaves a dataset out. `proportions` has the resulting shares: they are
             exact unless their common denominator is above 2**31 (`whole_weights` in
             `asyncloader/samplers/interleave.py`).
         seed: 0 to 2**64 - 1.
         num_samples: samples of an epoch; for ``on_exhausted="repeat"`` only. Default: the sum of the lengths of the
             datasets that have a weight.
-        on_exhausted: what to do when a dataset has been used up:
-            ``"repeat"`` (default) begins another pass over it. An epoch continues where the one before it ended, passes
-            and proportions too: the bound counts from the beginning of epoch 0, and is twice as much within an epoch.
-            ``"stop"`` ends the epoch. The others continue their pass in the next epoch.
-            ``"drop"`` continues with the others, in their proportions, until all are used up: every sample comes once.
-            The bound counts from when the last one left.
+        on_exhausted: the rule for a dataset that is used up:
+            ``"repeat"`` (default) begins another pass over it. An epoch continues at the end of the epoch before, in
+            its passes and its proportions: the bound counts from the beginning of epoch 0, and is doubled within an
+            epoch. ``"stop"`` ends the epoch. The other datasets continue their pass in the next epoch.
+            ``"drop"`` continues with the other datasets, in their proportions, until all are used up: every sample
+            comes once. The bound counts from the end of the dataset that was used up last.
         shuffle: False takes each dataset in its order. Default True.
 
     Raises:
-        ValueError: weights and datasets are not of one number; a weight, the seed or `num_samples` is out of range; or
-            a dataset that has a weight is empty, and is not to be dropped.
+        ValueError: the numbers of weights and datasets differ; a weight, the seed or `num_samples` is out of range; or
+            a dataset with a weight is empty, unless `on_exhausted` is ``"drop"``.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class MixtureSampler(Sampler[int]):
         return tuple(Fraction(weight, total) for weight in self._weights)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that of epoch `epoch`, 0 to 2**64 - 1. Nothing else changes the epoch.
+        """Set the epoch of the next iteration, 0 to 2**64 - 1. Nothing else changes the epoch.
 
         Raises:
-            ValueError: it is out of range.
+            ValueError: the epoch is out of range.
         """
         Permutation(0, self.seed, epoch)
         self.epoch = index(epoch)
@@ -134,7 +134,7 @@ class MixtureSampler(Sampler[int]):
         return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[int]:
-        """The present epoch's indices from position `start` on, found without the positions before it.
+        """Return the present epoch's indices from position `start` on, without computing the positions before it.
 
         Raises:
             ValueError: `start` is not between 0 and the length.
@@ -145,9 +145,10 @@ class MixtureSampler(Sampler[int]):
         return Blocks(lambda position: self._block(position, epoch, orders), start)
 
     def _block(self, position: int, epoch: int, orders: _Orders) -> list[int]:
-        """The next indices of the epoch from this position on; none at the end."""
+        """Return the next indices of the epoch from this position on; an empty list at the end."""
         if position >= self._size:
             return []
+        # With "repeat", the interleaving of all epochs is a single sequence.
         begun = epoch * self._size if self.on_exhausted == "repeat" else 0
         starts = [*(phase.start for phase in self._phases), self._size]
         number = bisect_right(starts, position) - 1
@@ -169,25 +170,25 @@ class MixtureSampler(Sampler[int]):
 
 
 class _Orders:
-    """The endless order of each source: pass after pass over it, each shuffled again. `seed` None: in its order."""
+    """The endless order of each source: pass after pass over it, each shuffled again. `seed` None: not shuffled."""
 
     def __init__(self, sizes: list[int], seed: int | None) -> None:
         self._sizes = sizes
         self._seed = seed
 
     def take(self, source: int, first: int, number: int) -> npt.NDArray[np.int64]:
-        """So many of the source's samples, from the one that comes after `first` others."""
+        """Return `number` of the source's samples, after its first `first` samples."""
         size = self._sizes[source]
         parts: list[npt.NDArray[np.int64]] = []
         while number:
             passes, offset = divmod(first, size)
             part = np.arange(offset, min(size, offset + number))
-            parts.append(part if self._seed is None or size == 1 else self._shuffled(source, passes)(part))
+            parts.append(part if self._seed is None or size == 1 else self._permutation(source, passes)(part))
             first += len(part)
             number -= len(part)
         return np.concatenate(parts)
 
-    def _shuffled(self, source: int, passes: int) -> Permutation:
+    def _permutation(self, source: int, passes: int) -> Permutation:
         assert self._seed is not None
         key = self._seed.to_bytes(8, "little") + source.to_bytes(8, "little")
         digest = hashlib.shake_256(b"asyncloader mixture" + key).digest(8)
@@ -195,7 +196,9 @@ class _Orders:
 
 
 def _phases(sizes: list[int], weights: list[int], *, stop: bool) -> tuple[list[_Phase], list[int]]:
-    """The parts of an epoch that ends when the first source is used up (`stop`) or all are; what each source gives."""
+    """Return the parts of an epoch, and the samples of each source in it. The epoch ends when all sources are used up;
+    with `stop`, when the first is.
+    """
     phases: list[_Phase] = []
     used = [0] * len(sizes)
     while True:

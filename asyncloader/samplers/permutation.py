@@ -1,4 +1,4 @@
-"""A shuffle that is computed, not stored: a keyed bijection on [0, n). Pure.
+"""Computes a shuffle instead of storing it: a keyed bijection on [0, n). Pure.
 
 Data path: [permutation] -> seeded sampler -> scheduler.
 
@@ -11,7 +11,7 @@ Position i of the shuffled order is found without the positions before it, in O(
 
 Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002), for both ideas and, in their
 generalized Feistel cipher, the rectangle. The hash is the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014). This is a shuffle, and no cipher.
+pseudorandom number generators", OOPSLA 2014). It is a shuffle, not a cipher.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LARGEST = 1 << 62
 
 _ROUNDS = 8
 _SMALL, _ROUNDS_SMALL = 1 << 16, 16
-"""Small domains need more rounds: of eight, the 120 permutations of five elements are not equally frequent; of sixteen,
-those of up to seven are, as far as 20,000 keys show."""
+"""Small domains need more rounds: with eight, the 120 permutations of five elements are not equally frequent; with
+sixteen, the permutations of up to seven elements are, as far as 20,000 keys show."""
 
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -41,7 +41,7 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 class Permutation:
-    """The permutation of [0, n) that belongs to a seed and an epoch. The same on every machine and in every version.
+    """The permutation of [0, n) for a seed and an epoch. It is the same on every machine and in every version.
 
     Args:
         n: number of elements, 0 to 2**62.
@@ -49,8 +49,8 @@ class Permutation:
         epoch: 0 to 2**64 - 1. Neighbouring seeds and epochs have nothing in common.
 
     Raises:
-        TypeError: seed or epoch is no integer.
-        ValueError: one of them is out of range.
+        TypeError: seed or epoch is not an integer.
+        ValueError: an argument is out of range.
     """
 
     __slots__ = ("_columns", "_keys", "_rows", "_swap", "n")
@@ -80,7 +80,7 @@ class Permutation:
         return f"<Permutation of {self.n}>"
 
     def __call__(self, positions: npt.ArrayLike) -> Indices:
-        """The elements at these positions of the shuffled order.
+        """Return the elements at these positions of the shuffled order.
 
         Args:
             positions: integers in [0, n), of any shape.
@@ -89,12 +89,12 @@ class Permutation:
             int64, of the same shape.
 
         Raises:
-            TypeError: they are no integers.
+            TypeError: the positions are not integers.
             IndexError: a position is out of range.
         """
-        return self._exchange(self._walk(self._checked(positions), self._forward))
+        return self._exchange(self._walk(self._check(positions), self._forward))
 
-    def _checked(self, values: npt.ArrayLike) -> Indices:
+    def _check(self, values: npt.ArrayLike) -> Indices:
         given = np.asarray(values)
         if not given.size:
             return np.zeros(given.shape, np.int64)
@@ -106,13 +106,15 @@ class Permutation:
         return given.astype(np.int64)
 
     def _exchange(self, elements: Indices) -> Indices:
-        """Exchange 0 and 1 for every other key: the rounds alone make only even permutations of an odd rectangle."""
+        """Exchange 0 and 1 for half of the keys."""
+        # The rounds alone make only even permutations of a rectangle with odd sides.
         return np.where(elements < 2, 1 - elements, elements) if self._swap else elements
 
     def _walk(self, values: Indices, step: Callable[[Cells], Cells]) -> Indices:
         found = step(values.astype(np.uint64).ravel())
         n = np.uint64(self.n)
         outside = np.flatnonzero(found >= n)
+        # Ends: the bijection leads each of them along a cycle that contains an index.
         while outside.size:
             found[outside] = step(found[outside])
             outside = outside[found[outside] >= n]
@@ -127,7 +129,8 @@ class Permutation:
 
 
 def _hash(values: Cells, key: np.uint64) -> Cells:
-    """A word of each value under the key. Overflow wraps, as it should."""
+    """Return a hash of each value under the key."""
+    # Overflow wraps, as in SplitMix64.
     mixed = values + key
     mixed = (mixed ^ (mixed >> _S30)) * _MIX_1
     mixed = (mixed ^ (mixed >> _S27)) * _MIX_2

@@ -23,8 +23,8 @@ class SeededSampler(Sampler[int]):
     """Every index of a dataset once, shuffled by a seed and an epoch, in O(1) memory.
 
     torch's `RandomSampler` makes a list of all indices when an epoch begins, and draws its seed from the global
-    generator. This one computes each block of indices when it is reached, and takes nothing from any generator: the
-    same seed and epoch give the same order on every machine, whatever was drawn before. Any loader can use it.
+    generator. This sampler computes each block of indices when it is reached, and draws from no generator: the same
+    seed and epoch give the same order on every machine, whatever was drawn before. Any loader can use it.
 
     Args:
         data_source: the dataset; only its length is used, which is read when an epoch begins.
@@ -43,10 +43,10 @@ class SeededSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that of epoch `epoch`, 0 to 2**64 - 1. Nothing else changes the epoch.
+        """Set the epoch of the next iteration, 0 to 2**64 - 1. Nothing else changes the epoch.
 
         Raises:
-            ValueError: it is out of range.
+            ValueError: the epoch is out of range.
         """
         Permutation(0, self.seed, epoch)
         self.epoch = index(epoch)
@@ -58,7 +58,7 @@ class SeededSampler(Sampler[int]):
         return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[int]:
-        """The present epoch's order from position `start` on, found without the positions before it.
+        """Return the present epoch's order from position `start` on, without computing the positions before it.
 
         Raises:
             ValueError: `start` is not between 0 and the length.
@@ -70,7 +70,7 @@ class SeededSampler(Sampler[int]):
         return Blocks(lambda first: order(np.arange(first, min(first + _BLOCK, size))).tolist(), start)
 
     def order(self) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
-        """The present epoch's order as a function from positions to indices, int64 arrays of any shape."""
+        """Return the present epoch's order as a function from positions to indices, int64 arrays of any shape."""
         return Permutation(len(self.data_source), self.seed, self.epoch) if self.shuffle else _identity
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ class SeededDraws(Sampler[int]):
     """A random sampler of torch's whose order depends on seed and epoch alone: the same on every rank.
 
     Args:
-        sampler: one of the three, without a generator of its own.
+        sampler: a random sampler of torch's, without its own generator.
         seed: the loader's.
     """
 
@@ -33,7 +33,7 @@ class SeededDraws(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that of this epoch."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -43,8 +43,8 @@ class SeededDraws(Sampler[int]):
         return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[int]:
-        """The present epoch's order from position `start` on. A plain permutation is that of ``shuffle=True``; other
-        orders are drawn as a whole, as torch does.
+        """Return the present epoch's order from position `start` on. A plain permutation is that of ``shuffle=True``;
+        other orders are drawn as a whole, as in torch.
 
         Raises:
             ValueError: `start` is not between 0 and the length.
@@ -65,13 +65,13 @@ class SeededDraws(Sampler[int]):
 
 
 def with_seeded_draws(sampler: Any, seed: int | None) -> Any:
-    """The sampler, or batch sampler, to use with this seed in the place of the user's. In torch mode (`seed` None)
+    """Return the sampler, or batch sampler, that replaces the user's with this seed. In torch mode (`seed` None)
     torch's samplers draw from their own generators.
     """
     if type(sampler) is BatchSampler:
         inner = with_seeded_draws(sampler.sampler, seed)
         return sampler if inner is sampler.sampler else BatchSampler(inner, sampler.batch_size, sampler.drop_last)
-    if type(sampler) is SeededDraws:  # of the loader that this one is made after
+    if type(sampler) is SeededDraws:  # of another loader, from which this loader gets its sampler
         sampler = sampler.sampler
     if seed is None or type(sampler) not in _DRAWN or sampler.generator is not None:
         return sampler

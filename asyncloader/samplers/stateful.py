@@ -2,8 +2,8 @@
 
 Data path: [stateful] -> scheduler -> pool -> worker.
 
-Both have the meaning of the classes for the same purpose in torchdata's `stateful_dataloader`, and give the same
-orders. Their states are plain (text, numbers, booleans): JSON and ``torch.load(weights_only=True)`` accept them.
+Both correspond to classes in torchdata's `stateful_dataloader`, and give the same orders. Their states are plain (text,
+numbers, booleans): JSON and ``torch.load(weights_only=True)`` accept them.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from asyncloader.samplers.generators import generator_state
 from asyncloader.workers.fetch.seeding import draw_seed
 
 _BLOCK = 32
-"""Indices drawn at a time with replacement, as torch and torchdata draw them: it decides which numbers come out."""
+"""Indices drawn at a time with replacement, as in torch and torchdata: the drawn numbers depend on it."""
 
 
 class StatefulRandomSampler(RandomSampler):
-    """torch's `RandomSampler` whose iterators can be resumed, with a generator of its own.
+    """torch's `RandomSampler` with its own generator, and with iterators that can be resumed.
 
-    One number is drawn from torch's global generator when the sampler is made, and none later. All epochs come from the
-    sampler's own generator, one after the other, so a loader that restores one iterator restores the order of every
-    epoch to come. ``iter(sampler)`` draws the epoch's first block: an iterator that is thrown away has used up one
-    permutation (or one block of 32). Of several iterators alive at once each advances the same generator.
+    The constructor draws one number from torch's global generator, and nothing later does. All epochs come from the
+    sampler's own generator, one after the other, so a loader that restores an iterator restores the order of every
+    later epoch. ``iter(sampler)`` draws the epoch's first block: an iterator that is dropped has used up a permutation
+    (or a block of 32). Several iterators at the same time advance the same generator.
 
     Args:
         data_source: the dataset; only its length is used, which is read when an epoch begins.
         replacement: draw every index independently. Default False: permutations, one after the other.
-        num_samples: indices in an epoch; more than the dataset has are several permutations. Default: its length.
-        generator: used instead of one of its own, and then also advanced by its other users: epochs after a
-            resumed one are identical only if there are none. Nothing is drawn from the global generator.
+        num_samples: indices in an epoch; more than the dataset's length are several permutations. Default: its length.
+        generator: used instead of a new generator. If other code draws from it, too, the epochs after a resumed epoch
+            differ. Nothing is drawn from the global generator.
 
     Raises:
         TypeError: `replacement` is not a boolean.
@@ -57,10 +57,10 @@ class StatefulRandomSampler(RandomSampler):
             self.generator.manual_seed(draw_seed())
 
     def __iter__(self) -> RandomIndices:
-        """The next epoch's indices.
+        """Return the next epoch's indices.
 
         Raises:
-            ValueError: there is nothing to draw from.
+            ValueError: the dataset is empty.
         """
         return RandomIndices(self)
 
@@ -88,7 +88,7 @@ class RandomIndices(Iterator[int]):
             before = self._sampler.generator.get_state()
             try:
                 block = self._draw().tolist()
-            except BaseException:  # Ctrl-C: the next call draws the same
+            except BaseException:  # Ctrl-C: the next call draws the same block
                 self._sampler.generator.set_state(before)
                 raise
             self._block, self._at = block, 0
@@ -98,11 +98,11 @@ class RandomIndices(Iterator[int]):
         return index
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this epoch stands: a new dictionary of some 7 KB, the same text for the whole epoch. O(1).
+        """Return the epoch's position: a new dictionary of some 7 KB, with the same text for the whole epoch. O(1).
 
         Returns:
-            ``generator``: the generator's state at the epoch's beginning, as base64 text; ``yielded``: how many indices
-            were given; ``length`` and ``replacement``: what the order depends on besides.
+            ``generator``: the generator's state at the epoch's beginning, as base64 text; ``yielded``: the number of
+            indices returned; ``length`` and ``replacement``, on which the order depends, too.
         """
         if self._beginning_text is None:
             self._beginning_text = base64.b64encode(self._beginning.numpy().tobytes()).decode("ascii")
@@ -114,12 +114,12 @@ class RandomIndices(Iterator[int]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; the sampler's generator is set accordingly, for this and later epochs.
+        """Continue at the state's position. The sampler's generator is set for this and later epochs.
 
-        The order up to there is drawn again, and no list is made of it.
+        The order up to the position is drawn again, without a list of it.
 
         Raises:
-            ValueError: it is not such a state, or one of another dataset length or kind of drawing. Nothing is changed.
+            ValueError: the state is not valid, or of another dataset length or `replacement`. Nothing is changed.
         """
         state = _fields(state_dict, {"generator": str, "yielded": int, "length": int, "replacement": bool})
         for name, mine in (("length", self._size), ("replacement", self._sampler.replacement)):
@@ -134,14 +134,12 @@ class RandomIndices(Iterator[int]):
         self._go_to(state["yielded"])
 
     def _go_to(self, yielded: int) -> None:
-        """Stand after `yielded` indices of the epoch; the generator is as it was at the epoch's beginning.
-
-        The first block is drawn when the epoch begins, each other one when its first index is asked for: so the number
-        of indices yielded tells how many blocks have been drawn.
-        """
+        """Go to the position after `yielded` indices; the generator has the state of the epoch's beginning."""
         self._yielded = yielded
         if self._size == 0:
             return
+        # The first block is drawn when the epoch begins, each other block with its first index: so the number of
+        # indices yielded determines the number of blocks drawn.
         size = _BLOCK if self._sampler.replacement else self._size
         before = max(0, yielded - 1) // size
         for _ in range(before):
@@ -158,24 +156,24 @@ class RandomIndices(Iterator[int]):
 
 
 class StatefulDistributedSampler(DistributedSampler[int]):
-    """torch's `DistributedSampler` that can be resumed: its state is how many indices it has given.
+    """torch's `DistributedSampler` that can be resumed: its state is the number of indices that it has returned.
 
-    A loaded position is taken by the first iterator that is asked for an index after loading; the next ones begin at 0.
-    Only the end of a pass is taken by ``iter(sampler)`` at once: a loader that resumes a finished epoch makes one
-    iterator for it, reads nothing, and makes another. The epoch is not in the state: `set_epoch` sets it, which counts
-    until the first index.
+    The first iterator from which an index is taken after loading continues at the loaded position; later iterators
+    begin at 0. Only the end of a pass is taken by ``iter(sampler)`` at once: a loader that resumes a finished epoch
+    makes an iterator for it, reads nothing, and makes another. The epoch is not in the state: `set_epoch` sets it, and
+    has an effect until the first index.
 
     Args:
         dataset: only its length is used.
         num_replicas: number of processes. Default: torch.distributed's.
-        rank: which of them this is. Default: torch.distributed's.
+        rank: the number of this process. Default: torch.distributed's.
         shuffle: permute by seed and epoch. Default True.
         seed: the same in all processes. Default 0.
         drop_last: drop the tail that does not divide evenly. Default False: indices are repeated.
 
     Attributes:
-        yielded: indices given by the newest iterator.
-        next_yielded: the position that was loaded and not yet taken, or None.
+        yielded: number of indices returned by the newest iterator.
+        next_yielded: the loaded position that no iterator has taken yet, or None.
 
     Raises:
         ValueError: `rank` is out of range.
@@ -203,14 +201,14 @@ class StatefulDistributedSampler(DistributedSampler[int]):
         return _Rest(self)
 
     def state_dict(self) -> dict[str, int]:
-        """``{"yielded": n}``: what the newest iterator has given, or what was loaded and is not yet taken."""
+        """Return ``{"yielded": n}``: the newest iterator's number, or a loaded number that is not taken yet."""
         return {"yielded": self.yielded if self.next_yielded is None else self.next_yielded}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next iterator begins after the state's position. Other entries of the state are ignored.
+        """Begin the next iterator at the state's position. Other entries of the state are ignored.
 
         Raises:
-            ValueError: it is not such a state, is negative or greater than an epoch.
+            ValueError: the state is not valid, or its position is negative or after the epoch's end.
         """
         yielded = _fields(state_dict, {"yielded": int})["yielded"]
         if yielded < 0:
@@ -223,8 +221,8 @@ class StatefulDistributedSampler(DistributedSampler[int]):
 
 
 class _Rest(Iterator[int]):
-    """A pass of a `StatefulDistributedSampler`. It begins when the first index is asked for: loaders call ``iter()``
-    early, and some twice.
+    """A pass of a `StatefulDistributedSampler`. It begins with its first index: loaders call ``iter()`` early, and some
+    call it twice.
     """
 
     def __init__(self, sampler: StatefulDistributedSampler) -> None:
@@ -249,13 +247,14 @@ class _Rest(Iterator[int]):
 
 
 def _fields(state: object, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """The named entries of a state, each of exactly the type given (True is no integer).
+    """Return the named entries of a state, each of exactly the given type (True is not an integer).
 
     Raises:
-        ValueError: one is missing or of another type, or the state is no mapping. Begins as torchdata's message.
+        ValueError: an entry is missing or of another type, or the state is not a mapping. Begins like torchdata's
+            message.
     """
     if not isinstance(state, Mapping):
-        raise ValueError(  # noqa: TRY004  as every other thing that is wrong with a state
+        raise ValueError(  # noqa: TRY004 - ValueError, like every other error about a state
             f"Invalid state_dict: it should be a dictionary, but is {type(state).__name__}"
         )
     missing = sorted(set(kinds) - set(state))

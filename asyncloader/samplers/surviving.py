@@ -1,11 +1,11 @@
-"""Iterators that survive an exception from outside, as Ctrl-C is: the next call gives what the failed one would have.
+"""Iterators that survive Ctrl-C: the call after a KeyboardInterrupt returns the result that the failed call lost.
 
 Data path: sampler -> [surviving] -> scheduler. Pure.
 
-A generator is over once an exception has left it. If Ctrl-C strikes in a sampler that is one, the epoch ends there, and
-looks complete. So the iterators of our samplers are classes, whose `__next__` changes its state last, and all at once:
-CPython raises KeyboardInterrupt where a call returns, a function begins or a loop jumps back, so not between plain
-assignments and the `return` that follows them.
+A generator ends with an exception that leaves it. If Ctrl-C interrupts a sampler that is a generator, the epoch ends
+there, and looks complete. So the iterators of our samplers are classes whose `__next__` changes its state last, and all
+at once: CPython raises KeyboardInterrupt where a call returns, a function begins or a loop jumps back, and so not
+between plain assignments and the `return` that follows them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Restarting(Iterator[T], Generic[T]):
-    """What generators yield that can begin at any position; one that failed is replaced by another.
+    """The items of a generator that can begin at any position. A generator that failed is replaced.
 
     Args:
         begin: returns the items from a position on.
@@ -39,6 +39,7 @@ class Restarting(Iterator[T], Generic[T]):
         except StopIteration:
             raise
         except BaseException:
+            # The generator has ended: the next call begins another at the position of the lost item.
             self._items = None
             raise
         self._position += 1
@@ -49,7 +50,7 @@ class Blocks(Iterator[T], Generic[T]):
     """Items that are computed block by block.
 
     Args:
-        block: returns the items from a position on, any number of them: a list of its own; empty at the end.
+        block: returns a new list of the items from a position on, of any length; empty at the end.
         position: of the first item.
     """
 
@@ -59,9 +60,11 @@ class Blocks(Iterator[T], Generic[T]):
         self._next = position  # of the first item of the next block
 
     def __next__(self) -> T:
-        for item in self._items:  # takes one; of a built-in iterator, so this calls no Python code
+        # Takes one item. A built-in iterator runs no Python code, in which Ctrl-C could lose the item.
+        for item in self._items:
             return item
         block = self._make(self._next)
+        # The calls come before the assignments: Ctrl-C may come at a call, and the state is then unchanged.
         items, size = iter(block), len(block)
         self._items = items
         self._next += size
@@ -71,14 +74,14 @@ class Blocks(Iterator[T], Generic[T]):
 
 
 class Groups(Iterator[T], Generic[T]):
-    """Groups of items that follow one another, each turned into something.
+    """Turns groups of consecutive items into other objects.
 
     Args:
-        begin: returns the iterator of the items, when the first group is asked for. Items that were taken for a group
-            that was interrupted stay in it. If `begin` itself fails, there are no groups, as with a generator.
-        size: of a group; the last one may have fewer, or none.
-        make: returns what a group is turned into, given its number and items; may be called again for the same group.
-            None: nothing, so the next group's turn comes.
+        begin: returns the iterator of the items; called for the first group. Items that were taken for an interrupted
+            group stay in the group. If `begin` raises, the iterator ends, like a generator.
+        size: of a group; the last group may have fewer items, or none.
+        make: returns the object for a group's number and items; may be called again for the same group. None: the group
+            is skipped.
         number: of the first group.
     """
 
@@ -102,7 +105,7 @@ class Groups(Iterator[T], Generic[T]):
                     self._over = True
                     raise
             group, fresh = self._group, list[Any]()
-            # In C: an item that was taken is in the list.
+            # In C: an item that was taken is in the list, whenever Ctrl-C comes.
             group.extend(islice(self._items, self._size - len(group)))
             over = len(group) < self._size
             made = self._make(self._number, group)

@@ -55,7 +55,7 @@ def tfrecord(numbers: Sequence[int]) -> bytes:
     parts: list[bytes] = []
     for number in numbers:
         head, data = struct.pack("<Q", len(str(number))), str(number).encode()
-        parts += [head, struct.pack("<I", mask_crc(crc32c(head))), data, struct.pack("<I", masked(crc32c(data)))]
+        parts += [head, struct.pack("<I", mask_crc(crc32c(head))), data, struct.pack("<I", mask_crc(crc32c(data)))]
     return b"".join(parts)
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Wei
 
 from asyncloader.ranks.topology import Topology
 from asyncloader.samplers.distributed import RankView, Share
-from asyncloader.samplers.generators import drawn_from, generator_states
+from asyncloader.samplers.generators import find_drawn, generator_states
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.samplers.seeded import SeededSampler
 
@@ -159,7 +159,7 @@ def stream(index_sampler: Any, **options: Any) -> IndexStream:
     """As the loader makes it: what ``iter`` itself draws is noted."""
     before = generator_states(None)
     made = iter(index_sampler)
-    return IndexStream(index_sampler, made, drawn=drawn_from(before, generator_states(None)), **options)
+    return IndexStream(index_sampler, made, drawn=find_drawn(before, generator_states(None)), **options)
 
 
 def numbered(running: IndexStream) -> list[tuple[int, Any]]:

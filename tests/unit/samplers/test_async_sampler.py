@@ -60,7 +60,7 @@ class ReadPosition:
 
 
 async def read(source: AsyncIndexSource, position: ReadPosition | None = None) -> list[Any]:
-    return [index async for index in source.reading(position or ReadPosition())]
+    return [index async for index in source.read(position or ReadPosition())]
 
 
 def test_only_what_cannot_be_read_plainly_is_async() -> None:
@@ -154,7 +154,7 @@ def test_length_of_an_unsized_sampler_is_a_type_error() -> None:
 async def test_closing_the_source_closes_the_sampler(batch_size: int | None) -> None:
     """A sampler that is left early is closed then and there, not when garbage is collected."""
     sampler = Counting(10)
-    indices = AsyncIndexSource(sampler, batch_size, drop_last=False).reading(ReadPosition())
+    indices = AsyncIndexSource(sampler, batch_size, drop_last=False).read(ReadPosition())
     await anext(indices)
     await indices.aclose()  # type: ignore[attr-defined]
     assert sampler.closed == 1
