@@ -7,7 +7,6 @@ Requests for different shards are concurrent, up to a limit. Known facts are not
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -25,6 +24,7 @@ from asyncloader.remote.reading import MakeReader
 from asyncloader.remote.shard_splitting import can_cut
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import RangeOutOfBounds, SizeUnknown, Transport
+from asyncloader.transports.base import gather_all
 
 REQUESTS = 64
 """Maximum number of shards with a request at the same time."""
@@ -266,10 +266,5 @@ async def _each(shards: Sequence[Shard], function: Callable[[Shard], Awaitable[T
         for number, shard in waiting:
             found[number] = await function(shard)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(REQUESTS, len(shards))):
-                group.create_task(work())
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from failures.exceptions[0].__cause__
+    await gather_all(work() for _ in range(min(REQUESTS, len(shards))))
     return [found[number] for number in range(len(shards))]
