@@ -107,7 +107,8 @@ class CompressedReader:
         if self._inner.done:
             return []
         try:
-            out = self._inner.feed(b"")  # an error that `inner` has not raised yet comes first
+            # Raises an error that `inner` has kept behind its samples: it comes before this reader's own error.
+            out = self._inner.feed(b"")
             if not self._decoder.complete:
                 raise self._error("the compressed data is truncated")
             return out + self._inner.end()
@@ -121,6 +122,7 @@ class CompressedReader:
         if chunk:
             self._taken += len(chunk)
             self._decoder.give(chunk)
+        # Limited: a chunk may expand a thousandfold. The rest stays compressed until the next call.
         room = STEP
         while room > 0 and not self._decoder.hungry and not self._inner.done:
             try:
@@ -170,7 +172,8 @@ class GzipMember:
     """A `Member` on `zlib`'s decompressor, which does not keep unused input."""
 
     def __init__(self) -> None:
-        self._zlib = zlib.decompressobj(31)  # a gzip header and trailer; checks the CRC-32 and the length
+        # 31: with a gzip header and trailer, of which zlib checks the CRC-32 and the length.
+        self._zlib = zlib.decompressobj(31)
         self.needs_input = True
 
     @property
@@ -219,6 +222,7 @@ class ZstandardMember:
         self._input += data
         parts: list[bytes] = []
         pos = size = 0
+        # In small slices: this package has no limit for its output.
         while pos < len(self._input) and size < max_length and not self._frame.eof:
             parts.append(self._frame.decompress(self._input[pos : pos + ZSTD_SLICE]))
             size += len(parts[-1])
@@ -265,6 +269,7 @@ class MemberDecoder:
             Exception: the bytes are damaged, or not of this compression; the type depends on the package.
         """
         if self._member is None:
+            # No member begins with a zero byte: it is padding, as on tapes.
             if self._zeros and self._members and self._input[self._pos] == 0:
                 self._pos += len(self._input) - self._pos - len(self._input[self._pos :].lstrip(b"\0"))
                 return b""

@@ -103,6 +103,7 @@ class MdsShard:
         if count != self.samples:
             raise ShardError(f"the shard has {count:,} samples, its index says {self.samples:,}", url=url, offset=0)
         offsets = np.frombuffer(header, "<u4", offset=4).astype(np.int64)
+        # A wrong offset would let a range begin inside a sample.
         if offsets[0] < self.header_size or offsets[-1] != self.size or (np.diff(offsets) < 1).any():
             raise ShardError("the offsets in the MDS header are impossible", url=url, offset=4)
         return offsets
@@ -165,6 +166,7 @@ def _shard(shard: Any) -> MdsShard:
     smallest = sum(4 if column.size is None else column.size for column in columns)
     path, stored_size = _path(stored), _number(stored, "bytes", 1 << 63)
     result = MdsShard(path, samples, size, stored_size, kind, columns)
+    # An index may claim any number of samples: the number must fit into the claimed size, which is below 4 GiB.
     _expect(result.header_size + samples * smallest <= size, f"shard {path!r} is too small for {samples:,} samples")
     return result
 
@@ -398,6 +400,7 @@ class MdsReader(PushReader):
             at = self._at
             head = self._sizes.unpack((yield self._sizes.size))
             size = sum(head) + self._fixed
+            # The sizes are claims of the shard: checked before the bytes are requested.
             self._check_size(size + self._sizes.size, at)
             if self._at + size > self._shard.size:
                 self._fail("a sample ends after its shard does", at)

@@ -254,6 +254,7 @@ def read_rows(
     if missing := sorted(set(columns or ()) - set(footer.names)):
         raise ValueError(f"{footer.url!r} has no column {missing[0]!r}; it has {', '.join(map(repr, footer.names))}")
     stop = footer.rows if stop is None else min(stop, footer.rows)
+    # The row groups that contain a wanted row; a group without rows contains none.
     numbers = [
         number
         for number in range(len(footer.edges) - 1)
@@ -274,6 +275,7 @@ def read_rows(
         at = group.first
         try:
             for batch in groups.batches(group, windows):
+                # Row numbers are keys and positions to resume at: extra rows would shift those of all later rows.
                 if at + batch.num_rows > group.first + group.rows:
                     raise footer.error(f"row group {number} has more rows than the {group.rows:,} that it claims")
                 yield from found.read(batch, at, start, stop)
@@ -356,6 +358,7 @@ class _Groups:
     def batches(self, group: RowGroup, windows: Windows) -> Iterator[Any]:
         """Decode a row group to record batches of the wanted columns."""
         self.file.windows = [windows]
+        # Batches of about `STEP_BYTES` by the file's metadata, which `_Rows` does not trust: it compares decoded sizes.
         size = max(1, group.uncompressed // max(group.rows, 1))
         for batch in self._batches(group.number, max(1, min(MOST_ROWS, STEP_BYTES // size))):
             # pyarrow takes "a.b" for field b of column a, too.

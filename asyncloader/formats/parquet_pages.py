@@ -75,6 +75,7 @@ class PageHeaders:
             try:
                 length, page = self._parse(part)
             except Short:
+                # Without a limit, a header that never ends would be kept in memory as it grows.
                 if len(part) > MOST_HEADER:
                     self._fail(f"a page's header has more than {MOST_HEADER:,} bytes")
                 self._header = part
@@ -123,6 +124,7 @@ class PageHeaders:
             claim = header.integer()
             # Of a data page of version 2, fields 5 and 6 are the bytes of its levels.
             if number == 1 and kind_of_page == DICTIONARY_PAGE:
+                # A negative number becomes one that fails the check of the entries.
                 entries = claim if claim >= 0 else self._limits.size + 1
             elif number == 1 and not 0 <= claim <= self._limits.values:
                 self._fail(f"a page claims {claim:,} values; {self._limits.values:,} are allowed")
@@ -169,6 +171,7 @@ class _Compact:
     def integer(self) -> int:
         """Take a signed number of 32 bits. A longer number is cut, as by Thrift."""
         value = self.varint() & 0xFFFFFFFF
+        # Zigzag encoding: the lowest bit is the sign.
         return value >> 1 ^ -(value & 1)
 
     def skip(self, kind: int, depth: int) -> None:

@@ -192,9 +192,11 @@ class PushReader(Reader):
             self._done = True
 
     def _finish(self) -> None:
-        self._take(b"")  # starts the parser of an empty shard
+        # Starts the parser of an empty shard, which may refuse it.
+        self._take(b"")
         if self._done:
             return
+        # The shard may end between two requests, if the parser allows it, and never inside the bytes of a request.
         if self._held or not self._may_end:
             have = self._at + len(self._held)
             self._fail("the shard is truncated: more bytes must come here", have)

@@ -55,6 +55,7 @@ class TarReader(PushReader):
                 return
             size = self._header(block, at)
             kind = block[156:157]
+            # Extension headers belong to the member after them: a sample resumes at the first of its headers.
             first = at if first is None else first
             if kind in (b"x", b"X", b"g", b"L", b"K"):
                 if size > MAX_META_BYTES:
@@ -77,6 +78,7 @@ class TarReader(PushReader):
             name = (path if path is not None else plain_name(block)).decode("utf-8", "surrogateescape")
             size = size if pax_size is None else pax_size
             begin, first, path, pax_size = first, None, None, None
+            # No data follows, whatever size the header states.
             if kind in DATALESS:
                 continue
             split = split_name(name) if kind in FILES else None
@@ -86,6 +88,7 @@ class TarReader(PushReader):
             key, field = split
             if self._sample is None or key != self._key:
                 self._flush(begin)
+                # By the first header of a sample, so that each sample belongs to exactly one part.
                 if self._stop is not None and begin >= self._stop:
                     return
                 self._sample, self._key, self._size = {"__key__": key, "__url__": self._url}, key, 0
@@ -121,7 +124,8 @@ class TarReader(PushReader):
         """Parse the records of a pax header: each is its own length, a space, key, ``=``, value and a newline."""
         records: dict[bytes, bytes] = {}
         pos = 0
-        while pos < len(data) and data[pos]:  # some writers pad with zeros
+        # Some writers pad with zeros.
+        while pos < len(data) and data[pos]:
             digits = data[pos : pos + 8].partition(b" ")[0]
             length = int(digits) if digits.isdigit() else 0
             key, equals, value = data[pos + len(digits) + 1 : pos + length - 1].partition(b"=")

@@ -71,6 +71,7 @@ def _entry(entry: memoryview) -> tuple[str, Feature]:
     for feature in features:
         for number, wire, value in fields(feature):
             if wire == BYTES and number in (1, 2, 3):
+                # Another field of the oneof replaces the value; the same field extends it.
                 if number != kind:
                     kind, lists = number, []
                 lists.append(value)
@@ -115,6 +116,7 @@ def varints(data: memoryview) -> npt.NDArray[np.int64]:
     if longest > 10:
         raise ValueError(f"a varint of {longest} bytes; 10 are allowed")
     values = np.zeros(len(ends), np.uint64)
+    # Byte `index` of all varints at once: at most ten steps, whatever their number.
     for index in range(longest):
         here = np.flatnonzero(sizes > index)
         values[here] |= (raw[starts[here] + index] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * index)

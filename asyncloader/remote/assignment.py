@@ -366,6 +366,7 @@ class ShardAssigner:
             return Reply(worker, number)
         reply = self._over[worker] = Reply(worker, number, over=True, last=last)
         self._running -= 1
+        # The last worker keeps its unfinished batch: no other worker could fill a batch with it.
         if left and not last:
             returned = Returned(order, left)
             if self._ordered:

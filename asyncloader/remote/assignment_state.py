@@ -113,6 +113,7 @@ class EpochAssignment:
             returned = [Returned(tuple(order), _assignment(assignment)) for order, assignment in saved["returned"]]
             returned.sort(key=lambda each: each.order)
             assignments = back + [each.assignment for each in returned]
+            # The state comes from a file: each number is checked before it is used as an index.
             right = (
                 is_count(done)
                 and done <= len(plan)

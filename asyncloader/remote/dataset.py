@@ -238,6 +238,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         shard_ranges = cut(shards, parts)
         order = np.arange(len(shard_ranges))
         shuffle = key if self.shuffle_shards else None
+        # Ranks with different keys keep the common order: with different orders, two could read the same range.
         if shuffle is not None and common:
             order = Permutation(len(order), shuffle, 0)(order)
         if ranks == 1:
@@ -256,6 +257,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         if shuffle is not None and not common:
             mine = [mine[at] for at in Permutation(len(mine), shuffle, 0)(np.arange(len(mine))).tolist()]
         elif shuffle is None and ranks > 1 and mine:
+            # Otherwise each epoch would leave out the same samples, those at the end of a rank's share.
             first = (key or 0) % len(mine)
             mine = mine[first:] + mine[:first]
         return EpochPlan(group_ranges(mine, shards, workers), shares)
@@ -359,6 +361,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             elif few:
                 try:
                     sized = await with_sizes(found, stores)
+                    # Only the sizes: counts from an earlier `len()` must not change the plan.
                     shards = [shard._replace(size=of.size) for shard, of in zip(shards, sized, strict=True)]
                 except TransportError:
                     # Raised again when that shard is read. The next plan requests the sizes again.

@@ -166,6 +166,7 @@ async def _match(url: str, stores: Stores) -> list[str]:
     async with aclosing(transport.list(prefix)) as paths:
         async for path in paths:
             rest = path[len(prefix) :]
+            # A hidden file matches only a pattern that names a hidden part.
             hidden = rest.rpartition("/")[2].startswith(".") and "/." not in f"/{pattern}"
             if name.fullmatch(rest) and not hidden:
                 found.append(_join(folder + query, rest))
@@ -239,8 +240,9 @@ async def _below(folder: str, stores: Stores, wanted: ShardFormat | None) -> lis
     async with aclosing(transport.list(prefix)) as paths:
         async for path in paths:
             rest = path[len(prefix) :]
+            # Hidden files are no shards; with an explicit format, neither are names such as `_SUCCESS`.
             if rest.rpartition("/")[2].startswith("." if wanted is None else (".", "_")):
-                continue  # written by a file system or another program
+                continue
             if wanted is not None or _is_known(rest):
                 found.append(_single(_join(folder, rest), wanted))
             else:

@@ -163,7 +163,8 @@ class Ranges:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         answer = self._tasks.pop(task)
-        if not answer.done():  # the task was cancelled
+        # The task was cancelled: a future that is never done would block the thread.
+        if not answer.done():
             answer.set_exception(_closed_error())
 
 

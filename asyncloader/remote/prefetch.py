@@ -125,6 +125,7 @@ class RangePrefetcher:
 
     def open(self, shard_range: CatalogRange) -> RangeReading:
         """Return the reading of the next range, which may have been opened early."""
+        # Not equal when a range is opened a second time, after an error.
         if self._readings and self._readings[0].shard_range == shard_range:
             return self._readings.popleft()
         return RangeReading(self._open, self._shards[shard_range.shard], shard_range)
@@ -212,6 +213,7 @@ class StreamBuffer:
                 self._chunks.append(chunk)
                 self._held += len(chunk)
                 self._read += len(chunk)
+                # The consumer's request is answered: a chunk beyond `wanted` needs another request.
                 self._asked = False
                 self._news.set()
                 while not self._may_read():

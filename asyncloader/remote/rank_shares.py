@@ -87,6 +87,7 @@ def stretch_of(counts: npt.NDArray[np.int64], rank: int, ranks: int) -> Stretch:
     begin, end = total * rank // ranks, total * (rank + 1) // ranks
     if begin == end:
         return Stretch(0, 0, 0, 0)
+    # The first range that ends after `begin`: a range that ends there, or is empty, belongs to the rank before.
     first = int(np.searchsorted(ends, begin, side="right"))
     last = int(np.searchsorted(ends, end, side="left"))
     return Stretch(first, last + 1, begin - int(ends[first] - counts[first]), int(ends[last]) - end)

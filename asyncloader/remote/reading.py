@@ -118,6 +118,7 @@ async def read_shard_range(
                         yield batch
                 _report_bad(on_bad, bad)
             except RangeOutOfBounds as error:
+                # The plan has a position that the object does not have: the shard is at fault, and not the read.
                 size = "fewer" if error.size is None else f"{error.size:,}"
                 raise ShardError(
                     f"the shard is truncated, or was replaced: it has {size} bytes",

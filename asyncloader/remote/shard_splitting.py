@@ -131,6 +131,7 @@ def group_ranges(
     room = GROUP_BYTES
     for shard_range in shard_ranges:
         size = bytes_left(shards[shard_range.shard], shard_range)
+        # A range of unknown size is not grouped with others: it may be large.
         if group and (len(group) >= most or size is None or size > room):
             assignments.append(tuple(group))
             group, room = [], GROUP_BYTES

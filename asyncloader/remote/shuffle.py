@@ -56,6 +56,7 @@ class ShuffleBlocks(Generic[T]):
         """Items to add to the filling block before `giving` more are returned, so that both blocks end together."""
         if not self.block:
             return max(0, self.aim - len(self.filling))
+        # In proportion to the consumed part of the other block.
         return max(0, (self.given + giving) * self.aim // len(self.block) - len(self.filling))
 
     def begin(self, items: int) -> None:

@@ -153,11 +153,14 @@ class WorkerStream:
                 out += got
                 if got:
                     continue
+                # Nothing is left to read. With the ranges of this batch, the assigner either gives another assignment,
+                # or ends this stream and gives the ranges to another worker.
                 answer = await self._source.ask(self._taken, self._batch, self._present(out))
                 if answer.assignment is not None:
                     self._begin(answer.assignment)
                     continue
                 self._over = True
+                # Another worker delivers these samples now: they must not be returned here, too.
                 if not answer.last:
                     out, self._gave_back = [], True
                 break
@@ -346,6 +349,7 @@ class WorkerStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch, as plain values."""
+        # Before `refill` has succeeded, the position is still the loaded position.
         if self._saved is not None:
             return self._saved
         blocks = self._blocks
@@ -377,6 +381,7 @@ class WorkerStream:
         self._dry, self._over = state["dry"], state["over"]
         self._todo.extend(CatalogRange(*shard_range) for shard_range in state["todo"])
         self._saved = state
+        # This request was pending when the state was saved: it keeps its batch, and so its place in the order.
         if self._asked is not None and not self._over:
             self._ask_again(self._asked)
 

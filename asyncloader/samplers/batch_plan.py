@@ -97,6 +97,7 @@ class _Window:
     def cut(self, short: int) -> list[int]:
         """Return every batch's start, and the end of the last batch, if batch `short` is the batch that is not full."""
         starts = [*self.starts, len(self.indices)]
+        # From the right end, each batch starts at the first sample from which the limits allow it to reach its end.
         for batch in range(len(self.starts) - 1, short, -1):
             starts[batch] = bisect_left(self.ends, starts[batch + 1])
         return starts
@@ -253,7 +254,8 @@ class BatchPlan:
         steps = [range(step * self.ranks, (step + 1) * self.ranks) for step in self._permute(window, whole)]
         steps.append(range(whole * self.ranks, batches - begun))
         order = list(range(batches - begun, batches))
-        for step in steps:  # each rank gets the longest batch of a step in its turn
+        # Rotated, so that each rank in turn gets the longest batch of a step.
+        for step in steps:
             turn = len(order) // self.ranks % max(1, len(step))
             order += [*step[turn:], *step[:turn]]
         return order

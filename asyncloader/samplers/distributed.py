@@ -153,6 +153,7 @@ class Cutter:
         filling = min(each, max(0, mine + each - len(group)))
         if filling:
             self.padding = self._step, filling
+        # Repeated items come from the beginning of this group, and may repeat it more than once.
         filled = list(itertools.islice(itertools.cycle(group), len(group) + self.repeated))
         return add_position(self._share, first + mine, filled[mine : mine + each])
 

@@ -116,7 +116,8 @@ def _copy_state(value: Any, last: Any) -> Any:
         return {key: _copy_state(each, last.get(key)) for key, each in value.items()}
     if kind is list or kind is tuple:
         try:
-            same = bool(value == last)  # compares addresses first: 0.7 ns for each number that did not change
+            # Compares addresses first: 0.7 ns for each number that did not change.
+            same = bool(value == last)
         except Exception:  # of the elements' own comparison
             same = False
         return last if same else copy.deepcopy(value)
@@ -135,6 +136,7 @@ class _Ending:
         return self
 
     def __next__(self) -> Any:
+        # The item that `_own_iterator` has taken, to find out whether the sampler was at its end.
         first, self._first = self._first, _END
         if first is not _END:
             return first

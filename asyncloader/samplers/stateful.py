@@ -127,6 +127,7 @@ class RandomIndices(Iterator[int]):
                 raise ValueError(f"the state is of a sampler with {name}={state[name]}, but this one has {name}={mine}")
         if not 0 <= state["yielded"] <= self._total:
             raise ValueError(f"yielded should be between 0 and {self._total} in the state, but is {state['yielded']}")
+        # The last check. An invalid state changes nothing.
         beginning = generator_state(state["generator"])
         self._sampler.generator.set_state(beginning)
         self._beginning = beginning
@@ -196,6 +197,7 @@ class StatefulDistributedSampler(DistributedSampler[int]):
         if self.next_yielded is None:
             self.yielded = 0
         elif self.next_yielded == self.num_samples:
+            # Taken now: this iterator has no first index with which the position would be taken.
             self.yielded, self.next_yielded = self.next_yielded, None
             return iter(())
         return _Rest(self)

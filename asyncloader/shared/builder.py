@@ -118,7 +118,8 @@ class Builder:
         try:
             return self._node(value)
         finally:
-            del self._pickler  # breaks the reference cycle with this object, and drops the last item
+            # Breaks the reference cycle with this object, and drops the last item.
+            del self._pickler
 
     def _node(self, value: Any) -> int:
         known = self._nodes.get(id(value))
@@ -130,7 +131,8 @@ class Builder:
         self._open.add(id(value))
         offset = self._dict(value) if isinstance(value, dict) else self._list(value, isinstance(value, tuple))
         self._open.remove(id(value))
-        self._nodes[id(value)] = offset  # the value lives until the end of `build`, so its id stays unique
+        # By id: the value lives until the end of `build`, so no other object gets its id.
+        self._nodes[id(value)] = offset
         return offset
 
     def _header(self, header: ShareHeader) -> int:

@@ -171,8 +171,10 @@ class DictNode:
         try:
             bucket = bucket_of(stable_hash(key), self._shift)
         except UnstableKeyError:
-            return -1  # such keys were refused when the dict was built
+            # A key of such a type is not in the dict: the builder has refused it.
+            return -1
         for at in range(self._starts[bucket], self._starts[bucket + 1]):
+            # Compared, because a bucket holds keys with different hashes, and different keys may have the same hash.
             index: int = self._order[at]
             if self.key(index) == key:
                 return index

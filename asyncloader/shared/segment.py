@@ -60,6 +60,7 @@ class SegmentWriter:
         buffer += bytes(-(self._written + len(buffer)) % align)
         offset = self._written + len(buffer)
         with memoryview(data) as view:
+            # Large data is written without a copy, after the buffered bytes, whose offsets are lower.
             if view.nbytes >= _BUFFER:
                 self._flush()
                 self._put(view.cast("B"))
@@ -90,7 +91,8 @@ class SegmentWriter:
     def _put(self, view: memoryview) -> None:
         self._make_room(self._written + len(view))
         while len(view):
-            count = os.pwrite(self._fd, view, self._written)  # 2 GiB at most, at a time
+            # A system call writes 2 GiB at most.
+            count = os.pwrite(self._fd, view, self._written)
             self._written += count
             view = view[count:]
 

@@ -32,6 +32,7 @@ class SharedArray(np.ndarray[Any, Any]):
     _shared: tuple[SharedSegment, Any] | None  # the segment, and dtype, shape and order; None for derived arrays
 
     def __array_finalize__(self, source: Any) -> None:
+        # Also called for views, which must not pickle as the whole array.
         self._shared = None
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
