@@ -26,14 +26,9 @@ class JsonlReader(Reader):
 
     A shard can be cut at any byte (`cut_lines`): a line belongs to the part that contains its first byte.
 
-    Args:
-        url: see `push_parser.Reader`, also for `start`, `stop`, `max_sample_bytes` and `on_bad`.
-        start: see there.
-        stop: see there.
+    Args, besides those of `push_parser.Reader`:
         sync: `start` may lie inside a line, which belongs to the previous part; the reader is then fed from the byte
             before `start`, to find out whether a line ends there.
-        max_sample_bytes: see there.
-        on_bad: see there.
     """
 
     def __init__(

@@ -362,13 +362,10 @@ class MdsReader(PushReader):
     A shard can be cut at sample boundaries (`MdsShard.cut`). For a compressed shard, wrap the reader in a
     `CompressedReader`. Samples that `on_bad` can skip: samples with a value that is invalid for its encoding.
 
-    Args:
-        url: see `push_parser.Reader`, also for `start`, `stop`, `max_sample_bytes` and `on_bad`.
+    Args, besides those of `push_parser.Reader`:
         shard: the shard's entry in the index.
-        start: see there; 0, or an offset from `MdsShard.offsets`.
-        stop: see there.
-        max_sample_bytes: see there. It bounds the table of offsets, too.
-        on_bad: see there.
+        start: 0, or an offset from `MdsShard.offsets`.
+        max_sample_bytes: limits the table of offsets, too.
     """
 
     def __init__(

@@ -163,17 +163,12 @@ class TFRecordReader(PushReader):
     The checksum of each length is always verified before the length is used. Records that `on_bad` can skip: a wrong
     checksum of the data, or not a tf.train.Example.
 
-    Args:
-        url: see `push_parser.Reader`, also for `start`, `stop`, `max_sample_bytes` and `on_bad`.
-        start: see there.
-        stop: see there.
+    Args, besides those of `push_parser.Reader`:
         example: parse each record as a tf.train.Example, whose features are the fields (`parse_example`). Otherwise the
             one field is ``record``, the raw bytes.
         checksum: the CRC-32C function that verifies the data. ``"auto"``: google_crc32c's if it is installed; otherwise
             the data is **not verified**, because Python alone would take 100 times as long as the rest. None: not
             verified.
-        max_sample_bytes: see there.
-        on_bad: see there.
     """
 
     def __init__(
