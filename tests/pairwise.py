@@ -1,7 +1,7 @@
 """Chooses, of a test's many combinations of parameters, a few in which every value, or every pair of values, occurs.
 
 Most faults need one value or two together. ``pytest`` runs each value, ``pytest --all`` each pair, and
-``pytest --combinations`` every combination.
+``pytest --combinations`` every combination. tests/conftest.py has the values of which ``--all`` keeps no pairs.
 """
 
 from __future__ import annotations
