@@ -204,6 +204,18 @@ def test_nothing_is_shielded_by_asyncio() -> None:
     assert not uses
 
 
+def test_hooks_of_the_process_are_registered_in_one_place() -> None:
+    """There each is registered once, and `tests/test_finalizers.py` finds them all."""
+    uses = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node) in {"atexit.register", "os.register_at_fork", "threading._register_atexit"}
+    }
+    assert uses == {"asyncloader.process_hooks"}
+
+
 def uses_default_executor(call: ast.Call) -> bool:
     """Whether a call runs something in the loop's default executor, or has asyncio look up a name there."""
     function = call.func

@@ -201,15 +201,13 @@ def finalizers() -> list[Function]:
     found = list(functions()["__del__"])
     for module, tree in parsed().items():
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            if not isinstance(node, ast.Call):
                 continue
             text = ast.unparse(node.func)
             if text in {"weakref.finalize", "weakref.ref"} and len(node.args) > 1:
                 found += _named(node.args[1], module)
-            elif text in {"atexit.register", "threading._register_atexit"}:
+            elif text in {"at_exit", "before_fork", "in_forked_child"}:
                 found += _named(node.args[0], module)
-            elif text == "os.register_at_fork":
-                found += [each for keyword in node.keywords for each in _named(keyword.value, module)]
     return found
 
 

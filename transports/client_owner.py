@@ -17,10 +17,10 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cache
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from asyncloader.process_hooks import in_forked_child
 from asyncloader.shielding import shielded
 from asyncloader.transports.errors import TransportClosed, TransportError
 
@@ -199,7 +199,7 @@ class ClientOwner(ABC, Generic[_C]):
         self._client, self._loop, self._pid = client, loop, os.getpid()
         _owners.add(self)
         _clients[client] = self.leave_to_parent
-        _watch_forks()
+        in_forked_child(_leave_all)
         return client
 
 
@@ -257,12 +257,6 @@ _owners: weakref.WeakSet[ClientOwner[Any]] = weakref.WeakSet()
 # With clients that their owners have replaced, because their loop ended, until they are garbage-collected.
 _clients: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 _left_in_parent: list[object] = []
-
-
-@cache  # once per process, by the first client: importing registers nothing
-def _watch_forks() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_leave_all)
 
 
 def _leave_all() -> None:

@@ -20,15 +20,14 @@ held at the fork. To import obstore and make clients before the fork is harmless
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import re
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncloader.process_hooks import at_exit, in_forked_child
 from asyncloader.telemetry.counters import count
 from asyncloader.transports.base import gather_all
 from asyncloader.transports.checks import check_path
@@ -89,7 +88,7 @@ class StoreOwner(ClientOwner[OpenStore]):
         """
         note_use()
         opened = OpenStore(self._open_store)
-        _settle_at_exit()
+        at_exit(_settle)
         return opened
 
     async def close_client(self, client: OpenStore) -> None:
@@ -101,12 +100,7 @@ class StoreOwner(ClientOwner[OpenStore]):
         return client
 
 
-@cache  # once per process, by the first client: importing registers nothing
-def _settle_at_exit() -> None:
-    atexit.register(_settle, os.getpid())
-
-
-def _settle(pid: int) -> None:
+def _settle() -> None:
     """When the interpreter exits: give obstore's threads time to release the objects of the last requests.
 
     A thread that requests the GIL during interpreter shutdown is unwound by force, and Rust then aborts the process.
@@ -127,8 +121,7 @@ def _settle(pid: int) -> None:
     sufficient: it costs a process that used obstore 50 ms once, and fails only if a thread is not scheduled for that
     long.
     """
-    if pid == os.getpid():
-        time.sleep(_SETTLE_S)
+    time.sleep(_SETTLE_S)
 
 
 _R = TypeVar("_R")
@@ -445,7 +438,7 @@ def note_use() -> None:
         return
     if _user == _NEVER:
         _user = pid
-        _watch_forks()
+        in_forked_child(_forked)
         return
     # Also found by the pid, in case a fork did not run Python's hooks.
     raise TransportError(
@@ -453,11 +446,6 @@ def note_use() -> None:
         "obstore's threads exist only there: a request made here would hang for ever. Start the workers with "
         'multiprocessing_context="forkserver" or "spawn", or read nothing from object stores before the fork'
     )
-
-
-def _watch_forks() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forked)
 
 
 def _forked() -> None:

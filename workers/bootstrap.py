@@ -16,7 +16,6 @@ This module imports nothing heavy: it is unpickled, and pauses the collector, be
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 import threading
@@ -24,6 +23,8 @@ from collections.abc import Generator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+from asyncloader.process_hooks import in_forked_child
 
 
 class Bootstrap:
@@ -74,7 +75,7 @@ def _age() -> float:
 @contextlib.contextmanager
 def gc_paused() -> Generator[None]:
     """Context around the fork of a worker: garbage that exists at the fork is never collected in the child."""
-    _install_fork_hook()
+    in_forked_child(_pause.end_in_child)
     with _pause.lock:
         if _pause.enabled is not None:  # a signal handler forks in the middle of another fork
             yield
@@ -109,8 +110,3 @@ class _GcPause:
 
 
 _pause = _GcPause()
-
-
-@functools.cache
-def _install_fork_hook() -> None:
-    os.register_at_fork(after_in_child=_pause.end_in_child)

@@ -15,9 +15,7 @@ An exit hook stops the pools that still have workers before multiprocessing ends
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -28,6 +26,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from asyncloader.errors import LoaderClosed, WorkerDied
+from asyncloader.process_hooks import at_exit
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.inbox import Inbox
@@ -490,10 +489,9 @@ def stop_at_exit(pool: Stoppable) -> None:
     _pools.add(pool)
 
 
-@functools.cache
 def install_exit_hook() -> None:
-    """Register the exit hook, once. Exit hooks run in reverse order, so hooks registered later run before it."""
-    atexit.register(_stop_all)
+    """Register the exit hook, which stops all pools. Exit hooks that are registered later run before it."""
+    at_exit(_stop_all)
 
 
 def _stop_all() -> None:

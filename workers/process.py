@@ -10,7 +10,6 @@ through which the server reports it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing.process
 import os
 import pickle
@@ -22,6 +21,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from asyncloader.errors import WorkerDied
+from asyncloader.process_hooks import in_forked_child
 from asyncloader.telemetry.counters import BLOCK_BYTES, Recorder
 from asyncloader.workers.bootstrap import Bootstrap
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
@@ -93,7 +93,7 @@ class WorkerProcess:
             undo.pop_all()
         self.channel = Channel(ours)
         # Before the process is started: a fork in another thread from now on closes the descriptors in its child.
-        _install_fork_hook()
+        in_forked_child(_forget_all)
         _processes.add(self)
         links = Links(
             InheritedFd(theirs.fileno()),
@@ -258,12 +258,6 @@ class WorkerProcess:
 # Every process that is not released yet. Strong references, because the finalizer of a garbage pool needs its sockets
 # and pidfds intact, and garbage is finalized in any order. Nothing here refers to a pool.
 _processes: set[WorkerProcess] = set()
-
-
-@functools.cache
-def _install_fork_hook() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget_all)
 
 
 def _forget_all() -> None:

@@ -13,8 +13,6 @@ exits.
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed
 from asyncloader.options.declaration import LoaderSpec
+from asyncloader.process_hooks import at_exit
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
@@ -189,14 +188,9 @@ _live: LiveObjects[ClosesAtExit] = LiveObjects()
 
 def close_at_exit(iterator: ClosesAtExit) -> None:
     """Close this iterator when the process exits, if it is still alive."""
-    _install_exit_hook()
-    _live.add(iterator)
-
-
-@functools.cache
-def _install_exit_hook() -> None:
     install_exit_hook()  # registered first, so called last: pools stop after their iterators
-    atexit.register(_close_all)
+    at_exit(_close_all)
+    _live.add(iterator)
 
 
 def _close_all() -> None:

@@ -17,19 +17,19 @@ The caller never has two calls in progress at a time.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import resource
 import sys
 import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import Context
-from functools import cache, partial
+from functools import partial
 from time import monotonic, perf_counter, thread_time
 from typing import Any, Final, TypeAlias
 
 import torch
 
+from asyncloader.process_hooks import at_exit
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.threads import JobThreads
@@ -85,7 +85,7 @@ class FetchPlace:
     def __init__(self, initializer: Callable[[], None] | None, *, movable: bool, iterable: bool) -> None:
         self._thread = JobThreads(1, "asyncloader-fetch")
         self._initializer = initializer
-        _install_exit_hook()
+        at_exit(_close_all)
         _places.add(self)
         self._movable = movable and _OF_THREAD is not None
         self._context = Context()
@@ -192,11 +192,6 @@ class FetchPlace:
 # The threads are daemons: a call that never returns must not keep the interpreter. But finalization ends a daemon
 # thread wherever it is, and aborts the process if that is in C++ code, so a call that does return is waited for.
 _places: weakref.WeakSet[FetchPlace] = weakref.WeakSet()
-
-
-@cache
-def _install_exit_hook() -> None:
-    atexit.register(_close_all)
 
 
 def _close_all() -> None:

@@ -17,7 +17,6 @@ torch's iterators warns of loaders that torch's own engine still reads.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import types
 import warnings
@@ -36,6 +35,7 @@ from asyncloader.epoch.sync_inline import CountedNext
 from asyncloader.epoch.thread_workers import ThreadIterator
 from asyncloader.loader import DataLoader
 from asyncloader.options.declaration import LoaderSpec
+from asyncloader.process_hooks import in_forked_child
 
 _Torchs: Any = torch.utils.data.DataLoader
 
@@ -101,9 +101,8 @@ class _Hooks:
 
 
 _hooks = _Hooks()
-if hasattr(os, "register_at_fork"):
-    # Another thread may hold the lock at the fork; in the child it would never be released.
-    os.register_at_fork(after_in_child=lambda: setattr(_hooks, "lock", threading.Lock()))
+# Another thread may hold the lock at the fork; in the child it would never be released.
+in_forked_child(lambda: setattr(_hooks, "lock", threading.Lock()))
 
 
 def _wrap_loader(original: Callable[..., None]) -> Callable[..., None]:

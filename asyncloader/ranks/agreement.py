@@ -18,9 +18,7 @@ made only when the epoch before is over on this rank, or has been given up for i
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import functools
 import os
 import queue
 import sys
@@ -31,6 +29,7 @@ from typing import Any
 
 from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
 from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, WorkerFailure
+from asyncloader.process_hooks import at_exit
 from asyncloader.ranks.process_group import RankGroup
 from asyncloader.workers.memory.live_objects import LiveObjects
 
@@ -74,7 +73,7 @@ class Agreement:
         self._over = False
         self._closed: str | None = None  # the reason, if this rank gave the epoch up
         self._owner = os.getpid()
-        _install_exit_hook(self._owner)
+        at_exit(_leave_all)
         _live.add(self)
         # Held while reducing: another thread may give the epoch up while one waits for its steps.
         self._lock = threading.Lock()
@@ -298,17 +297,10 @@ def start_thread(function: Callable[[], None]) -> None:
     thread.start()
 
 
-@functools.cache
-def _install_exit_hook(owner: int) -> None:
-    atexit.register(_leave_all, owner)
-
-
-def _leave_all(owner: int) -> None:
+def _leave_all() -> None:
     """At exit, notify the other ranks and give them a moment to answer. A reduction that returned while the interpreter
     is finalizing would abort the process, because its thread is unwound through C++.
     """
-    if os.getpid() != owner:
-        return  # a forked child has none of the threads, and the locks may be held for ever
     for stage in _stages:
         stage.close_soon()
     for agreement in _live:

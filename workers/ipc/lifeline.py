@@ -11,9 +11,9 @@ Owner, signal and ``O_ASYNC`` belong to the open file description, which forked 
 pipe again, through ``/proc``, and has a description of its own.
 
 *Who holds a write end.* It is close-on-exec, so programs that are started do not hold it; forked children close their
-copy at once (`os.register_at_fork`). A child forked by another thread between the creation of the pipe and its
-registration, or by C code that runs no hooks, delays the signal until it ends itself. Therefore the worker also has a
-thread that waits for the parent's pidfd.
+copy at once (`process_hooks.in_forked_child`). A child forked by another thread between the creation of the pipe and
+its registration, or by C code that runs no hooks, delays the signal until it ends itself. Therefore the worker also has
+a thread that waits for the parent's pidfd.
 
 Linux only. Elsewhere `hold` returns False, and only that thread ends the worker.
 """
@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import select
 import signal
+
+from asyncloader.process_hooks import in_forked_child
 
 
 class Lifeline:
@@ -38,7 +39,7 @@ class Lifeline:
     """
 
     def __init__(self) -> None:
-        _install_fork_hook()
+        in_forked_child(_forget_all)
         self._owner = os.getpid()
         self._fd, self._write_fd = os.pipe()  # both close-on-exec
         _lifelines.add(self)
@@ -119,11 +120,6 @@ def _reopened(fd: int) -> int:
 # Every lifeline with an open write end in this process. Strong references: the fork hook must also close the write end
 # of a lifeline that is garbage.
 _lifelines: set[Lifeline] = set()
-
-
-@functools.cache
-def _install_fork_hook() -> None:
-    os.register_at_fork(after_in_child=_forget_all)
 
 
 def _forget_all() -> None:

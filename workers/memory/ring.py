@@ -29,7 +29,6 @@ They share `_free` alone; everything about leases belongs to the consumer's side
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 import sys
@@ -39,6 +38,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
+from asyncloader.process_hooks import before_fork
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.layout import PAGE, align
 from asyncloader.workers.memory.live_objects import LiveObjects
@@ -311,11 +311,9 @@ def _retire_before_fork() -> None:
         ring.retire()
 
 
-@functools.cache
 def install_fork_hook() -> None:
-    """Install the hook, once, that retires leased slots before every fork of this process."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_retire_before_fork)
+    """Retire leased slots before every fork of this process from now on."""
+    before_fork(_retire_before_fork)
 
 
 Anchor = ctypes.Array[ctypes.c_char]

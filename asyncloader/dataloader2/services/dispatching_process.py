@@ -10,7 +10,6 @@ The process ends on a message of the main process, and is killed when the main p
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import pickle
@@ -28,6 +27,7 @@ from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.utils.worker import Change, WorkerInfo, reset_graph
 from asyncloader.errors import WorkerDied, ending
+from asyncloader.process_hooks import in_forked_child
 from asyncloader.workers.default_signals import set_worker_signals
 from asyncloader.workers.error_pickle import caught
 from asyncloader.workers.ipc.lifeline import Lifeline, hold
@@ -95,7 +95,7 @@ class Dispatcher:
     """
 
     def __init__(self, datapipe: DataPipe, workers: int, context: Any) -> None:
-        _install_fork_hook()
+        in_forked_child(_forget_all)
         self._owner = os.getpid()
         self._control, control = context.Pipe()
         pairs = [context.Pipe() for _ in range(workers)]
@@ -168,11 +168,6 @@ class Dispatcher:
 
 
 _dispatchers: set[Dispatcher] = set()
-
-
-@functools.cache
-def _install_fork_hook() -> None:
-    os.register_at_fork(after_in_child=_forget_all)
 
 
 def _forget_all() -> None:

@@ -8,7 +8,6 @@ loader. When the last process has ended, in whatever way, the node ends, and the
 from __future__ import annotations
 
 import errno
-import functools
 import hashlib
 import os
 import select
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from asyncloader.process_hooks import in_forked_child
 from asyncloader.service.definition import Defined, Definition
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
@@ -115,7 +115,7 @@ class SharedService(Service):
 
     def stay(self, link: Link) -> None:
         """Keep this connection until this process ends."""
-        _install_fork_hook()
+        in_forked_child(_forget_all)
         link.send(frames.STAY)
         before = _here.staying.pop(self.url, None)  # to an earlier node, which has ended
         # Detached, so that no collected object closes it. The kernel closes it when the process ends, also if killed.
@@ -140,11 +140,6 @@ class _Here:
 
 
 _here = _Here()
-
-
-@functools.cache
-def _install_fork_hook() -> None:
-    os.register_at_fork(after_in_child=_forget_all)
 
 
 def _forget_all() -> None:

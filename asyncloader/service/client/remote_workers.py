@@ -24,6 +24,7 @@ from typing import Any
 
 from asyncloader.bridge import in_thread
 from asyncloader.errors import ServiceUnavailable, WorkerDied
+from asyncloader.process_hooks import in_forked_child
 from asyncloader.service.client.connect import (
     NodeConnection,
     Unreachable,
@@ -249,12 +250,6 @@ class ServiceWorkers:
 _live: LiveObjects[RemoteWorker] = LiveObjects()
 
 
-@functools.cache
-def _install_fork_hook() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget_all)
-
-
 def _forget_all() -> None:
     """In a forked child: close its copies of all connections, which would keep them open after the loader's end."""
     for worker in _live:
@@ -323,7 +318,7 @@ class RemoteWorker:
         self.process: Any = self
         self._link = link
         self.channel: Any = self._take_channel() if link.fds else RemoteChannel(link)
-        _install_fork_hook()
+        in_forked_child(_forget_all)
         # Last: another thread may fork at any moment, and the child releases all workers that it finds here.
         _live.add(self)
 

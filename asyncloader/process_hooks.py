@@ -1,0 +1,46 @@
+"""Registers functions that Python calls when this process forks or exits: each once, by the first object that needs it.
+
+Data path: none. Importing the package registers nothing, so a program that forks without a loader pays nothing.
+
+The functions are those of modules, and find their objects in the module's own set: hooks cannot be unregistered.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+from collections.abc import Callable
+
+
+@functools.cache
+def before_fork(hook: Callable[[], object]) -> None:
+    """Call `hook` in this process before every fork. Hooks that were registered later are called first."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=hook)
+
+
+@functools.cache
+def in_forked_child(hook: Callable[[], object]) -> None:
+    """Call `hook` in every child that Python forks, workers included, and in theirs. Hooks that were registered earlier
+    are called first.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=hook)
+
+
+def at_exit(hook: Callable[[], object]) -> None:
+    """Call `hook` when this process exits. Hooks that were registered later are called first."""
+    _register_exit(os.getpid(), hook)
+
+
+@functools.cache
+def _register_exit(owner: int, hook: Callable[[], object]) -> None:
+    atexit.register(_call_in, owner, hook)
+
+
+def _call_in(owner: int, hook: Callable[[], object]) -> None:
+    # A forked child inherits the registration, but none of the threads, and locks that they may hold for ever. For
+    # objects of its own the child registers the hook again.
+    if os.getpid() == owner:
+        hook()
