@@ -10,20 +10,18 @@ never joins two writes that carry descriptors: so descriptors are taken in the o
 from __future__ import annotations
 
 import array
-import contextlib
-import os
 import select
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from asyncloader.workers.ipc.send_queue import SendQueue, close_quietly
 from asyncloader.workers.ipc.wire import MOST_FRAME, FrameSplitter
 
 _READ_BYTES = 1 << 16
 _MAX_FDS = 8
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _LOST = -1
-_OBJECT_BYTES = 450  # of the objects that hold an unsent frame, besides its bytes
 _CLOEXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # a program started by the user must not inherit our segments
 
 
@@ -41,22 +39,14 @@ class Channel:
         self.sock = sock
         self.ended = False
         self.received = 0
-        self.unsent_bytes = 0
-        """Bytes of frames that wait to be sent."""
-        self.unsent_fds = 0
-        """Descriptors that wait with them."""
+        self.unsent = SendQueue()
+        """The frames that wait to be sent."""
         self._splitter = FrameSplitter(most_frame)
         self._fds: deque[int] = deque()
-        self._unsent: deque[tuple[memoryview, tuple[int, ...]]] = deque()
 
     def fileno(self) -> int:
         """The socket's descriptor, -1 once closed."""
         return self.sock.fileno()
-
-    @property
-    def unsent_memory(self) -> int:
-        """Bytes of memory that the unsent frames take, about: those of small ones are mostly Python's objects."""
-        return self.unsent_bytes + _OBJECT_BYTES * len(self._unsent)
 
     # ------------------------------------------------------------------------------------------ receiving
 
@@ -114,19 +104,16 @@ class Channel:
         Raises:
             ConnectionError: the other end is closed.
         """
-        if self._unsent:
-            self._keep(memoryview(frame), fds)
+        if self.unsent:
+            # Not past those that wait: the receiver takes descriptors in the order of the frames that announce them.
+            self.unsent.put(memoryview(frame), fds)
             return self.flush()
         sent = self._push(frame, fds)
         if sent == len(frame):
             return True
-        self._keep(memoryview(frame)[sent:], fds if sent == 0 else ())
+        # The descriptors have gone with the first byte, if that has.
+        self.unsent.put(memoryview(frame)[sent:], fds if sent == 0 else ())
         return False
-
-    def _keep(self, rest: memoryview, fds: Sequence[int]) -> None:
-        self._unsent.append((rest, tuple(os.dup(fd) for fd in fds)))
-        self.unsent_bytes += len(rest)
-        self.unsent_fds += len(fds)
 
     def send_all(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send a frame; waits while the socket is full. Errors as `send`."""
@@ -136,19 +123,7 @@ class Channel:
 
     def flush(self) -> bool:
         """Send what is unsent; returns True if nothing is left."""
-        while self._unsent:
-            frame, fds = self._unsent[0]
-            sent = self._push(frame, fds)
-            if sent == 0:
-                return False
-            self._unsent.popleft()
-            self.unsent_bytes -= sent
-            self.unsent_fds -= len(fds)
-            for fd in fds:
-                os.close(fd)
-            if sent < len(frame):
-                self._unsent.appendleft((frame[sent:], ()))
-        return True
+        return self.unsent.flush(self._push)
 
     def _push(self, frame: bytes | memoryview, fds: Sequence[int]) -> int:
         try:
@@ -165,15 +140,8 @@ class Channel:
         self.ended = True
         self.sock.close()
         while self._fds:
-            _close_quietly(self._fds.popleft())
-        while self._unsent:
-            for fd in self._unsent.popleft()[1]:
-                _close_quietly(fd)
-
-
-def _close_quietly(fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(fd)
+            close_quietly(self._fds.popleft())
+        self.unsent.close()
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:

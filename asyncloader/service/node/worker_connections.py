@@ -291,14 +291,14 @@ class RelayedConnection:
         #
         # Neither lasts for ever. Messages go as the loader reads; if it does not, that is its own loss. Frames and
         # waiting tasks go as the process works; for a process that does not, there is the timer below.
-        read = self._link.queued <= _MOST_QUEUED
+        read = self._link.unsent.memory <= _MOST_QUEUED
         if read != self._reads_process and self._channel.fileno() >= 0:
             self._reads_process = read
             if read:
                 self._loop.add_reader(self._channel.fileno(), self._on_process)
             else:
                 self._loop.remove_reader(self._channel.fileno())
-        queued = self._channel.unsent_memory + self._waiting_bytes
+        queued = self._channel.unsent.memory + self._waiting_bytes
         full = self._channel.fileno() >= 0 and queued > _MOST_QUEUED
         # While the queue is full, the loader's PINGs are not read: an honest loader has left long before `_DEAF_S`, a
         # loader that hung up would not be noticed, and a KILL may lie unread behind the tasks. So the connection is
@@ -470,7 +470,7 @@ class RelayedConnection:
 
     def _count(self) -> None:
         """Count the unsent bytes in the quota."""
-        queued = self._link.queued
+        queued = self._link.unsent.memory
         self._quota.count(queued - self._queued)
         self._queued = queued
         self._steer()

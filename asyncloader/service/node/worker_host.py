@@ -172,7 +172,7 @@ class _ConnectionChannel(Channel):
     def full(self) -> bool:
         """Whether the queue of unsent frames is too long for another answer."""
         # A single descriptor fills it: each is of a segment with a batch of any size, which lives until it is sent.
-        return self.unsent_fds > 0 or self.unsent_memory > _MOST_QUEUED
+        return self.unsent.fds > 0 or self.unsent.memory > _MOST_QUEUED
 
     def close(self) -> None:
         """Close the socket and drop unsent frames. Idempotent."""
@@ -204,7 +204,7 @@ class _Connection:
     def events(self) -> int:
         """The events to poll for, besides the loader's hanging up, which is always reported."""
         reading = select.POLLIN if self.queued <= _MOST_QUEUED else 0
-        return reading | (select.POLLOUT if self.channel.unsent_bytes else 0)
+        return reading | (select.POLLOUT if self.channel.unsent else 0)
 
 
 class _ConnectionLoop(AsyncTaskLoop):

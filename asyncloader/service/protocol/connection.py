@@ -11,20 +11,19 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
-import os
 import socket
 import ssl
 import sys
 import termios
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from asyncloader.service.protocol.frames import HEADER_BYTES, MOST_BODY, Header, pack_header, unpack_header
+from asyncloader.workers.ipc.send_queue import SendQueue, close_quietly
 
 _READ = 1 << 12  # small, because payload bytes that it reads are copied once more
 _TURN = 4 << 20  # bytes after which other connections of the event loop have a turn
-_MESSAGE_BYTES = 400  # memory of an unsent message, besides its bytes
 _WAKE = 1 << 18  # bytes of a payload that are worth a wake-up of the event loop
 _MOST_FDS = 4
 _FD_BYTES = socket.CMSG_SPACE(_MOST_FDS * 4)
@@ -59,15 +58,15 @@ class Link:
         self.ended = False
         self.received = 0
         """Bytes received so far."""
-        self.queued = 0
-        """Bytes of unsent messages, without their payloads."""
+        self.unsent = SendQueue()
+        """The messages that wait to be sent, with their payloads."""
         self.fds: deque[int] = deque()
         """Descriptors that came with messages, on a Unix socket."""
         self._tls = isinstance(sock, ssl.SSLSocket)
-        self._unsent: deque[tuple[memoryview, Callable[[], None] | None, int, int]] = deque()
         self._rest = bytearray()
         self._reading: tuple[Header, bytearray, memoryview] | None = None  # a message whose payload is not complete
         self._got = 0
+        # The bytes that must have come before a poll reports them (SO_RCVLOWAT). A new socket reports each.
         self._waking = 1
 
     def fileno(self) -> int:
@@ -112,38 +111,24 @@ class Link:
             ConnectionError: the other end is closed.
         """
         nbytes = 0 if payload is None else payload.nbytes
-        head = pack_header(kind, len(body), epoch, task, nbytes) + body
-        cost = len(head) + _MESSAGE_BYTES
-        self._unsent.append((memoryview(head), None if nbytes else sent, -1 if fd < 0 else os.dup(fd), cost))
-        self.queued += cost
+        head = memoryview(pack_header(kind, len(body), epoch, task, nbytes) + body)
+        # Both are queued before any is sent: if sending raises, `close` still finds `sent`, and the ring gets its slot.
+        self.unsent.put(head, () if fd < 0 else (fd,), None if nbytes else sent)
         if payload is not None and nbytes:
-            self._unsent.append((payload.cast("B"), sent, -1, 0))
+            self.unsent.put(payload.cast("B"), (), sent, owned=False)
         return self.flush()
 
     def flush(self) -> bool:
         """Send unsent messages; returns whether none is left. Errors as `send`."""
-        while self._unsent:
-            data, sent, fd, cost = self._unsent[0]
-            try:
-                number = self._push(data, fd)
-            except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                return False
-            except ssl.SSLError as error:
-                raise ConnectionError(str(error)) from None
-            if fd >= 0:
-                os.close(fd)
-            if number < data.nbytes:
-                # The descriptor went with the first byte. The number counts until the whole message is sent.
-                self._unsent[0] = data[number:], sent, -1, cost
-                continue
-            self._unsent.popleft()
-            self.queued -= cost
-            if sent is not None:
-                sent()
-        return True
+        return self.unsent.flush(self._push)
 
-    def _push(self, data: memoryview, fd: int) -> int:
-        return self.sock.send(data) if fd < 0 else socket.send_fds(self.sock, [data], [fd])
+    def _push(self, data: memoryview, fds: Sequence[int]) -> int:
+        try:
+            return socket.send_fds(self.sock, [data], list(fds)) if fds else self.sock.send(data)
+        except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            return 0
+        except ssl.SSLError as error:
+            raise ConnectionError(str(error)) from None
 
     # ------------------------------------------------------------------------------------------ receiving
 
@@ -259,11 +244,6 @@ class Link:
         with contextlib.suppress(OSError):
             self.sock.close()
         self._reading = None
-        while self._unsent:
-            _, sent, fd, _ = self._unsent.popleft()
-            if fd >= 0:
-                os.close(fd)
-            if sent is not None:
-                sent()  # the payload's slot is free again, although the bytes were not sent
+        self.unsent.close()
         while self.fds:
-            os.close(self.fds.popleft())
+            close_quietly(self.fds.popleft())

@@ -192,7 +192,7 @@ async def test_floods(kind: int) -> None:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
         node = played.connection
-        held = node._link.queued + node._channel.unsent_memory + node._waiting_bytes
+        held = node._link.unsent.memory + node._channel.unsent.memory + node._waiting_bytes
         assert held <= 3 * _MOST_QUEUED
         while not played.connection._reads_link:  # once it is read, so is the link
             await asyncio.sleep(0)

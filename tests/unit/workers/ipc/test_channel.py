@@ -236,7 +236,7 @@ def test_the_memory_of_small_frames_that_wait(pair: tuple[Channel, Channel]) -> 
     channel, other = pair
     while channel.send(wire.pack(wire.RESET, bytes(20))):
         pass
-    waiting = channel.unsent_bytes
+    waiting = channel.unsent.nbytes
     tracemalloc.start()
     try:
         for _ in range(2000):
@@ -244,7 +244,7 @@ def test_the_memory_of_small_frames_that_wait(pair: tuple[Channel, Channel]) -> 
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 5 * (channel.unsent_bytes - waiting) < taken < channel.unsent_memory < 2 * taken
+    assert 5 * (channel.unsent.nbytes - waiting) < taken < channel.unsent.memory < 2 * taken
     while not channel.flush():
         list(other.receive(wait=True))
-    assert channel.unsent_memory == 0
+    assert channel.unsent.memory == 0
