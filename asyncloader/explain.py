@@ -182,10 +182,11 @@ def _device(spec: LoaderSpec[Any], config: EpochConfig, statistics: Statistics) 
     if transfer is not None and transfer.accelerator.lock is None:
         return f"{device}, {ahead}, by way of page-locked copies: {transfer.accelerator.unlocked_because}"
     if not statistics.page_locked_bytes:
-        if statistics.staged > 1:
+        if statistics.staged_batches > 1:
             return f"{device}, {ahead}, by way of page-locked copies: batches do not fit into rings of this ring_bytes"
         return f"{device}, {ahead}, copied from rings that are page-locked when the first batch comes"
-    staged = f"; {statistics.staged} batches were copied to page-locked memory first" if statistics.staged else ""
+    copied = statistics.staged_batches
+    staged = f"; {copied} batches were copied to page-locked memory first" if copied else ""
     return (
         f"{device}, {ahead}, copied from rings of {statistics.page_locked_bytes:,} bytes, page-locked in "
         f"{statistics.page_lock_s:.2f} s{staged}"
@@ -204,9 +205,9 @@ def diagnose_run(spec: LoaderSpec[Any], statistics: Statistics) -> Diagnosis:
         startup_s=statistics.startup_s,
         main_cpu_s=statistics.main_cpu_s,
         ring_copies=statistics.ring_copies,
-        oversize=statistics.oversize,
+        oversize=statistics.oversize_batches,
         ring_needed=statistics.ring_needed,
-        retirements=statistics.retirements,
+        retirements=statistics.worker_retirements,
         blocks=statistics.blocks(),
         cpus=usable_cpus(),
         cpu_limit=cpu_limit(),

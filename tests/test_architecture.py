@@ -73,6 +73,7 @@ PURE = {
         "state.epoch_counter",
         "state.schema",
         "telemetry.counters",
+        "telemetry.figures",
         "telemetry.diagnosis",
         "telemetry.prediction",
         "telemetry.run_figures",

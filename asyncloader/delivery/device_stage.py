@@ -90,7 +90,7 @@ class DeviceStage(Stage):
         batch, source = self._opener.open_held(answer)
         locked = locked and source is not None
         if not locked and answer.result.nbytes:
-            self._statistics.staged += 1
+            self._statistics.staged_batches += 1
         slot = torch.frombuffer(source, dtype=torch.uint8) if locked else None
         began = perf_counter()
         ready = self._transfer.start(batch, locked=locked, slot=slot)

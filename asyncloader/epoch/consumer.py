@@ -414,9 +414,9 @@ class Consumer:
                 self._progress.begun(notice.worker, notice.cursor)
                 continue
             if notice.left:
-                self._statistics.retirements += 1
+                self._statistics.worker_retirements += 1
             else:
-                self._statistics.restarts += 1
+                self._statistics.worker_restarts += 1
             if notice.warning:
                 warnings.warn(notice.warning, RuntimeWarning, stacklevel=4)
         warning, self._opener.warning = self._opener.warning, None

@@ -38,7 +38,7 @@ class LateTasks:
     def assigned(self, seq: int, worker: int) -> None:
         """The worker was sent the task."""
         if self._scheduler.hedged(seq):
-            self._statistics.hedged += 1
+            self._statistics.hedged_batches += 1
             if self._scheduler.unanswered(worker) > 1:
                 self._hedging.costs()
         self._hedging.assigned(seq, worker, self._pool.processes[worker].node, perf_counter())

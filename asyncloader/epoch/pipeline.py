@@ -262,13 +262,13 @@ class Pipeline(Listener):
         needed = rings.too_small_for(nbytes)
         if not needed:
             return
-        if not self._statistics.oversize:
+        if not self._statistics.oversize_batches:
             _log.warning(
                 "a batch of %s bytes does not fit into a ring of ring_bytes=%s and was given memory of its own, which "
                 "is slower; Tuning(ring_bytes=%d) would hold such batches",
                 *(f"{nbytes:,}", rings.ring_bytes, needed),
             )
-        self._statistics.oversize += 1
+        self._statistics.oversize_batches += 1
         self._statistics.ring_needed = max(needed, self._statistics.ring_needed)
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:

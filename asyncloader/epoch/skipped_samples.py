@@ -39,7 +39,7 @@ class SkippedSampleLog:
         statistics = self._statistics
         _tell(statistics.skipped_samples, records)
         statistics.skipped_samples += len(records)
-        statistics.refilled += sum(record.action == "refilled" for record in records)
+        statistics.refilled_samples += sum(record.action == "refilled" for record in records)
         self.samples += records
         if self._limit is not None and len(self.samples) > self._limit:
             last = self.samples[-1]

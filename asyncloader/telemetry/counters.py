@@ -18,19 +18,9 @@ from math import frexp
 from struct import Struct
 from typing import Any, Literal, NamedTuple
 
-KEYS: tuple[str, ...] = (
-    "requests",
-    "bytes",
-    "retries",
-    "resumed",
-    "given_up",
-    "retry_wait_s",
-    "cache_hits",
-    "cache_misses",
-    "cache_bytes",
-    "cache_evictions",
-    "cache_damaged",
-)
+from asyncloader.telemetry.figures import STORE_FIGURES
+
+KEYS = tuple(STORE_FIGURES)
 """The sums of transports, in the order of `stats()`, where they have the prefix ``store/``."""
 
 PROCESS_KEYS: tuple[str, ...] = ("cpu_s", "delayed_s", "sampled_s", "sampled_cpu_s")

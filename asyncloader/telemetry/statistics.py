@@ -20,6 +20,7 @@ import numpy as np
 
 from asyncloader.cpus import busy_seconds
 from asyncloader.telemetry.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, stage_times, total
+from asyncloader.telemetry.figures import COUNTED, KEY_NAMES, TOTALS, LoaderFigures
 
 _log = logging.getLogger("asyncloader")
 
@@ -27,10 +28,11 @@ _LOOK_S = 0.05  # between two looks at the CPU time
 _SLOW_START_S = 10.0  # from which the log tells what the start of workers took
 
 
-class Statistics:
+class Statistics(LoaderFigures):
     """Counters of one loader over all of its iterators."""
 
     __slots__ = (
+        *COUNTED,
         "_before",
         "_cpu_mark",
         "_first_begun",
@@ -41,70 +43,38 @@ class Statistics:
         "_starting",
         "_told_slow_start",
         "_workers",
-        "batches",
         "busy_s",
-        "bytes",
         "elapsed_s",
         "epochs",
-        "first_batch_s",
-        "hedged",
         "main_cpu_s",
         "newest_skipped",
-        "oversize",
-        "page_lock_s",
-        "page_locked_bytes",
         "pickled",
-        "prefetch_depth",
         "recorder",
-        "refilled",
-        "restarts",
-        "retirements",
-        "ring_copies",
         "ring_needed",
-        "samples",
         "silent",
-        "skipped_samples",
-        "staged",
-        "startup_s",
         "task_seconds",
-        "wait_s",
         "waiting_since",
         "worker_s",
     )
 
     def __init__(self) -> None:
+        for name in COUNTED:
+            setattr(self, name, 0)
         self.epochs = 0  # iterators that began
-        self.batches = 0
-        self.samples = 0
-        self.bytes = 0
         self.pickled = 0
-        self.wait_s = 0.0
         self.elapsed_s = 0.0
         self.main_cpu_s = 0.0  # CPU seconds of this process meanwhile, the trainer's included
-        self.startup_s = 0.0  # seconds to the first batch, of iterators that started workers
         self.busy_s = 0.0  # seconds that workers spent on tasks
         self.worker_s = 0.0  # seconds that workers existed while an iterator was in use
-        self.oversize = 0  # batches in a segment of their own, because they were larger than a slot
-        self.ring_needed = 0  # ring_bytes with which they would have fitted
-        self.ring_copies = 0  # batches copied out of their ring, because the consumer held many others
-        self.prefetch_depth = 0  # outstanding batches per worker, in the newest iterator
-        self.page_locked_bytes = 0  # of rings that were page-locked
-        self.page_lock_s = 0.0
-        self.staged = 0  # batches for a device that were copied to page-locked memory first
-        self.hedged = 0  # tasks that were given to a second node
+        self.ring_needed = 0  # ring_bytes with which the oversize batches would have fitted
         self.task_seconds: dict[str, deque[float]] = {}  # that the newest tasks took, by node, for `Hedging`
-        self.restarts = 0  # workers that died and were replaced
-        self.retirements = 0  # workers that were replaced because their memory had grown
-        self.skipped_samples = 0
-        self.refilled = 0
         self.newest_skipped: list[Any] = []  # records of the newest iterator's bad samples
         self.silent: set[str] = set()  # stores that workers say do not answer
-        self.first_batch_s = 0.0
         self.waiting_since: float | None = None  # the consumer waits for a batch since then
         self.recorder = Recorder()
         """What the main process does for this loader."""
         self._workers: dict[int, _Worker] = {}
-        self._nodes: dict[str, _NodeTotals] = {}  # of a service, by address
+        self._nodes: dict[str, dict[str, float]] = {}  # totals of a service's nodes, by address
         self._lock = threading.Lock()  # for both: replacements are made in a thread of their own
         self._told_slow_start = False
         self._starting = False  # workers were started for the newest iterator, which has no batch yet
@@ -128,7 +98,7 @@ class Statistics:
             earlier = np.zeros(BLOCK_BYTES // 8) if known is None else known.total()
             self._workers[worker] = _Worker(recorder, earlier, node)
             if node:
-                self._nodes.setdefault(node, _NodeTotals())
+                self._nodes.setdefault(node, {"batches": 0.0, "busy_s": 0.0, "bytes": 0.0})
 
     def begin(self) -> float:
         """Begin to measure an iterator. Returns the time, for `begins` and `first_batch`."""
@@ -151,11 +121,11 @@ class Statistics:
 
     def first_batch(self, begun: float) -> None:
         """Record the time to an iterator's first batch; the newest iterator's value is kept."""
-        self.first_batch_s = perf_counter() - begun
+        self.time_to_first_batch_s = perf_counter() - begun
         if self._starting:
             self._starting = False
-            self.startup_s += self.first_batch_s
-            if self.first_batch_s > _SLOW_START_S and not self._told_slow_start:
+            self.startup_s += self.time_to_first_batch_s
+            if self.time_to_first_batch_s > _SLOW_START_S and not self._told_slow_start:
                 self._told_slow_start = True
                 self._tell_slow_start()
 
@@ -170,7 +140,7 @@ class Statistics:
         _log.warning(
             "the first batch came after %.1f s: %.1f s to create a worker's process, %.1f s in imports, %.1f s for the "
             "dataset, %.1f s for its first samples; persistent_workers=True spends that once, not in each epoch",
-            *(self.first_batch_s, process, imports, dataset, first_read),
+            *(self.time_to_first_batch_s, process, imports, dataset, first_read),
         )
 
     def relay(self, level: int, text: str, store: str | None, *, silent: bool) -> None:
@@ -213,9 +183,9 @@ class Statistics:
     def came_from_node(self, worker: int, nbytes: int, busy: float) -> None:
         """Count a batch that a service has made for this worker. Arguments as `batch`."""
         node = self._nodes[self._workers[worker].node]
-        node.batches += 1
-        node.bytes += nbytes
-        node.busy_s += busy
+        node["batches"] += 1
+        node["bytes"] += nbytes
+        node["busy_s"] += busy
 
     def others_cpu(self) -> float:
         """CPUs that other programs used on average since the first iterator began; 0 where that is unknown."""
@@ -247,40 +217,22 @@ class Statistics:
             for each in self._workers.values():
                 block += each.total()
             nodes = {
-                f"{_NODE}{address}/{name}": getattr(node, name)
+                f"{_NODE}{address}/{name}": number
                 for address, node in self._nodes.items()
-                for name in _NodeTotals.__slots__
+                for name, number in node.items()
             }
         now, since = perf_counter(), self.waiting_since
         waiting = 0.0 if since is None else max(0.0, now - since)
         elapsed = 0.0 if since is None else max(0.0, now - self._mark)
-        sums = {
-            "batches": self.batches,
-            "samples": self.samples,
-            "bytes": self.bytes,
-            "wait_s": self.wait_s + waiting,
-            "elapsed_s": self.elapsed_s + elapsed,
-            "startup_s": self.startup_s,
-            "busy_s": self.busy_s,
-            "worker_s": self.worker_s,
-            "oversize": self.oversize,
-            "ring_copies": self.ring_copies,
-            "hedged": self.hedged,
-            "restarts": self.restarts,
-            "retirements": self.retirements,
-            "skipped_samples": self.skipped_samples,
-            "refilled": self.refilled,
-            "page_lock_s": self.page_lock_s,
-            "staged": self.staged,
-            **left_out,
-            **nodes,
-        }
-        return _Totals(sums, block)
+        sums = {name: getattr(self, name) for name in (*TOTALS, "elapsed_s", "busy_s", "worker_s")}
+        sums["wait_s"] += waiting
+        sums["elapsed_s"] += elapsed
+        return _Totals({**sums, **left_out, **nodes}, block)
 
     def snapshot(
         self, queue_depth: int, left_out: Mapping[str, float] | None = None, *, prefix: str = "", interval: bool = False
     ) -> dict[str, float]:
-        """A new flat dictionary of floats: `metrics.FIGURES` says what they are.
+        """A new flat dictionary of floats: `figures.FIGURES` says what they are.
 
         Args:
             queue_depth: batches that are ready now.
@@ -294,33 +246,18 @@ class Statistics:
             totals = totals.since(before)
         sums, block = totals.sums, totals.block.tolist()
         elapsed = sums["elapsed_s"] or float("inf")
-        values: dict[str, float] = {
-            "data/batches": sums["batches"],
-            "data/samples": sums["samples"],
-            "data/bytes": sums["bytes"],
-            "data/wait_s": sums["wait_s"],
-            "data/wait_frac": min(1.0, sums["wait_s"] / elapsed),
-            "data/batches_per_sec": sums["batches"] / elapsed,
-            "data/samples_per_sec": sums["samples"] / elapsed,
-            "data/bytes_per_sec": sums["bytes"] / elapsed,
-            "data/queue_depth": queue_depth,
-            "data/prefetch_depth": self.prefetch_depth,
-            "data/time_to_first_batch_s": self.first_batch_s,
-            "data/startup_s": sums["startup_s"],
-            "data/worker_busy_frac": min(1.0, sums["busy_s"] / sums["worker_s"]) if sums["worker_s"] else 0.0,
-            "data/oversize_batches": sums["oversize"],
-            "data/ring_copies": sums["ring_copies"],
-            "data/hedged_batches": sums["hedged"],
-            "data/worker_restarts": sums["restarts"],
-            "data/worker_retirements": sums["retirements"],
-            "data/skipped_samples": sums["skipped_samples"],
-            "data/refilled_samples": sums["refilled"],
-            "device/page_locked_bytes": self.page_locked_bytes,
-            "device/page_lock_s": sums["page_lock_s"],
-            "device/staged_batches": sums["staged"],
-            **{f"data/{name}": sums[name] for name in left_out or ()},
-            **dict(zip((f"store/{key}" for key in KEYS), block, strict=False)),
+        known: dict[str, float] = {
+            **{name: getattr(self, name) for name in COUNTED},
+            **sums,
+            "wait_frac": min(1.0, sums["wait_s"] / elapsed),
+            "batches_per_sec": sums["batches"] / elapsed,
+            "samples_per_sec": sums["samples"] / elapsed,
+            "bytes_per_sec": sums["bytes"] / elapsed,
+            "queue_depth": queue_depth,
+            "worker_busy_frac": min(1.0, sums["busy_s"] / sums["worker_s"]) if sums["worker_s"] else 0.0,
         }
+        values = {key: known[name] for key, name in KEY_NAMES.items() if name in known}
+        values |= zip((f"store/{key}" for key in KEYS), block, strict=False)
         for stage in STAGES:
             times = stage_times(block, stage)
             if times.number:
@@ -362,14 +299,3 @@ class _Worker(NamedTuple):
         total: np.ndarray[Any, np.dtype[np.float64]] = np.array(self.recorder.block)
         total += self.earlier
         return total
-
-
-class _NodeTotals:
-    """What came from a node of a service. See `metrics.NODE_FIGURES`."""
-
-    __slots__ = ("batches", "busy_s", "bytes")
-
-    def __init__(self) -> None:
-        self.batches = 0
-        self.bytes = 0
-        self.busy_s = 0.0

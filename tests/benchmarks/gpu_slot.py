@@ -243,8 +243,8 @@ def _slot(nbytes: int, seconds: float, card: Card) -> dict[str, float]:
                 check(feed, filled)
                 note(name, feed.copies(seconds / TURNS))
                 check(feed, filled)
-                if feed.locks and feed.statistics.staged:
-                    raise AssertionError(f"{feed.statistics.staged} batches were not copied from the ring")
+                if feed.locks and feed.statistics.staged_batches:
+                    raise AssertionError(f"{feed.statistics.staged_batches} batches were not copied from the ring")
     return {name: statistics.median(each) for name, each in rates.items()}
 
 

@@ -240,7 +240,7 @@ def test_stage_over_a_device(card: Card) -> None:
             gpu_slot.check(feed, filled)
             assert feed.copies(0.0)[0] >= 2 * gpu_slot.SLOTS
             assert feed.locks
-            assert feed.statistics.staged == 0
+            assert feed.statistics.staged_batches == 0
         assert set(machine.device.sources) == {"ring"}
         del feed, filled
     assert [each.undone for each in machine.locks] == [1]

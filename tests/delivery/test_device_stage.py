@@ -64,7 +64,7 @@ def test_a_batch_comes_with_its_descriptor() -> None:
     world.device.advance()
     assert torch.equal(batch, batch_of(7))
     assert world.device.sources == ["ring"]
-    assert world.statistics.staged == 0
+    assert world.statistics.staged_batches == 0
     world.close()
 
 
@@ -145,7 +145,7 @@ def test_a_ring_that_can_spare_no_slot_waits_for_a_copy() -> None:
     world.device.advance()
     assert all(torch.equal(batch, batch_of(seq)) for seq, batch in enumerate(batches))
     assert world.device.sources == ["ring", "ring"]
-    assert (world.statistics.ring_copies, world.statistics.staged) == (0, 0)
+    assert (world.statistics.ring_copies, world.statistics.staged_batches) == (0, 0)
     world.close()
 
 
@@ -161,7 +161,7 @@ def test_a_batch_that_others_hold_is_copied_out_and_staged() -> None:
     assert torch.equal(batch, batch_of(0))
     assert torch.equal(held, batch_of(9))
     assert world.device.sources == ["pinned"]
-    assert (world.statistics.ring_copies, world.statistics.staged) == (1, 1)
+    assert (world.statistics.ring_copies, world.statistics.staged_batches) == (1, 1)
     world.close()
 
 
@@ -177,7 +177,7 @@ def test_a_segment_of_its_own_is_staged() -> None:
         os.fstat(fd)
     world.device.advance()
     assert torch.equal(batch, batch_of(5))
-    assert (world.device.sources, world.statistics.staged) == (["pinned"], 1)
+    assert (world.device.sources, world.statistics.staged_batches) == (["pinned"], 1)
     world.close()
 
 
@@ -186,7 +186,7 @@ def test_a_batch_without_bytes_is_not_staged() -> None:
     world, ring = World(), new_ring()
     world.put(deliver(0, ring, ["text", 1]))
     assert world.take() == ["text", 1]
-    assert (world.statistics.staged, world.statistics.page_locked_bytes) == (0, 0)
+    assert (world.statistics.staged_batches, world.statistics.page_locked_bytes) == (0, 0)
     world.close()
 
 
@@ -228,7 +228,7 @@ def test_without_locks_everything_is_staged() -> None:
     world.device.advance()
     world.stage.close()
     assert torch.equal(batch, batch_of(0))
-    assert (world.device.sources, world.statistics.staged, ring.idle) == (["pinned"], 1, True)
+    assert (world.device.sources, world.statistics.staged_batches, ring.idle) == (["pinned"], 1, True)
     world.close()
 
 

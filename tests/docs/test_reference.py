@@ -18,7 +18,7 @@ from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
 from asyncloader.options.declaration import OUR_OPTION_NAMES
 from asyncloader.options.objects import OPTION_OBJECTS
 from asyncloader.telemetry.counters import STAGES
-from asyncloader.telemetry.metrics import FIGURES, NODE_FIGURES, STAGE_HELP
+from asyncloader.telemetry.figures import FIGURES, NODE_FIGURES, STAGE_HELP
 from docs.options import NEEDED, PAGE, filled, meanings
 from tests.helpers.datasets import Numbers
 

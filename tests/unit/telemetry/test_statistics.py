@@ -73,10 +73,10 @@ def test_first_batch_time_is_that_of_the_newest_iterator() -> None:
     """The time to the first batch is measured from `begin`."""
     s = Statistics()
     s.first_batch(s.begin() - 100.0)
-    assert s.first_batch_s >= 100.0
+    assert s.time_to_first_batch_s >= 100.0
     begun = s.begin()
     s.first_batch(begun)
-    assert 0.0 <= s.first_batch_s < 100.0
+    assert 0.0 <= s.time_to_first_batch_s < 100.0
 
 
 def test_a_node_that_workers_leave_keeps_its_counts() -> None:
