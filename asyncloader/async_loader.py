@@ -31,6 +31,7 @@ from asyncloader.options.declaration import (
     LoaderSpec,
     OverridableProperty,
     T_co,
+    ask_dataset,
     fixed_option,
     own_constructor,
 )
@@ -137,11 +138,14 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
 
         Raises:
             LoaderClosed: after `aclose`.
+            ServiceUnavailable: no node at `workers=` could be asked about the dataset. The first call does that, and
+                the event loop waits for it; `len` in a thread beforehand spares it that.
             ValueError: `multiprocessing_context` makes threads.
         """
         if self._closed:
             raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
         spec = self._spec
+        ask_dataset(spec)
         iterator: AsyncLoaderIterator[B_co] | AsyncInlineIterator[B_co]
         if has_thread_workers(spec):
             raise ValueError(refusal(spec, "`async for` cannot read"))
@@ -213,7 +217,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             await shielded(in_thread(rings.close))
         if self._keeper.grouped:
             await shielded(in_thread(self._keeper.retire_group))
-        release_service(self.dataset)
+        release_service(vars(self._spec).get("dataset"))  # the attribute would ask about an unknown one
 
     def close(self) -> None:
         """`aclose` for code that is not async. Blocks until the processes are gone. Idempotent."""
@@ -226,7 +230,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         if rings := kept_rings_of(self._spec):
             rings.close()
         self._keeper.retire_group()
-        release_service(self.dataset)
+        release_service(vars(self._spec).get("dataset"))  # the attribute would ask about an unknown one
 
     def _newest_iterator(self) -> AsyncLoaderIterator[Any] | AsyncInlineIterator[Any] | None:
         return None if self._newest is None else self._newest()

@@ -15,7 +15,7 @@ from torch.utils.data._utils import collate as torch_collate
 from asyncloader.cpus import cpu_limit, usable_cpus
 from asyncloader.delivery.loader_device import current_transfer
 from asyncloader.epoch.plan import start_method
-from asyncloader.options.declaration import LoaderSpec, given_options, is_iterable
+from asyncloader.options.declaration import LoaderSpec, given_options, is_iterable, without_asking
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.samplers.distributed import plain_sampler
 from asyncloader.telemetry.diagnosis import Diagnosis, diagnose
@@ -44,10 +44,11 @@ def as_html(name: str, spec: LoaderSpec[Any], place: str) -> str:
 
 
 def _parts(spec: LoaderSpec[Any]) -> dict[str, str]:
+    known, spec = spec, without_asking(spec)
     parts = {"dataset": type(spec.dataset).__name__, "batch_size": str(spec.batch_size)}
     if type(spec.batch_sampler) not in (BatchSampler, type(None)):
         parts["batch_sampler"] = type(spec.batch_sampler).__name__
-    elif not is_iterable(spec):
+    elif known is spec and not is_iterable(spec):
         parts["sampler"] = type(plain_sampler(spec)).__name__
     seed = spec._asyncloader_options.seed
     return {**parts, "num_workers": str(spec.num_workers), "seed": str(seed)}

@@ -29,6 +29,7 @@ from asyncloader.options.declaration import (
     LoaderSpec,
     OverridableProperty,
     T_co,
+    ask_dataset,
     async_index_source,
     fixed_option,
 )
@@ -75,10 +76,13 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
         Raises:
             LoaderClosed: the loader is closed.
+            ServiceUnavailable: no node at `workers=` could be asked about the dataset, which the first call does.
         """
         if isinstance(self._iterator, WorkerIterator) and not self._iterator.owned:
             self._iterator = None  # it has the persistent workers of the parent process
         try:
+            if not self._asyncloader_state.closed:
+                ask_dataset(self)  # before torch's code is on the stack, which warnings would name
             return super().__iter__()  # type: ignore[return-value]
         except Exception as error:
             hide_our_frames(error)
@@ -123,7 +127,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         if rings := kept_rings_of(self):
             rings.close()
         state.keeper.retire_group()
-        release_service(self.dataset)
+        release_service(vars(self).get("dataset"))  # the attribute would ask about a dataset that is still unknown
 
     def state_dict(self) -> dict[str, Any]:
         """The newest iterator's position: a new dictionary of plain values, O(1). Between epochs: the next epoch.

@@ -28,9 +28,10 @@ def warn_if_replaced(loader: Any) -> None:
 
     O(1) if nothing else refers to the batch sampler, else one pass over all objects of the garbage collector.
     """
-    if loader.batch_size is None or sys.getrefcount(loader.batch_sampler) <= 2:  # the loader's and the argument's
+    known = vars(loader)  # the attribute itself would ask a service about a dataset that is still unknown
+    if loader.batch_size is None or sys.getrefcount(known.get("batch_sampler")) <= 2:  # the loader's and the argument's
         return
-    mark = loader.batch_sampler
+    mark = known.get("batch_sampler")
     if type(mark) is not BatchSampler:
         return
     for stock in [thing for thing in gc.get_objects() if type(thing) is _Torchs]:

@@ -232,11 +232,24 @@ _AFTER: dict[str, Callable[[Mapping[str, Any], bool], None]] = {
 _said_of: ContextVar[Collection[str] | None] = ContextVar("_said_of", default=None)
 
 
+def names_to_warn_of() -> Collection[str] | None:
+    """The options that the innermost `warn_only_of` leaves; None: all."""
+    return _said_of.get()
+
+
 @contextmanager
-def warn_only_of(names: Collection[str]) -> Generator[None]:
-    """While a loader is made from another loader: warn of these options only, not of those that it takes over."""
+def warn_only_of(names: Collection[str] | None) -> Generator[None]:
+    """While a loader is made from another loader: warn of these options only, not of those that it takes over.
+
+    Args:
+        names: the options; None: no others than an outer `warn_only_of` leaves.
+    """
     outer = _said_of.get()
-    token = _said_of.set(names if outer is None else [name for name in names if name in outer])
+    if names is None or outer is None:
+        inner = outer if names is None else names
+    else:
+        inner = [name for name in names if name in outer]
+    token = _said_of.set(inner)
     try:
         yield
     finally:

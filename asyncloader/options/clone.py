@@ -20,7 +20,7 @@ from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
 from asyncloader.options.checks import warn_only_of
-from asyncloader.options.declaration import DEFAULTS, OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec
+from asyncloader.options.declaration import DEFAULTS, OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec, without_asking
 from asyncloader.options.objects import flattened, grouped
 from asyncloader.samplers.seeded import SeededSampler
 
@@ -62,6 +62,8 @@ def constructor_arguments(
         own: the loader itself, if its own class is called. A user's subclass whose constructor takes an argument with
             the name of one of our options keeps the value under that name. Default None: one of our classes is.
     """
+    if isinstance(loader, LoaderSpec):
+        loader = without_asking(loader)
     arguments: dict[str, Any] = {"dataset": _plain_dataset(loader.dataset)}
     for name in _PLAIN:
         if hasattr(loader, name):  # older versions of torch lack some

@@ -12,6 +12,7 @@ the async one *has* one.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
@@ -30,7 +31,15 @@ from typing_extensions import TypeVar
 
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.transfer import DeviceLike
-from asyncloader.options.checks import CHECKS, check_num_workers, check_options, is_seed, warn_without_effect
+from asyncloader.options.checks import (
+    CHECKS,
+    check_num_workers,
+    check_options,
+    is_seed,
+    names_to_warn_of,
+    warn_only_of,
+    warn_without_effect,
+)
 from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened
 from asyncloader.ranks.topology import RankGroupLike, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
@@ -38,7 +47,7 @@ from asyncloader.samplers.distributed import OnUneven, rank_view
 from asyncloader.samplers.generators import DRAWING
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.samplers.seeded_draws import with_seeded_draws
-from asyncloader.service.client.remote_dataset import RemoteDataset, locate
+from asyncloader.service.client.remote_dataset import RemoteDataset, UnknownDataset, locate
 from asyncloader.service.definition import Defined
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_stream
@@ -149,7 +158,7 @@ class LoaderOptions(Generic[T_co, B_co]):
                 `"tcp://host:7070"`, several with commas between them, or a `Service`; `"shared"`: one set of processes
                 for all ranks that torchrun has started on this machine. The dataset is then a definition. Or an engine,
                 as `RayWorkers`, which takes any dataset. `seed` is needed; `num_workers` counts logical workers, which
-                share the processes there.
+                share the processes there. The first `iter()` or `len()` asks the service about the dataset.
             device: The device where batches are delivered, as torch takes it: `"cuda"`, `"cuda:1"`, a `torch.device`;
                 `None`: in the CPU's memory. For CUDA they are copied straight from page-locked rings, ahead of the
                 consumer.
@@ -268,6 +277,17 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
         if arguments["workers"] is not None or isinstance(arguments["dataset"], Defined | RemoteDataset):
             arguments = locate(arguments)
+        unknown = isinstance(arguments["dataset"], UnknownDataset)
+        if unknown:
+            CHECKS["seed"]("seed", arguments["seed"])  # or torch would make a sampler, which needs the length
+        self._asyncloader_make(arguments)
+        if unknown:
+            # Set last: from here on the attributes that depend on the dataset make `ask_dataset` ask a node.
+            vars(self)["_asyncloader_unknown"] = arguments, names_to_warn_of()
+        self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; copies do not have this
+
+    def _asyncloader_make(self, arguments: dict[str, Any]) -> None:
+        """Check the arguments, and set the attributes."""
         dataset, given = arguments["dataset"], dict(arguments)
         check_num_workers(given["num_workers"])
         if given["shuffle"] and hasattr(dataset, "shuffled") and assigns_shards(dataset):
@@ -300,13 +320,13 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
         changed = [name for name in defaults if flat[name] != defaults[name]]
         changed += ["collate_fn"] * (flat["collate_fn"] is not None)
-        warn_without_effect(flat, changed, iterable=is_iterable(self))
+        if not isinstance(dataset, UnknownDataset):
+            warn_without_effect(flat, changed, iterable=is_iterable(self))
         for name in changed:
             if name in DEFAULTS and name not in vars(self):
                 owner = next(base for base in type(self).__mro__ if name in vars(base))
                 if owner is _Defaults:  # else the name is the subclass's
                     setattr(self, name, flat[name])
-        self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; copies do not have this
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -341,7 +361,9 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
 
         Raises:
             TypeError: the number is unknown.
+            ServiceUnavailable: no node at `workers=` could be asked about the dataset, which the first call does.
         """
+        ask_dataset(self)
         ranks = topology(self).world_size
         if ranks == 1 or not (is_iterable(self) and assigns_shards(self.dataset)):
             return super().__len__()
@@ -377,6 +399,58 @@ def default_sampler(dataset: Any, seed: int | None, shuffle: Any, sampler: Any, 
         return None
     assert seed is not None
     return SeededSampler(dataset, seed, shuffle=bool(shuffle))
+
+
+def _depending_on_dataset(name: str) -> Any:
+    """An attribute that torch's constructor sets according to the dataset's kind."""
+
+    def read(spec: LoaderSpec[Any]) -> Any:
+        ask_dataset(spec)
+        try:
+            return vars(spec)[name]
+        except KeyError:  # torch's constructor has not come that far
+            raise AttributeError(f"{type(spec).__name__!r} object has no attribute {name!r}") from None
+
+    def write(spec: LoaderSpec[Any], value: Any) -> None:
+        vars(spec)[name] = value
+
+    return property(read, write)
+
+
+_DEPENDING = ("dataset", "sampler", "batch_sampler", "_dataset_kind")
+for _name in _DEPENDING:
+    setattr(LoaderSpec, _name, _depending_on_dataset(_name))
+
+
+def ask_dataset(spec: LoaderSpec[Any]) -> None:
+    """Ask a service's node about the loader's dataset, unless that has been done, or the dataset is in this process.
+
+    The constructor has made a loader of a map dataset; now the arguments that depend on the dataset are checked, too.
+    Blocks. After an error the next call asks again.
+
+    Raises:
+        ServiceUnavailable: no node could be asked in time.
+        ValueError, TypeError: arguments that do not go with the dataset, as a constructor raises them.
+    """
+    if "_asyncloader_unknown" not in vars(spec):
+        return
+    arguments, names = vars(spec)["_asyncloader_unknown"]
+    known = LoaderSpec.__new__(LoaderSpec)
+    with warn_only_of(names):
+        known._asyncloader_make({**arguments, "dataset": arguments["dataset"].ask()})
+    # Another thread may have asked meanwhile, and have begun an epoch of the dataset that it has set.
+    if vars(spec).get("_asyncloader_unknown") is not None:
+        vars(spec).update({name: vars(known)[name] for name in _DEPENDING})
+        vars(spec).pop("_asyncloader_unknown", None)
+
+
+def without_asking(spec: LoaderSpec[Any]) -> LoaderSpec[Any]:
+    """The loader; while its dataset is unknown, a copy whose attributes are those of a map dataset, and ask no node."""
+    if "_asyncloader_unknown" not in vars(spec):
+        return spec
+    spec = copy.copy(spec)
+    del vars(spec)["_asyncloader_unknown"]
+    return spec
 
 
 class _StreamForTorch(IterableDataset[Any]):

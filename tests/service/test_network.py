@@ -245,7 +245,7 @@ def test_nobody_is_there(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with caplog.at_level(logging.WARNING, "asyncloader"), pytest.raises(ServiceUnavailable) as caught:
-        DataLoader[Any](numbers(), **OPTIONS, workers=Service(f"tcp://127.0.0.1:{port},unix:/nowhere", wait=4))
+        iter(DataLoader[Any](numbers(), **OPTIONS, workers=Service(f"tcp://127.0.0.1:{port},unix:/nowhere", wait=4)))
     assert f"tcp://127.0.0.1:{port}: Connection refused" in str(caught.value)
     assert "unix:/nowhere: No such file or directory" in str(caught.value)
     assert "has been there for" in caplog.text
@@ -281,7 +281,7 @@ def test_a_task_of_another_loader_that_hangs(place: str, expected: list[Any], tm
 
 def refused(workers: Any) -> str:
     with pytest.raises(ServiceUnavailable) as caught:
-        DataLoader[Any](numbers(), **OPTIONS, workers=workers)
+        iter(DataLoader[Any](numbers(), **OPTIONS, workers=workers))
     return str(caught.value)
 
 
@@ -312,7 +312,7 @@ def test_more_datasets_than_a_node_holds(node: NodeProcess) -> None:
             open_loaders.append(batches)
         service = Service(node.tcp, wait=1)
         with pytest.raises(ServiceUnavailable, match="datasets are read here, and it makes no more now"):
-            DataLoader[Any](definitions.numbers(n=99), 1, seed=1, num_workers=1, workers=service)
+            iter(DataLoader[Any](definitions.numbers(n=99), 1, seed=1, num_workers=1, workers=service))
         assert [len(list(each)) for each in open_loaders] == [100 + number for number in range(9)]
 
 
@@ -373,7 +373,7 @@ def test_definitions_that_differ(node: NodeProcess, monkeypatch: pytest.MonkeyPa
 
 def refused_of(defined: Any, node: NodeProcess) -> str:
     with pytest.raises(ServiceUnavailable) as caught:
-        DataLoader[Any](defined, **OPTIONS, workers=node.tcp)
+        iter(DataLoader[Any](defined, **OPTIONS, workers=node.tcp))
     return str(caught.value)
 
 

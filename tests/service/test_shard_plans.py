@@ -69,7 +69,7 @@ def test_states_move_between_places(node: NodeProcess, folder: Path) -> None:
 def test_the_definition_says_whether_to_shuffle(node: NodeProcess, folder: Path) -> None:
     """And not the loader, which has no dataset to tell."""
     with pytest.raises(ValueError, match="shuffle=True") as raised:
-        DataLoader[Any](definitions.shards(str(folder)), shuffle=True, **OPTIONS, workers=node.tcp)
+        iter(DataLoader[Any](definitions.shards(str(folder)), shuffle=True, **OPTIONS, workers=node.tcp))
     assert raised.value.__notes__ == [
         "The service's dataset shuffles by itself: give shuffle_buffer= in its definition"
     ]

@@ -101,4 +101,4 @@ def test_processes_that_die(node: NodeProcess, tmp_path: Path) -> None:
 def test_a_stream_is_not_shared(node: NodeProcess) -> None:
     """A worker's next batch depends on those before it."""
     with pytest.raises(ValueError, match=r"share='epoch' is for datasets with an index .* and stream\(\) is not one"):
-        DataLoader[Any](definitions.stream(), 4, seed=1, num_workers=1, workers=at(node.tcp))
+        iter(DataLoader[Any](definitions.stream(), 4, seed=1, num_workers=1, workers=at(node.tcp)))

@@ -105,7 +105,7 @@ def test_a_node_that_differs_is_not_used(change: Any, text: str, tmp_path: Path,
         assert got == [2 * (index + 100) for index in range(40)]
         if "definition" in text:
             with pytest.raises(ServiceUnavailable, match=rf"{second.tcp}.*{text}"):
-                DataLoader[Any](defined(), **OPTIONS, workers=second.tcp)
+                iter(DataLoader[Any](defined(), **OPTIONS, workers=second.tcp))
     assert text in caplog.text
     assert second.tcp in caplog.text
 
@@ -172,7 +172,7 @@ def test_code_that_is_edited_under_a_node(tmp_path: Path) -> None:
                 got += batches
             assert all(int(value) % 2 == 0 for batch in got for value in batch)
         with pytest.raises(ServiceUnavailable, match=text):
-            DataLoader[Any](defined(), **options, workers=Service(node.tcp, wait=1))
+            iter(DataLoader[Any](defined(), **options, workers=Service(node.tcp, wait=1)))
         install(folder, length=400)
         with DataLoader[Any](defined(), **options, workers=node.tcp) as loader:
             assert len(list(loader)) == 100

@@ -106,7 +106,7 @@ def test_a_name_that_another_user_has_taken(shared: bool, monkeypatch: pytest.Mo
     with listener, another_user(squat):
         os.read(begun, 1)
         with pytest.raises(ServiceUnavailable) as caught:
-            DataLoader[Any](defined, **OPTIONS, workers=workers)
+            iter(DataLoader[Any](defined, **OPTIONS, workers=workers))
     os.close(begun)
     os.close(begins)
     text = str(caught.value)
@@ -162,7 +162,7 @@ def test_what_a_node_says_reaches_the_terminal_escaped() -> None:
         thread.start()
         port = listener.getsockname()[1]
         with pytest.raises(ServiceUnavailable) as caught:
-            DataLoader[Any](definitions.numbers(), **OPTIONS, workers=Service(f"tcp://127.0.0.1:{port}", wait=1))
+            iter(DataLoader[Any](definitions.numbers(), **OPTIONS, workers=Service(f"tcp://127.0.0.1:{port}", wait=1)))
         thread.join()
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 3000

@@ -2,8 +2,9 @@
 
 Data path: options -> [remote_dataset] -> plan.
 
-Without `workers=` that is the dataset itself, made in this process. With `workers=` it is a `RemoteDataset`, which has
-the kind and length that a node reports, and no samples.
+Without `workers=` that is the dataset itself, made in this process. With `workers=` it has no samples: at first it is an
+`UnknownDataset`, as a constructor must not wait for the network; from the first `iter()` or `len()` on a
+`RemoteDataset`, which has the kind and length that a node has reported.
 """
 
 from __future__ import annotations
@@ -50,6 +51,54 @@ class RemoteDataset:
 
     def __repr__(self) -> str:
         return f"{self.defined!r} at {self.service.url}"
+
+
+class UnknownDataset(RemoteDataset, Dataset[Any]):
+    """Stands for a dataset that a service reads until a node has been asked about it.
+
+    To torch's constructor it is a map dataset: those arguments are checked that must be right for any dataset.
+
+    Args:
+        defined: its definition.
+        place: the service, or an engine that will run one.
+    """
+
+    def __init__(self, defined: Defined, place: Any) -> None:
+        self.defined = defined
+        self._place = place
+
+    def ask(self) -> RemoteDataset:
+        """Ask a node about the dataset; have the engine start nodes before, if there is one. Blocks.
+
+        Raises:
+            ServiceUnavailable: no node of the service could be asked in time.
+            ValueError: the service is `Service(share="epoch")`, and the dataset has no index, or a state.
+        """
+        from asyncloader.service.client.connect import ask_dataset_info
+
+        defined, service = self.defined, self._place
+        if hasattr(service, "serve"):
+            # Here, so that a loader of other services does not load the code that places nodes.
+            from asyncloader.service.placement.engine import engine_service
+
+            service = engine_service(service, defined)
+        info = ask_dataset_info(service, defined)
+        if service.share and (info.iterable or info.stateful):
+            raise ValueError(
+                f"share='epoch' is for datasets with an index and without a state, and {defined!r} is not one"
+            )
+        if info.shuffle is not None:
+            return _Shards(defined, service, info)
+        return _KINDS[info.iterable, info.asynchronous, info.length is not None](defined, service, info)
+
+    def __len__(self) -> int:
+        return len(self.ask())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        self._is_elsewhere()
+
+    def __repr__(self) -> str:
+        return f"{self.defined!r} at {getattr(self._place, 'url', self._place)}"
 
 
 class _Sized(RemoteDataset):
@@ -143,11 +192,10 @@ _KINDS: dict[tuple[bool, bool, bool], type[RemoteDataset]] = {  # iterable, asyn
 
 
 def locate(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a loader's arguments with the dataset that it plans with: made here, or a `RemoteDataset`.
+    """Return a loader's arguments with the dataset that it plans with: made here, or an `UnknownDataset`. Asks no node.
 
     Raises:
         TypeError, ValueError: the arguments do not fit a definition, or `workers=`.
-        ServiceUnavailable: no node of the service could be reached in time.
     """
     dataset, workers = arguments["dataset"], arguments["workers"]
     defined = dataset.defined if isinstance(dataset, RemoteDataset) else dataset
@@ -173,33 +221,22 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"workers={workers!r} needs num_workers, the number of logical workers: at least 1")
     # Imported only now: without `workers=` a loader needs neither msgspec nor any of this.
     check_extra()
-    from asyncloader.service.client.connect import ask_dataset_info
     from asyncloader.service.client.machine_service import shared_service
     from asyncloader.service.pickled import pickle_definition
     from asyncloader.service.protocol.address import Service
 
+    if engine is not None:
+        dataset = UnknownDataset(pickle_definition(defined, functions), engine)
+        return arguments | dict.fromkeys(functions) | {"dataset": dataset}
     if workers == "shared":
         workers = shared_service(defined)
-    if engine is not None:
-        # Here, so that a loader of other services does not load the code that places nodes.
-        from asyncloader.service.placement.engine import engine_service
-
-        defined = pickle_definition(defined, functions)
-        workers = engine_service(engine, defined)
-        arguments = arguments | dict.fromkeys(functions)
     service = workers if isinstance(workers, Service) else Service(workers)
-    info = ask_dataset_info(service, defined)
-    if service.share and (info.iterable or info.stateful):
-        raise ValueError(f"share='epoch' is for datasets with an index and without a state, and {defined!r} is not one")
-    if info.shuffle is not None:
-        return arguments | {"dataset": _Shards(defined, service, info)}
-    kind = _KINDS[info.iterable, info.asynchronous, info.length is not None]
-    return arguments | {"dataset": kind(defined, service, info)}
+    return arguments | {"dataset": UnknownDataset(defined, service)}
 
 
 def release_service(dataset: Any) -> None:
     """Release the service of this dataset, whose loader is closed. Does nothing for other datasets."""
-    if isinstance(dataset, RemoteDataset):
+    if isinstance(dataset, RemoteDataset) and not isinstance(dataset, UnknownDataset):
         dataset.service.close()
 
 

@@ -1,0 +1,158 @@
+"""A loader with `workers=` is made without the network; a node is asked once something depends on the dataset."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from torch.utils.data import RandomSampler
+
+from asyncloader import AsyncDataLoader, DataLoader, Service, ServiceUnavailable
+from asyncloader.errors import NoEffectWarning
+from asyncloader.samplers.seeded import SeededSampler
+from asyncloader.service.client import connect
+from asyncloader.service.protocol.records import DatasetInfo
+from tests.service import definitions
+
+OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "num_workers": 2, "workers": "tcp://127.0.0.1:1"}
+MAP = DatasetInfo(iterable=False, asynchronous=False, stateful=False, length=40, shuffle=None)
+STREAM = DatasetInfo(iterable=True, asynchronous=False, stateful=False, length=40, shuffle=None)
+
+
+class Node:
+    """What the node answers, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.info = MAP
+        self.asked = 0
+        self.away = False
+
+    def __call__(self, service: Any, defined: Any) -> DatasetInfo:
+        self.asked += 1
+        if self.away:
+            raise ServiceUnavailable("no node")
+        return self.info
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Node:
+    """Answers in the place of the network."""
+    node = Node()
+    monkeypatch.setattr(connect, "ask_dataset_info", node)
+    return node
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a machine that answers nothing: the queue of its connections is full."""
+    with closing(socket.create_server(("127.0.0.1", 0), backlog=0)) as server:
+        address = server.getsockname()
+        filling = []
+        for _ in range(4):
+            each = socket.socket()
+            each.setblocking(False)
+            each.connect_ex(address)
+            filling.append(each)
+        yield f"tcp://127.0.0.1:{address[1]}"
+        for each in filling:
+            each.close()
+
+
+@pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
+def test_what_needs_no_dataset_asks_nobody(kind: Any, node: Node) -> None:
+    """To make a loader, show it, copy it, clone it and close it."""
+    node.away = True
+    loader = kind(definitions.numbers(), shuffle=True, **OPTIONS)
+    assert "UnknownDataset" in repr(loader)
+    assert "UnknownDataset" in loader._repr_html_()
+    assert (loader.batch_size, loader.num_workers, loader.seed) == (4, 2, 3)
+    clone = loader.clone(batch_size=5)
+    assert clone.batch_size == 5
+    every = [loader, clone, copy.copy(loader)]
+    for each in every:
+        each.close()
+    del each, every, clone, loader
+    assert not node.asked
+
+
+@pytest.mark.parametrize("read", [len, iter, lambda loader: loader.dataset, lambda loader: loader.state_dict()])
+def test_a_node_is_asked_once(read: Any, node: Node) -> None:
+    """By what comes first, again after an error, and with the same result as if the constructor had asked."""
+    node.away = True
+    with DataLoader[Any](definitions.numbers(), shuffle=True, **OPTIONS) as loader:
+        for asked in (1, 2):
+            with pytest.raises(ServiceUnavailable, match="no node"):
+                read(loader)
+            assert node.asked == asked
+        node.away = False
+        assert len(loader) == 10
+        sampler = loader.sampler
+        assert isinstance(sampler, SeededSampler)
+        assert (sampler.data_source is loader.dataset, sampler.shuffle, len(sampler)) == (True, True, 40)
+        with loader.clone() as clone:
+            assert isinstance(clone.sampler, SeededSampler)
+            assert clone.sampler.shuffle
+    assert node.asked == 4  # the clone asks for itself
+
+
+def test_a_clone_has_the_order_and_what_was_set(node: Node) -> None:
+    """Of a loader that has asked nobody yet, too."""
+    order = RandomSampler(range(40))
+    loader = DataLoader[Any](definitions.numbers(), sampler=order, **OPTIONS)
+    loader.timeout = 7.0
+    with loader.clone() as clone:
+        assert not node.asked
+        assert len(clone) == 10
+        assert (clone.sampler.sampler, clone.timeout) == (order, 7.0)
+    loader.close()
+
+
+def test_arguments_that_do_not_go_with_the_dataset(node: Node) -> None:
+    """Raise what a constructor raises, once the dataset is known; those that go with none, in the constructor."""
+    node.info = STREAM
+    loader = DataLoader[Any](definitions.numbers(), shuffle=True, **OPTIONS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected unspecified shuffle option, but got shuffle=True"):
+            iter(loader)
+    with pytest.raises(ValueError, match="on_uneven='pad' needs a map dataset"):
+        len(DataLoader[Any](definitions.numbers(), on_uneven="pad", **OPTIONS))
+    asked = node.asked
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        DataLoader[Any](definitions.numbers(), shuffle=True, sampler=[1], **OPTIONS)
+    with pytest.raises(ValueError, match="seed should be"):
+        DataLoader[Any](definitions.numbers(), shuffle=True, **{**OPTIONS, "seed": -1})
+    assert node.asked == asked
+
+
+def test_options_without_an_effect_are_known_with_the_dataset(node: Node) -> None:
+    """The warning is of the line that asks; of a clone's options it is of those that were changed."""
+    node.info = STREAM
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = DataLoader[Any](definitions.numbers(), concurrency=4, **OPTIONS)
+    with pytest.warns(NoEffectWarning, match="concurrency=4 does nothing for an iterable dataset") as caught:
+        len(loader)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(loader.clone(timeout=3)) == 10
+
+
+@pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
+def test_nobody_answers(kind: Any, silent: str) -> None:
+    """The constructor does not wait for anybody; the error comes from `iter()`, or `aiter()`."""
+    service = Service(f"{silent},tcp://127.0.0.1:1", wait=0.01)
+    loader = kind(definitions.numbers(), **{**OPTIONS, "workers": service})
+
+    async def read() -> None:
+        aiter(loader)
+
+    with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:1: Connection refused"):
+        asyncio.run(read()) if kind is AsyncDataLoader else iter(loader)
+    loader.close()
