@@ -35,6 +35,7 @@ from asyncloader.dataloader2.services.interface import (
     describe_reader,
     end_soon,
 )
+from asyncloader.dataloader2.services.worker_streams import has_next
 from asyncloader.errors import StateError
 from asyncloader.shielding import shielded
 
@@ -104,7 +105,7 @@ class DataLoader2Iterator(Iterator[T_co]):
         """Whether the next item has arrived, so that `next` waits for nothing and runs no code of the user's."""
         loader = self.dataloader
         valid = self.iterator_id == loader.valid_iterator_id and not loader._is_paused and not loader._to_drop
-        return valid and getattr(loader._datapipe_iter, "_asyncloader_ready", False)
+        return valid and has_next(loader._datapipe_iter)
 
     def _pause(self) -> None:
         """Pause: `next` raises StopIteration until `resume`."""

@@ -24,7 +24,7 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
 from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_async_dataset
 from asyncloader.workers.fetch.dataset_state import is_stateful
 
 _CONCURRENCY = 256
@@ -179,7 +179,7 @@ class EpochConfig:
             "ring_bytes": optional_size("ring_bytes", ours.ring_bytes),
             "worker_memory_limit": optional_size("worker_memory_limit", ours.worker_memory_limit),
             "max_restarts": max_restarts(ours.max_worker_restarts, seeded=seeded),
-            "loss": "" if seeded else getattr(dataset, "__dict__", {}).get("_asyncloader_loss", _LOSS),
+            "loss": "" if seeded else dataset.loss if isinstance(dataset, MessagedDataset) else _LOSS,
         }
         as_given = {
             field.name: getattr(ours if field.name in _OURS else loader, field.name)

@@ -31,6 +31,7 @@ from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_ep
 from asyncloader.state.progress import Progress, dataset_length
 from asyncloader.state.schema import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.state.tally import Tally
+from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
 
 
 class StateKeeper:
@@ -174,8 +175,8 @@ class StateKeeper:
         described = _described(config, ranks) | {"world_size": ranks}
         progress = Progress(clock, described, streams, resumed, total, every, self.tally, rank)
         progress.config = config
-        if says := getattr(type(config.dataset), "_asyncloader_epoch_message", None):
-            progress.message = says(config.dataset)
+        if isinstance(config.dataset, MessagedDataset):
+            progress.message = config.dataset.epoch_message()
         return progress
 
     def state(self, spec: LoaderSpec[Any], *, before_last: bool = False, finished: bool = False) -> dict[str, Any]:

@@ -82,3 +82,21 @@ def fetches_samples(dataset: Any) -> bool:
         return all(map(fetches_samples, dataset.datasets))
     own = getattr(type(dataset), "__getitem__", None)
     return own is not None and own is not Dataset.__getitem__
+
+
+class MessagedDataset:
+    """Base of a dataset whose copies in the workers begin each epoch by a message of the copy in the main process.
+
+    It is a class to derive from, not a protocol: a user's dataset may have methods of any names.
+    """
+
+    loss: str
+    """What is lost with a worker that is replaced, for the warning of that."""
+
+    def epoch_message(self) -> bytes:
+        """Return the message of the next epoch, not empty. Called in the main process."""
+        raise NotImplementedError
+
+    def begin_epoch(self, message: bytes) -> None:
+        """Begin an epoch by this message. Called in a worker, before `iter`."""
+        raise NotImplementedError

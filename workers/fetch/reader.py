@@ -175,7 +175,7 @@ class DatasetReader:
         if start.epoch_set and has_method(self.dataset, "set_epoch"):  # it was called on the consumer's copy only
             self.dataset.set_epoch(start.epoch)
         if start.message:
-            self.dataset._asyncloader_begin_epoch(start.message)
+            self.dataset.begin_epoch(start.message)
         if seeding is not None and setup.iterable:
             seeding.samples.batch(-1)  # for random numbers that `__iter__` draws
         self._bookmark.begin(cursor)

@@ -29,9 +29,7 @@ class EpochStart(NamedTuple):
         errors: of assigned shards: number of errors behind those batches that have been delivered. Where they come
             again, they are passed over.
         stream_key: seed of the worker's shuffle buffer, where the main process assigns shards.
-        message: a message from the main process's copy of a dataset of ours to the workers' copies about this epoch:
-            the bytes that its `_asyncloader_epoch_message` returned, for their `_asyncloader_begin_epoch`. Empty: no
-            message.
+        message: the message of a `MessagedDataset` for this epoch; empty for other datasets.
     """
 
     shared_seed: int | None = None

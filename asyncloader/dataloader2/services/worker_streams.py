@@ -31,6 +31,7 @@ from asyncloader.dataloader2.utils.worker import Change, InitFn, ResetFn, Worker
 from asyncloader.errors import StateError, TaskQuarantined, WorkerDied
 from asyncloader.loader import DataLoader
 from asyncloader.workers.error_pickle import caught
+from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
 
 
 class Chunk(NamedTuple):
@@ -59,7 +60,7 @@ _USERS = ("_datapipe", "_init_fn", "_reset_fn", "order")
 """Attributes of a `Branch` that may hold the user's functions."""
 
 
-class Branch(IterableDataset[Chunk]):
+class Branch(IterableDataset[Chunk], MessagedDataset):
     """The dataset of one worker: reads the worker's copy of the graph, and gives chunks.
 
     Args:
@@ -92,7 +93,7 @@ class Branch(IterableDataset[Chunk]):
         self._initialized: DataPipe | None = None
         self._reading: ReadAhead | None = None
         self.order = EpochOrder(0, SeedGenerator(0), None)
-        self._asyncloader_loss = (
+        self.loss = (
             f"It was worker {worker.worker_id} of the graph. The new one reads its part again, with the epoch's seeds, "
             "and drops what had come before: if the items follow from the seeds, none is lost and none comes twice."
         )
@@ -104,10 +105,12 @@ class Branch(IterableDataset[Chunk]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, **dict(zip(_USERS, pickle.loads(state.pop("pickled")), strict=True)))
 
-    def _asyncloader_epoch_message(self) -> bytes:
+    def epoch_message(self) -> bytes:
+        """Pack the epoch's order."""
         return dumps(tuple(self.order))
 
-    def _asyncloader_begin_epoch(self, message: bytes) -> None:
+    def begin_epoch(self, message: bytes) -> None:
+        """Unpack it."""
         self.order = EpochOrder(*pickle.loads(message))
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -329,3 +332,9 @@ class _StreamsInTurn(Iterator[Any]):
 
 def _pass_through(chunk: Any) -> Any:
     return chunk
+
+
+def has_next(items: Any) -> bool:
+    """Whether an iterator of a graph is that of `Interleaved`, and its next item has arrived."""
+    # By an attribute: torch wraps the iterators of datapipes in an object that passes reads of attributes on.
+    return bool(getattr(items, "_asyncloader_ready", False))

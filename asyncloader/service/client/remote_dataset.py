@@ -60,7 +60,7 @@ class UnknownDataset(RemoteDataset, Dataset[Any]):
 
     Args:
         defined: its definition.
-        place: the service, or an engine that will run one.
+        place: the service, or an engine that will run it.
     """
 
     def __init__(self, defined: Defined, place: Any) -> None:
