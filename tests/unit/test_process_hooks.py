@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.integration.running import run_script
+from tests.helpers.running import run_script
 
 SCRIPT = """
 import os, sys

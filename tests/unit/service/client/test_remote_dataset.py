@@ -16,6 +16,7 @@ from torch.utils.data import RandomSampler
 from asyncloader import AsyncDataLoader, DataLoader, Service, ServiceUnavailable
 from asyncloader.errors import NoEffectWarning
 from asyncloader.samplers.seeded import SeededSampler
+from asyncloader.samplers.seeded_draws import SeededDraws
 from asyncloader.service.client import connect
 from asyncloader.service.protocol.records import DatasetInfo
 from tests.service import definitions
@@ -92,9 +93,10 @@ def test_a_node_is_asked_once(read: Any, node: Node) -> None:
             assert node.asked == asked
         node.away = False
         assert len(loader) == 10
-        sampler = loader.sampler
+        sampler, dataset = loader.sampler, loader.dataset
         assert isinstance(sampler, SeededSampler)
-        assert (sampler.data_source is loader.dataset, sampler.shuffle, len(sampler)) == (True, True, 40)
+        assert id(sampler.data_source) == id(dataset)
+        assert (sampler.shuffle, len(sampler)) == (True, 40)
         with loader.clone() as clone:
             assert isinstance(clone.sampler, SeededSampler)
             assert clone.sampler.shuffle
@@ -109,6 +111,7 @@ def test_a_clone_has_the_order_and_what_was_set(node: Node) -> None:
     with loader.clone() as clone:
         assert not node.asked
         assert len(clone) == 10
+        assert isinstance(clone.sampler, SeededDraws)
         assert (clone.sampler.sampler, clone.timeout) == (order, 7.0)
     loader.close()
 
