@@ -78,8 +78,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     belong to one.
 
     Several iterators may run at a time. With ``persistent_workers=True`` the workers outlive an iterator and serve the
-    next one, also under another event loop; `aclose` (or ``async with``) ends them. Workers start with the first batch:
-    an iterator that is dropped before that starts nothing, while torch's would have fetched a few batches.
+    next iterator, also under another event loop; `aclose` (or ``async with``) ends them. Workers start with the first
+    batch: an iterator that is dropped before that starts nothing, while torch's would have fetched a few batches.
 
     Raises:
         ValueError, TypeError: options out of range, in torch's words.
@@ -98,7 +98,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
         self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # pools that must not be used for another epoch
         self._newest: weakref.ref[AsyncLoaderIterator[Any] | AsyncInlineIterator[Any]] | None = None
-        self._kept: tuple[TorchIterator, EpochConfig] | None = None  # what the persistent workers were started with
+        self._kept: tuple[TorchIterator, EpochConfig] | None = None  # the persistent workers' beginning
         self._idle_pool: WorkerPool | None = None
         self._claim: weakref.ref[_LoaderPoolCache] | None = None
         self._closed = False
@@ -184,7 +184,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         check_workers(progress.config)
         progress.base_seed_drawn()
         torch_iter._begin_order(self._spec, progress, first_iter=True)
-        torch_iter._shared_seed = shared_seed  # torch, too, draws another one here, and its workers have the first
+        # torch, too, draws a second seed here, and its workers have the first.
+        torch_iter._shared_seed = shared_seed
         return torch_iter, progress.config
 
     @property
@@ -205,7 +206,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self.close()
 
     async def aclose(self) -> None:
-        """End all iterators and idle workers; wait until their processes are gone. Idempotent."""
+        """End all iterators and idle workers; wait until their processes have ended. Idempotent."""
         self._closed = True
         for iterator in list(self._iterators):
             await iterator.aclose()
@@ -220,7 +221,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         release_service(vars(self._spec).get("dataset"))  # the attribute would ask about an unknown one
 
     def close(self) -> None:
-        """`aclose` for code that is not async. Blocks until the processes are gone. Idempotent."""
+        """`aclose` for code that is not async. Blocks until the processes have ended. Idempotent."""
         self._closed = True
         for iterator in list(self._iterators):
             iterator.close()
@@ -236,11 +237,11 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         return None if self._newest is None else self._newest()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `DataLoader.state_dict`."""
+        """The newest iterator's position; see `DataLoader.state_dict`."""
         return self._keeper.state(self._spec)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `DataLoader.load_state_dict`."""
+        """Resume at this position with the next ``aiter()``; see `DataLoader.load_state_dict`."""
         self._keeper.load(self._spec, state_dict)
         # The workers' copies of the dataset have advanced: pools of running iterators must not be reused, either.
         self._outdated.update(self._pools)
@@ -249,30 +250,30 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             pool.stop_soon()
 
     def set_epoch(self, epoch: int) -> None:
-        """See `DataLoader.set_epoch`."""
+        """Set the epoch of the next ``aiter()``; see `DataLoader.set_epoch`."""
         self._keeper.set_epoch(self._spec, epoch)
 
     def feedback(self, *args: Any, **kwargs: Any) -> None:
-        """See `DataLoader.feedback`. Call it where the loader is iterated."""
+        """Call the sampler's `feedback`, as `DataLoader.feedback`. Call it where the loader is iterated."""
         feedback_target(self._spec)(*args, **kwargs)
 
     @OverridableProperty
     def epoch(self) -> int:
-        """See `DataLoader.epoch`."""
+        """The number of the newest iterator's epoch; see `DataLoader.epoch`."""
         return self._keeper.epoch(self._spec)
 
     @OverridableProperty
     def skipped_samples(self) -> list[SkippedSample]:
-        """See `DataLoader.skipped_samples`."""
+        """Samples that raised and were left out or replaced; see `DataLoader.skipped_samples`."""
         return list(self._statistics.newest_skipped)
 
     @OverridableProperty
     def padding(self) -> int:
-        """See `DataLoader.padding`."""
+        """Samples that only keep the ranks even; see `DataLoader.padding`."""
         return self._keeper.padding
 
     def clone(self, **changes: Any) -> Self:
-        """A new loader with this one's options, `changes` applied; see `DataLoader.clone`."""
+        """A new loader with the same options, `changes` applied; see `DataLoader.clone`."""
         return made_from(self._spec, type(self), changes, self)
 
     @classmethod
@@ -281,21 +282,21 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         return made_from(loader, cls, changes)
 
     def stats(self, prefix: str = "", *, interval: bool = False) -> dict[str, float]:
-        """See `DataLoader.stats`."""
+        """Counts and times of the loader so far; see `DataLoader.stats`."""
         newest = self._newest_iterator()
         depth = 0 if newest is None else newest.queue_depth
         return self._statistics.snapshot(depth, self._keeper.tally.snapshot(), prefix=prefix, interval=interval)
 
     def metrics(self) -> list[Metric]:
-        """See `DataLoader.metrics`."""
+        """`stats()` with types and units, for an exporter; see `DataLoader.metrics`."""
         return metrics(self.stats(), self._statistics.blocks())
 
     def diagnose(self) -> Diagnosis:
-        """See `DataLoader.diagnose`."""
+        """The bound of the run so far, and how to move it; see `DataLoader.diagnose`."""
         return diagnose_run(self._spec, self._statistics)
 
     def explain(self) -> str:
-        """See `DataLoader.explain`."""
+        """The effective configuration, and `diagnose` in words; see `DataLoader.explain`."""
         newest = self._newest_iterator()
         pool = newest.pool if isinstance(newest, AsyncLoaderIterator) else None
         return explain(type(self).__name__, self._spec, self._statistics, pool or self._idle_pool)

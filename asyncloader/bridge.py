@@ -9,7 +9,8 @@ of ours.
 Guarantees: `call_soon` returns at once and keeps the order of the calls from one thread; the loop is woken once for
 several calls. After a fork the child's copy raises an error instead of waiting for a thread that does not exist there.
 `release_soon`, for finalizers, takes no lock and does not wait: the garbage collector runs finalizers in any thread,
-which may hold what the loop's thread needs, and a daemon thread never runs again once the interpreter is finalizing.
+which may hold a lock that the loop's thread needs, and a daemon thread never runs again once the interpreter is
+finalizing.
 `wait_for_releases` waits for the iterators that were dropped this way.
 """
 
@@ -51,6 +52,7 @@ def join_all(seconds: float) -> None:
     Finalization ends a running daemon thread wherever it is, and aborts the process if that is in C++ code.
     """
     deadline = monotonic() + seconds
+    # A copy: each thread takes itself out when it ends.
     for thread in list(_running):
         thread.join(max(0.0, deadline - monotonic()))
 
@@ -95,6 +97,7 @@ class Bridge:
     def _start(self) -> None:
         loop, over = loop_factory()(), threading.Event()
         thread = threading.Thread(target=_run, args=(loop, over), name="asyncloader-loop", daemon=True)
+        # Before the start: the thread takes itself out when it ends, which may be at once.
         _running.add(thread)
         try:
             thread.start()
@@ -118,12 +121,15 @@ class Bridge:
                 return
             thread, loop, over = self._thread, self._loop, self._over
             self._thread = self._loop = None
+            # Calls of iterators that have ended: the next thread must not run them, and its first call must wake it.
             self._calls.clear()
             self._woken = False
         if os.getpid() != self._owner:
             return
+        # In this order: a loop that is stopped before the thread knows that it is over would be run again.
         over.set()
         loop.call_soon_threadsafe(loop.stop)
+        # Outside of the lock, which the loop's thread takes when a dropped iterator has ended (`_on_ended`).
         if thread is not threading.current_thread():
             thread.join()
 
@@ -132,6 +138,8 @@ class Bridge:
         loop = self._loop
         if loop is None or os.getpid() != self._owner:
             return
+        # Before the call: the loop may run it, and take an entry out, at once. Entries are only counted, so it does not
+        # matter whose is taken out.
         self._releasing.append(ending)
         try:
             loop.call_soon_threadsafe(self._start_ending, ending, args)
@@ -147,6 +155,8 @@ class Bridge:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "the end of an iterator that was dropped failed", "exception": error}
             )
+        # In this order: `wait_for_releases` must not count an ending whose user has left, or it would wait for a thread
+        # that others use.
         self._releasing.popleft()
         self.release()
 
@@ -157,6 +167,7 @@ class Bridge:
         thread = self._last_thread
         if thread is None or os.getpid() != self._owner or thread is threading.current_thread():
             return
+        # All users are about to release, and the last of them ends the thread.
         if self._users <= len(self._releasing):
             thread.join(seconds)
 
@@ -164,17 +175,20 @@ class Bridge:
         """Call `function` in the loop, after all earlier calls. Does not wait.
 
         Raises:
-            LoaderClosed: the loop is gone.
+            LoaderClosed: the loop has ended.
         """
         loop = self._loop
         if loop is None or os.getpid() != self._owner:
             loop = self._live_loop()  # raises
+        # Added before `_woken` is read: `_run_calls` clears that before it reads the calls. So it either finds this
+        # call, or the loop is woken again.
         self._calls.append((function, args))
         if not self._woken:
             try:
+                # Before the loop is woken: it may run `_run_calls` before this thread goes on.
                 self._woken = True
                 loop.call_soon_threadsafe(self._run_calls)
-            except BaseException:  # Ctrl-C: the caller repeats the call, or the next one wakes the loop
+            except BaseException:  # Ctrl-C: the caller repeats the call, or the next call wakes the loop
                 self._woken = False
                 raise
 
@@ -195,7 +209,7 @@ class Bridge:
         """Run a coroutine in the loop and wait for it.
 
         Raises:
-            LoaderClosed: the loop is gone.
+            LoaderClosed: the loop has ended.
             RuntimeError: called from the loop's own thread.
         """
         if self.in_loop_thread:
@@ -214,6 +228,7 @@ class Bridge:
         try:
             task = answers.get()
         except BaseException:  # Ctrl-C
+            # In the loop, which may not have launched it yet: the two calls keep their order.
             loop.call_soon_threadsafe(_cancel, launched)
             raise
         try:
@@ -248,6 +263,7 @@ async def in_thread(function: Callable[[], T]) -> T:
     except RuntimeError:  # at exit
         return function()
     result, error = await done
+    # Passing the outcome on is the thread's last act, so this hardly holds up the loop.
     thread.join()
     if error is not None:
         try:
@@ -318,10 +334,11 @@ def _run(loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
     asyncio.set_event_loop(loop)
     try:
         while not over.is_set():
-            # A task that raises one of these stops the loop; whoever awaits the task gets the error, too.
+            # A task that raises one of these stops the loop; the code that awaits the task gets the error, too.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()
     finally:
+        # In the order of `asyncio.run`: tasks, asynchronous generators, the loop.
         pending = asyncio.all_tasks(loop)
         for task in pending:
             task.cancel()

@@ -34,8 +34,8 @@ def cpu_limit() -> float:
 
 
 def busy_seconds() -> float | None:
-    """CPU seconds since the machine started in which the CPUs that this process is bound to worked for anybody; None
-    where the kernel does not say.
+    """CPU seconds since the machine started in which the CPUs that this process is bound to were busy, for any process;
+    None where the kernel does not report them.
     """
     try:
         lines = Path("/proc/stat").read_text().splitlines()
@@ -51,7 +51,7 @@ def busy_seconds() -> float | None:
 
 
 def cpu_quota() -> int | None:
-    """The tightest CPU quota of this process's control groups in whole CPUs, rounded up; None when there is none."""
+    """The tightest CPU quota of this process's control groups in whole CPUs, rounded up; None without a quota."""
     quota = _quota()
     return None if quota is None else max(1, math.ceil(quota))
 

@@ -72,7 +72,7 @@ class LoaderError(Exception):
     about_sample: bool = True
     """Whether the error says something about a sample, so that `on_error` applies. See `is_about_sample`."""
 
-    # Not told from `args`: torch's datapipes replace those of what passes through them.
+    # Not derived from `args`: torch's datapipes replace those of the errors that pass through them.
     _has_parts = False
 
     def __str__(self) -> str:
@@ -88,8 +88,8 @@ def is_about_sample(error: BaseException) -> bool:
 
     All errors are, but those by which a transport says that it could not read: a reset, a time-out, a refused
     credential would otherwise take samples out of the data that are as good as any. The decision is by type; each
-    class of `LoaderError` says it of itself. Errors of a user's own clients count as the sample's: only the user knows
-    what they mean.
+    class of `LoaderError` has an attribute for it. Errors of a user's own clients count as the sample's: only the user
+    knows their meaning.
     """
     return not isinstance(error, LoaderError) or error.about_sample
 
@@ -130,7 +130,7 @@ class WorkerDied(LoaderError, RuntimeError):
         return WorkerDied(self.worker_id, self.pid, self.exitcode, self.reason, advice, self.trace)
 
     def _sentence(self) -> str:
-        # What it wrote stands in between, so that the last line says what to do.
+        # The process's last output comes before the advice: the last line of an error is what a user reads.
         trace = f"\nWhat it wrote last:\n{self.trace}\n" if self.trace else " "
         more = " ".join(filter(None, (self.reason, self.advice)))
         # The two wordings are torch's own, so that scripts that look for them keep working.
@@ -187,7 +187,7 @@ class TooManySkippedSamples(LoaderError, RuntimeError):
 
     Attributes:
         limit: `max_skipped_samples`.
-        last: a description of the last one.
+        last: a description of the last sample that raised.
     """
 
     limit: int = 0
@@ -322,7 +322,7 @@ class PageLockError(LoaderError, MemoryError):
 
 
 class ServiceUnavailable(LoaderError, ConnectionError):
-    """No node of a service gave a worker, or a batch, in time. The text has each address, and what it did."""
+    """No node of a service gave a worker, or a batch, in time. The text has each address with its failure."""
 
 
 class ShardError(LoaderError, ValueError):
@@ -332,8 +332,8 @@ class ShardError(LoaderError, ValueError):
         url: the shard.
         offset: position of the error in bytes from the shard's beginning (decompressed bytes, in a compressed shard).
             None if the error has no single position.
-        resume: if the sample can be skipped, where the next one begins, in the units of the shard's reader (rows, for
-            Parquet). None if reading cannot continue.
+        resume: if the sample can be skipped, where the next sample begins, in the units of the shard's reader (rows,
+            for Parquet). None if reading cannot continue.
     """
 
     def __init__(self, message: str, *, url: str = "", offset: int | None = None, resume: int | None = None) -> None:
@@ -356,7 +356,7 @@ class NeverIteratedWarning(UserWarning):
 
 
 class NoEffectWarning(UserWarning):
-    """An option of a loader or a dataset cannot do what it asks for, because of another option or of the data."""
+    """An option of a loader or a dataset has no effect, because of another option or of the data."""
 
 
 def warn_aside(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> Warning | None:
@@ -368,7 +368,7 @@ def warn_aside(text: str, category: type[Warning] = UserWarning, *, stacklevel: 
         stacklevel: as for `warnings.warn`, counted from the caller.
 
     Returns:
-        The warning if it would have been raised, for a caller that can raise it at another time.
+        The warning if it would have been raised, for a caller that can raise it later.
     """
     try:
         warnings.warn(text, category, stacklevel=stacklevel + 1)

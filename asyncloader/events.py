@@ -84,7 +84,7 @@ class Died(NamedTuple):
 
     `at_work`: it had finished its start-up, so a task may have killed it. `left`: it exited by itself because its
     memory had grown too large. `obstacle`: why a replacement cannot resume where it was; empty if it can. `outside`:
-    another process killed it, so no task is to blame. `lost`: only the connection to it is gone.
+    another process killed it, so no task is to blame. `lost`: only the connection to it has ended.
     """
 
     worker: int
@@ -146,7 +146,7 @@ class Replace(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """Pass the outcome to the consumer, after all earlier ones."""
+    """Pass the outcome to the consumer, after all earlier outcomes."""
 
     seq: int
     worker: int

@@ -71,8 +71,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         return state
 
     def __iter__(self) -> BatchIterator[B_co]:
-        """Begin an epoch, or what a loaded state has left of it, and return the iterator of its batches. Workers start
-        now, and fetch ahead. With `persistent_workers` there is one iterator, which begins anew.
+        """Begin an epoch, or the rest of a loaded state's epoch, and return the iterator of its batches. Workers start
+        now, and fetch ahead. With `persistent_workers` all epochs have the same iterator, which begins again.
 
         Raises:
             LoaderClosed: the loader is closed.
@@ -117,7 +117,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         self.close()
 
     def close(self) -> None:
-        """End all iterators and their workers; wait until they are gone. Idempotent."""
+        """End all iterators and their workers; wait until the processes have ended. Idempotent."""
         state = self._asyncloader_state
         state.closed = True
         self._iterator = None
@@ -167,9 +167,9 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         self._asyncloader_state.keeper.set_epoch(self, epoch)
 
     def feedback(self, *args: Any, **kwargs: Any) -> None:
-        """Call the sampler's method `feedback` with these arguments, to pass on what the trainer learned.
+        """Call the sampler's method `feedback` with these arguments, to pass on the trainer's results.
 
-        The sampler is ahead of the trainer by what is in flight: with workers, at most
+        The sampler is ahead of the trainer by the batches in flight: with workers, at most
         ``num_workers * prefetch_factor + 1`` batches, and `reorder_window` more in seeded mode; more where samples
         are fetched concurrently, which keeps more batches in flight. An async sampler is called in the thread that
         reads it.
@@ -204,7 +204,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         return self._asyncloader_state.keeper.padding
 
     def clone(self, **changes: Any) -> Self:
-        """A new loader with this one's options, of its class, `changes` applied.
+        """A new loader of the same class and options, `changes` applied.
 
         Args:
             changes: constructor arguments by name, and fields of those that are objects: ``worker_timeout=30`` changes
@@ -220,11 +220,11 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         return made_from(loader, cls, changes)
 
     def stats(self, prefix: str = "", *, interval: bool = False) -> dict[str, float]:
-        """What the loader did, over all iterators so far, as a new flat dictionary of floats. O(1), from any thread.
+        """Counts and times of all iterators so far, as a new flat dictionary of floats. O(1), from any thread.
 
         Args:
             prefix: put before every key, as ``"train/"``.
-            interval: count only what came after the last call with ``interval=True``.
+            interval: count only from the last call with ``interval=True`` on.
         """
         state = self._asyncloader_state
         newest = state.iterator()
@@ -309,7 +309,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             exiting() or "_asyncloader_state" in self.__dict__
         ):  # a default argument, because at exit this module's names may be gone
             return
-        if self.__dict__.get("_asyncloader_maker") == os.getpid():  # else a copy, or what a forked child inherited
+        if self.__dict__.get("_asyncloader_maker") == os.getpid():  # else a copy, or inherited by a forked child
             warn_if_replaced(self)
 
 

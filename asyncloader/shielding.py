@@ -1,4 +1,4 @@
-"""Waits for work that goes on if the one who waits is cancelled.
+"""Waits for work that goes on if the waiting task is cancelled.
 
 Data path: none; wherever several tasks wait for one piece of work, or a clean-up must not be cut short.
 

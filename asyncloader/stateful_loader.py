@@ -30,8 +30,8 @@ class StatefulDataLoader(DataLoader[T_co, B_co]):
     ``iter()`` waits until the workers have begun, and raises an error of `worker_init_fn` or of the dataset's
     ``__iter__`` in a worker.
 
-    A stream without a state of its own is read again from its beginning to resume it; what was delivered is dropped,
-    with a warning that says how much (``Recovery(allow_replay=True)`` of `DataLoader`).
+    A stream without a state of its own is read again from its beginning to resume it; delivered batches are dropped,
+    with a warning that has their number (``Recovery(allow_replay=True)`` of `DataLoader`).
 
     Raises:
         ValueError, TypeError: as `DataLoader`.
@@ -55,7 +55,7 @@ class StatefulDataLoader(DataLoader[T_co, B_co]):
             iter(sampler)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `DataLoader.load_state_dict`. Warns where a stream must be read again."""
+        """Resume at this position, as `DataLoader.load_state_dict`. Warns where a stream must be read again."""
         super().load_state_dict(state_dict)
         again = self._asyncloader_state.keeper.batches_to_replay
         if again:

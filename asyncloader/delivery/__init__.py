@@ -8,7 +8,7 @@ Data path: reorder -> [delivery] -> consumer. In the order in which a batch pass
     transfer       copies one batch to the device and runs the user's `device_transform`
     byte_ranges    copies tensors that are neighbours in memory together
     tensors        finds and replaces the tensors of a batch; static tensors for CUDA graphs
-    accelerator    what a device must offer
+    accelerator    the interface of a device
     cuda           CUDA: side streams, events, page-locking
     numa           on machines with several NUMA nodes: memory and threads near the device
 

@@ -1,4 +1,4 @@
-"""Defines what the loader needs from a device: `Accelerator`, and the plain implementation.
+"""Defines the interface of a device, `Accelerator`, and the plain implementation.
 
 Data path: device_stage -> transfer -> [accelerator] -> consumer.
 
@@ -38,7 +38,7 @@ class Accelerator(ABC):
     """Page-locks a ring, so that copies from it are as fast as from torch's pinned memory; None if the device has no
     page-locking."""
     node: int | None = None
-    """The device's NUMA node; None if there is only one, or it is unknown."""
+    """The device's NUMA node; None if the machine has a single node, or it is unknown."""
     unlocked_because: str = ""
     """Why `lock` is None, for devices that could have it."""
 
@@ -49,7 +49,7 @@ class Accelerator(ABC):
     @abstractmethod
     def compute(self, copies: Sequence[torch.Tensor], copied: DoneEvent | None) -> AbstractContextManager[None]:
         """Context, inside `work`, in which this thread's computations on `copies` go to another stream. That waits for
-        `copied`, so that the next batch can be copied meanwhile.
+        `copied`, so that the next batch can be copied at the same time.
         """
 
     def sync_side_streams(self) -> None:  # noqa: B027 - no-op without side streams

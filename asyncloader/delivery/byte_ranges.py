@@ -41,7 +41,7 @@ def copy_ranges(
 
     Args:
         tensors: the tensors of one batch.
-        slot: the bytes that contain the batch; None if there is no such range.
+        slot: the bytes that contain the batch; None if no such range is known.
         copy: copies one tensor.
     """
     ranges = sorted((_byte_range(tensor, slot) for tensor in tensors if _is_plain(tensor)), key=lambda each: each[:3])

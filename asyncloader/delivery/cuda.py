@@ -3,10 +3,10 @@
 Data path: device_stage -> transfer -> [cuda] -> consumer.
 
 `CudaAccelerator` works with streams and events. The consumer's *stream* waits for the copies, so the consumer's thread
-does not. `record_stream` tells torch's allocator that the consumer's stream uses memory that belongs to a side stream;
-without it the memory of a dropped batch would be given to the next copy while kernels still read it. Every call is made
-with the loader's device as the thread's current one: a thread begins on device 0, and a call made there, or the return
-from a stream of another device, opens a context on it, which costs some 0.5 GB per process.
+does not. With `record_stream` torch's allocator knows that the consumer's stream uses memory that belongs to a side
+stream; without it the memory of a dropped batch would be given to the next copy while kernels still read it. Every call
+is made with the loader's device as the thread's current device: a thread begins on device 0, and a call made there, or
+the return from a stream of another device, opens a context on it, which costs some 0.5 GB per process.
 
 `Driver` calls libcuda.so.1 itself, without the GIL where a call takes time. The driver API is used, and not the
 runtime, because a failed runtime call leaves its error behind for the next call of anyone in the process. Memory that
@@ -182,7 +182,7 @@ class Driver:
 
 def open_driver(index: int) -> Driver | None:
     """The driver of a device; None if there is no CUDA driver, as with ROCm. Cached per process and device, so that all
-    loaders share what was learned about the device.
+    loaders share the results of its first calls.
     """
     return None if torch.version.cuda is None else _driver(index)
 
@@ -263,7 +263,7 @@ class CudaAccelerator(Accelerator):
             yield
 
     def sync_side_streams(self) -> None:
-        """See `Accelerator`. A transform may use tensors that the consumer's stream is still computing."""
+        """Make both side streams wait for the consumer's: a transform may use tensors that this is still computing."""
         with self._here():
             event = self.event()
             for stream in (self._kept.copies, self._kept.computations):
@@ -278,11 +278,11 @@ class CudaAccelerator(Accelerator):
         return tensor.pin_memory() if _can_be_pinned(tensor) else tensor
 
     def event(self) -> _Event:
-        """See `_Event`."""
+        """An event of the current stream's work so far."""
         return _Event(torch.cuda.current_stream(self.device), self._kept.events, self._here)
 
     def sync_current_stream(self, tensors: Sequence[torch.Tensor], event: DoneEvent | None) -> None:
-        """See `Accelerator`. The consumer's stream is the current one of its thread."""
+        """Make the consumer's stream, which is its thread's current stream, wait for the tensors' event."""
         with self._here():
             _use(torch.cuda.current_stream(self.device), tensors, event)
 

@@ -185,7 +185,7 @@ def _serve(held: _Held, done: _Done, recorder: Recorder) -> None:
             recorder.time("h2d", perf_counter() - began)
         except Exception as error:
             failure = error.with_traceback(None)
-        # Deleted before the message: whoever receives it must find the slot free.
+        # Deleted before the message: its receiver must find the slot free.
         del item, event, source
         done.put(failure)
         del failure

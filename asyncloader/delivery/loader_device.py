@@ -59,7 +59,7 @@ def kept_rings_of(loader: _Loader) -> KeptRings | None:
 
 
 def current_transfer(loader: _Loader) -> DeviceTransfer | None:
-    """The transfer that the loader's last epoch used; None if there was none."""
+    """The transfer that the loader's last epoch used; None without such an epoch."""
     kept: _Kept | None = loader.__dict__.get(_KEPT)
     return None if kept is None else kept.transfer
 

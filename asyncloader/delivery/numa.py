@@ -22,7 +22,7 @@ _MOST_NODES = 64  # one word of a mask
 
 
 def node_of(pci: str) -> int | None:
-    """The node of the device at this PCI address ("0000:3B:00.0"); None if there is only one, or it is unknown."""
+    """The node of the device at this PCI address ("0000:3B:00.0"); None if unknown, or the machine has one."""
     try:
         node = int((_PCI / pci.lower() / "numa_node").read_text())
         several = len(list(_NODES.glob("node[0-9]*"))) > 1

@@ -62,12 +62,17 @@ class Opener:
             self.release(answer, [] if answer.fd is None else [answer.fd])
 
     def forget(self, answer: Answer) -> None:
-        """Undo an interrupted `build` whose batch nobody has, so that it can be called again."""
+        """Undo an interrupted `build` whose batch was not returned, so that it can be called again."""
         if answer.ring is not None:
             answer.ring.take_back(answer.result.slot)
 
     def release(self, answer: Answer, descriptors: list[int]) -> None:
-        """Release what a built batch does not hold. `descriptors`: the answer's, which are popped and closed."""
+        """Release the parts of an answer that its batch does not hold.
+
+        Args:
+            answer: the answer.
+            descriptors: its descriptors, which are popped and closed.
+        """
         if answer.ring is not None:
             answer.ring.reclaim()
         if descriptors:
@@ -75,7 +80,7 @@ class Opener:
             list(map(os.close, map(descriptors.pop, repeat(0, len(descriptors)))))
 
     def build(self, answer: Answer) -> tuple[Any, Anchor | None]:
-        """As `open_held`, but the caller must call `release`."""
+        """Make the batch, as `open_held`; but the caller must call `release`."""
         result, template, ring, fd = answer[:4]
         if result.pickled > _PICKLE_WARNING_BYTES and not self._warned:
             self._warned = True
@@ -103,7 +108,7 @@ class Opener:
 
 
 def raise_worker_error(error: Any) -> NoReturn:
-    """Raise what a worker raised: its own type, with the worker's number and traceback in the text.
+    """Raise a worker's error: its own type, with the worker's number and traceback in the text.
 
     `error` is torch's `ExceptionWrapper` or an error of ours.
     """
@@ -113,7 +118,7 @@ def raise_worker_error(error: Any) -> NoReturn:
         raised = error
     else:
         raised = BaseException.with_traceback(unwrapped(error), None)
-        for note in getattr(error, "notes", ()):  # a wrapper that we did not make has none
+        for note in getattr(error, "notes", ()):  # torch's own wrappers have no notes
             add_note(raised, note)
     try:
         raise raised

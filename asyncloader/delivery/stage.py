@@ -5,9 +5,9 @@ Data path: reorder -> opener -> [stage] -> consumer.
 Every item for the consumer passes through the stage's one thread, whether there is work to do or not, so that order is
 kept. `put` and `taken` never block: however long the work takes, it delays neither the event loop nor the consumer.
 
-No locks: only the thread knows what was prepared, and it receives messages. `put`, `taken` and `close` may therefore be
-called by finalizers, in the middle of each other, which an executor's `submit` and `shutdown` may not. The thread
-refers to the stage only while it handles a message, so a stage that is dropped ends by itself.
+No locks: only the thread knows the prepared batches, and it receives messages. `put`, `taken` and `close` may
+therefore be called by finalizers, in the middle of each other, which an executor's `submit` and `shutdown` may not. The
+thread refers to the stage only while it handles a message, so a stage that is dropped ends by itself.
 
 `PinStage` copies batches to page-locked memory with torch's own `pin_memory`, which supports all container types, and
 custom types with a `pin_memory()` method. A batch's slot is free again right after the copy.
@@ -132,7 +132,7 @@ class Stage(ABC):
             except queue.Empty:
                 return True
         self._finish()
-        self._ended = True  # from here on `put` discards what it adds
+        self._ended = True  # from here on `put` discards the items that it adds
         self._discard()
         return False
 

@@ -39,7 +39,7 @@ def move(batch: Any, device: torch.device, copy_tensor: Callable[[torch.Tensor],
     Args:
         batch: the batch, on any device.
         device: passed to the method `to` of objects that have one.
-        copy_tensor: returns a tensor's copy on the device, or the tensor itself if it is there.
+        copy_tensor: returns a tensor's copy on the device, or the tensor itself if it is on the device.
     """
 
     def moved(value: Any) -> Any:
@@ -219,7 +219,7 @@ def _with_attributes(value: Any, names: list[str], deeper: Callable[[Any], Any])
 
 
 MOST_SETS = 32
-"""Most sets of static tensors. A set keeps the memory of a batch for good, because a graph may read from it."""
+"""Most sets of static tensors. A set is never dropped, and keeps a batch's memory, because a CUDA graph may read it."""
 
 
 class StaticTensors:

@@ -65,7 +65,7 @@ class DeviceTransfer:
         Args:
             batch: the batch in the CPU's memory.
             locked: whether that memory is page-locked; if not, it is copied to page-locked memory first.
-            slot: the bytes that contain the whole batch; None if there is no such range.
+            slot: the bytes that contain the whole batch; None if no such range is known.
 
         Raises:
             Exception: the transform's, or the device's. The memory is no longer read then.

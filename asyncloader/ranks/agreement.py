@@ -46,7 +46,7 @@ _REPLACED = (
 
 
 def length_is_exact(dataset: Any, num_workers: int, *, assigns_shards: bool) -> bool:
-    """Whether the length of a stream gives this rank's exact number of batches, so that one reduction is enough.
+    """Whether the length of a stream gives this rank's exact number of batches, so that a single reduction is enough.
 
     It does not if several workers may each end with a short batch or drop it, or if the ranks share shards that differ
     in size.
@@ -152,8 +152,7 @@ class Agreement:
         with contextlib.suppress(RuntimeError):  # at exit no thread can start; the other ranks will notice
             start_thread(self.leave)
 
-    # ------------------------------------------------------------------------------- take the lock, or are called with
-    # it
+    # -------------------------------------------------------------------- these take the lock, or are called with it
 
     def _close(self, why: str) -> None:
         self._closed = self._closed or why  # set before the lock is taken: its holder may run for many steps
@@ -176,8 +175,8 @@ class Agreement:
             raise LoaderClosed(self._closed)
 
     def _last(self, flag: int) -> None:
-        """Notify the other ranks, if they would wait for this one."""
-        with contextlib.suppress(RanksDisagree):  # the epoch is over all the same
+        """Notify the other ranks, if they would wait for this rank."""
+        with contextlib.suppress(RanksDisagree):  # the epoch is over in either case
             self._begin()
             if not self._over and self._limit is None:
                 self._over = True
@@ -187,6 +186,8 @@ class Agreement:
         if self._begun:
             return
         self._begun = True
+        # All ranks make the same reductions in the same order: the last ones of earlier epochs come before this
+        # epoch's first.
         earlier: list[Agreement] = []
         before, self._before = self._before, None
         while before is not None:
@@ -209,7 +210,7 @@ class Agreement:
             )
 
     def _judge(self, flag: int) -> None:
-        """Tell the other ranks what this one has for the next step, and judge by what they have."""
+        """Send this rank's flag for the next step to the other ranks, and judge by all flags."""
         least, most = self._reduce(flag)
         if least == _BATCH:
             return
@@ -237,7 +238,7 @@ class Agreement:
             return self._group.reduce(number)
         except Exception as error:
             self._over = True
-            # Ranks that are still connected to this one must not wait for it.
+            # Ranks that are still connected to this rank must not wait for it.
             self._group.close()
             raise RanksDisagree(
                 f"the ranks could not agree on step {self._step}: another rank has ended, torch.distributed was shut "
@@ -250,7 +251,7 @@ async def in_daemon(function: Callable[[], Any]) -> Any:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     # The thread reaches the future and the outcome through this list alone, and `done` empties it: a thread that has
-    # not ended yet must not keep an error that was caught, and with it the frames of whoever caught it.
+    # not ended yet must not keep an error that was caught, and with it the frames that it passed.
     answer: list[Any] = [future]
 
     def done() -> None:
@@ -268,7 +269,7 @@ async def in_daemon(function: Callable[[], Any]) -> Any:
             answer.extend((function(), None))
         except Exception as error:
             answer.extend((None, error))
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop was closed during the call
             loop.call_soon_threadsafe(done)
 
     start_thread(run)

@@ -2,8 +2,8 @@
 
 Data path: beside the agreement. The group is made with a loader's first iterator. torch keeps each group, with its
 sockets and threads, until it is destroyed explicitly. A finalizer must not do that, because it waits for the group's
-threads. So the group of a loader that is gone is only recorded, and destroyed when the next group is made or another
-loader is closed.
+threads. So the group of a loader that was collected is only recorded, and destroyed when the next group is made or
+another loader is closed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RankGroup:
         return torch.distributed.group.WORLD is not self._world()
 
     def begin(self, agreement: Any) -> Any:
-        """Register a new epoch's agreement. Returns the one before it, if that may still reduce, else None."""
+        """Register a new epoch's agreement. Returns the agreement before it, if that may still reduce, else None."""
         with self._lock:
             before, self._newest = self._newest, agreement
             return before
@@ -73,7 +73,7 @@ class RankGroup:
         """The smallest and the largest of all ranks' numbers. Blocks until every rank has called this.
 
         Raises:
-            RuntimeError: a rank is gone, or the network failed; in this call or an earlier one.
+            RuntimeError: a rank has ended, or the network failed; in this call or in an earlier call.
         """
         both = self._numbers
         if self._broken is None:
@@ -122,7 +122,7 @@ def destroy(group: Any, numbers: torch.Tensor) -> None:
 
 
 def destroy_unused() -> None:
-    """Destroy the groups of loaders that are gone. Not for finalizers: it waits for each, some seconds at most.
+    """Destroy the groups of loaders that were collected or closed. Not for finalizers: it waits some seconds for each.
 
     Each is destroyed in a thread, where torch waits for the group's own threads until their reductions end.
     """
@@ -130,7 +130,7 @@ def destroy_unused() -> None:
         with contextlib.suppress(IndexError):  # another thread took it
             unused = [_unused.popleft()]
             if unused[0][0] != os.getpid():
-                continue  # a forked child has none of the threads that this would wait for
+                continue  # a forked child does not have the threads that this would wait for
             thread = threading.Thread(target=_destroy, args=(unused,), name="asyncloader-destroy", daemon=True)
             thread.start()
             thread.join(_DESTROY_SECONDS)
@@ -179,8 +179,8 @@ def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -
 def _of_members(members: Any) -> Any:
     """A gloo group of a process group's ranks, in which no other rank takes part.
 
-    `new_group` is for all ranks at once, and among the members alone it needs each of them to have as many groups: it
-    names the new one after their number.
+    Not by `new_group`: all ranks have to call it; or, if the members alone do, each of them must have made the same
+    number of groups, after which it names the new group.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 

@@ -1,1 +1,1 @@
-"""What a loader measures of itself, and what follows from it."""
+"""Statistics of a loader: counters, metrics, and the diagnosis of its speed."""

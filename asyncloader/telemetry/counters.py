@@ -1,4 +1,4 @@
-"""Counts and times what one process does for a loader, in memory that other processes may read meanwhile. Pure.
+"""Counts and times the work of one process for a loader, in memory that other processes may read at any time. Pure.
 
 Data path: transports, fetchers, stages -> [counters] -> statistics.
 
@@ -50,7 +50,7 @@ STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]
 """The stages in the order in which a batch passes them; at the end those of a worker's start."""
 
 CONNECTION_KEY = "connection"
-"""In a process of a service, whose task it carries out: the number of a worker connection, from 1; 0: nobody's."""
+"""In a process of a service, whose task it carries out: the number of a worker connection, from 1; 0: of none."""
 
 _SUMS = (*KEYS, *PROCESS_KEYS, CONNECTION_KEY)
 _BUCKETS = 124

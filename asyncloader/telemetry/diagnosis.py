@@ -3,9 +3,9 @@
 Data path: run_figures -> prediction -> [diagnosis] -> explain.
 
 `diagnose` first asks whether there is anything to gain: a consumer that hardly waits is the bound itself. Then it names
-what the time went to, by the times of stages, and predicts how long the same run would have taken with other numbers of
-workers, with persistent workers, with more samples in flight. A change is proposed only if it can act here, if it
-alters neither order nor samples, and if the prediction is worth it; what else would help is in the text alone.
+the stage that took most of the time, and predicts how long the same run would have taken with other numbers of workers,
+with persistent workers, with more samples in flight. A change is proposed only if it can act here, if it alters neither
+order nor samples, and if the predicted gain is worth it; other advice is in the text alone.
 
 How long computing will take can be predicted (`prediction.py`), so a gain is promised. How long waiting will take
 cannot: reads of several workers may wait for one lock, or for a store that answers no faster; and other programs come
@@ -41,8 +41,8 @@ Bound = Literal[
 ]
 """What bounds a run: nothing that can be judged yet; the consumer; starting workers; saving states of the dataset or
 the sampler; the sampler; a store that fails; the memory limit of workers; rings that are too small; a consumer's
-process that does not get to take batches; batches that wait for an earlier one; one worker; shards that are fewer than
-workers; all CPUs; what each batch costs whatever is in it; the dataset's computing; the dataset's waiting.
+process that does not get to take batches; batches that wait for an earlier batch; one worker; shards that are fewer
+than workers; all CPUs; the fixed cost of each batch; the dataset's computing; the dataset's waiting.
 """
 
 Promise = Literal["about", "at least", "up to"]
@@ -67,9 +67,9 @@ class Diagnosis(NamedTuple):
             gained, the run was too short to judge, or what would help is not an option, or would alter the order.
         gain: the factor by which the run should become faster with the change; 1 without one.
         text: the same in one or two sentences.
-        promise: "about": the gain follows from what was measured; "at least": it is more where batches cost less than
-            was measured, as without workers, and in workers and memory that are used again; "up to": whether several
-            workers wait no longer for their reads than one, or other programs leave CPUs to them, only a trial tells.
+        promise: "about": the gain follows from the measured times; "at least": it is more where batches cost less than
+            was measured, as without workers, and in workers and memory that are used again; "up to": only a trial shows
+            whether several workers wait no longer for their reads than a single worker does, and get CPUs.
     """
 
     bound: Bound
@@ -107,7 +107,7 @@ def diagnose(run: Run) -> Diagnosis:
 
 
 def _bound(run: Run) -> tuple[Bound, dict[str, float], str]:
-    """Return what the consumer waited for, the figures that show it, and a sentence."""
+    """Return the reason for which the consumer waited, the figures that show it, and a sentence."""
     steady_wait = max(1e-9, run.wait_s - run.startup_s)
     if found := _trouble(run, run.wait_s):
         return found
@@ -130,7 +130,7 @@ def _bound(run: Run) -> tuple[Bound, dict[str, float], str]:
 
 
 def _trouble(run: Run, waited_s: float) -> tuple[Bound, dict[str, float], str] | None:
-    """What is wrong outside of the dataset's code."""
+    """A fault outside of the dataset's code, if any."""
     backoff = run.sum("retry_wait_s") / max(1, run.workers)
     tries = run.sum("retries")
     if backoff > 0.05 * waited_s and tries > 0.1 * run.sum("requests"):
@@ -258,13 +258,13 @@ def _change(run: Run, bound: Bound) -> tuple[dict[str, Any], float]:
 
 
 def _regardless_of_order(run: Run) -> tuple[int, float]:
-    """The number of workers that would be best for a stream if its order did not matter, and what it would gain."""
+    """The number of workers that would be best for a stream if its order did not matter, and the gain."""
     change, gain = faster(run, any_order=True)
     return change.get("num_workers", run.workers), gain
 
 
 def _doubt(run: Run, bound: Bound, change: Mapping[str, Any]) -> str:
-    """Why the gain may be less; empty: it follows from what was measured."""
+    """Why the gain may be less; empty: it follows from the measured times."""
     if not change.keys() & {"num_workers", "concurrency"} and not run.iterable:
         return ""
     if bound == "fetch":

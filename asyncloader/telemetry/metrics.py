@@ -1,6 +1,6 @@
 """Describes a loader's statistics for monitoring systems: type, unit, help and labels of each figure.
 
-`metrics` gives what an exporter needs, in Prometheus' model and its naming rules; nothing is served or imported here.
+`metrics` gives an exporter's input, by Prometheus' model and its naming rules; nothing is served or imported here.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from asyncloader.telemetry.run_figures import Run
 
 BATCH_COST_S = 300e-6
-"""What a batch of a worker costs in both processes, besides its samples."""
+"""Cost of a worker's batch in both processes, besides its samples."""
 
 WORTH = 1.1
 """The least gain for which a change is proposed."""
@@ -29,7 +29,7 @@ _CONCURRENCIES = (16, 64, 256)
 
 @dataclass(frozen=True)
 class Costs:
-    """What a batch costs, in seconds; see the module's docstring."""
+    """The costs of a batch, in seconds; see the module's docstring."""
 
     consumer: float
     taking: float
@@ -37,7 +37,7 @@ class Costs:
     work: float
     """A worker's time for a batch, if it never waits for a CPU."""
     computing: float
-    """Of that, what it computes."""
+    """The part of that in which it computes."""
     cpu: float
     """Of all processes."""
     latency: float
@@ -53,7 +53,7 @@ class _Setting(NamedTuple):
 
 
 def costs_of(run: Run) -> Costs:
-    """Return what a mean batch of a run costs."""
+    """Return the costs of a run's mean batch."""
     consumer = run.mean("consumer")
     work = run.mean("fetch", "collate", "write") + (0.0 if run.asynchronous or run.threads else run.mean("decode"))
     latency = run.mean("fetch") if run.asynchronous else 0.0
@@ -93,7 +93,7 @@ def faster(run: Run, *, any_order: bool = False) -> tuple[dict[str, Any], float]
     """
     costs, now = costs_of(run), _Setting(run.workers, run.persistent, run.concurrency)
     expected = max(run.elapsed_s, 1e-9)
-    scale = expected / max(_predicted(run, costs, now), 1e-9)  # what the prediction leaves out
+    scale = expected / max(_predicted(run, costs, now), 1e-9)  # for costs that the prediction leaves out
     best, best_s = now, expected
     for setting in _settings(run, any_order=any_order):
         seconds = _predicted(run, costs, setting) * min(1.3, max(1.0, scale))
@@ -153,8 +153,8 @@ def _predicted(run: Run, costs: Costs, setting: _Setting) -> float:
 
 
 def _making(run: Run, costs: Costs, workers: int) -> tuple[float, float]:
-    """Seconds that a worker takes for a batch if there are so many, and how many times longer computing takes because
-    it shares the CPUs.
+    """Seconds that each of this number of workers takes for a batch, and the factor by which computing takes longer
+    because they share the CPUs.
     """
     waiting, slower, others = costs.work - costs.computing, 1.0, run.other_threads
     for _ in range(20):  # workers that compute for longer are more often in each other's way

@@ -1,4 +1,4 @@
-"""Holds what is known of a run for the verdict on what bounds it: counts, times of stages, options.
+"""Holds the figures of a run that the diagnosis judges: counts, times of stages, options.
 
 Data path: statistics -> [run_figures] -> prediction, diagnosis. Pure.
 """
@@ -13,7 +13,7 @@ from asyncloader.telemetry.counters import Stage, StageTimes, stage_times, total
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is known of a run: its statistics and the options that matter.
+    """A run's statistics, and the options that matter.
 
     Attributes:
         batches: delivered.
@@ -21,7 +21,7 @@ class Run:
         elapsed_s: seconds of iterating.
         wait_s: of those, waited by the consumer.
         startup_s: of those, before the first batch of epochs that started workers.
-        main_cpu_s: CPU seconds of the consumer's process meanwhile.
+        main_cpu_s: CPU seconds of the consumer's process in that time.
         ring_copies: batches copied out of a ring.
         oversize: batches that did not fit into one.
         ring_needed: `ring_bytes` with which they would; 0: they do.
@@ -37,7 +37,7 @@ class Run:
         batch_size: samples in a batch, as far as known.
         iterable: whether the dataset is a stream: then the number of workers is part of its order.
         asynchronous: whether samples are awaited, `concurrency` of them at a time.
-        threads: that fetch samples of a blocking dataset, in each worker; 0: it has none.
+        threads: that fetch samples of a blocking dataset, in each worker; 0: its samples come one after the other.
         concurrency: see there.
         in_order: whether batches are delivered in order.
         memory_limit: `worker_memory_limit`.
@@ -121,9 +121,9 @@ class Run:
     def other_threads(self) -> float:
         """How many threads of other programs want a CPU at a time.
 
-        Where R threads share C CPUs evenly, each computes C / R of the time that it wants to. So what our processes got
-        tells how many there are, and they know how many of those are their own. A process that sleeps and wakes often
-        waits for a CPU without others, too: so there are no more of them than what others have used accounts for.
+        Where R threads share C CPUs evenly, each computes C / R of the time that it wants to. The share that our
+        processes got therefore gives R, from which the number of our own threads is subtracted. A process that sleeps
+        and wakes often waits for a CPU although no others run: the CPU time of other programs is the upper bound.
         """
         delayed = self.sum("delayed_s")
         if not delayed:

@@ -1,10 +1,10 @@
-"""Counts what a loader did so far.
+"""Counts a loader's batches, samples, bytes and seconds.
 
 Data path: beside the consumer. Always on; a few additions per batch.
 
 Time is counted while an iterator is in use: from its start to its last batch or its end, without pauses between epochs.
-Totals are updated by the consumer's thread alone, the times of stages each by the one thread that the stage runs in;
-all of it is read from any thread, also while nothing is delivered.
+Totals are updated by the consumer's thread alone, the times of a stage by the thread that runs the stage. Any thread
+reads them, also while nothing is delivered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncloader.telemetry.figures import COUNTED, KEY_NAMES, TOTALS, LoaderFigu
 _log = logging.getLogger("asyncloader")
 
 _LOOK_S = 0.05  # between two looks at the CPU time
-_SLOW_START_S = 10.0  # from which the log tells what the start of workers took
+_SLOW_START_S = 10.0  # from which a start of workers is logged
 
 
 class Statistics(LoaderFigures):
@@ -63,7 +63,7 @@ class Statistics(LoaderFigures):
         self.epochs = 0  # iterators that began
         self.pickled = 0
         self.elapsed_s = 0.0
-        self.main_cpu_s = 0.0  # CPU seconds of this process meanwhile, the trainer's included
+        self.main_cpu_s = 0.0  # CPU seconds of this process while an iterator was in use, the trainer's included
         self.busy_s = 0.0  # seconds that workers spent on tasks
         self.worker_s = 0.0  # seconds that workers existed while an iterator was in use
         self.ring_needed = 0  # ring_bytes with which the oversize batches would have fitted
@@ -72,10 +72,11 @@ class Statistics(LoaderFigures):
         self.silent: set[str] = set()  # stores that workers say do not answer
         self.waiting_since: float | None = None  # the consumer waits for a batch since then
         self.recorder = Recorder()
-        """What the main process does for this loader."""
+        """Counts and times of the main process's work for this loader."""
         self._workers: dict[int, _Worker] = {}
         self._nodes: dict[str, dict[str, float]] = {}  # totals of a service's nodes, by address
-        self._lock = threading.Lock()  # for both: replacements are made in a thread of their own
+        # For both: replacements of workers are added by a thread of their own, while another thread reads.
+        self._lock = threading.Lock()
         self._told_slow_start = False
         self._starting = False  # workers were started for the newest iterator, which has no batch yet
         self._before = _Totals({}, np.zeros(BLOCK_BYTES // 8))
@@ -86,11 +87,11 @@ class Statistics(LoaderFigures):
     # ---------------------------------------------------------------------------------------------- counting
 
     def add_worker(self, worker: int, recorder: Recorder, node: str = "") -> None:
-        """Read what a new process counts; what those before it with this number have counted is kept. Any thread.
+        """Add the counts of a new process to those of the earlier processes with its number. Any thread.
 
         Args:
             worker: its number.
-            recorder: what it counts.
+            recorder: its counts.
             node: the address where it is; empty: on this machine.
         """
         with self._lock:
@@ -130,7 +131,7 @@ class Statistics(LoaderFigures):
                 self._tell_slow_start()
 
     def _tell_slow_start(self) -> None:
-        """Log what the time to the first batch went to. Each figure is a mean worker's."""
+        """Log the parts of the time to the first batch. Each figure is a mean worker's."""
         blocks = [block for worker, block in self.blocks().items() if worker >= 0]
         merged = [sum(each) for each in zip(*blocks, strict=True)]
         process, imports, dataset, first_read = (
@@ -144,7 +145,7 @@ class Statistics(LoaderFigures):
         )
 
     def relay(self, level: int, text: str, store: str | None, *, silent: bool) -> None:
-        """Log a worker's line. That a store is silent, or answers again, is logged once, whoever else says it."""
+        """Log a worker's line. That a store is silent, or answers again, is logged once for all workers."""
         if store is not None:
             if silent == (store in self.silent):
                 return
@@ -232,11 +233,11 @@ class Statistics(LoaderFigures):
     def snapshot(
         self, queue_depth: int, left_out: Mapping[str, float] | None = None, *, prefix: str = "", interval: bool = False
     ) -> dict[str, float]:
-        """A new flat dictionary of floats: `figures.FIGURES` says what they are.
+        """Return a new flat dictionary of floats; `figures.FIGURES` describes its keys.
 
         Args:
             queue_depth: batches that are ready now.
-            left_out: what the ranks' shares dropped and repeated so far.
+            left_out: numbers of samples that the ranks' shares dropped and repeated so far.
             prefix: of every key.
             interval: count from the last call with `interval`, not from the beginning.
         """
@@ -289,7 +290,7 @@ class _Totals(NamedTuple):
 
 
 class _Worker(NamedTuple):
-    """What a worker's process counts, and what the processes before it had counted."""
+    """The counts of a worker's process, and the sums of the processes before it."""
 
     recorder: Recorder
     earlier: np.ndarray[Any, np.dtype[np.float64]]

@@ -211,12 +211,16 @@ def test_a_node_that_is_not_needed(unix: bool) -> None:
 def test_a_loader_that_is_dropped_has_left(engine: LocalEngine) -> None:
     """As one that is closed; only once."""
     loader = DataLoader[Any](Noise(), workers=engine, **OPTIONS)
+    assert engine.loaders == 0  # nothing has needed the dataset yet
+    assert len(loader)
     assert engine.loaders == 1
     loader.close()
     assert engine.loaders == 0
     del loader
     assert engine.loaders == 0
     loader = DataLoader[Any](Noise(), workers=engine, **OPTIONS)
+    assert len(loader)
+    assert engine.loaders == 1
     del loader
     assert engine.loaders == 0
 
