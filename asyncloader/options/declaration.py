@@ -405,9 +405,11 @@ def _depending_on_dataset(name: str) -> Any:
     """An attribute that torch's constructor sets according to the dataset's kind."""
 
     def read(spec: LoaderSpec[Any]) -> Any:
-        ask_dataset(spec)
+        known = spec.__dict__
+        if "_asyncloader_unknown" in known:
+            ask_dataset(spec)
         try:
-            return vars(spec)[name]
+            return known[name]
         except KeyError:  # torch's constructor has not come that far
             raise AttributeError(f"{type(spec).__name__!r} object has no attribute {name!r}") from None
 

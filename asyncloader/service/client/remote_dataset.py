@@ -224,6 +224,7 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
     from asyncloader.service.client.machine_service import shared_service
     from asyncloader.service.pickled import pickle_definition
     from asyncloader.service.protocol.address import Service
+    from asyncloader.service.protocol.handshake import Hello
 
     if engine is not None:
         dataset = UnknownDataset(pickle_definition(defined, functions), engine)
@@ -231,6 +232,7 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
     if workers == "shared":
         workers = shared_service(defined)
     service = workers if isinstance(workers, Service) else Service(workers)
+    Hello.of(defined)  # raises here for arguments that cannot be sent
     return arguments | {"dataset": UnknownDataset(defined, service)}
 
 
