@@ -29,18 +29,15 @@ def in_forked_child(hook: Callable[[], object]) -> None:
         os.register_at_fork(after_in_child=hook)
 
 
+@functools.cache
 def at_exit(hook: Callable[[], object]) -> None:
     """Call `hook` when this process exits. Hooks that were registered later are called first."""
-    _register_exit(os.getpid(), hook)
-
-
-@functools.cache
-def _register_exit(owner: int, hook: Callable[[], object]) -> None:
-    atexit.register(_call_in, owner, hook)
+    # A forked child inherits the registration, but none of the threads, and locks that they may hold for ever: there
+    # `_call_in` does nothing. For objects of its own the child registers the hook again.
+    in_forked_child(at_exit.cache_clear)
+    atexit.register(_call_in, os.getpid(), hook)
 
 
 def _call_in(owner: int, hook: Callable[[], object]) -> None:
-    # A forked child inherits the registration, but none of the threads, and locks that they may hold for ever. For
-    # objects of its own the child registers the hook again.
     if os.getpid() == owner:
         hook()

@@ -485,16 +485,12 @@ _pools: LiveObjects[Stoppable] = LiveObjects()
 
 def stop_at_exit(pool: Stoppable) -> None:
     """Stop this pool at exit, if it still exists."""
-    install_exit_hook()
+    at_exit(stop_all_pools)
     _pools.add(pool)
 
 
-def install_exit_hook() -> None:
-    """Register the exit hook, which stops all pools. Exit hooks that are registered later run before it."""
-    at_exit(_stop_all)
-
-
-def _stop_all() -> None:
+def stop_all_pools() -> None:
+    """Stop all pools of this process, and wait for that: a hook for `at_exit`."""
     pools = list(_pools)
     # All are asked before the first is waited for, so that their workers end at the same time.
     for pool in pools:

@@ -37,7 +37,7 @@ from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.live_objects import LiveObjects
-from asyncloader.workers.pool import install_exit_hook
+from asyncloader.workers.pool import stop_all_pools
 from asyncloader.workers.tracebacks import hide_our_frames
 
 _EXIT_SECONDS = 6.0
@@ -188,7 +188,7 @@ _live: LiveObjects[ClosesAtExit] = LiveObjects()
 
 def close_at_exit(iterator: ClosesAtExit) -> None:
     """Close this iterator when the process exits, if it is still alive."""
-    install_exit_hook()  # registered first, so called last: pools stop after their iterators
+    at_exit(stop_all_pools)  # registered first, so called last: pools stop after their iterators
     at_exit(_close_all)
     _live.add(iterator)
 

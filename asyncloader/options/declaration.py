@@ -21,7 +21,7 @@ import types
 import warnings
 from collections.abc import AsyncIterable, Callable, Collection, Iterable, Iterator
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.utils.data
@@ -282,8 +282,9 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             CHECKS["seed"]("seed", arguments["seed"])  # or torch would make a sampler, which needs the length
         self._asyncloader_make(arguments)
         if unknown:
-            # Set last: from here on the attributes that depend on the dataset make `ask_dataset` ask a node.
-            vars(self)["_asyncloader_unknown"] = arguments, names_to_warn_of()
+            # Not left in the instance: their class attributes ask a node, see `_depending_on_dataset`.
+            attributes = {name: vars(self).pop(name) for name in _DEPENDING}
+            vars(self)["_asyncloader_unknown"] = _Unknown(arguments, names_to_warn_of(), attributes)
         self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; copies do not have this
 
     def _asyncloader_make(self, arguments: dict[str, Any]) -> None:
@@ -401,27 +402,22 @@ def default_sampler(dataset: Any, seed: int | None, shuffle: Any, sampler: Any, 
     return SeededSampler(dataset, seed, shuffle=bool(shuffle))
 
 
-def _depending_on_dataset(name: str) -> Any:
-    """An attribute that torch's constructor sets according to the dataset's kind."""
+class _Unknown(NamedTuple):
+    """What a loader keeps while its remote dataset is unknown, to be made again once it is known.
 
-    def read(spec: LoaderSpec[Any]) -> Any:
-        known = spec.__dict__
-        if "_asyncloader_unknown" in known:
-            ask_dataset(spec)
-        try:
-            return known[name]
-        except KeyError:  # torch's constructor has not come that far
-            raise AttributeError(f"{type(spec).__name__!r} object has no attribute {name!r}") from None
+    Attributes:
+        arguments: the constructor's.
+        warned_of: the options of which to warn; None: of all.
+        attributes: those that depend on the dataset, as torch's constructor made them for a map dataset.
+    """
 
-    def write(spec: LoaderSpec[Any], value: Any) -> None:
-        vars(spec)[name] = value
-
-    return property(read, write)
+    arguments: dict[str, Any]
+    warned_of: Collection[str] | None
+    attributes: dict[str, Any]
 
 
 _DEPENDING = ("dataset", "sampler", "batch_sampler", "_dataset_kind")
-for _name in _DEPENDING:
-    setattr(LoaderSpec, _name, _depending_on_dataset(_name))
+"""Attributes that torch's constructor sets according to the dataset's kind."""
 
 
 def ask_dataset(spec: LoaderSpec[Any]) -> None:
@@ -434,24 +430,26 @@ def ask_dataset(spec: LoaderSpec[Any]) -> None:
         ServiceUnavailable: no node could be asked in time.
         ValueError, TypeError: arguments that do not go with the dataset, as a constructor raises them.
     """
-    if "_asyncloader_unknown" not in vars(spec):
+    unknown: _Unknown | None = vars(spec).get("_asyncloader_unknown")
+    if unknown is None:
         return
-    arguments, names = vars(spec)["_asyncloader_unknown"]
     known = LoaderSpec.__new__(LoaderSpec)
-    with warn_only_of(names):
-        known._asyncloader_make({**arguments, "dataset": arguments["dataset"].ask()})
-    # Another thread may have asked meanwhile, and have begun an epoch of the dataset that it has set.
-    if vars(spec).get("_asyncloader_unknown") is not None:
+    with warn_only_of(unknown.warned_of):
+        known._asyncloader_make({**unknown.arguments, "dataset": unknown.attributes["dataset"].ask()})
+    # Another thread may have asked at the same time, and have begun an epoch of the dataset that it has set.
+    if "_asyncloader_unknown" in vars(spec):
         vars(spec).update({name: vars(known)[name] for name in _DEPENDING})
         vars(spec).pop("_asyncloader_unknown", None)
 
 
 def without_asking(spec: LoaderSpec[Any]) -> LoaderSpec[Any]:
-    """The loader; while its dataset is unknown, a copy whose attributes are those of a map dataset, and ask no node."""
-    if "_asyncloader_unknown" not in vars(spec):
+    """The loader; while its dataset is unknown, a copy that has the attributes of a map dataset, and asks no node."""
+    unknown: _Unknown | None = vars(spec).get("_asyncloader_unknown")
+    if unknown is None:
         return spec
     spec = copy.copy(spec)
     del vars(spec)["_asyncloader_unknown"]
+    vars(spec).update(unknown.attributes)
     return spec
 
 
@@ -476,6 +474,23 @@ class OverridableProperty(Generic[T]):
 
     def __get__(self, instance: object, owner: type | None = None) -> T:
         return self if instance is None else self._read(instance)  # type: ignore[return-value]
+
+
+def _depending_on_dataset(name: str) -> Any:
+    """An attribute of the class, which is read while the instance has none of that name: the dataset is unknown."""
+
+    def read(spec: LoaderSpec[Any]) -> Any:
+        ask_dataset(spec)
+        try:
+            return vars(spec)[name]
+        except KeyError:  # torch's constructor has not come that far
+            raise AttributeError(f"{type(spec).__name__!r} object has no attribute {name!r}") from None
+
+    return OverridableProperty(read)
+
+
+for _name in _DEPENDING:
+    setattr(LoaderSpec, _name, _depending_on_dataset(_name))
 
 
 # A user's subclass of the loader may have attributes of any name. So what follows are functions, not attributes.

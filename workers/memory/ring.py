@@ -29,6 +29,7 @@ They share `_free` alone; everything about leases belongs to the consumer's side
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import sys
@@ -311,6 +312,7 @@ def _retire_before_fork() -> None:
         ring.retire()
 
 
+@functools.cache
 def install_fork_hook() -> None:
     """Retire leased slots before every fork of this process from now on."""
     before_fork(_retire_before_fork)
