@@ -2,9 +2,9 @@
 
 Data path: options -> [remote_dataset] -> plan.
 
-Without `workers=` that is the dataset itself, made in this process. With `workers=` it has no samples: at first it is an
-`UnknownDataset`, as a constructor must not wait for the network; from the first `iter()` or `len()` on a
-`RemoteDataset`, which has the kind and length that a node has reported.
+Without `workers=` that is the dataset itself, made in this process. With `workers=` it has no samples: at first it is
+an `UnknownDataset`, as a constructor must not wait for the network; from the first `iter()` or `len()` on it is a
+`RemoteDataset` of the kind and length that a node has reported.
 """
 
 from __future__ import annotations
