@@ -31,11 +31,11 @@ from asyncloader.options.declaration import (
     LoaderSpec,
     OverridableProperty,
     T_co,
-    ask_dataset,
     fixed_option,
     own_constructor,
 )
 from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.shielding import shielded

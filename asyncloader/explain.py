@@ -15,8 +15,9 @@ from torch.utils.data._utils import collate as torch_collate
 from asyncloader.cpus import cpu_limit, usable_cpus
 from asyncloader.delivery.loader_device import current_transfer
 from asyncloader.epoch.plan import start_method
-from asyncloader.options.declaration import LoaderSpec, given_options, is_iterable, without_asking
+from asyncloader.options.declaration import LoaderSpec, given_options, is_iterable
 from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.options.unknown_dataset import without_asking
 from asyncloader.samplers.distributed import plain_sampler
 from asyncloader.telemetry.diagnosis import Diagnosis, diagnose
 from asyncloader.telemetry.run_figures import Run

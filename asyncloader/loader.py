@@ -29,10 +29,10 @@ from asyncloader.options.declaration import (
     LoaderSpec,
     OverridableProperty,
     T_co,
-    ask_dataset,
     async_index_source,
     fixed_option,
 )
+from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.state.checkpoint import StateKeeper

@@ -20,8 +20,9 @@ from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
 from asyncloader.options.checks import warn_only_of
-from asyncloader.options.declaration import DEFAULTS, OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec, without_asking
+from asyncloader.options.declaration import DEFAULTS, OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec
 from asyncloader.options.objects import flattened, grouped
+from asyncloader.options.unknown_dataset import without_asking
 from asyncloader.samplers.seeded import SeededSampler
 
 T = TypeVar("T")

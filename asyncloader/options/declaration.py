@@ -12,7 +12,6 @@ the async one *has* one.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import os
@@ -21,7 +20,7 @@ import types
 import warnings
 from collections.abc import AsyncIterable, Callable, Collection, Iterable, Iterator
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias
 
 import torch
 import torch.utils.data
@@ -37,10 +36,10 @@ from asyncloader.options.checks import (
     check_options,
     is_seed,
     names_to_warn_of,
-    warn_only_of,
     warn_without_effect,
 )
 from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened
+from asyncloader.options.unknown_dataset import DEPENDING, AskedAttribute, Unknown, ask_dataset
 from asyncloader.ranks.topology import RankGroupLike, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
 from asyncloader.samplers.distributed import OnUneven, rank_view
@@ -282,9 +281,9 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             CHECKS["seed"]("seed", arguments["seed"])  # or torch would make a sampler, which needs the length
         self._asyncloader_make(arguments)
         if unknown:
-            # Not left in the instance: their class attributes ask a node, see `_depending_on_dataset`.
-            attributes = {name: vars(self).pop(name) for name in _DEPENDING}
-            vars(self)["_asyncloader_unknown"] = _Unknown(arguments, names_to_warn_of(), attributes)
+            # Not left in the instance: in the class, `AskedAttribute` asks a node.
+            attributes = {name: vars(self).pop(name) for name in DEPENDING}
+            vars(self)["_asyncloader_unknown"] = Unknown(arguments, names_to_warn_of(), attributes)
         self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; copies do not have this
 
     def _asyncloader_make(self, arguments: dict[str, Any]) -> None:
@@ -394,63 +393,16 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             )
 
 
+for _name in DEPENDING:
+    setattr(LoaderSpec, _name, AskedAttribute(_name))
+
+
 def default_sampler(dataset: Any, seed: int | None, shuffle: Any, sampler: Any, batch_sampler: Any) -> Any:
     """The default sampler of seeded mode; None if the user gave one, or there is nothing to sample."""
     if not is_seed(seed) or sampler is not None or batch_sampler is not None or isinstance(dataset, IterableDataset):
         return None
     assert seed is not None
     return SeededSampler(dataset, seed, shuffle=bool(shuffle))
-
-
-class _Unknown(NamedTuple):
-    """What a loader keeps while its remote dataset is unknown, to be made again once it is known.
-
-    Attributes:
-        arguments: the constructor's.
-        warned_of: the options of which to warn; None: of all.
-        attributes: those that depend on the dataset, as torch's constructor made them for a map dataset.
-    """
-
-    arguments: dict[str, Any]
-    warned_of: Collection[str] | None
-    attributes: dict[str, Any]
-
-
-_DEPENDING = ("dataset", "sampler", "batch_sampler", "_dataset_kind")
-"""Attributes that torch's constructor sets according to the dataset's kind."""
-
-
-def ask_dataset(spec: LoaderSpec[Any]) -> None:
-    """Ask a service's node about the loader's dataset, unless that has been done, or the dataset is in this process.
-
-    The constructor has made a loader of a map dataset; now the arguments that depend on the dataset are checked, too.
-    Blocks. After an error the next call asks again.
-
-    Raises:
-        ServiceUnavailable: no node could be asked in time.
-        ValueError, TypeError: arguments that do not go with the dataset, as a constructor raises them.
-    """
-    unknown: _Unknown | None = vars(spec).get("_asyncloader_unknown")
-    if unknown is None:
-        return
-    known = LoaderSpec.__new__(LoaderSpec)
-    with warn_only_of(unknown.warned_of):
-        known._asyncloader_make({**unknown.arguments, "dataset": unknown.attributes["dataset"].ask()})
-    # Another thread may have asked at the same time, and have begun an epoch of the dataset that it has set.
-    if "_asyncloader_unknown" in vars(spec):
-        vars(spec).update({name: vars(known)[name] for name in _DEPENDING})
-        vars(spec).pop("_asyncloader_unknown", None)
-
-
-def without_asking(spec: LoaderSpec[Any]) -> LoaderSpec[Any]:
-    """The loader; while its dataset is unknown, a copy that has the attributes of a map dataset, and asks no node."""
-    unknown: _Unknown | None = vars(spec).get("_asyncloader_unknown")
-    if unknown is None:
-        return spec
-    spec = copy.copy(spec)
-    del vars(spec)["_asyncloader_unknown"]
-    vars(spec).update(unknown.attributes)
-    return spec
 
 
 class _StreamForTorch(IterableDataset[Any]):
@@ -474,23 +426,6 @@ class OverridableProperty(Generic[T]):
 
     def __get__(self, instance: object, owner: type | None = None) -> T:
         return self if instance is None else self._read(instance)  # type: ignore[return-value]
-
-
-def _depending_on_dataset(name: str) -> Any:
-    """An attribute of the class, which is read while the instance has none of that name: the dataset is unknown."""
-
-    def read(spec: LoaderSpec[Any]) -> Any:
-        ask_dataset(spec)
-        try:
-            return vars(spec)[name]
-        except KeyError:  # torch's constructor has not come that far
-            raise AttributeError(f"{type(spec).__name__!r} object has no attribute {name!r}") from None
-
-    return OverridableProperty(read)
-
-
-for _name in _DEPENDING:
-    setattr(LoaderSpec, _name, _depending_on_dataset(_name))
 
 
 # A user's subclass of the loader may have attributes of any name. So what follows are functions, not attributes.
