@@ -89,6 +89,7 @@ class WorkerPool:
         self._worker_timeout = worker_timeout
         self._watchdog: TaskWatchdog | None = None
         self._failed = False
+        self._hung_up = False
         self._unkillable: list[WorkerHandle] = []  # killed, but not ended yet
         self._spare: set[WorkerHandle] = set()  # made, but not adopted yet
         self._making = threading.Lock()
@@ -385,7 +386,7 @@ class WorkerPool:
         self._vacant.add(worker)
         if self._watchdog is not None:
             self._watchdog.forget(worker)
-        if self._listener is not None:
+        if self._listener is not None and not self._hung_up:  # else it would have the worker replaced
             self._listener.on_death(
                 worker,
                 death,
@@ -413,6 +414,8 @@ class WorkerPool:
         see `process.hang_up`. `stop` must be running in another thread, or follow.
         """
         if os.getpid() == self._owner:
+            # Set first: a busy loop may see that the workers have ended before it gets to end the epoch.
+            self._hung_up = True
             self._source.hang_up(self.processes)
 
     def stop_soon(self) -> None:

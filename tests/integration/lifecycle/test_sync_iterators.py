@@ -51,6 +51,19 @@ def test_break_frees_the_workers() -> None:
     assert our_threads() == []
 
 
+def test_the_workers_of_a_dropped_iterator_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """Although a busy loop thread sees that they have ended before it gets to end the epoch."""
+    loader = DataLoader[Any](Numbers(100), num_workers=2, seed=1)
+    batches: Any = iter(loader)
+    next(batches)
+    busy = threading.Event()
+    batches._bridge.call_soon(busy.wait)
+    del batches  # waits until the workers have ended
+    busy.set()
+    loader.close()
+    assert not [record for record in caplog.records if "is replaced" in record.message]
+
+
 def test_exception_in_the_body_frees_the_workers() -> None:
     """So does an exception, once nobody looks at its traceback any more."""
     deaths = Deaths([])
