@@ -266,7 +266,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     """
 
     _asyncloader_replays = False
-    """Whether streams are replayed whatever `resume` says."""
+    """Whether streams are replayed even without `allow_replay`."""
 
     _asyncloader_awaits_workers = False
     """Whether `iter()` waits until the workers have begun, and raises an error of one that could not."""
