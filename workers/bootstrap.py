@@ -45,6 +45,8 @@ class Bootstrap:
     def __call__(self, *arguments: Any) -> None:
         """Resume the collector if it was paused, and run `worker_main`."""
         entered = perf_counter() if self._entered is None else self._entered
+        # Not at the top of the module: this imports torch, and unpickling the target imports the module before the
+        # pause.
         from asyncloader.workers.worker import worker_main
 
         if self._gc_stopped:
@@ -52,6 +54,7 @@ class Bootstrap:
             gc.enable()
         worker_main(self._started, entered, *arguments)
 
+    # multiprocessing pickles the target before the arguments, so `_unpickled` runs before these are unpickled.
     def __reduce__(self) -> Any:
         return _unpickled, (self._started,)
 
@@ -60,6 +63,7 @@ def _unpickled(started: float) -> Bootstrap:
     """Pause the collector in a spawned process, unless it is off already (fork server, or the user's own setting)."""
     gc_stopped = gc.isenabled()
     gc.disable()
+    # A process's age is known to a hundredth of a second, so it may seem to have begun before it was started.
     return Bootstrap(started, max(started, perf_counter() - _age()), gc_stopped)
 
 
@@ -80,6 +84,7 @@ def gc_paused() -> Generator[None]:
         if _pause.enabled is not None:  # a signal handler forks in the middle of another fork
             yield
             return
+        # Under the lock: the end of another thread's fork would switch the collector on during this one.
         _pause.enabled = gc.isenabled()
         gc.disable()
         try:

@@ -56,6 +56,7 @@ def set_worker_signals() -> None:
     """In a new worker process: set the default handlers, ignore Ctrl-C, which the main process handles, and wake no
     event loop. Signals that were blocked for the fork arrive now.
     """
+    # A forked worker has inherited the descriptor that wakes the main process's event loop.
     signal.set_wakeup_fd(-1)
     # Through `disable`, not by setting the default handlers: faulthandler would believe that its handlers are set, and
     # would not set them when `worker_init_fn` asks for it.
@@ -68,10 +69,12 @@ def set_worker_signals() -> None:
         # A library's handler may hide that a signal is ignored: Debian's torch, as it is imported, sets one for SIGHUP.
         ignored = signal.getsignal(number) is signal.SIG_IGN and number != signal.SIGTERM
         signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    # After the loop, which includes SIGINT: Python handles it unless the program has changed that.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if reports_crashes:
         with contextlib.suppress(Exception):  # standard error is closed
             faulthandler.enable()
+    # Last: the signals that were blocked since the fork arrive now, and meet the handlers set above.
     mask, _fork.mask = _fork.mask, None
     if mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -3,8 +3,8 @@
 Data path: worker -> channel -> [inbox] -> pipeline.
 
 A worker's frames are not trusted: its memory may be corrupt, or its dataset may have written to our socket. A frame
-that contradicts what was assigned to the worker raises `ValueError`, and changes nothing. What a service's worker sends
-is read completely before its task counts as answered, so that a broken answer is no answer (`WorkerHandle.distrust`).
+that contradicts the worker's assignments raises `ValueError`, and changes nothing. An answer of a service's worker is
+read completely before its task counts as answered, so that a broken answer is no answer (`WorkerHandle.distrust`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Inbox:
         """Handle one frame. `epoch` is the current epoch; answers of older ones are discarded.
 
         Raises:
-            ValueError: the frame contradicts what was assigned.
+            ValueError: the frame contradicts the assignments.
             OSError: a descriptor did not arrive.
         """
         process = self._process
@@ -58,12 +58,15 @@ class Inbox:
             process.ready = True
         elif kind == wire.RESET_DONE:
             sent_epoch = self._epoch_in(body, epoch)
+            # By the epoch that the frame names, not the current one: if an epoch ended at once, this answers the RESET
+            # before the last.
             self._rings.reset_done(sent_epoch)
             process.outstanding = self._rings.outstanding
             if watchdog is not None and sent_epoch == epoch:
                 watchdog.cleared(self._worker)
         elif kind == wire.STARTED:
             sent_epoch, error, cursor = wire.unpack_started(body)
+            # Of an older epoch: the start-up code of the current epoch has yet to run.
             if self._check_epoch(sent_epoch, epoch) == epoch:
                 process.started = True
                 if watchdog is not None:
@@ -72,10 +75,14 @@ class Inbox:
                     listener.on_started(
                         self._worker, self._codec.load_error(error) if error else None, self._cursor(cursor)
                     )
+        # The RNG state is a pickle, which only a process of ours may send. From any other worker the frame breaks the
+        # stream.
         elif kind == wire.LEAVING and self._codec.trusted:
             process.saved_rng_state = body
         elif kind == wire.ASK:
             sent_epoch, number, batch, left = wire.unpack_ask(body)
+            # A request of an older epoch is not answered: the worker closes that epoch's stream when it reads the
+            # RESET.
             if sent_epoch == epoch and listener is not None:
                 if watchdog is not None:
                     watchdog.asked(self._worker)
@@ -104,6 +111,7 @@ class Inbox:
 
     def _result(self, body: bytes, epoch: int, listener: Listener | None, watchdog: TaskWatchdog | None) -> None:
         result, data, packed = wire.unpack_result(body)
+        # Taken before anything is checked: descriptors are matched to frames by their order alone.
         fd = self._process.channel.take_fd() if result.slot == wire.ONEOFF else None
         try:
             cursor = self._codec.load_cursor(packed) if packed else None
@@ -131,6 +139,7 @@ class Inbox:
         if template is None:
             raise ValueError(f"a worker's answer is broken: worker {self._worker} has sent no template before")
         ring = self._rings.answered(result.epoch, result.seq, result.slot, result.nbytes)
+        # Only now: an answer that is refused leaves the template of the answer before it.
         self._template = template
         if self._codec.trusted:
             return ring, template  # its structure is read when the batch is opened
@@ -141,6 +150,7 @@ class Inbox:
                 template = template.with_structure(lambda: oneoff_anchor(fd, result.nbytes))
         except ValueError:
             if ring is not None:
+                # `answered` has removed the slot from the manager's list, so no other code would free it.
                 ring.give_back(result.slot)
             raise
         return ring, template
@@ -164,6 +174,7 @@ class Inbox:
         if sent_epoch != epoch or listener is None:
             return
         if kind == wire.EXHAUSTED:
+            # A worker whose dataset has ended drops its other tasks without an answer.
             self._rings.void()
             self._process.outstanding = 0
             if watchdog is not None:
@@ -173,7 +184,8 @@ class Inbox:
             listener.on_empty_batch(worker, seq, busy, self._cursor(payload), records)
         else:
             listener.on_error(worker, seq, busy, self._codec.load_error(payload), records)
-        self._process.answers += 1  # only now: one that cannot be read is none
+        # Counted last: an answer whose payload cannot be read raised before this line, and is not an answer.
+        self._process.answers += 1
 
     def _cursor(self, data: bytes) -> PackedCursor | None:
         return self._codec.load_cursor(data) if data else None

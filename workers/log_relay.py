@@ -31,4 +31,5 @@ class _Relay(logging.Handler):
 def relay_log(send: Callable[[bytes], None]) -> None:
     """Send the lines that this process logs as `asyncloader` to the main process, in frames given to `send`."""
     log = logging.getLogger("asyncloader")
+    # In place of the handlers that a forked worker inherits: the main process's log would get each line twice.
     log.handlers[:], log.propagate = [_Relay(send)], False

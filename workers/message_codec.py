@@ -38,11 +38,11 @@ class MessageCodec(Protocol):
         ...
 
     def dump_error(self, error: Exception, worker_id: int) -> bytes:
-        """Pack what a worker's task raised."""
+        """Pack the exception that a worker's task raised."""
         ...
 
     def load_error(self, data: bytes) -> Any:
-        """Return what was raised, as an exception or in torch's wrapper of one."""
+        """Return the exception that was raised, or torch's wrapper of it."""
         ...
 
     def template(self, data: bytes) -> Template:
@@ -50,7 +50,7 @@ class MessageCodec(Protocol):
         ...
 
     def encoder(self) -> Encoder:
-        """Make what encodes a worker's batches."""
+        """Make the encoder of a worker's batches."""
         ...
 
     def cursor_packer(self) -> CursorPacker:
@@ -76,41 +76,41 @@ class PickleCodec:
     trusted = True
 
     def dumps(self, value: Any) -> bytes:
-        """As `MessageCodec`."""
+        """Pickle the value."""
         return pickle.dumps(value, 5)
 
     def loads(self, data: bytes) -> Any:
-        """As `MessageCodec`."""
+        """Unpickle a value."""
         return pickle.loads(data)
 
     def load_start(self, data: bytes) -> EpochStart:
-        """As `MessageCodec`."""
+        """Unpickle the start of an epoch."""
         return EpochStart(*pickle.loads(data))
 
     def dump_error(self, error: Exception, worker_id: int) -> bytes:
-        """As `MessageCodec`."""
+        """Pickle the error as `pickle_error` does."""
         return pickle_error(error, worker_id)
 
     load_error = loads
 
     def template(self, data: bytes) -> Template:
-        """As `MessageCodec`."""
+        """Return a `Template`."""
         return Template(data)
 
     def encoder(self) -> Encoder:
-        """As `MessageCodec`."""
+        """Return an `Encoder`."""
         return Encoder()
 
     def cursor_packer(self) -> CursorPacker:
-        """As `MessageCodec`."""
+        """Return a `CursorPickler`."""
         return CursorPickler()
 
     def load_cursor(self, data: bytes) -> PackedCursor:
-        """As `MessageCodec`. Nothing is checked: a worker of ours is trusted."""
+        """Return the cursor, unchecked: a worker of ours is trusted."""
         return PackedCursor(data)
 
     def dump_records(self, records: Sequence[SkippedSample]) -> bytes:
-        """As `MessageCodec`."""
+        """Pickle the records."""
         try:
             return pickle.dumps(records, 5)
         except Exception:  # an index that cannot be pickled (inherited by fork)

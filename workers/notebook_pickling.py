@@ -89,6 +89,7 @@ class SessionPickler(pickle.Pickler):
         name = obj.__qualname__
         in_main = obj.__module__ == _MAIN and "<" not in name  # a local object has no name by which it could be found
         named = in_main and vars(sys.modules[_MAIN]).get(name) is obj
+        # By identity: a cell that is run again makes another object of the same name, which the worker does not have.
         if named and self._known.get(name) is obj:
             return NotImplemented
         if self._by_value is None:
@@ -121,6 +122,7 @@ def dump_message(known: dict[str, Any], value: Any) -> bytes:
     date.
     """
     data = pickle.dumps(value, 5)
+    # Only a pickle that contains the module's name can refer to one of the session's objects by name.
     if _MAIN.encode() not in data:
         return data
     buffer = io.BytesIO()

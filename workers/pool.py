@@ -92,6 +92,7 @@ class WorkerPool:
         self._hung_up = False
         self._unkillable: list[WorkerHandle] = []  # killed, but not ended yet
         self._spare: set[WorkerHandle] = set()  # made, but not adopted yet
+        # For `_spare`, and for setting `_stopped`: replacements are made in other threads than the thread that stops.
         self._making = threading.Lock()
         self._vacant: set[int] = set()  # ids of workers that died and have no replacement yet
         self.processes: list[WorkerHandle] = []
@@ -113,6 +114,7 @@ class WorkerPool:
         self._used = False
         self._stopped = False  # from here on `stop` has work to do
         install_fork_hook()
+        # Before the first process exists: a program that exits during the start ends its workers, too.
         stop_at_exit(self)
         try:
             self.processes += self.make(range(setup.num_workers), setup)
@@ -166,11 +168,14 @@ class WorkerPool:
         Returns False if it has been replaced already: `discard` this process then.
         """
         worker = process.worker_id
+        # Two replacements may have been made for one death: Ctrl-C during a fork has the request repeated. The first
+        # gets the id.
         if worker not in self._vacant:
             return False
         self._vacant.discard(worker)
         self._spare.discard(process)
         self.processes[worker] = process
+        # A new inbox: the old one has the template and the records that the dead process sent last.
         self._inboxes[worker] = Inbox(process, self.rings[worker])
         if self._loop is not None:
             self._listen_to(self._loop, process)
@@ -228,6 +233,7 @@ class WorkerPool:
             # older epoch, and are discarded.
             self.epoch += 1
             for process, start in zip(self.processes, starts, strict=True):
+                # Frames of the epoch before may still come; only the STARTED frame of the new epoch sets it again.
                 process.started = False
                 self._send(process, wire.pack_reset(wire.RESET, self.epoch, process.dumps(tuple(start))))
         self._used = True
@@ -313,6 +319,7 @@ class WorkerPool:
     def _send(self, process: WorkerHandle, frame: bytes, fds: list[int] | None = None) -> None:
         try:
             if not process.channel.send(frame, fds or ()) and self._loop is not None:
+                # The socket is full, because the worker is at a long task. The loop's thread must not wait for it.
                 self._loop.add_writer(process.channel.fileno(), self._on_writable, process)
         except ConnectionError:
             pass  # it is dying; its pidfd reports the death, after which all of its tasks are assigned again
@@ -338,6 +345,7 @@ class WorkerPool:
             for kind, body in process.channel.receive():
                 inbox.frame(kind, body, self.epoch, self._listener, self._watchdog)
                 if kind == wire.LEAVING and self._loop is not None:
+                    # Its tasks are assigned again when it has ended, and threads of the user's may keep it from ending.
                     self._loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
         except Exception as error:  # the loop would only log it, and the consumer would wait forever
             if not isinstance(error, ValueError) or not process.distrust(error):
@@ -350,6 +358,8 @@ class WorkerPool:
             # Not until the socket's end: a child of the worker may hold the other end open.
             before = process.channel.received
             self._drain(process)
+        # The order matters: `death` reads the crash's stack and the captured standard error, and the loop still watches
+        # two descriptors; `release` closes all of these.
         self._on_exited(process, process.death())
         process.release()
 
@@ -373,6 +383,7 @@ class WorkerPool:
         """SIGKILL has not ended the worker: it hangs in a system call, and none of its code runs any more."""
         if self.processes[process.worker_id] is not process or process.channel.fileno() < 0 or self._loop is None:
             return
+        # `stop` still has to reap it, or to name it in a warning.
         self._unkillable.append(process)
         self._on_exited(process, WorkerDied(process.worker_id, process.pid, None, process.kill_reason))
 
@@ -429,6 +440,8 @@ class WorkerPool:
                 self.stop()
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # `exiting` is a default argument because the module's names may be gone by then. At exit `_stop_all` ends the
+        # workers. `_stopped` is missing if `__init__` raised early: then no process was made.
         if not exiting() and not getattr(self, "_stopped", True):
             self.stop_soon()
 
@@ -439,11 +452,13 @@ class WorkerPool:
         """
         if os.getpid() != self._owner:
             return
+        # A second thread that calls this waits here until the workers have ended.
         with self._stop_lock:
             if self._stopped:
                 return
             with self._making:
                 self._stopped = True
+                # In one step with the check in `make`: each process is either in this list, or is ended by `make`.
                 every = [*self.processes, *self._unkillable, *self._spare]
                 self._spare.clear()
             # While attached, the loop's thread may be handling an answer, and with it the rings, at this moment.
@@ -452,10 +467,12 @@ class WorkerPool:
                 self.detach()
                 self._source.end([process for process in every if not process.released])
             finally:
+                # Only after the workers have ended: this closes the lifeline, which kills those that still run.
                 self._source.close()
                 if self._kept is not None and at_rest:
                     self._keep_rings(self._kept)
                 for manager in self.rings:
+                    # Does nothing to the rings that were kept: their managers handed them to successors.
                     manager.close()
 
     def _keep_rings(self, kept: KeptRings) -> None:

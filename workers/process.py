@@ -124,7 +124,10 @@ class WorkerProcess:
         self.pid: int = self.process.pid
         self.place = f"pid {self.pid}"
         self.node = ""
+        # The counter is compared with its value of now: it also counts earlier kills in the same group.
         self._memory_kills = MemoryKills.of(self.pid)
+        # A fork server's child is not a child of this process: only the server learns its exit code, and reports it
+        # through the sentinel. A pidfd would be readable before that report.
         self._direct = context.get_start_method() != "forkserver"
         self._imports_main = context.get_start_method() != "fork"
         if self._direct and hasattr(os, "pidfd_open"):
@@ -159,6 +162,7 @@ class WorkerProcess:
             self.process.join(_FORKSERVER_REPORTS)
         self.stacks.read()
         trace = crash_trace(self.stacks.text(), _TRACE_LINES)
+        # Taken out, because `read_tail` closes the descriptor, and `release` would close its number again.
         suspect, self.suspect = self.suspect, None
         if suspect is not None:
             trace = "\n".join(filter(None, (read_tail(suspect), trace)))
@@ -167,6 +171,7 @@ class WorkerProcess:
             reason = "It left because it had grown beyond worker_memory_limit."
         elif not reason and self.process.exitcode in (-signal.SIGKILL, -signal.SIGTERM):
             reason = self._memory_kills.describe()
+            # Such a signal is not the doing of the worker's task, unless memory ran out.
             self.outside = not reason
         advice = about_main() if self._imports_main and not self.ready and self.process.exitcode == 1 else ""
         return WorkerDied(self.worker_id, self.pid, self.process.exitcode, reason, advice, trace)
@@ -314,6 +319,7 @@ def wait_for_deaths(processes: list[WorkerProcess], seconds: float) -> list[Work
         poll.register(process.death_fd, select.POLLIN)
     while alive:
         left = deadline - monotonic()
+        # Polled once even if no time is left, so that a process that has ended by then is not returned as alive.
         ended = {fd for fd, _ in poll.poll(max(0.0, left) * 1000)}
         for process in [p for p in alive if p.death_fd in ended]:
             poll.unregister(process.death_fd)

@@ -46,6 +46,7 @@ class ProcessorUse:
         self._begun = process_time()
         self._fd = -1
         with contextlib.suppress(OSError):
+            # The path names the thread that opens it, and the open file stays that thread's, whichever thread reads it.
             self._fd = os.open(_SCHEDULING, os.O_RDONLY | os.O_CLOEXEC)
         self._delayed = _read_delay(self._fd)
 

@@ -54,6 +54,7 @@ class _CollectedFd:
         self.index = index
 
     def detach(self) -> int:
+        # A duplicate, because `load` closes the received descriptors when all is unpickled.
         return os.dup(_receiving.fds[self.index])
 
 
@@ -158,6 +159,7 @@ class Payload:
     def load(self) -> WorkerSetup:
         """Unpickle in the child; closes the descriptors."""
         if self._environ is not None:
+            # First: unpickling imports the user's modules, which may read the environment.
             _set_environ(self._environ)
         memory = mmap.mmap(self.fd, self.nbytes, prot=mmap.PROT_READ)
         _receiving.fds = self.fds
@@ -230,6 +232,7 @@ def _find_unpicklable(path: str, value: Any, depth: int) -> tuple[str | None, An
 
 
 def _pickles(value: Any) -> bool:
+    # Outside of the start of a process, objects that may only be inherited refuse to be pickled.
     _set_spawning(_Collector())
     try:
         _pickler(io.BytesIO()).dump(value)

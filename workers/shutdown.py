@@ -151,6 +151,7 @@ class Shutdown:
     def _following(self, number: int, now: float, booting: bool, kill: bool, again: bool) -> State | None:
         """Return the next state of a living process; None if it stays."""
         state, due = self._states[number], now >= self._due[number]
+        # Before the test for a hurry, which would kill again a process that SIGKILL has not ended.
         if state is State.KILLED and due:
             return State.RELEASED
         if again or (kill and state < State.KILLED):
@@ -224,6 +225,7 @@ class _Driver:
             except BaseException as error:
                 self.error = self.error or error
                 self.machine.hurry()
+                # Ctrl-C does not count, however often it comes: it says nothing about the next wait.
                 self._failures += isinstance(error, Exception)
                 if self._failures >= _FAILURES:  # waiting itself fails, and would fail again
                     self._kill_and_abandon(self._left)
@@ -234,12 +236,15 @@ class _Driver:
         if not self._polled:
             self._polled = True
             self._poll(0.0)
+        # Looked up before each step: a worker may be stopped, or continued, at any moment.
         stopped = {n for n in self._alive if process_state(self.processes[n].pid).startswith("stopped")}
         booting: set[int] = set()
         if self.machine.state is State.RUNNING:
             booting = {n for n in self._alive - stopped if _still_booting(self.processes[n])}
         step = self.machine.step(self._clock(), self._alive, booting, stopped)
         for number in (*step.ask, *step.terminate):
+            # Also before SIGTERM: a worker that is terminated because it boots was not asked before, and its end would
+            # not count as being in order.
             _try(self.processes[number].request_stop)
         for number in step.terminate:
             _try(self.processes[number].terminate)
@@ -290,6 +295,7 @@ def _is_complete(process: WorkerProcess) -> bool:
 def _still_booting(process: WorkerProcess) -> bool:
     """Whether the process still starts up (with spawn for a second or more): it reads no requests yet."""
     try:
+        # The frames may be read here: the pool has been detached, and no answer is wanted any more.
         return not process.ready and wire.READY not in [kind for kind, _ in process.channel.receive()]
     except Exception:
         return True

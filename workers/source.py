@@ -262,6 +262,8 @@ class LocalWorkers:
         try:
             payload = None if forks else self._pickled(setup)
             if hasattr(os, "pidfd_open"):
+                # Opened here and passed on: the parent of a fork server's child is the server. Each worker gets a
+                # duplicate.
                 pidfd = os.pidfd_open(os.getpid())
             for worker in workers:
                 yield WorkerProcess(self._context, worker, payload or setup, lifeline.fd, pidfd)
@@ -303,6 +305,7 @@ class LocalWorkers:
         with self._lock:
             self._users -= not closed
             self._closed = self._closed or closed
+            # Closed with its last user: another thread may still make a process from it while the source is closed.
             if self._payload is not None and not self._users and (self._closed or not self._replaces):
                 self._payload.close()
                 self._payload = None

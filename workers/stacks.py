@@ -200,6 +200,7 @@ class _StackRequest:
     def send(self) -> bool:
         """Send the signal. Returns False if there will be no answer."""
         self._reader.read()
+        # Text from before the request is no answer to it.
         self._reader.clear()
         self._why_not = self._obstacle() or ""
         if self._why_not:

@@ -42,6 +42,7 @@ def captured_stderr(fd: int) -> Generator[None]:
             yield
         finally:
             _flush()
+            # The text that Python still buffers was flushed: it belongs to the task.
             os.dup2(real, 2)
             with contextlib.suppress(OSError):  # no process reads it any more
                 _pass_on(fd, real)
@@ -61,6 +62,7 @@ def read_tail(fd: int, lines: int = 20) -> str:
 
 def _pass_on(fd: int, real: int) -> None:
     passed = 0
+    # With an offset of its own: the descriptor's offset is where the task's last write ended.
     while data := os.pread(fd, _TAIL, passed):
         passed += os.write(real, data)
 

@@ -35,6 +35,7 @@ def hide_our_frames(error: BaseException) -> None:
     like a fault of the loader: of a type that is not asyncloader's, but raised by it. Where the exception is then
     raised again by a plain ``raise``, the function that does so is not in the traceback, either.
     """
+    # A list, compared by identity: a class of exceptions that defines `__eq__` has no hash.
     seen: list[BaseException] = []
     todo: list[BaseException | None] = [error]
     while todo and len(seen) < _MOST:

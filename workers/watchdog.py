@@ -114,10 +114,15 @@ class TaskWatchdog:
             return None
         if self._starting[worker]:
             return self._since[worker] + max(self._seconds, START_SECONDS)
+        # The oldest task comes first. A worker with one task at a time began it when it was assigned, or when it had
+        # answered the task before, whichever was later. With several at a time an answer does not change `_since`: each
+        # task's time counts.
         return max(next(iter(tasks.values())), self._since[worker]) + self._seconds
 
     def _arm_by(self, now: float) -> None:
         """Make sure that the timer fires early enough for a deadline that counts from now."""
+        # A deadline that counts from now is the latest of all, except for the start-ups, which have START_SECONDS or
+        # more.
         if self._timer is None or self._due > now + self._seconds:  # it is set for another worker's start-up
             self._arm()
 
@@ -148,6 +153,7 @@ class TaskWatchdog:
                 due = self._deadline(worker)
             if due is not None and due <= reached:
                 taken = now - max(next(iter(self._tasks[worker].values())), self._since[worker])
+                # Before `_arm` below, which would otherwise set the timer for a worker that is being killed.
                 self.forget(worker)
                 self._on_timeout(worker, taken)
         self._arm()

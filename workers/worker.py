@@ -64,11 +64,16 @@ def worker_main(
         links: the descriptors shared with the main process.
         setup: the common set-up, pickled unless the process was forked; or another program.
     """
+    # First: until then all signals are blocked in a forked worker, SIGTERM included.
     set_worker_signals()
+    # Before the set-up is unpickled, which runs code of the user's: whatever that does, the worker ends with its
+    # parent.
     lifeline.hold(links.lifeline.fd)
     _end_with_parent(links.parent)
+    # After `set_worker_signals`, which removes the handlers of `faulthandler`.
     stacks.install(links.stacks.fd)
     recorder = Recorder(segment.map_segment(links.records.fd, BLOCK_BYTES))
+    # The mapping stays.
     os.close(links.records.fd)
     record_process(recorder)
     recorder.time("start_process", entered - started)
@@ -98,6 +103,7 @@ def _end_with_parent(parent: InheritedFd | None) -> None:
             poll.poll()
         else:
             _wait_for_parent_kqueue()
+        # Not `sys.exit`: it would end this thread alone.
         os._exit(1)
 
     if parent is not None or hasattr(select, "kqueue"):
@@ -195,6 +201,7 @@ class AsyncTaskLoop:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            # After the last task: the dataset's context is open as long as samples are read.
             await self._runner.close()
 
     def _readable(self) -> None:
@@ -209,6 +216,7 @@ class AsyncTaskLoop:
             self._end(None)
 
     def _take(self, kind: int, body: bytes) -> None:
+        # Tasks in progress may still wait for an assignment; a RESET cancels them.
         if self._leaving and kind not in (wire.ASSIGNMENT, wire.RESET, wire.STOP):
             return  # the replacement gets this task
         if kind == wire.TASK and self._runner.over_memory_limit:
@@ -221,6 +229,7 @@ class AsyncTaskLoop:
         elif kind == wire.RESET:
             for task in self._tasks:
                 task.cancel()
+            # A worker that leaves begins no further epoch: its replacement does.
             if not self._leaving:
                 self._runner.control(kind, body)
         else:
@@ -228,6 +237,8 @@ class AsyncTaskLoop:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
+        # `task_async` answers an error of the user's code. An error here comes from answering: the channel has ended,
+        # above all.
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._end(error, at_task=True)
@@ -283,6 +294,7 @@ def tune(*, concurrent: bool) -> None:
     gc.freeze()
     if not concurrent:
         return
+    # Otherwise the user has set them, in the program that was forked or in `worker_init_fn`.
     if gc.get_threshold()[0] in _DEFAULT_THRESHOLDS:
         gc.set_threshold(_CONCURRENT_THRESHOLD, 20, 50)
     if sys.platform.startswith("linux") and not any(
