@@ -58,15 +58,15 @@ class Inbox:
             process.ready = True
         elif kind == wire.RESET_DONE:
             sent_epoch = self._epoch_in(body, epoch)
-            # By the epoch that the frame names, not the current one: if an epoch ended at once, this answers the RESET
-            # before the last.
+            # The epoch that the frame names, not the current one: after an epoch that ended at once, this may answer an
+            # earlier RESET.
             self._rings.reset_done(sent_epoch)
             process.outstanding = self._rings.outstanding
             if watchdog is not None and sent_epoch == epoch:
                 watchdog.cleared(self._worker)
         elif kind == wire.STARTED:
             sent_epoch, error, cursor = wire.unpack_started(body)
-            # Of an older epoch: the start-up code of the current epoch has yet to run.
+            # A frame of an older epoch: the current epoch's start-up code has yet to run.
             if self._check_epoch(sent_epoch, epoch) == epoch:
                 process.started = True
                 if watchdog is not None:
@@ -81,8 +81,7 @@ class Inbox:
             process.saved_rng_state = body
         elif kind == wire.ASK:
             sent_epoch, number, batch, left = wire.unpack_ask(body)
-            # A request of an older epoch is not answered: the worker closes that epoch's stream when it reads the
-            # RESET.
+            # A request of an older epoch is not answered: the worker drops it when the next epoch begins.
             if sent_epoch == epoch and listener is not None:
                 if watchdog is not None:
                     watchdog.asked(self._worker)

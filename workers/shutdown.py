@@ -243,8 +243,8 @@ class _Driver:
             booting = {n for n in self._alive - stopped if _still_booting(self.processes[n])}
         step = self.machine.step(self._clock(), self._alive, booting, stopped)
         for number in (*step.ask, *step.terminate):
-            # Also before SIGTERM: a worker that is terminated because it boots was not asked before, and its end would
-            # not count as being in order.
+            # Also before SIGTERM: a worker that boots was not asked before, and the program's main module, which it
+            # imports, may have set a handler for SIGTERM.
             _try(self.processes[number].request_stop)
         for number in step.terminate:
             _try(self.processes[number].terminate)

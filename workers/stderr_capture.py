@@ -41,8 +41,8 @@ def captured_stderr(fd: int) -> Generator[None]:
         try:
             yield
         finally:
+            # Text that Python still buffers goes to the file, too: it is the task's.
             _flush()
-            # The text that Python still buffers was flushed: it belongs to the task.
             os.dup2(real, 2)
             with contextlib.suppress(OSError):  # no process reads it any more
                 _pass_on(fd, real)

@@ -112,6 +112,8 @@ class TaskRunner:
         self._memory_limit = 0
         self._initialized = False  # `worker_init_fn` has returned
         self._worked = False  # a task was carried out: the worker may leave from now on
+        # The name and the number of threads that torch's own workers have. The function is private: torch has no public
+        # one.
         torch.multiprocessing._set_thread_name("pt_data_worker")
         torch.set_num_threads(1)
         use_private_memory()
@@ -172,6 +174,7 @@ class TaskRunner:
         if self._starting:
             self._starting = False
             self._time("start_dataset", perf_counter() - self._ready)
+        # Of an asynchronous dataset none is known yet: it begins with the first task.
         cursor = None
         if self._start_error is None and self._reader is not None and not self.asynchronous:
             try:
@@ -305,6 +308,8 @@ class TaskRunner:
         epoch, payload = wire.unpack_reset(body)
         self._epoch = self._assignments.epoch = epoch
         self._ended = False
+        # Before the dataset begins, which may take long: from here on no older task writes, so the main process may use
+        # the slots of those again.
         self.channel.send_all(wire.pack_reset(wire.RESET_DONE, epoch))
         reader = self._reader
         if reader is None:
@@ -324,6 +329,7 @@ class TaskRunner:
 
     def task(self, body: bytes) -> None:
         """Carry out one task of a blocking dataset."""
+        # The end of the dataset has voided this task: the main process would take an answer for a fault.
         if self._ended:
             return
         self._worked = True
@@ -332,6 +338,7 @@ class TaskRunner:
         records: list[SkippedSample] = []
         try:
             reader = self._reader_or_error()
+            # Tested here, and not by a context that does nothing: entering a context for every task takes longer.
             if self._suspect is None:
                 encoded = reader.fetch(self._codec.loads(index), records)
             else:
@@ -353,6 +360,9 @@ class TaskRunner:
         self._worked = True
         epoch, seq, slot, ring_number, sent, index = wire.unpack_task(body)
         begin = perf_counter()
+        # A task begins after all frames that came with it were handled, and these may have brought a newer ring. The
+        # task's slot is in the ring that its frame names; if that has been replaced, the batch gets a segment of its
+        # own.
         ring = self._ring if ring_number == self._ring_number else None
         records: list[SkippedSample] = []
         try:
@@ -371,6 +381,7 @@ class TaskRunner:
                 # Nothing was awaited since the fetch, so no other task has advanced the dataset meanwhile.
                 self._answer(epoch, seq, written, encoded, reader.cursor(), self._cpu_time())
         except Exception as error:
+            # Otherwise the task was voided, by a RESET or by the end of the dataset, while it ran.
             if epoch == self._epoch and not self._ended:
                 self._answer_error(epoch, seq, self._cpu_time, error, records)
 
@@ -429,6 +440,7 @@ class TaskRunner:
             self.channel.send_all(wire.pack_result(result, encoded.template, data), fds)
         finally:
             for fd in fds:
+                # The frame carries a duplicate.
                 os.close(fd)
         self._last_template = encoded.template
 
@@ -467,6 +479,8 @@ class TaskRunner:
         else:
             payload = self._codec.dump_error(error, self.worker_id)
             if self._reader is not None:
+                # An error that the user's code raised counts as an answer; a start-up error does not, because nothing
+                # was read.
                 self._reader.failed()
         self.channel.send_all(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))
 

@@ -101,6 +101,7 @@ class ChannelAssignments:
         """Send the request, and wait for the reply. See `AssignmentSource.ask`."""
         # Shielded: if this is cancelled, the next call for this number waits for the reply to the same request.
         answer = await shielded(self._request(number, batch, left))
+        # Only after the reply: if the wait is cancelled, the entry stays for the next call.
         self._waiting.pop(number, None)
         return answer
 
@@ -118,6 +119,7 @@ class ChannelAssignments:
         """Handle a reply frame."""
         epoch, number, payload = wire.unpack_assignment(body)
         waiting = self._waiting.get(number)
+        # The reply may be to a request of the epoch before, which had the same number.
         if epoch == self._epoch and waiting is not None and not waiting.done():
             waiting.set_result(AssignmentReply(*self._values.loads(payload)))
 
@@ -149,6 +151,7 @@ class WorkerAssignments:
     def source(self, start: EpochStart) -> ChannelAssignments:
         """Return a new source and close the previous one. As `AssignmentProvider.source`."""
         if self._newest is not None:
+            # Tasks of the epoch before must not wait for replies that will not be taken any more.
             self._newest.close()
         self._newest = ChannelAssignments(start.stream_key, self._send, self._values, self.epoch)
         return self._newest

@@ -146,6 +146,7 @@ class DatasetContext:
         if task is None:
             return None
         if self._leave is not None:
+            # Asks the task that entered to exit, too: cancel scopes and task groups demand the same task.
             self._leave.set()
         done, _ = await asyncio.wait([task], timeout=seconds)
         if not done:

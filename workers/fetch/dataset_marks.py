@@ -69,6 +69,7 @@ def set_dataset_epoch(dataset: Any, epoch: int) -> None:
         return
     if id(dataset) not in _set_by_epoch:
         try:
+            # Removed with the dataset: another object may get the same id afterwards.
             weakref.finalize(dataset, _set_by_epoch.pop, id(dataset), None).atexit = False
         except TypeError:  # it takes no weak references
             return

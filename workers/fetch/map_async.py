@@ -116,6 +116,7 @@ class AsyncMapFetcher(MapFetcher):
         if not self._bare:
             return self._maker.make_async(index, position)
         if position is not None:
+            # In the context in which the task will run.
             context.run(self._maker.seed, position)
         coroutine: Coroutine[Any, Any, Any] = self._maker.dataset[index]
         return coroutine
@@ -177,6 +178,7 @@ class ConcurrencyLimiter:
         except asyncio.CancelledError:
             batch.cancel()
             while batch.running:  # this call also waits for their `finally` blocks
+                # The future of before was cancelled together with this call.
                 batch.done = batch.loop.create_future()
                 try:
                     await batch.done
@@ -243,6 +245,8 @@ class _Batch:
         try:
             coroutine = self.start(item, context)
         except Exception as error:
+            # The error goes the way of every other, through the task: `finished` then counts it and frees its unit of
+            # concurrency.
             coroutine = _raising(error)
         task = self.loop.create_task(coroutine, context=context)
         self.tasks.append(task)
@@ -263,12 +267,14 @@ class _Batch:
         self.limiter._on_finished()
 
     def fail(self, task: asyncio.Task[Any], error: BaseException) -> None:
+        # `finished` calls this for the first error only; the others are of samples that are cancelled.
         self.failed, self.error = self.tasks.index(task), error
         self.cancel()
 
     def cancel(self) -> None:
         """Start no more samples of this batch, and cancel those in flight."""
         self.over, self.count = True, 0
+        # At once: the next batch may start its samples in the place of those that will not start.
         self.limiter._forget(self)
         for task in self.tasks:
             if not task.done():

@@ -65,6 +65,8 @@ class ThreadMapFetcher(MapFetcher):
         self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[SkippedSample]
     ) -> list[Any]:
         maker = self._maker
+        # A list for each sample, because threads append to them: joined in the end, the records are in the order of the
+        # batch.
         found: list[list[SkippedSample]] = [[] for _ in indices]
         batch = _ThreadBatch(self._threads, len(indices))
         # A sample is read by one thread and decoded by another, if decoding has threads of its own.
@@ -151,6 +153,7 @@ class _ThreadBatch:
         """Run as a job in a thread: make the item, then have it decoded in a decoding thread."""
         if self._over:
             return
+        # A copy for each sample: two threads cannot be in one context at the same time.
         self._carry_out(item, self._context.copy(), make, handle, decode)
 
     def _carry_out(
@@ -164,6 +167,7 @@ class _ThreadBatch:
         if self._over:
             return
         report: Callable[[int, Any], None] = self._made
+        # The loop takes the result out of this list, so that this thread does not keep it alive.
         answer: list[Any] = [item]
         try:
             try:
@@ -171,6 +175,7 @@ class _ThreadBatch:
             except Exception as error:
                 if handle is None:
                     raise
+                # In the sample's context, which holds its random numbers. `on_error` may draw from them.
                 answer.append(context.run(handle, error))
                 decode = None  # a substitute is decoded already
         except BaseException as error:
@@ -180,9 +185,11 @@ class _ThreadBatch:
             self._threads.notify(report, answer)
         else:
             threads, function = decode
+            # In the same context, so that decoding goes on with the random numbers of this sample.
             threads.put(partial(self._carry_out, item, context, partial(function, answer.pop()), handle))
 
     def _made(self, item: int, sample: Any) -> None:
+        # The flag may have been set after the thread had read it.
         if self._over or self._done is None:
             return
         self._results[item] = sample

@@ -102,6 +102,7 @@ class DatasetReader:
 
     def _record(self, began: float) -> None:
         """Record that samples were fetched, and perhaps collated, since `began`."""
+        # Collation is timed by itself, and runs within the fetch.
         seconds = perf_counter() - began - self._collate.seconds
         self._collate.seconds = 0.0
         if self._decoder is not None:
@@ -364,6 +365,7 @@ class DatasetReader:
         try:
             await self._begin_async(self._start)
         except StateError as error:
+            # Kept, because the stream would end too early again. After another error the next fetch begins again.
             self._failure = error
             raise
         self._ready = True

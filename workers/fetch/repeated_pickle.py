@@ -49,6 +49,7 @@ class RepeatedPickle:
         if type(state) is not dict:
             return state
         kept, lean = self._kept, dict[Any, Any]()
+        # Only the lists of this state are kept, so that keys that have disappeared hold no memory.
         self._kept = {}
         for key, value in state.items():
             lean[key] = value

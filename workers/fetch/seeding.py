@@ -200,6 +200,7 @@ class GlobalDrawCheck:
         names = [name for name, a, b in zip(("random", "numpy", "torch"), self._before, now, strict=True) if a != b]
         self._before = now
         if names:
+            # One warning is enough; from here on the states are not compared any more.
             self._before = None
             warn_aside(
                 f"A dataset drew from the process-global generators ({', '.join(names)}) in seeded mode, but its "

@@ -110,6 +110,7 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
 
 def install_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> None:
     """Make `torch.utils.data.get_worker_info` work in this process."""
+    # torch has no public way to set it: its own workers assign the same variable.
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset
     )

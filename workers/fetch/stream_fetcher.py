@@ -164,6 +164,7 @@ class StreamFetcher:
                     seed(number)
                 try:
                     sample = await anext(iterator) if asynchronous else next(iterator)
+                # Only the end of this kind of stream: a blocking stream that raises StopAsyncIteration has failed.
                 except self._end:
                     over = True
                     break
@@ -189,6 +190,7 @@ class StreamFetcher:
         except BaseException:
             _cancel_decoding(data)
             raise
+        # Errors of decoding come after those of reading: sorted, the records are in the order of the stream.
         records[before:] = sorted(records[before:], key=_by_position)
         if data or not size:
             return data
@@ -256,6 +258,7 @@ def _cancel_decoding(data: list[Any]) -> None:
     """Cancel the decoding of samples that will not be used; decoding that has begun runs to its end."""
     for item in data:
         if isinstance(item, _ReadSample) and isinstance(item.sample, asyncio.Future):
+            # Otherwise asyncio would log the error of a decoding that has begun, because no code asks for it.
             item.sample.add_done_callback(_retrieve_error)
             item.sample.cancel()
 
@@ -335,6 +338,7 @@ class WorkerStreamFetcher(StreamFetcher):
             except Exception as error:
                 number = self.samples
                 if not is_about_sample(error):
+                    # The shard is read again at the next call, and the samples that were read before the error are not.
                     self._kept = data
                     self._maker.note(error, SampleRequest(None, number))
                     raise
@@ -357,6 +361,7 @@ class WorkerStreamFetcher(StreamFetcher):
         """Decode the samples concurrently, as far as there are threads; append them in their order."""
         decoding: list[asyncio.Task[Any]] = []
         for number, sample in enumerate(samples, first):
+            # In the current context, of which the next line takes a copy for this sample's decoding.
             self._maker.seed(number)
             decoding.append(asyncio.ensure_future(decoder.decode(sample, copy_context())))
         try:
@@ -370,5 +375,7 @@ class WorkerStreamFetcher(StreamFetcher):
                     data.append(sample)
         finally:
             for task in decoding:
+                # Does nothing to tasks that are done. The others are of samples that no batch takes, because an error
+                # is raised.
                 task.cancel()
             await asyncio.gather(*decoding, return_exceptions=True)

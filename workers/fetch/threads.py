@@ -139,6 +139,7 @@ class JobThreads:
             self._jobs.put(None)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # `_lock` is set last in `__init__`: without it no thread was started.
         if not exiting() and hasattr(self, "_lock"):
             self._end_threads()
 
@@ -160,6 +161,7 @@ def _call(
     """Call the function in the thread. `answer` has the future, and gets the call's result or error: the thread refers
     to both by this list alone, so that the loop can take them from it.
     """
+    # It may have been cancelled while it waited in the queue.
     if answer[0].cancelled():
         return
     deliver: Callable[[asyncio.Future[Any], Any], None] = _done

@@ -25,6 +25,8 @@ def line_of(text: object, most: int = LINE) -> str:
     """
     if type(text) is not str:
         return f"<{type(text).__name__}>"
+    # Cut twice: before, because a text may be of any length, and after, because escapes are longer than their
+    # characters.
     return _cut(_escaped(_cut(text, most)), most)
 
 

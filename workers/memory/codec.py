@@ -96,6 +96,8 @@ class Encoder:
 
     def placeholder(self, leaf: Leaf) -> pickle.PickleBuffer:
         """Return the object that stands for the leaf until it is decoded."""
+        # pickle passes a buffer to `_on_buffer`, which finds the leaf by the buffer's identity. The buffer itself is
+        # kept, so that no other object gets its identity.
         buffer = pickle.PickleBuffer(bytearray())
         self._announced[id(buffer)] = (leaf, buffer)
         return buffer

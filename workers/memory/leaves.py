@@ -125,6 +125,7 @@ def extent(specs: tuple[LeafSpec, ...]) -> int:
             last = -1
         if not 0 <= last <= _MOST:
             raise ValueError(f"no part of a batch can be {spec!r:.200}")
+        # The storage is built for the first of them, and the others use it: a larger one would read behind its end.
         if last and isinstance(spec, Strided | Storage) and storages.setdefault(spec.offset, last) != last:
             raise ValueError(f"two parts of a batch share a storage and differ in its size, {spec!r:.200}")
         end = max(end, last)

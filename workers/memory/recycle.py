@@ -47,9 +47,12 @@ class Recycler:
         Raises:
             MemoryError: the system has no memory for the block.
         """
+        # The callback of a lease only appends, in whatever thread the last view dies. The blocks are freed here, in one
+        # thread.
         while self._released:
             self._free.append(self._leases.pop(self._released.popleft().slot)[1])
         wanted = align(nbytes, PAGE)
+        # Of the same size only: in a larger block a small batch would keep more memory than it needs.
         memory = next((block for block in self._free if len(block) == wanted), None)
         if memory is None:
             memory = _allocate(wanted)
@@ -57,6 +60,7 @@ class Recycler:
             self._free.remove(memory)
         del self._free[:-_KEPT]
         anchor = make_anchor(memory, 0, nbytes)
+        # A new number for each lease: a block that is used again has another lease than before.
         self._count += 1
         self._leases[self._count] = make_lease(anchor, self._released.append, self._count), memory
         return anchor

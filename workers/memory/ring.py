@@ -171,11 +171,13 @@ class Ring:
         # In parts of whole slots, so that no batch crosses a boundary; some kernels lock at most 2 GB at a time.
         part = max(1, LOCK_BYTES // self.slot_bytes) * self.slot_bytes
         try:
+            # A loop, not a comprehension: if a range cannot be locked, those before it must be unlocked.
             for start in range(0, self.nbytes, part):
                 unlocks.append(lock(address + start, min(part, self.nbytes - start)))  # noqa: PERF401
         except BaseException:
             _call_all(unlocks)
             raise
+        # Only now, when all are locked: `watch` makes Python code run when the memory is unmapped.
         self._memory.watch(partial(_call_all, unlocks))
         self.locked = True
 
@@ -208,6 +210,7 @@ class Ring:
 
     def may_lend(self) -> bool:
         """Whether a slot may be lent; if not, the batch must be copied out."""
+        # Tested before the call: usually nothing was released, and this runs for every batch.
         if self._released:
             self.reclaim()
         return len(self._leases) + len(self.retired) < self.slots - self.credits
@@ -218,6 +221,8 @@ class Ring:
         Raises:
             ValueError: the slot has no such bytes, or is leased already.
         """
+        # Only after a wrong answer of the worker. A second lease would free the slot while the first still views
+        # it.
         if slot in self._leases:
             raise ValueError(f"a worker's answer is broken: slot {slot} of {self!r} is the consumer's already")
         anchor = self.look(slot, nbytes)
@@ -279,6 +284,7 @@ class WorkerRing:
             RingMemoryError: no memory for pages that are used for the first time.
         """
         start = slot * self.slot_bytes
+        # Allocated pages stay, so this is done once for a slot, and again only for a larger batch.
         if self._reserved[slot] < nbytes:
             wanted = min(align(nbytes, PAGE), self.slot_bytes)
             segment.reserve(self.fd, start, wanted)

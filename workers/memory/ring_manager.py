@@ -108,6 +108,7 @@ class RingManager:
             if self.ring is not None and self.ring.reusable:
                 return self.ring
             self._grown = True
+        # `retired` is tested first because it costs less than `worn`: this runs for every task.
         if not self._grown and (self.ring is None or not self.ring.retired or not self.ring.worn):
             return None
         if self.ring_bytes is None and self._slot_bytes > FIRST_SLOT_BYTES:
@@ -120,6 +121,8 @@ class RingManager:
                 # Those beyond the least only improve speed.
                 self.credits, self.reorder_window, self._slots = self._least_credits, 0, self._least_slots
                 self._check_room()
+        # A task names its ring by this number, so that the worker does not write a batch of the old ring to the new
+        # one.
         self._number += 1
         self.ring = Ring(self._slots, self._slot_bytes, self._slots - HEADROOM, self._number)
         self.nbytes = self.ring.nbytes
@@ -156,10 +159,12 @@ class RingManager:
             raise ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot}, but it was given {given}")
         self._held.pop((epoch, seq), None)
         self._slotless.discard((epoch, seq))
+        # A smaller batch came in a segment of its own because no slot was free. A larger ring would not help.
         if slot == wire.ONEOFF and nbytes > self._slot_bytes:
             extra, ahead = self._affordable(grown_slot_bytes(nbytes))
             slots = self._least_slots + extra + ahead
             wanted = fit_slot_bytes(nbytes, slots, self.ring_bytes)
+            # Otherwise `ring_bytes` allows no larger slots, and such batches go on coming in segments of their own.
             if wanted > self._slot_bytes:
                 self._slot_bytes, self._slots = wanted, slots
                 self.credits, self.reorder_window = self._least_credits + extra, ahead
@@ -222,6 +227,8 @@ class RingManager:
         successor = copy.copy(self)
         successor._held, successor._slotless = {}, set()
         successor._inherited = self.ring is not None and self.ring.locked and not self._grown
+        # A ring that is not locked costs less to make again than to keep; a ring that is too small would be replaced
+        # anyway.
         if not successor._inherited:
             successor.ring, successor._grown = None, True
         self.ring = None

@@ -130,6 +130,8 @@ def reserve(fd: int, offset: int, nbytes: int) -> None:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 limit, reason = memory_limit()
                 raise RingMemoryError(nbytes, limit, f"{reason}; fallocate: {error.strerror}") from error
+            # These two say that the file system cannot allocate ahead: pages are then allocated when they are first
+            # written.
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
         return

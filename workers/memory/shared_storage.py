@@ -149,6 +149,8 @@ class SharedStorage:
                 offset = self._place_range(touching, offset)
                 continue
             for overlapping in _overlapping(touching):
+                # Gaps can be left out only if all views have the same elements: one view's gap may be another's
+                # element.
                 compact = None if _is_tight(overlapping) or _differ(overlapping) else overlapping[0].compact_stride()
                 if compact is None:
                     offset = self._place_range(overlapping, offset)
