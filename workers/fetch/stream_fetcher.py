@@ -337,8 +337,9 @@ class WorkerStreamFetcher(StreamFetcher):
                 break
             except Exception as error:
                 number = self.samples
+                # After an error that is no sample's, the shard is read again at the next call, but not the samples that were
+                # read before.
                 if not is_about_sample(error):
-                    # The shard is read again at the next call, and the samples that were read before the error are not.
                     self._kept = data
                     self._maker.note(error, SampleRequest(None, number))
                     raise
