@@ -337,8 +337,8 @@ class WorkerStreamFetcher(StreamFetcher):
                 break
             except Exception as error:
                 number = self.samples
-                # After an error that is no sample's, the shard is read again at the next call, but not the samples that were
-                # read before.
+                # After an error that is no sample's, the shard is read again at the next call, but not the samples that
+                # were read before.
                 if not is_about_sample(error):
                     self._kept = data
                     self._maker.note(error, SampleRequest(None, number))
