@@ -132,21 +132,21 @@ class LoaderOptions(Generic[T_co, B_co]):
                 argument of torchdata's `StatefulDataLoader`.
             seed: Seeded mode, in which order and random numbers depend on the seed, the epoch and the sample's
                 position alone: `0` to `2**64 - 1`; `None`: torch mode.
-            rank: This process's place among those that train together, with `seed`; `None`: torch.distributed's if it
-                is initialized, else a single process.
-            world_size: How many processes train together, with `seed`; `None`: as for `rank`.
+            rank: This process's place among the processes that train together, with `seed`; `None`: torch.distributed's
+                if it is initialized, else a single process.
+            world_size: The number of processes that train together, with `seed`; `None`: as for `rank`.
             group: Instead of `rank` and `world_size`: the torch.distributed process group, or the `DeviceMesh` of one
                 dimension, whose ranks get different samples, with `seed`; for example `mesh["dp"]`.
             on_uneven: What to do with samples that the ranks cannot share evenly at the epoch's end: `"drop"` leaves
-                out fewer than `world_size` (of a stream whose shards have no known number of samples: what the
-                smallest share has not), `"repeat"` repeats fewer than `world_size`, `"pad"` fills every rank's last
+                out fewer than `world_size` (of a stream whose shards have no known number of samples: all that the
+                smallest share lacks), `"repeat"` repeats fewer than `world_size`, `"pad"` fills every rank's last
                 batch to `batch_size`, on one rank too, `"error"` raises.
             concurrency: Samples of a map dataset that each worker (without workers: this process) fetches at a time,
                 over all its outstanding batches; `None`: 256 where they are awaited, else one after the other. A
                 blocking dataset has a thread for each, and must be safe to call from several; with `1` it is read
                 ahead of the consumer, and always in one thread.
-            decode: A function that turns a sample of the dataset into the one that is collated. It runs with the
-                sample's random numbers.
+            decode: A function from a sample of the dataset to the sample that is collated. It runs with the sample's
+                random numbers.
             on_error: What to do with samples that raise: `"raise"`; `"skip"` leaves them out; `"refill"` puts others
                 in their place, drawn from the seed, the epoch and the position, which needs `seed` and a map dataset
                 with a length; a function of an index and the exception returns a substitute or raises. It is called
@@ -163,7 +163,7 @@ class LoaderOptions(Generic[T_co, B_co]):
                 consumer.
             recovery: Limits for workers that hang or grow and for samples that raise, and inexact resumption: see
                 `Recovery`.
-            tuning: Sizes of what is kept in hand: see `Tuning`.
+            tuning: Sizes of buffers and thread pools: see `Tuning`.
             device_options: How batches are delivered on the `device`: see `DeviceOptions`.
 
         Raises:

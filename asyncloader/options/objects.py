@@ -33,13 +33,14 @@ class Recovery(_OptionObject):
 
     Args:
         worker_timeout: Seconds that a worker may take for one task before it is killed and replaced; `None`: no limit.
-            Start-up may take 60 in any case.
+            Start-up may always take 60.
         worker_memory_limit: Bytes, or a text as `"8GiB"`, by which a worker's private memory may grow since its start
             before it is replaced, between two tasks; `None`: no limit. A worker whose stream could not be resumed (no
             state, no `allow_replay`) is not replaced.
-        max_skipped_samples: How many samples of an epoch may raise before `TooManySkippedSamples`; `None`: any number.
+        max_skipped_samples: The number of samples of an epoch that may raise before `TooManySkippedSamples`; `None`:
+            any number.
         allow_replay: `True`: a stream without a state of its own is read again from its beginning to resume it, and
-            what was delivered is dropped; `False`: such a state is refused.
+            batches that were delivered are dropped; `False`: such a state is refused.
 
     Raises:
         ValueError: a field is out of range.
@@ -53,7 +54,7 @@ class Recovery(_OptionObject):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Tuning(_OptionObject):
-    """How much a loader keeps in hand. The defaults follow the data; samples and their order never depend on these.
+    """Sizes of buffers and thread pools. The defaults follow the data; samples and their order never depend on these.
 
     Args:
         ring_bytes: Upper bound of each worker's ring in bytes, or as a text (`"512MB"`), at least 4096 a slot; `None`:
@@ -78,10 +79,10 @@ class DeviceOptions(_OptionObject):
 
     Args:
         device_prefetch: Batches that may be on the device, or on their way, before they are asked for.
-        device_transform: A function from a batch on the device to the one that is delivered. It runs in a thread and a
-            stream of the loader's, so it must not be one of `torch.compile(mode="reduce-overhead")`.
+        device_transform: A function from a batch on the device to the batch that is delivered. It runs in a thread and
+            a stream of the loader, so it must not be a function of `torch.compile(mode="reduce-overhead")`.
         static_buffers: `True`: deliver every batch in the same tensors, for CUDA graphs; a batch is then valid until
-            the next one is taken. Each of the first 32 combinations of shapes has tensors of its own.
+            the next batch is taken. Each of the first 32 combinations of shapes has tensors of its own.
 
     Raises:
         ValueError, TypeError: a field is out of range.

@@ -66,7 +66,7 @@ class LoaderFigures:
     oversize_batches: int = _counted("total", "batches", "that bypass the ring, because they are larger than its slots")
     ring_copies: int = _counted("total", "batches", "copied out of a ring because the consumer held its slots")
     hedged_batches: int = _counted(
-        "total", "batches", "that were late at one node of a service, and asked of another one too"
+        "total", "batches", "that were late at one node of a service, and requested from another node too"
     )
     worker_restarts: int = _counted("total", "workers", "that died, or were too late, and were replaced")
     worker_retirements: int = _counted(
@@ -75,7 +75,7 @@ class LoaderFigures:
     skipped_samples: int = _counted(
         "total", "samples", "that raised with `on_error` set, substitutes that raised too included"
     )
-    refilled_samples: int = _counted("total", "samples", 'of those, replaced by another one (`on_error="refill"`)')
+    refilled_samples: int = _counted("total", "samples", 'of those, replaced by another sample (`on_error="refill"`)')
     page_locked_bytes: int = _counted(
         "now", "bytes", "of rings that were page-locked for the `device`, since the loader was made", "device"
     )
@@ -108,10 +108,10 @@ STORE_FIGURES: dict[str, Figure] = {
     "bytes": Figure("total", "bytes", "received from stores"),
     "retries": Figure("total", "requests", "that were tried again: after 503s, resets, stalls"),
     "resumed": Figure("total", "downloads", "that went on where they had broken, by range"),
-    "given_up": Figure("total", "requests", "that failed for good, although the failure was retryable"),
+    "given_up": Figure("total", "requests", "that failed in the end, although the failure was retryable"),
     "retry_wait_s": Figure("total", "s", "of back-off, summed over the requests"),
     "cache_hits": Figure("total", "reads", "given from `cache_dir`"),
-    "cache_misses": Figure("total", "reads", "asked of the store although there was a cache"),
+    "cache_misses": Figure("total", "reads", "that went to the store although a cache was set"),
     "cache_bytes": Figure("total", "bytes", "given from the cache"),
     "cache_evictions": Figure("total", "files", "deleted from the cache for `cache_bytes`"),
     "cache_damaged": Figure("total", "files", "of the cache that were damaged, and read from the store again"),
@@ -125,7 +125,7 @@ FIGURES: dict[str, Figure] = {
 """Every key of `stats()` but those of stages and of a service's nodes, in its order."""
 
 NODE_FIGURES: dict[str, Figure] = {
-    "workers": Figure("now", "workers", "that are at this node, or were there last"),
+    "workers": Figure("now", "workers", "that are connected to this node, or were last"),
     "batches": Figure("total", "batches", "that came from it, also those that were not handed to the consumer"),
     "bytes": Figure("total", "bytes", "of those batches"),
     "busy_s": Figure("total", "s", "that its processes spent on them"),

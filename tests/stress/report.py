@@ -1,6 +1,6 @@
 """The summary of a run, and the page with the numbers of the last long one. Both are Markdown.
 
-The page is written between two markers; what stands around them is kept.
+The table is written between two markers; the page's text around them is kept.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ END = "<!-- written by python -m tests.stress --save: end -->"
 
 INTRO = """# Reliability
 
-What the loaders give while their workers die, hang and starve: the numbers of the last long run of the chaos runner.
-`make chaos SEEDS=2000` repeats it, and writes the table below.
+The chaos runner checks the loaders' batches while workers die, hang and run out of memory. This page has the numbers of
+its last long run; `make chaos SEEDS=2000` repeats it, and writes the table below.
 
 Each seed draws one case: a map dataset, an asynchronous one, or a stream, with or without a state; 1 to 4 workers;
 batches from nothing to three slots' worth; torch mode or seeded mode; a consumer that is fast, slow, or keeps every
-batch; and faults, with the moments at which they strike. The case runs in a process of its own, with a deadline. What
-must come is computed beforehand, without the loader where that can be: the order is a list, the content of each sample
-a function of its index, and in seeded mode the random numbers that samples draw are compared with those of an
+batch; and faults, with the moments at which they strike. The case runs in a process of its own, with a deadline. The
+expected batches are computed beforehand, without the loader where possible: the order is a list, the content of each
+sample a function of its index, and in seeded mode the random numbers that samples draw are compared with those of an
 undisturbed run.
 
-A case is **wrong** if a batch is missing, comes twice, comes in another's place, or differs in one bit, also later
-while it is held; if another error comes than the one that must; if a mapped segment, process, thread, descriptor or
-task is left behind; if a finalizer or a thread raises; or if the loader's own account (restarts, bad samples, warnings)
-is not what happened. It is **hung** if it does not end by its deadline.
+A case is **wrong** if a batch is missing, comes twice, comes in another's place, or differs in a single bit, also later
+while it is held; if an error other than the expected one is raised; if a mapped segment, process, thread, descriptor or
+task is left behind; if a finalizer or a thread raises; or if the loader's counts and reports (restarts, bad samples,
+warnings) differ from the events of the case. It is **hung** if it does not end by its deadline.
 
-That the runner finds what is there to be found is tested, too: five bugs are planted, one at a time (a released slot
-that is freed whatever its generation, tasks of a dead worker that nobody gets, slots that do not come back, a batch
-that overtakes another, a deadline that nobody looks at), and each is found within three cases
-(`tests/stress/test_planted_bugs.py`).
+The runner is tested with planted bugs: each of five is planted alone (a released slot that is freed whatever its
+generation, tasks of a dead worker that are not reassigned, slots that do not come back, a batch that overtakes another,
+a deadline that is not checked), and is found within three cases (`tests/stress/test_planted_bugs.py`).
 
 ## The last long run
 
@@ -51,13 +50,13 @@ TITLES = {
     "calm": "no fault",
     "heal": "workers that die, stop or hang, and are replaced",
     "hail": "worker after worker is killed, replacements among them",
-    "timed out": "a worker that hangs, and `timeout`, which only tells",
+    "timed out": "a worker that hangs, and `timeout`, which only reports",
     "no restarts": "a death, and no restart allowed",
     "one restart": "one worker dies more often than it may",
     "poison": "a sample that kills every worker that touches it",
-    "poison skipped": 'the same with `on_error="skip"`',
+    "poison skipped": 'such a sample, with `on_error="skip"`',
     "bad samples": "samples that raise: raised, skipped, refilled, substituted",
-    "too many bad samples": "more of them than `max_skipped_samples`",
+    "too many bad samples": "more samples that raise than `max_skipped_samples`",
     "starved worker": "a worker that gets no more shared memory",
     "short of something": "a main process without descriptors or room for larger rings",
     "cancelled": "`__anext__` cancelled at many points",
@@ -84,7 +83,7 @@ def _total(outcomes: Sequence[Outcome], what: str) -> int:
 def table(outcomes: Sequence[Outcome]) -> str:
     """One row for each scenario."""
     lines = [
-        "| what happens | cases | batches | faults that struck | workers replaced | wrong | hung |",
+        "| scenario | cases | batches | faults that struck | workers replaced | wrong | hung |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for scenario, title in [*TITLES.items(), ("", "**all**")]:
