@@ -194,7 +194,8 @@ class Progress:
             shared_seed = shared_seed if self.seeds["shared"] is None else self.seeds["shared"]
         if self._expects["mode"] == "torch":
             self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
-        self._cursors, self._given, self._next_worker = [None] * workers, [0] * workers, 0
+        self._cursors = list[PackedCursor | None]([None] * workers)
+        self._given, self._next_worker = [0] * workers, 0
         saved = None if self._resumed is None else self._resumed["workers"]
         if saved is None:
             saved_cursors = [None] * workers if self.carried is None else self.carried["cursors"]
@@ -435,7 +436,9 @@ class Progress:
         }
 
     def _worker_states(self, streams: dict[str, Any], finished: bool) -> dict[str, Any]:
-        cursors = [None if cursor is None else cursor.value._asdict() for cursor in self._cursors]
+        cursors: list[dict[str, Any] | None] = [
+            None if cursor is None else cursor.value._asdict() for cursor in self._cursors
+        ]
         take = None if finished or self._failed is not None or self.live is None else self.live()
         if take is not None and (live := take()) is not None:
             # In the consumer's process the dataset may share its generators with the consumer, which has drawn since.

@@ -75,10 +75,11 @@ def test_what_needs_no_dataset_asks_nobody(kind: Any, node: Node) -> None:
     assert (loader.batch_size, loader.num_workers, loader.seed) == (4, 2, 3)
     clone = loader.clone(batch_size=5)
     assert clone.batch_size == 5
-    every = [loader, clone, copy.copy(loader)]
-    for each in every:
-        each.close()
-    del each, every, clone, loader
+    copied = copy.copy(loader)
+    loader.close()
+    clone.close()
+    copied.close()
+    del copied, clone, loader
     assert not node.asked
 
 
@@ -128,8 +129,9 @@ def test_arguments_that_do_not_go_with_the_dataset(node: Node) -> None:
     asked = node.asked
     with pytest.raises(ValueError, match="mutually exclusive"):
         DataLoader[Any](definitions.numbers(), shuffle=True, sampler=[1], **OPTIONS)
+    wrong: dict[str, Any] = {**OPTIONS, "seed": -1}
     with pytest.raises(ValueError, match="seed should be"):
-        DataLoader[Any](definitions.numbers(), shuffle=True, **{**OPTIONS, "seed": -1})
+        DataLoader[Any](definitions.numbers(), shuffle=True, **wrong)
     assert node.asked == asked
 
 
