@@ -92,6 +92,7 @@ class AsyncInlineIterator(Generic[B_co]):
                         with recording(self._epoch.statistics.recorder):
                             batch = self._epoch.step(self._fetch_here, begin)
                     else:
+                        # Batches that are made on the loop have held it up for HOLD_SECONDS: other tasks get a turn.
                         await asyncio.sleep(0)  # nothing was taken yet, so nothing is lost if this is cancelled
                         self._place.turned()
                         continue
@@ -244,10 +245,12 @@ class AsyncInlineIterator(Generic[B_co]):
         if epoch.agreement is not None:
             epoch.agreement.give_up()
         if pending is not None:
+            # A call in a thread cannot be cancelled; its end is waited for below.
             if epoch.reader.asynchronous or self._agreeing:
                 pending.cancel()
             await asyncio.wait([pending])
             if not pending.cancelled():
+                # Marks the error as retrieved: no consumer will get it.
                 pending.exception()
         await self._close_reader()
         await epoch.aclose_indices()

@@ -216,6 +216,8 @@ class AsyncLoaderIterator(Generic[B_co]):
                     except asyncio.CancelledError:
                         self._queue.wake_one()  # a cancelled caller leaves the copy to a task that waits, or comes
                         raise
+                    # Several tasks may have waited for this copy: the first that runs delivers it, and the others take
+                    # the next item.
                     if self._copying is copying:
                         self._copying = None
                         batch = self._deliver(copied, perf_counter() - begin, copy.result)
@@ -266,6 +268,7 @@ class AsyncLoaderIterator(Generic[B_co]):
             batch = self._consumer.deliver(item, waited, self._pipeline.advance, opened)
         finally:
             delivery = self._consumer.delivery
+            # Otherwise the iterator would keep the batch, and its slot, until the next delivery.
             delivery.item = delivery.batch = delivery.error = None
         if batch is NO_BATCH:
             return batch
@@ -317,6 +320,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         if not self._closed:
             if self._ended is None:
                 self._ended = "this iterator was closed"
+            # Awaited here, because `_detach` would hold up the loop until the stage's current copy is made.
             await self._consumer.end_stage()
         pool, reader = self._detach()
         try:
@@ -353,6 +357,7 @@ class AsyncLoaderIterator(Generic[B_co]):
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if exiting() or getattr(self, "_closed", True) or os.getpid() != self._owner:
             return
+        # The parts without the iterator, which must not live on in a callback of the loop.
         loop, parts = self._loop, (self._pipeline, self._consumer, self._queue, self._pool_cache, self.pool)
         if loop is None or loop.is_closed() or threading.get_ident() == self._thread:
             _abandon(*parts)

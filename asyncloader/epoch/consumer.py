@@ -138,6 +138,7 @@ class Consumer:
         pull = order.pull if torch_iter.__dict__["_sampler_iter"] is order else torch_iter.pull
         began = perf_counter()
         try:
+            # By the task's number, so that a call that is repeated after Ctrl-C gets the same index again.
             step, offer = pull(self._tasks)
         except StopIteration:
             return NOTHING if left else ENDED  # as torch, ask again after the next batch
@@ -193,6 +194,7 @@ class Consumer:
         cancelled.
         """
         if self._stage is not None:
+            # In a thread, because the stage ends only when its current copy has.
             await shielded(in_thread(self._stage.close))
 
     def close(self) -> None:
@@ -283,6 +285,8 @@ class Consumer:
             del error  # its traceback refers to this frame
 
     def _failed(self, item: Deliver) -> None:
+        # A copy, because the loop's thread may add to it now. They are not taken out: `drain_notices` counts and
+        # reports them.
         for notice in list(self._notices):
             if isinstance(notice, WorkerBegun):  # it came while this item was waited for, and the state needs it
                 self._progress.begun(notice.worker, notice.cursor)
@@ -313,9 +317,13 @@ class Consumer:
                     delivery.reached = _RELEASED
                 else:
                     if delivery.reached == _OPENING:
+                        # Ctrl-C struck while the batch was built, perhaps after its slot was lent. That lease is
+                        # undone, and the batch built again.
                         self._opener.forget(answer)
                     delivery.reached = _OPENING
                     batch, held = self._opener.build(answer)
+                    # A batch that views its slot has nothing to release: the slot is freed with the batch's last
+                    # tensor.
                     delivery.batch, delivery.reached = batch, _OPENED if held is None else _RELEASED
             except Exception as error:
                 delivery.error, delivery.reached = error, _OPENED

@@ -114,6 +114,8 @@ class InlineEpoch:
         self._fresh = True
         self.reader = _make_reader(torch_iter, progress, self._recorder)
         if self._alone and not self.reader.asynchronous:
+            # Weak, because the loader keeps the position of its newest iterator, which must not keep the dataset's
+            # reader.
             progress.live = weakref.WeakMethod(self.reader.live_cursor)
         self.context = self.reader.context()
         self.prefetcher: BatchPrefetcher | None = None  # blocking datasets and streams have none

@@ -113,6 +113,7 @@ class BatchPrefetcher:
                 raise not_the_end(stop, "collate_fn") from stop
         finally:
             records += entry.records
+            # `aclose` may have cleared the entries while this call waited.
             if self._entries and self._entries[0] is entry:
                 self._entries.popleft()
             entry.samples = None

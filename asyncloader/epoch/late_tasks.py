@@ -56,6 +56,8 @@ class LateTasks:
         unless there is an answer before, or the consumer takes a batch: ask again then, too.
         """
         hedging, scheduler = self._hedging, self._scheduler
+        # One timer is enough: it is set for the task that the consumer waits for, and `again` looks which task that is
+        # by then.
         if hedging.limit is None or self._timer is not None or not scheduler.starved:
             return None
         head = scheduler.head
@@ -67,6 +69,7 @@ class LateTasks:
             self._timer = asyncio.get_running_loop().call_later(left, self._ring, again)
             return None
         nodes = [worker.node for worker in self._pool.processes]
+        # Not another worker of the same node: what makes the node slow holds it up, too.
         others = [worker for worker, node in enumerate(nodes) if node != nodes[head[1]]]
         return Late(others, idle=not hedging.may_cost) if others else None
 

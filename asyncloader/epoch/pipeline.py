@@ -179,6 +179,7 @@ class Pipeline(Listener):
         if self._late_tasks is not None:
             self._mind_late()
         if self._offers and self._allowed:
+            # Indices that were requested earlier, when the sampler had not given them yet: no new request names them.
             self._handle(None)
 
     def close(self) -> asyncio.Task[None] | None:
@@ -189,8 +190,10 @@ class Pipeline(Listener):
         self._begun.set()
         if self._late_tasks is not None:
             self._late_tasks.close()
+        # Before the pool is detached: a process that is made from now on is discarded, not adopted.
         self._respawner.close()
         self._pool.detach()
+        # The slots of these batches would never be freed otherwise.
         for held in self._scheduler.abandon():
             if isinstance(held.outcome, Answer):
                 held.outcome.discard()
@@ -310,6 +313,7 @@ class Pipeline(Listener):
         self, worker: int, death: WorkerDied, *, at_work: bool, saved_rng_state: bytes | None, outside: bool, lost: bool
     ) -> None:
         """Pass a worker's death to the scheduler. See `Listener`."""
+        # Kept until `_replace`, which the scheduler may ask for in `_handle` below.
         self._saved_rng_states[worker] = saved_rng_state
         self._deaths[worker] = death, lost
         self._begun.set()
@@ -317,6 +321,7 @@ class Pipeline(Listener):
             self._late_tasks.died(worker)
         if self._assigner is not None:
             self._assigner.died(worker)
+        # Found out before the scheduler decides: it is pure, and cannot ask the pool.
         obstacle = "" if self._resume_points is None else self._resume_points.obstacle(worker)
         obstacle = obstacle or self._pool.obstacle()
         self._handle(Died(worker, death, at_work, saved_rng_state is not None, obstacle, outside, lost))
@@ -433,6 +438,7 @@ class Pipeline(Listener):
                         self._allowed -= 1
                         self._handle(Offered(index))
                         if not self._allowed:
+                            # No request is lost: one that this index led to is in `_allowed` by now.
                             self._allow.clear()
                             await self._allow.wait()
                         began = perf_counter()

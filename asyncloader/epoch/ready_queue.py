@@ -40,12 +40,14 @@ class ReadyQueue:
         """Wake a waiter. Also in the place of a waiter that was woken and will take no item."""
         while self._waiters:
             waiter = self._waiters.popleft()
+            # A waiter that was cancelled would lose the wake-up.
             if not waiter.done():
                 waiter.set_result(None)
                 return
 
     def close(self) -> None:
         """Discard all items and wake all waiters, which check whether the iterator has ended."""
+        # Before the items are discarded: a stage's thread may have an item on its way.
         self._closed = True
         while self.items:
             discard(self.items.popleft())

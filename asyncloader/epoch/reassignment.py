@@ -61,6 +61,8 @@ class Reassignment:
         self._waiting[worker].clear()
         self._alone[worker] = None
         blameless = event.left or event.lost
+        # A worker that left because of its size, or whose connection was lost, has not failed: restarts are for those
+        # that did.
         if not blameless:
             self._restarts[worker] += 1
         blames = event.at_work and not blameless
@@ -69,6 +71,7 @@ class Reassignment:
             first = in_hand[:1] if twice is None else twice
             self.struck = list(dict.fromkeys([*first, *in_hand])) if self._concurrent else first
         for seq in self.struck:
+            # Entered also with no death that counts: that makes it a suspect, which is tried alone.
             self._deaths.setdefault(seq, []).extend([] if event.outside else [event.error])
         return [seq for seq in self.struck if len(self._deaths[seq]) >= KILLS]
 
@@ -123,6 +126,7 @@ class Reassignment:
 
     def answered(self, worker: int, seq: int) -> None:
         """A worker answered a task, or the task got another outcome."""
+        # An answer clears the task: the earlier deaths are taken to have another cause.
         self._deaths.pop(seq, None)
         if self._alone[worker] == seq:
             self._alone[worker] = None
@@ -136,6 +140,8 @@ class Reassignment:
         """The next waiting task to send to the worker, which has `in_hand` others; None if it must wait."""
         waiting = self._waiting[worker]
         if not waiting or not self.free(worker):
+            # Computed where no task can be sent to the worker: until the last trace of a death is gone, the scheduler
+            # must ask.
             self.active = (
                 bool(self._deaths)
                 or any(self._down)

@@ -46,6 +46,7 @@ class ResumePoints:
 
     def began(self, worker: int, cursor: PackedCursor) -> None:
         """Record the cursor with which a worker's copy of the dataset began."""
+        # A late cursor of the beginning must not replace the cursor of an answer.
         if not self._answered[worker]:
             self._cursors[worker] = cursor
 
@@ -57,6 +58,7 @@ class ResumePoints:
     def answered(self, worker: int, cursor: PackedCursor | None) -> None:
         """Record that a worker made a batch, and its cursor if it took one."""
         self._answered[worker] += 1
+        # Errors before a batch lie before the cursor that came with it, or will be read past with it.
         self._errors[worker] = 0
         self._made[worker] = True
         if cursor is not None:
@@ -92,5 +94,7 @@ class ResumePoints:
             return began._replace(cursor=cursor)
         before = 0 if began.cursor is None else began.cursor.batches
         saved = 0 if cursor is None else cursor.batches
+        # In batches since the beginning of the stream: those that the predecessor had passed, less those that the
+        # cursor has.
         skip = before + began.skip + self._answered[worker] - saved
         return began._replace(cursor=cursor, skip=skip, errors=self._errors[worker])

@@ -172,6 +172,7 @@ class Scheduler:
         Raises:
             ValueError: the event is impossible (an answer to no outstanding task, a task beyond the credits).
         """
+        # The workers' answers, and deaths, go on coming until the pipeline is closed.
         if self.over:
             return []
         # Ordered by frequency.
@@ -233,6 +234,7 @@ class Scheduler:
         self._unanswered[worker] += 1
         if self._choice is not None:
             self._choice.enter(worker)
+        # Counted as the worker's already, although it is not sent yet: the other rules see where the task will be made.
         if self._recovery.active and not self._recovery.free(worker):
             self._recovery.wait(worker, seq)
             return []
@@ -243,9 +245,12 @@ class Scheduler:
         if self._choice is not None:
             worker = self._least_unanswered(self._choice)
         else:
+            # torch's rule: with ``in_order=False`` the share of the workers whose streams have ended falls to the
+            # others.
             share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
             for _ in range(self.workers):
                 turn = self._next_worker
+                # Also past a worker that gets nothing: torch's turn goes on as well.
                 self._next_worker = (turn + 1) % self.workers
                 if self._active[turn] and (self.in_order or self._load[turn] < share):
                     worker = turn
@@ -260,6 +265,8 @@ class Scheduler:
         if not self._recovery.active:
             return choice.least(self._active, self._load, self._share)
         candidates = [w for w in range(self.workers) if self._active[w] and self._load[w] < self._share]
+        # Of workers that are being replaced, or have a suspect alone, only if there are no others: there the task must
+        # wait.
         candidates = [w for w in candidates if self._recovery.free(w)] or candidates
         return min(candidates, key=self._unanswered.__getitem__, default=None)
 
@@ -271,6 +278,7 @@ class Scheduler:
     def _give_twice(self, event: Late) -> list[Action]:
         head = self.head
         recovery = self._recovery
+        # At most two workers get a task: `_second` names one.
         if self._choice is None or head is None or head[0].seq in self._second:
             return []
         if recovery.active or recovery.suspected(head[0].seq):
@@ -289,6 +297,7 @@ class Scheduler:
         """The second worker of this task does not have it any more."""
         other = self._second[seq]
         assert other is not None
+        # Kept as None until the answer: if the owner dies too, `_died` must know that the task was given twice.
         if seq in self._unanswered_tasks:
             self._second[seq] = None
         else:
@@ -303,6 +312,8 @@ class Scheduler:
                     raise ValueError(f"task {event.seq} was answered twice by worker {event.worker}")
                 self._drop_second(event.seq)
                 return [Drop(event.outcome), *self._pull_ahead()]
+            # The second worker was faster. They change places, so that the answer counts for the worker that gave it,
+            # and the other worker's answer is dropped when it comes.
             if event.worker == self._second[event.seq]:
                 self._second[event.seq], self._owner[event.seq] = self._owner[event.seq], event.worker
         if event.seq not in self._unanswered_tasks:
@@ -311,6 +322,8 @@ class Scheduler:
 
     def _outcome(self, seq: int, outcome: Any) -> list[Action]:
         del self._unanswered_tasks[seq]
+        # 0 stands for a task that was never given twice. Of a task that still has a second worker the entry stays, so
+        # that the worker's answer is recognised.
         if self._second and self._second.get(seq, 0) is None:
             del self._second[seq]
         worker = self._owner[seq]
@@ -334,6 +347,7 @@ class Scheduler:
         if worker is None:
             raise ValueError(f"task {event.seq} was delivered twice, or before it was answered")
         self._load[worker] -= 1
+        # `WorkerChoice` drops the entry of a worker that has its share; below that it must be entered again.
         if self._choice is not None and self._load[worker] == self._share - 1:
             self._choice.enter(worker)
         if self.iterable:
@@ -342,6 +356,7 @@ class Scheduler:
             return self._finish_if_done()
         if self.assignment == "least_loaded":
             return self._pull_ahead()
+        # Not simply 1, because `credits` may have been lowered or raised since the last delivery.
         number = self.credits * self.workers - len(self._owner) - self._asked
         if number <= 0:
             return []
@@ -378,6 +393,7 @@ class Scheduler:
         twice += [seq for seq in lost if seq in self._second]
         open_twice = [seq for seq in twice if seq in self._unanswered_tasks] if twice else None
         poisoned = recovery.died(event, lost, open_twice)
+        # For its stream, for indices that are still to come, or for tasks that are to be made again.
         needed = self._active[worker] and (self.iterable or not self._offers_ended or len(lost) > len(poisoned))
         if poisoned and (self.iterable or not recovery.may_replace(worker)):
             # A stream cannot go on behind a batch that it cannot make.
@@ -405,6 +421,7 @@ class Scheduler:
             if other is None:
                 actions += self._assign_again(seq, worker)
             else:  # the other worker has the task too, and owns it from now on
+                # They change places, because `_drop_second` takes the task from the second worker.
                 self._owner[seq], self._second[seq] = other, worker
                 self._drop_second(seq)
         # Last: a poisoned task makes room for another index, whose task must queue behind the reassigned tasks.
@@ -459,11 +476,13 @@ class Scheduler:
             self._count(worker, -1)
             self._recovery.answered(worker, seq)
             if self.in_order:
+                # Otherwise later batches would wait for a number that never comes.
                 actions += self._reorder.skip(seq)
         return actions + self._offered(None) + self._finish_if_done()
 
     def _finish_if_done(self) -> list[Action]:
         no_more = not any(self._active) if self.iterable else self._offers_ended
+        # `_owner` has a task until it is delivered, so `Finish` follows the last delivery.
         if self._owner or not no_more:
             return []
         self.over = True

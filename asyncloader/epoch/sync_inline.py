@@ -110,6 +110,7 @@ class SyncInlineIterator(CountedNext):
         if self._bridge is None:
             raise EndOfData
         epoch = self._epoch
+        # Here, and not in the loop's thread: a plain sampler is advanced in the caller's thread, inside `next()` only.
         ahead = [] if epoch.prefetcher is None else epoch.indices_ahead(epoch.prefetcher)
         try:
             return self._bridge.run(_fetch(epoch, ahead, records))

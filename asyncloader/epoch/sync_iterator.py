@@ -154,6 +154,7 @@ class WorkerIterator(CountedNext):
         self._drop_taken()
         self._ended = None
         self._fresh = True
+        # A new queue: the one before may hold the item with which `_shutdown_workers` woke its readers.
         self._queue = queue.SimpleQueue()
         put = self._queue.put
         starts, self._acquired = self._acquired, None
@@ -327,6 +328,7 @@ class WorkerIterator(CountedNext):
         self._shutdown = True
         if self._ended is None:
             self._ended = "this iterator was shut down"
+        # The parts without the iterator, which is being freed.
         self._bridge.release_soon(_close_dropped, self._pipeline, self._consumer, self._queue, self._pool)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -110,6 +110,8 @@ class FetchPlace:
         loop, begin = _running_loop(), perf_counter()
         task = None if _swap_task is None else _swap_task(loop, None)
         try:
+            # asyncio lets no second loop run in a thread that has one: a dataset may run a loop of its own, here as in
+            # the thread.
             _run_as(None)
             if torch.is_grad_enabled():
                 return self._call(fetch, index, records)

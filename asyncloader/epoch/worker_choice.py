@@ -25,6 +25,7 @@ class WorkerChoice:
     def enter(self, worker: int) -> None:
         """This worker's number has changed, or it may get tasks again."""
         heappush(self._heap, (self._unanswered[worker], worker))
+        # Entries that are out of date are dropped only at the top, so without this the heap could grow for ever.
         if len(self._heap) > self._most:
             self._heap = [(number, each) for each, number in enumerate(self._unanswered)]
             heapify(self._heap)
