@@ -22,6 +22,7 @@ def pickle_error(error: Exception, worker_id: int) -> bytes:
     """Pickle an error as the main process raises it: a `LoaderError` as it is, others in torch's wrapper."""
     where = f"in DataLoader worker process {worker_id}"
     notes = [] if isinstance(error, LoaderError) else take_notes(error)
+    # Without `__init__`, which would format the traceback with the frames of ours in it.
     wrapper: Any = ExceptionWrapper.__new__(ExceptionWrapper)
     wrapper.exc_type, wrapper.exc_msg, wrapper.where = type(error), describe(error), where
     if isinstance(error, LoaderError):

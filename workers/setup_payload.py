@@ -161,6 +161,7 @@ class Payload:
         if self._environ is not None:
             # First: unpickling imports the user's modules, which may read the environment.
             _set_environ(self._environ)
+        # The pickle is read from the mapping, so that no worker has a copy of it.
         memory = mmap.mmap(self.fd, self.nbytes, prot=mmap.PROT_READ)
         _receiving.fds = self.fds
         try:
@@ -290,6 +291,7 @@ def preload_in_fork_server(context: Any) -> None:
 
     server = forkserver._forkserver
     # There is no public API for this; without these attributes, children just start more slowly.
+    # Only before the server runs, which reads the list once, and only if the program has not set a list of its own.
     if getattr(server, "_forkserver_pid", 0) is None and getattr(server, "_preload_modules", None) == ["__main__"]:
         context = context if hasattr(context, "set_forkserver_preload") else multiprocessing
         context.set_forkserver_preload(["__main__", "torch", "asyncloader.workers.worker"])

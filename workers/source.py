@@ -252,6 +252,7 @@ class LocalWorkers:
         Raises:
             Exception: the set-up cannot be pickled (spawn, forkserver); the cause names the part.
         """
+        # One for all workers of the pool, replacements included.
         lifeline = self._lifeline = self._lifeline or Lifeline()
         forks = self.start_method == "fork"
         if forks:
@@ -275,6 +276,7 @@ class LocalWorkers:
 
     def _note(self, dataset: Any) -> None:
         """Note, before the first fork, the dataset that all workers are to have."""
+        # Noted once: replacements must have the dataset that the first workers had.
         if not self._replaces or self._dataset is not None:
             return
         # Datapipes are seeded, and datasets of ours plan, in the main process at each epoch; these changes do not

@@ -315,6 +315,7 @@ def _catches(pid: int, number: int) -> bool | None:
     except OSError:
         return None
     found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    # The lowest bit is signal 1.
     return None if found is None else bool(int(found[1], 16) >> (number - 1) & 1)
 
 

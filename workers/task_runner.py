@@ -204,13 +204,16 @@ class TaskRunner:
             draw_check=self._draw_check,
             pack_cursor=self._codec.cursor_packer(),
         )
+        # Before `worker_init_fn`, which may ask `get_worker_info`.
         install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
         self.asynchronous = reader.asynchronous
         self._initialize(setup)
         reader.begin(start)
         if setup.rng_state:
+            # After the start-up code, which draws random numbers of its own: the predecessor's go on from here.
             restore_rng_state(setup.rng_state)
         if setup.memory_limit is not None:
+            # Last: the growth is measured from here, without the dataset.
             self._memory_limit, self._private_memory = setup.memory_limit, PrivateMemory()
 
     def _initialize(self, setup: WorkerSetup) -> None:
@@ -232,6 +235,7 @@ class TaskRunner:
         awaitable = before is not None and inspect.isawaitable(before)
         if awaitable and not self.asynchronous:
             if inspect.iscoroutine(before):
+                # Otherwise Python would warn that it was never awaited.
                 before.close()
             raise TypeError(
                 "worker_init_fn returned an awaitable, but the dataset is a blocking one, so its workers have no event "

@@ -175,6 +175,7 @@ class AsyncInlineIterator(Generic[B_co]):
             return await self._agreed_next()
         except EndOfData:
             if agreement is not None:
+                # In a thread that is not waited for at exit: it waits for the other ranks.
                 await in_daemon(agreement.end)
             await self._close_reader()
             raise

@@ -216,6 +216,7 @@ class InlineEpoch:
         statistics.waiting_since = begin
         try:
             index, batch = (fetch if begin < self._look_at else self.fetcher(fetch, begin))(records)
+            # Before the cursor, which counts the batch: where another rank has no batch, this batch is not delivered.
             if self.agreement is not None and not self.agreement.batch():
                 raise EndOfData
             cursor = self.cursor()
@@ -232,6 +233,7 @@ class InlineEpoch:
             raise
         except BaseException:
             if self.agreement is not None:
+                # Also for Ctrl-C: the other ranks must not wait for this one.
                 self.agreement.fail()
             self.failed(records)
             raise
@@ -385,9 +387,11 @@ def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: 
     if collate is default_collate:
         collate = recycling_collate()
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
+        # As in torch's own iterator without workers.
         apply_sharding(dataset, torch_iter._world_size, torch_iter._rank)
     drawn = shared_seed(torch_iter)
     base_seed, (start,) = progress.starts(1, int(torch_iter._base_seed), drawn)
+    # torch's base has seeded the datapipe with `drawn`; an epoch that resumes has the seed of its first run.
     if isinstance(dataset, IterDataPipe) and start.shared_seed not in (None, drawn):
         generator = torch.Generator()
         generator.manual_seed(start.shared_seed or 0)

@@ -156,6 +156,7 @@ class Pipeline(Listener):
             stateful=self._stateful,
             assigns=self._assigner is not None,
         )
+        # The number is in each task, so it is set before the first.
         self._scheduler.epoch = self._pool.attach(loop, self, starts)
         self._unbegun.update(range(len(starts)))
         if self._source is not None:

@@ -152,6 +152,7 @@ def _worker_source(config: EpochConfig) -> WorkerSource:
             # The user did not choose the fork server: see `worker_context`.
             passes_environ=config.assigns_shards and config.multiprocessing_context is None,
         )
+    # Not at the top: only a loader with a service needs its client.
     from asyncloader.service.client.remote_workers import ServiceWorkers
 
     return ServiceWorkers(config.dataset, config.credits)

@@ -127,6 +127,7 @@ class SyncInlineIterator(CountedNext):
             return
         try:
             warn_of_exit(bridge.run(close_reader(*self._parts())))
+        # The loop has ended, and the reader with it.
         except LoaderClosed:
             pass
         finally:
@@ -151,6 +152,7 @@ class SyncInlineIterator(CountedNext):
             bridge.release_soon(_close_reader_and_warn, *self._parts())
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # The attributes are missing if `__init__` raised before they were set.
         if not exiting() and getattr(self, "_owner", None) == os.getpid() and hasattr(self, "_epoch"):
             self._close_soon()
 

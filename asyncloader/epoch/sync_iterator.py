@@ -218,6 +218,7 @@ class WorkerIterator(CountedNext):
                 finally:
                     self._statistics.waiting_since = None
             item = taken[0]
+            # A request for a replacement: the top of the loop carries it out.
             if item is None:
                 del taken[0]
                 continue
@@ -302,6 +303,7 @@ class WorkerIterator(CountedNext):
         if os.getpid() != self._owner:
             return
         if self._shutdown:
+            # There is no pool if the first start failed.
             if hasattr(self, "_pool") and not self._bridge.in_loop_thread:
                 self._pool.stop()  # waits if another thread is stopping it
             return

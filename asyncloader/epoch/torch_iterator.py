@@ -138,6 +138,7 @@ class TorchIterator(_BaseDataLoaderIter):
 
     def duplicate(self) -> Self:
         """A copy, with the same random numbers, for another iterator."""
+        # Without `__init__`, which would draw random numbers.
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made

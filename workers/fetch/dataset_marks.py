@@ -40,6 +40,7 @@ def marks(dataset: Any) -> dict[str, Any]:
     while queue and len(found) < _MOST_MARKS:
         path, value = queue.popleft()
         found[path] = _mark(value)
+        # Something that is met twice is marked at both paths, but its parts at the first alone.
         if id(value) not in seen:
             seen.add(id(value))
             queue.extend(_parts(path, value, _MOST_MARKS - len(found) - len(queue)))
@@ -132,6 +133,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     if isinstance(value, (*_WHOLE, *_SCALARS, torch.Tensor, np.ndarray)):
         return None
     try:
+        # Not by `getattr`: a class's own `__getattr__` may answer for any name, or run code.
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None

@@ -53,6 +53,7 @@ def take_notes(error: BaseException) -> list[str]:
     """Remove the notes made here from the exception, and return them."""
     try:
         notes: list[str] = list(getattr(error, "__notes__", None) or ())
+        # By their texts: the user's code may have added notes of its own, before or after.
         ours = [note for note in notes if note.startswith(_STARTS)]
         if ours:
             _set_notes(error, [note for note in notes if note not in ours])
@@ -126,5 +127,6 @@ def index_text(index: Any) -> str:
 
 def _one(index: Any) -> str:
     if type(index) is list:
+        # Item by item: reprlib would leave out all but the first six.
         return f"[{', '.join(map(_repr.repr, index))}]"
     return _repr.repr(index)

@@ -251,6 +251,7 @@ class _Batch:
         task = self.loop.create_task(coroutine, context=context)
         self.tasks.append(task)
         self.running += 1
+        # Without a context of its own each callback would get a copy of the current one.
         task.add_done_callback(self.finished, context=self.context)
 
     def finished(self, task: asyncio.Task[Any]) -> None:
@@ -258,6 +259,7 @@ class _Batch:
         if task.cancelled():
             if not self.over:
                 self.fail(task, RuntimeError("the sample's code cancelled itself, or let what it awaited be cancelled"))
+        # The error is taken before `over` is tested: asyncio logs an error that was never asked for.
         elif (error := task.exception()) is not None and not self.over:
             if isinstance(error, StopAsyncIteration):  # ``async for`` would take it for the end of the epoch
                 error = not_the_end(error, "the sample's code")

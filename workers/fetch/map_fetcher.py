@@ -96,6 +96,7 @@ class MapFetcher:
         failure: Exception | None = None
         if self._batched_get:
             try:
+                # The index as the sampler gave it, unless it was an iterator: `list` has used that up.
                 return await self._batch(indices if isinstance(index, Iterator) else index, first)
             except Exception as error:
                 if maker.handler is None or not is_about_sample(error):
@@ -202,6 +203,8 @@ class MapFetcher:
             return samples if decoder is None else self._decoded(index, None, samples)
         indices = iter(index)
         try:
+            # Nothing counts the samples here, which would cost time for each: `_describe_last` finds the one that
+            # raised by the length that is left of the iterator.
             if decoder is None:
                 return [dataset[one] for one in indices]
             return [decoder.call(dataset[one]) for one in indices]

@@ -92,6 +92,7 @@ class DatasetReader:
         self._fetcher: Any = None
         self._start: EpochStart | None = None
         self._watch: GlobalDrawCheck | None = None
+        # Without workers there is no check: the consumer's own code draws from the global generators at the same time.
         if in_worker and self.asynchronous and setup.seeded is not None:
             self._watch = draw_check or GlobalDrawCheck()
         self._lock = asyncio.Lock()
@@ -141,6 +142,7 @@ class DatasetReader:
         return DatasetContext(self.dataset, before, self if assigns_shards(self.dataset) else None)
 
     async def _begin_async(self, start: EpochStart) -> None:
+        # The stream of the epoch before may still be reading ahead.
         await self._close_worker_stream()
         if self._assignments is not None:
             await self._assignments.prepare()
@@ -151,6 +153,7 @@ class DatasetReader:
             if assigned and batches:
                 await self._fetcher.dataset_iter.refill()
             for _ in batches:
+                # An error of an assigned shard was no batch, so the batch after it is still to be read.
                 while not await self._read_again(errors_count=not assigned):
                     pass
                 self._bookmark.batches += 1
@@ -203,6 +206,8 @@ class DatasetReader:
         samples = SampleSeeder(seeded.seed, epoch, *stream, concurrent=self.asynchronous)
         collation = samples
         if self.asynchronous:
+            # Of concurrent samples only their contexts are seeded. Collation runs alone, so the global generators are
+            # seeded for it.
             collation = SampleSeeder(seeded.seed, epoch, *stream)
         return EpochSeeding(
             samples,
@@ -288,6 +293,7 @@ class DatasetReader:
         if self._setup.iterable:
             index = self._stream_index
         began = perf_counter()
+        # Tested here, and not by an empty context: entering a context for every batch takes longer.
         if self._setup.seeded is None:
             batch = self._fetcher.fetch(index, records)
         else:
@@ -319,6 +325,7 @@ class DatasetReader:
                         raise
                     self._known_errors -= 1
                     if records is not None:
+                        # The predecessor has sent these records.
                         del records[known:]
                     continue
                 self._known_errors = 0
@@ -359,6 +366,7 @@ class DatasetReader:
     async def _ensure_begun(self) -> None:
         if self._failure is not None:
             raise self._failure
+        # Another task may have begun while this one waited for the lock.
         if self._ready:
             return
         assert self._start is not None

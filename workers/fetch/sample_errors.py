@@ -177,6 +177,7 @@ class SampleErrorHandler:
         if self._asynchronous:
             return await sample
         if inspect.iscoroutine(sample):
+            # Otherwise Python would warn that it was never awaited.
             sample.close()
         raise _coroutine_error()
 
@@ -188,6 +189,7 @@ class SampleErrorHandler:
     def _record(
         self, index: Any, position: int | None, error: Exception, action: str, substitute: Any = None
     ) -> SkippedSample:
+        # As texts, because the user's exception may not pickle, and keeps the frames of its traceback alive.
         text, trace = _texts(error)
         return SkippedSample(index, position, self.worker, os.getpid(), text, trace, action, substitute)
 

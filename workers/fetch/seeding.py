@@ -80,6 +80,7 @@ class SampleRng:
         """A CPU generator, for ``torch.rand(..., generator=...)``."""
         if self._torch is None:
             self._torch = torch.Generator()
+            # 1, 2 and 3 keep the three generators apart: torch's and Python's have the same engine.
             self._torch.manual_seed(_mix(self._key ^ 1))
         return self._torch
 
@@ -212,6 +213,8 @@ class GlobalDrawCheck:
 
 def _fingerprints() -> tuple[Any, Any, Any]:
     state: Any = np.random.get_state(legacy=False)
+    # Not the whole state of 624 words: each draw moves `pos`, or renews the words, and a normal draw may set
+    # `has_gauss`.
     inner = state["state"]
     return (
         hash(random.getstate()),

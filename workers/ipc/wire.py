@@ -47,6 +47,7 @@ ONEOFF = -2
 _PREFIX = struct.Struct("=IB")
 PREFIX_BYTES = _PREFIX.size
 """Of a frame, before its body."""
+# Tasks and results are packed together with their prefix, in one call: each batch has one of both.
 _TASK = struct.Struct("=IBIQiId")  # prefix, epoch, seq, slot, ring, sent
 _TASK_HEAD = struct.Struct("=IQiId")
 _RING_HEAD = struct.Struct("=IIQ")  # number, slots, slot_bytes

@@ -138,6 +138,7 @@ class Encoder:
         offset = 0
         specs: list[LeafSpec] = []
         writes: list[tuple[Callable[[mmap.mmap, int], None], int]] = []
+        # Before the leaves: laying out a storage sets the places that the specs of its views name below.
         for shared in self._storages:
             end = shared.place(offset)
             if end > offset:
@@ -172,6 +173,8 @@ class Encoder:
         if _is_plain(tensor):
             dtype, shape, stride = tensor.dtype, tuple(tensor.shape), tensor.stride()
             nbytes = None
+            # torch calls a tensor contiguous whatever the stride of a dimension of size 1 is; the consumer gets that
+            # stride, too.
             if tensor.is_contiguous() and (1 not in shape or is_dense(shape, stride)):
                 nbytes = tensor.nbytes
             first = int(tensor.storage_offset())
@@ -231,6 +234,7 @@ class Encoder:
         if function not in _REBUILT_FROM_STORAGE:
             return function, arguments
         storage, first, shape, stride, requires_grad, hooks, *more = arguments
+        # The storages of `_rebuild_tensor_v3` have no dtype, so it is an argument there.
         dtype = more.pop(0) if function is torch_utils._rebuild_tensor_v3 else storage.dtype
         untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
         if untyped.device.type != "cpu" or dtype not in DTYPE_CODE:
@@ -345,6 +349,7 @@ class Template:
             if type(p) is Dense and NUMPY_BY_CODE[p.dtype] is not None and p.numel
         )
         if len(self._simple) != len(self._specs):
+            # The fast way is for templates whose leaves are all of that kind.
             self._simple = ()
 
     def _read_table(self, table: bytes) -> tuple[Iterable[LeafSpec], int, int]:
@@ -442,6 +447,7 @@ def _build_leaf(spec: LeafSpec, anchor: Memory | None, storages: dict[int, torch
     if isinstance(spec, Dense):
         dtype = DTYPES[spec.dtype]
         if not spec.numel:
+            # `torch.frombuffer` refuses a length of 0.
             return torch.empty(spec.shape, dtype=dtype, device="cpu")
         assert anchor is not None
         return torch.frombuffer(anchor, dtype=dtype, count=spec.numel, offset=spec.offset).view(spec.shape)

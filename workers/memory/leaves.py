@@ -50,6 +50,7 @@ DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 _NUMPY = {
     torch.empty(0, dtype=d, device="cpu").numpy().dtype: d
     for d in DTYPES
+    # numpy has no dtypes for these: `dense_view` writes them through torch.
     if d not in (torch.bfloat16, torch.complex32) and not str(d).startswith("torch.float8")
 }
 _TORCH_TO_NUMPY = {d: n for n, d in _NUMPY.items()}
@@ -214,6 +215,7 @@ def reduce_sparse(tensor: torch.Tensor) -> Any:
 
 
 _PARTS = {
+    # `indices` and `values` refuse a tensor that is not coalesced.
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
@@ -268,4 +270,5 @@ def reduce_typed_storage(storage: torch.storage.TypedStorage) -> Any:
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    # Without `_internal` torch would warn that typed storages are deprecated.
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

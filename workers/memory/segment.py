@@ -220,6 +220,7 @@ def memory_groups(pid: int | None = None) -> list[Path]:
         return found
     for line in lines:
         _, controllers, path = line.split(":", 2)
+        # The one group of version 2, which has no list of controllers.
         if controllers == "":
             root = _CGROUP_ROOT
         elif "memory" in controllers.split(","):

@@ -35,6 +35,8 @@ class SharedStorages:
 
     def of(self, storage: torch.UntypedStorage) -> SharedStorage:
         """Return the same object for the same storage."""
+        # The address of the storage itself: two tensors may have separate Python objects for it. `SharedStorage` keeps
+        # it alive.
         key: int = storage._cdata
         shared = self._found.get(key)
         if shared is None:
@@ -84,6 +86,7 @@ class StorageView:
         if nbytes is None and 0 not in shape:
             reach = sum(map(mul, shape, stride)) - sum(stride) + 1
             span = reach * item
+            # A dimension with stride 0 repeats its elements, which take their bytes once.
             self.used = min(reach, prod(n for n, step in zip(shape, stride, strict=True) if step)) * item
         self.end = start + span
 
@@ -143,6 +146,7 @@ class SharedStorage:
         if len(views) < len(self.views):
             for view in self.views:
                 if not view.used:
+                    # A view without bytes has no place: -1 for a tensor.
                     view.put(0 if view.code < 0 else -1, 0, 0, view.stride, alone=False)
         for touching in (views,) if len(views) == 1 else _touching(views):
             if _is_tight(touching):
