@@ -2,13 +2,7 @@
 
 Data path: pool start-up -> [bootstrap] -> worker.
 
-A forked worker inherits its parent's garbage and must not collect it: finalizers are meant for the process that created
-the objects (a tensor that was used on a CUDA stream aborts the process when it is freed in a forked child). So the
-collector is paused while a worker is forked, and the child freezes what exists before it resumes the collector.
-
-A spawned worker imports torch, which takes most of a second; a tenth of that is spent in the garbage collector, which
-visits objects again and again that live as long as the process. So the collector is paused until the worker's arguments
-have been unpickled.
+The collector is paused while a worker is forked, and in a spawned worker until its arguments have been unpickled.
 
 This module imports nothing heavy: it is unpickled, and pauses the collector, before the arguments are.
 """
@@ -61,6 +55,8 @@ class Bootstrap:
 
 def _unpickled(started: float) -> Bootstrap:
     """Pause the collector in a spawned process, unless it is off already (fork server, or the user's own setting)."""
+    # Unpickling the arguments imports torch, which takes most of a second. A tenth of that would be spent in the
+    # collector, which visits objects again and again that live as long as the process.
     gc_stopped = gc.isenabled()
     gc.disable()
     # A process's age is known to a hundredth of a second, so it may seem to have begun before it was started.
@@ -107,6 +103,8 @@ class _GcPause:
         """End the pause in a forked child, also in a child that another thread forked during the pause."""
         if self.enabled is None:
             return
+        # The parent's garbage must not be collected here: finalizers are meant for the process that created the objects.
+        # A tensor that was used on a CUDA stream aborts the process when it is freed in a forked child.
         gc.freeze()
         if self.enabled:
             gc.enable()

@@ -8,8 +8,6 @@ persistent workers one pool serves several epochs.
 
 When a worker has died, its id is vacant: the listener may have another process made for it (`make`, which blocks and
 may run in any thread) and installed (`adopt`). `shutdown.py` decides how workers are ended.
-
-An exit hook stops the pools that still have workers before multiprocessing ends its daemonic children itself.
 """
 
 from __future__ import annotations
@@ -505,6 +503,7 @@ _pools: LiveObjects[Stoppable] = LiveObjects()
 
 def stop_at_exit(pool: Stoppable) -> None:
     """Stop this pool at exit, if it still exists."""
+    # Before multiprocessing's own hook, which would end the workers, its daemonic children, by SIGTERM.
     at_exit(stop_all_pools)
     _pools.add(pool)
 

@@ -2,9 +2,8 @@
 
 Data path: scheduler -> pool -> [process] -> worker.
 
-The death of a process is seen as a file descriptor that becomes readable. That is the process's pidfd, which no other
-process can hold open. For a child of the fork server, whose exit code only the server learns, it is the sentinel,
-through which the server reports it.
+The death of a process is seen as a file descriptor that becomes readable: its pidfd, which no other process can hold
+open, or, for a child of the fork server, the sentinel.
 """
 
 from __future__ import annotations

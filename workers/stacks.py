@@ -6,7 +6,7 @@ There is one pipe per worker. In the worker `faulthandler` writes into it: at a 
 bus error), and whenever a signal arrives that is otherwise unused. Its handlers are C, need no GIL and take no lock, so
 they also answer for a process whose Python code cannot run any more. The main process reads.
 
-- The pipe never blocks: both ends are non-blocking, and what does not fit is lost.
+- Neither end of the pipe blocks.
 - A signal is sent only to a worker that has announced a handler for it (the first line in the pipe names the signal)
   and that, where /proc can be read, still has it: the default action of every suitable signal is to end the process. It
   is sent through a pidfd, so never to another process that got the number of a process that has ended.

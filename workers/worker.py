@@ -2,16 +2,13 @@
 
 Data path: scheduler -> channel -> [worker: fetch -> collate -> ring slot] -> channel -> reorder.
 
-There are two main loops. Plain datasets have a blocking loop: an event loop would add overhead to every batch and could
-overlap nothing. Asynchronous datasets have an event loop, where several tasks are fetched concurrently.
+There are two main loops. Plain datasets have a blocking loop. Asynchronous datasets have an event loop, where several
+tasks are fetched concurrently.
 
 A worker holds no lock and shares no state with other processes: it reads tasks from its socket, writes to the slot that
 a task names, and answers. So it can be killed at any instruction without harm to others.
 
-A worker ends on a STOP frame, at the end of its socket, or when its parent dies. The end of the socket alone would not
-do: a sibling forked between two `socketpair` calls, or a process that the user's dataset forked, may hold the other end
-open. So the kernel kills the worker when its parent dies (`lifeline.py`); where that is not possible, a thread waits
-for the parent's pidfd.
+A worker ends on a STOP frame, at the end of its socket, or when its parent dies.
 
 `tune` sets the garbage collector and the allocator of the worker process before its first task.
 """
@@ -69,6 +66,9 @@ def worker_main(
     # Before the set-up is unpickled, which runs code of the user's: whatever that does, the worker ends with its
     # parent.
     lifeline.hold(links.lifeline.fd)
+    # The end of the socket alone would not show that the parent has died: a sibling that was forked between two calls of
+    # `socketpair`, or a process that the user's dataset forked, may hold the other end open. Nor does the lifeline work
+    # everywhere.
     _end_with_parent(links.parent)
     # After `set_worker_signals`, which removes the handlers of `faulthandler`.
     stacks.install(links.stacks.fd)
@@ -88,6 +88,7 @@ def worker_main(
         if runner.asynchronous:
             serve_async(lambda: _serve(runner))
         else:
+            # No event loop: it would cost time for every batch, and could overlap nothing.
             _serve_blocking(runner)
     except ConnectionError:
         pass  # the main process closed its end

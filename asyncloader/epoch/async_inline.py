@@ -267,7 +267,7 @@ class AsyncInlineIterator(Generic[B_co]):
         self._place.close()
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        # The executor's thread ends with the executor.
+        # The thread of `_place` ends when that is freed.
         if not exiting() and getattr(self, "_owner", None) == os.getpid():
             if self._epoch.agreement is not None:
                 self._epoch.agreement.give_up()

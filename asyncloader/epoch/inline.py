@@ -261,7 +261,7 @@ class InlineEpoch:
         return measured
 
     def start_transfer(self, batch: Any) -> Ready:
-        """Begin to copy a batch to the device. Any thread."""
+        """Begin to copy a batch to the device. Runs in any thread."""
         assert self.transfer is not None
         began = perf_counter()
         ready = self.transfer.start(batch, locked=False)

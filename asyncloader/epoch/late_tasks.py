@@ -52,8 +52,9 @@ class LateTasks:
         self._hedging.died(worker)
 
     def due(self, again: Callable[[], None]) -> Late | None:
-        """What to tell the scheduler now, or None. `again` is called when there may be something,
-        unless there is an answer before, or the consumer takes a batch: ask again then, too.
+        """Return the event for the scheduler if the task that the consumer waits for is late now, else None.
+
+        `again` is called when that task becomes late. Call this, too, after each answer and each delivery.
         """
         hedging, scheduler = self._hedging, self._scheduler
         # One timer is enough: it is set for the task that the consumer waits for, and `again` looks which task that is

@@ -2,11 +2,9 @@
 
 Data path: pipeline -> [respawn] -> pool.
 
-A fork copies the whole process at one moment, including every lock that another thread holds then. A forked replacement
-is therefore made in the iterating thread, inside `next()`, as the first workers were: the user's code and the libraries
-it calls are at rest there. The async loader's loop runs in that thread. The sync loader's loop does not, so it queues
-the request for `next()` and wakes it. Workers that are spawned, or started by a fork server, are made at once in a
-thread of their own.
+A forked replacement is made in the iterating thread, inside `next()`, as the first workers were. The async loader's
+loop runs in that thread. The sync loader's loop does not, so it queues the request for `next()` and wakes it. Workers
+that are spawned, or started by a fork server, are made at once in a thread of their own.
 """
 
 from __future__ import annotations
@@ -72,6 +70,8 @@ class WorkerRespawner:
 
     def request(self, request: Request) -> None:
         """Request a process. In the loop's thread; returns at once, unless it forks here."""
+        # A fork copies every lock that another thread holds at that moment, so it waits for `next()`: there the user's
+        # code, and the libraries that it calls, are at rest. Other start methods copy nothing.
         if self._pool.start_method != "fork":
             threading.Thread(target=self._make, args=(request,), name="asyncloader-start", daemon=True).start()
             return

@@ -8,8 +8,7 @@ raised first.
 
 `ConcurrencyLimiter` bounds the number of samples in flight over all batches. Samples of the oldest batch start first,
 so a slow sample takes up one unit of concurrency while others of its batch and of later batches start and finish. The
-task of a sample is created, in a context of its own, when it may start. There is no wrapper coroutine, task group or
-semaphore per sample: each of them would cost as much as the task itself.
+task of a sample is created, in a context of its own, when it may start.
 
 Everything here runs in one event loop's thread.
 """
@@ -248,10 +247,11 @@ class _Batch:
             # The error goes the way of every other, through the task: `finished` then counts it and frees its unit of
             # concurrency.
             coroutine = _raising(error)
+        # A bare task: a wrapper coroutine, a task group or a semaphore for each sample would cost as much as the task.
         task = self.loop.create_task(coroutine, context=context)
         self.tasks.append(task)
         self.running += 1
-        # Without a context of its own each callback would get a copy of the current one.
+        # Without the argument each callback would get a copy of the current context.
         task.add_done_callback(self.finished, context=self.context)
 
     def finished(self, task: asyncio.Task[Any]) -> None:

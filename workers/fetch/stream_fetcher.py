@@ -67,7 +67,7 @@ class StreamFetcher:
         self._stream_errors = StreamErrors()
         self._lock = asyncio.Lock()
         self._end = StopAsyncIteration if maker.asynchronous else StopIteration
-        # Then torch's own loop does, without a coroutine for each batch.
+        # Then `_torch_samples` is enough, without a coroutine for each batch.
         self._torch = maker.seeding is None and maker.decoder is None and maker.handler is None
 
     def fetch(self, index: Sequence[Any] | None, records: list[SkippedSample] | None = None) -> Any:

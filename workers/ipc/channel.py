@@ -3,8 +3,7 @@
 Data path: scheduler -> [channel] -> worker -> [channel] -> reorder.
 
 It is a Unix stream socket: it wakes the loop, orders memory (a frame is sent after the batch was written, by a system
-call), and carries file descriptors. A descriptor sent with a frame arrives with the frame's first byte, and one read
-never joins two writes that carry descriptors: so descriptors are taken in the order of the frames that announce them.
+call), and carries file descriptors.
 """
 
 from __future__ import annotations
@@ -86,6 +85,8 @@ class Channel:
         Raises:
             OSError: it did not arrive, because this process has too many open files.
         """
+        # The oldest is the frame's: a descriptor arrives with the first byte of its frame, and one read never joins two
+        # writes that carry descriptors. So they are taken in the order of the frames that announce them.
         fd = self._fds.popleft() if self._fds else _LOST
         if fd == _LOST:
             raise OSError(

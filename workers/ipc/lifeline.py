@@ -7,9 +7,6 @@ state of the read end changes (``O_ASYNC`` with ``F_SETSIG``). The only possible
 closed, and the kernel does that when the process that holds it ends, however it ends. No code of the worker has to run:
 neither the GIL nor a thread nor a handler is needed, and it works for a stopped worker, too.
 
-Owner, signal and ``O_ASYNC`` belong to the open file description, which forked siblings share. So each worker opens the
-pipe again, through ``/proc``, and has a description of its own.
-
 *Who holds a write end.* It is close-on-exec, so programs that are started do not hold it; forked children close their
 copy at once (`process_hooks.in_forked_child`). A child forked by another thread between the creation of the pipe and
 its registration, or by C code that runs no hooks, delays the signal until it ends itself. Therefore the worker also has
@@ -90,6 +87,8 @@ def hold(fd: int) -> bool:
     own = -1
     try:
         try:
+            # Owner, signal and `O_ASYNC` belong to the open file description, which forked siblings share. So each
+            # worker opens the pipe again, through ``/proc``.
             own = _reopened(fd)
         finally:
             os.close(fd)

@@ -7,8 +7,7 @@ they are; each is written once, directly to its offset in the slot. The template
 leaf is an out-of-band buffer, with a table of the leaves' offsets, sizes and types. Batches of the same shapes have
 the same template, so a worker sends it once and then only says "same".
 
-Decoding builds a tensor over each leaf and has the unpickler insert them: the `buffers` argument of `pickle.loads`
-takes any objects, and passes each to whatever the pickled buffer was an argument of.
+Decoding builds a tensor over each leaf and has the unpickler insert them.
 
 A tensor that is not plain, dense and on the CPU (sparse, quantized, nested, subclasses, `requires_grad`) is pickled by
 its own rules; the storages that those rules meet become leaves, too, and of a tensor's storage only its own elements.
@@ -395,6 +394,7 @@ class Template:
 
     def _with_leaves(self, anchor: Memory | None, leaves: list[Any]) -> Any:
         structure = self._structure if self._inside < 0 else self._structure_in(anchor)
+        # `buffers` may hold any objects: each is passed to the function that the pickled buffer was an argument of.
         return pickle.loads(structure, buffers=leaves)
 
     def _too_short(self, anchor: Memory | None) -> ValueError:

@@ -1,8 +1,4 @@
-"""A set of the objects of one kind that exist in this process, for hooks that run at a fork or at exit.
-
-`weakref.WeakSet` would not do: it is iterated in Python code, and fails if another thread adds an object at the same
-time. A lock would be held, in the child of a fork, by a thread that does not exist there.
-"""
+"""A set of the objects of one kind that exist in this process, for hooks that run at a fork or at exit."""
 
 from __future__ import annotations
 
@@ -17,6 +13,8 @@ class LiveObjects(Generic[T]):
     """A set that keeps nothing alive. Any thread may add to it while others read it; it must hash by identity."""
 
     def __init__(self) -> None:
+        # Not `weakref.WeakSet`, which is iterated in Python code, and fails if another thread adds an object at the same
+        # time. And no lock: in the child of a fork it may be held by a thread that does not exist there.
         self._references: set[weakref.ref[T]] = set()
 
     def add(self, each: T) -> None:

@@ -6,9 +6,6 @@ A segment is a file descriptor without a name (`memfd_create`; where that is mis
 unlinked at once). Once mapped, the descriptor may be closed: the pages live as long as a mapping in any process, and
 are freed with the last mapping, even after SIGKILL.
 
-Mappings are never closed explicitly. `mmap.close()` succeeds under a live ``torch.frombuffer`` tensor and leaves it
-dangling; dropping the last reference unmaps at the right time.
-
 `reserve` allocates pages before they are touched, so that a shortage is an `OSError` here and not a SIGBUS in the
 middle of a `memcpy`.
 """
@@ -101,6 +98,8 @@ def map_segment(fd: int, nbytes: int) -> Mapping:
         RingMemoryError: no address space for it (``ulimit -v``, or too many mappings).
     """
     try:
+        # No caller closes it: `mmap.close()` succeeds under a live ``torch.frombuffer`` tensor and leaves it dangling.
+        # Dropping the last reference unmaps at the right time.
         return Mapping(fd, nbytes)
     except OSError as error:
         limit, reason = _process_limit(resource.RLIMIT_AS, "address space limit, ulimit -v")
