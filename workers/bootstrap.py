@@ -103,8 +103,8 @@ class _GcPause:
         """End the pause in a forked child, also in a child that another thread forked during the pause."""
         if self.enabled is None:
             return
-        # The parent's garbage must not be collected here: finalizers are meant for the process that created the objects.
-        # A tensor that was used on a CUDA stream aborts the process when it is freed in a forked child.
+        # The parent's garbage must not be collected here: finalizers are meant for the process that created the
+        # objects. A tensor that was used on a CUDA stream aborts the process when it is freed in a forked child.
         gc.freeze()
         if self.enabled:
             gc.enable()

@@ -128,5 +128,6 @@ def dump_message(known: dict[str, Any], value: Any) -> bytes:
     buffer = io.BytesIO()
     pickler = SessionPickler(buffer, {}, known)
     pickler.dump(value)
+    # Only now, because `dump` may have raised.
     known.update(pickler.sent)
     return buffer.getvalue()

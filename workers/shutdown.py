@@ -233,6 +233,7 @@ class _Driver:
     def _advance(self) -> None:
         # A process whose creation was interrupted has no descriptor to wait for: kill it, if possible, and give it up.
         self._kill_and_abandon({number for number in self._left if not _is_complete(self.processes[number])})
+        # Before the first step, which would otherwise signal processes that have ended already.
         if not self._polled:
             self._polled = True
             self._poll(0.0)
@@ -278,6 +279,7 @@ class _Driver:
 
 def _abandon(process: WorkerProcess) -> None:
     """Release a process that has perhaps not ended, without waiting for it. Idempotent."""
+    # First: if Ctrl-C strikes below, the process is not ended a second time.
     process.released = True
     # Otherwise multiprocessing's exit hook would wait for it forever.
     with contextlib.suppress(AttributeError):

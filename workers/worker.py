@@ -66,9 +66,9 @@ def worker_main(
     # Before the set-up is unpickled, which runs code of the user's: whatever that does, the worker ends with its
     # parent.
     lifeline.hold(links.lifeline.fd)
-    # The end of the socket alone would not show that the parent has died: a sibling that was forked between two calls of
-    # `socketpair`, or a process that the user's dataset forked, may hold the other end open. Nor does the lifeline work
-    # everywhere.
+    # The end of the socket alone would not show that the parent has died: a sibling that was forked between two calls
+    # of `socketpair`, or a process that the user's dataset forked, may hold the other end open. Nor does the lifeline
+    # work everywhere.
     _end_with_parent(links.parent)
     # After `set_worker_signals`, which removes the handlers of `faulthandler`.
     stacks.install(links.stacks.fd)

@@ -165,6 +165,7 @@ class AsyncLoaderIterator(Generic[B_co]):
             if self._progress.outdated:
                 self._begin()
             with recording(self._statistics.recorder):
+                # The task's context keeps the recorder: requests that are made while it starts are counted.
                 self._starting = self._loop.create_task(self._start())
         # Shielded: if this caller is cancelled, the start goes on, for the next caller and for `aclose`.
         await shielded(self._starting)
@@ -212,6 +213,7 @@ class AsyncLoaderIterator(Generic[B_co]):
                 if copying is not None:
                     copied, copy = copying
                     try:
+                        # Not awaited itself: if this call is cancelled, the copy goes on.
                         await asyncio.wait([copy])
                     except asyncio.CancelledError:
                         self._queue.wake_one()  # a cancelled caller leaves the copy to a task that waits, or comes
@@ -316,6 +318,7 @@ class AsyncLoaderIterator(Generic[B_co]):
     async def aclose(self) -> None:
         """Free the workers, and wait until they have ended unless they are persistent. Idempotent."""
         if self._starting is not None and not self._starting.done():
+            # Not cancelled: it may be starting processes, which are ended below.
             await asyncio.wait([self._starting])
         if not self._closed:
             if self._ended is None:

@@ -174,6 +174,7 @@ class InlineEpoch:
         ahead: list[Any] = []
         torch_iter = self._base()
         while torch_iter.order is not None and len(ahead) < prefetcher.room:
+            # By a count of their own: `_tasks` counts deliveries, which come later.
             task, self._given = self._given, self._given + 1
             try:
                 ahead.append(self._pull(torch_iter, task))
@@ -215,6 +216,7 @@ class InlineEpoch:
         statistics = self.statistics
         statistics.waiting_since = begin
         try:
+            # The test that `fetcher` makes is repeated here, which saves its call for most batches.
             index, batch = (fetch if begin < self._look_at else self.fetcher(fetch, begin))(records)
             # Before the cursor, which counts the batch: where another rank has no batch, this batch is not delivered.
             if self.agreement is not None and not self.agreement.batch():
@@ -284,6 +286,7 @@ class InlineEpoch:
         Raises:
             TooManySkippedSamples: the consumer gets this error instead.
         """
+        # First: if there are too many, the consumer gets that error, and the batch does not count as delivered.
         if records:
             self._record(records)
         self._read = False

@@ -116,6 +116,7 @@ class BatchPrefetcher:
             # `aclose` may have cleared the entries while this call waited.
             if self._entries and self._entries[0] is entry:
                 self._entries.popleft()
+            # An error's traceback refers to this frame, and so to the entry, which must not refer back to the error.
             entry.samples = None
 
     def note_batch_size(self, nbytes: int) -> None:
@@ -147,6 +148,7 @@ class BatchPrefetcher:
         pending = [entry.samples for entry in self._entries if entry.samples is not None]
         self._entries.clear()
         if pending:
+            # Their code may use the dataset's context, which exits below.
             await asyncio.wait(pending)
         self._reader.close()
         return await self._context.close()

@@ -112,6 +112,7 @@ class Pipeline(Listener):
         self._statistics = Statistics() if statistics is None else statistics
         self._time = self._statistics.recorder.time
         self._at_nodes = pool.start_method == "service"
+        # Two workers must make the same batch of a task: `loss` says where they would not.
         hedges = self._at_nodes and not loss and scheduler.assignment == "least_loaded"
         self._late_tasks = LateTasks(pool, scheduler, self._statistics) if hedges else None
         self._pool = pool
@@ -163,6 +164,8 @@ class Pipeline(Listener):
             self._allow = asyncio.Event()
             self._reader = loop.create_task(self._read(self._source))
         if self._adapts:
+            # Before the first tasks: in an earlier epoch, the rings of persistent workers may have grown and lost
+            # slots.
             self._adapt()
         self._offers.extend(offers)
         self._handle(Started())

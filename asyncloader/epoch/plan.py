@@ -115,8 +115,10 @@ def _seeded_setup(config: EpochConfig, torch_iter: _BaseDataLoaderIter) -> Seede
     share = getattr(torch_iter._index_sampler, "share", None)
     return SeededSetup(
         seed=config.seed,
+        # Where the ranks share batches rather than samples, the samples of a batch are neighbours.
         replicas=1 if share is None or share.of_batches else share.replicas,
         first_stream=config.topology.rank * max(1, config.num_workers),
+        # torch's own functions draw no random numbers.
         seed_collate=config.collate_fn not in (default_collate, default_convert),
     )
 

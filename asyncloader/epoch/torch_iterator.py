@@ -107,6 +107,7 @@ class TorchIterator(_BaseDataLoaderIter):
 
     @_sampler_iter.setter
     def _sampler_iter(self, iterator: Any) -> None:
+        # Only the first assignment is that of torch's base.
         progress, self._awaited = self._awaited, None
         if progress is not None:  # else a library replaced the iterator
             sampler = self.__dict__["_index_sampler"]

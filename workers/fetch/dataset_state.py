@@ -157,6 +157,7 @@ class Bookmark:
             iterator.load_state_dict(cursor.iterator)
         elif cursor is not None and itself:
             self._dataset.load_state_dict(cursor.dataset)
+        # The state that was restored is that of another epoch's end: this begins the next.
         if itself in ("before", "ended"):
             iterator = aiter(self._dataset) if hasattr(type(iterator), "__aiter__") else iter(self._dataset)
         self._own = iterator is self._dataset

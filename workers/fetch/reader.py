@@ -133,6 +133,7 @@ class DatasetReader:
                 for _ in batches:
                     with _answered_before():
                         self._fetcher.fetch(self._stream_index)
+                    # Counted without a cursor: the batch was delivered before.
                     self._bookmark.batches += 1
 
     def context(self, before: Any = None) -> DatasetContext:
@@ -399,6 +400,7 @@ class DatasetReader:
         """Return the cursor after a fetched batch; None if no cursor is to be saved. Call it exactly once per batch,
         before anything else is awaited.
         """
+        # Most datasets have no state, and need neither the clock nor a cursor.
         if not self._bookmark.keeps_state:
             self._bookmark.batches += 1
             return None
@@ -426,6 +428,7 @@ class DatasetReader:
         return bool(getattr(self._fetcher, "ended", False))
 
     def _generators(self) -> contextlib.AbstractContextManager[None]:
+        # Without workers the global generators are the user's.
         if self._in_worker or self._setup.seeded is None:
             return contextlib.nullcontext()
         return global_generators_kept()

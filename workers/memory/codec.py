@@ -212,6 +212,7 @@ class Encoder:
         may belong to a file or an image, but its copy does not.
         """
         reduced: Any = array.__reduce_ex__(5)
+        # numpy's reduction has no buffer for arrays with gaps, and for those of objects.
         if array.flags.writeable or not isinstance(reduced[1][0], pickle.PickleBuffer):
             return reduced
         function, (buffer, *others) = reduced

@@ -13,8 +13,8 @@ class LiveObjects(Generic[T]):
     """A set that keeps nothing alive. Any thread may add to it while others read it; it must hash by identity."""
 
     def __init__(self) -> None:
-        # Not `weakref.WeakSet`, which is iterated in Python code, and fails if another thread adds an object at the same
-        # time. And no lock: in the child of a fork it may be held by a thread that does not exist there.
+        # Not `weakref.WeakSet`, which is iterated in Python code, and fails if another thread adds an object at the
+        # same time. And no lock: in the child of a fork it may be held by a thread that does not exist there.
         self._references: set[weakref.ref[T]] = set()
 
     def add(self, each: T) -> None:
