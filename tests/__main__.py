@@ -4,9 +4,9 @@
     python -m tests --repeat build/flaky.txt
 
 Tests fork, and a fork takes time for each page of the process: with all files imported it is four times as slow. So
-each process is itself a fork, of one that has imported torch and what else most files need, and runs few files.
+each process is itself a fork, of a process that has imported torch and other common modules, and runs few files.
 
-With `--repeat` what failed is repeated once, each test alone in an interpreter of its own. If all of them pass then,
+With `--repeat` failed tests are repeated once, each alone in an interpreter of its own. If all of them pass then,
 the run succeeds, and the reports of their failures are written to that file: they are faults to be explained.
 """
 
@@ -45,14 +45,14 @@ IMPORTED = [
     "uvloop",
     "_pytest.pytester",
 ]
-"""Imported before the forks, where installed: what many files import, and what takes long. Nothing of this project.
+"""Imported before the forks, where installed: modules that many files import or that take long. None of this project.
 
 pytest's plugins are imported, too.
 """
 
 
 class Group:
-    """A pytest plugin that leaves out all files but some, and records what comes of each test.
+    """A pytest plugin that leaves out all files but some, and records each test's outcome.
 
     Args:
         files: to run.
@@ -61,7 +61,7 @@ class Group:
 
     def __init__(self, files: Sequence[Path], records: Path) -> None:
         self._files = {file.resolve() for file in files}
-        # Open all the time: a test may take the permissions of a user who could not open it.
+        # Kept open: a test may run with the permissions of a user that could not open it.
         self._records = os.open(records, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
 
     def _record(self, kind: str, name: str, told: str | float = "") -> None:
@@ -130,7 +130,7 @@ class Running:
         return str(first) if first == last else f"{first} to {last.name}"
 
     def result(self, status: int) -> tuple[Counter[str], dict[str, str], Counter[str], str]:
-        """What came of its tests, the reports of those that failed, the seconds of each, and what it printed.
+        """The outcomes of its tests, the reports of failed tests, the seconds of each, and its output.
 
         Args:
             status: the process's, as `os.wait` returns it.
@@ -174,7 +174,7 @@ def groups_of(paths: Sequence[Path]) -> Iterator[tuple[list[Path], list[Path]]]:
 
 
 def run(groups: Sequence[tuple[list[Path], list[Path]]], options: list[str], jobs: int) -> tuple[int, dict[str, str]]:
-    """Run the groups, so many at a time. Returns the number of tests, and the reports of those that failed."""
+    """Run the groups, `jobs` at a time. Returns the number of tests, and the reports of failed tests."""
     total, failed, took, done = Counter[str](), dict[str, str](), Counter[str](), 0
     running: dict[int, Running] = {}
     began = time.monotonic()

@@ -38,12 +38,13 @@ except ImportError:  # tests/gpu runs where there is no more than torch, numpy a
     uvloop = None  # type: ignore[assignment]
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Its `__main__` is that of `python -c`, as in an interactive session. Give it what a program has: a module that a
-    # spawned process can import in its place.
+    # Its `__main__` is that of `python -c`, as in an interactive session. Give it a spec, as a program has: that of a
+    # module that a spawned process can import in its place.
     sys.modules["__main__"].__spec__ = find_spec("token")
 
-# Helpers that assert are not named test_*, and their asserts should speak as well. All of them here, because files of
-# one folder import those of another: who registers a module that was imported already gets a warning, hence an error.
+# Helpers that assert are not named test_*, and their asserts should be rewritten, too. All are listed here, because
+# files of one folder import those of another, and registering a module that was imported already gives a warning,
+# hence an error.
 ASSERTING = [
     "delivery.answers",
     "delivery.fake",
@@ -74,7 +75,7 @@ MALLOC_TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_tr
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """How much is run; and the settings of plugins that are not installed, as pytest refuses what is unknown."""
+    """Add options for the number of tests, and the settings of missing plugins, which pytest would refuse as unknown."""
     words = "every pair of parameters' values, all that is drawn, each test on both loops, and those marked thorough"
     parser.addoption("--all", action="store_true", help=words)
     parser.addoption("--combinations", action="store_true", help="every combination of parameters; implies --all")
@@ -109,10 +110,10 @@ def pytest_asyncio_loop_factories(
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test's combinations of parameters a few: with `--all` each pair of values, else each value.
+    """Select a few combinations of each test's parameters: with `--all` each pair of values, else each value.
 
     Two values are in no pair that must be kept: one of asyncio and uvloop in a test that is not marked `loops`, because
-    the other one is in every pair; and spawned workers, each of which imports torch, in a test that is not marked
+    the other loop is in every pair; and spawned workers, each of which imports torch, in a test that is not marked
     `spawns` and also runs with others, because those of a fork server start the same way from there on. Nor are any
     values of a test marked `independent`. Without `--all` those two values are left out, and `thorough` tests.
 
@@ -147,7 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _without(
     rows: dict[tuple[str, ...], pytest.Item], value: str, others: set[str]
 ) -> dict[tuple[str, ...], pytest.Item]:
-    """The rows that lack it; all of them where no other takes its place, or where more would be lost with it."""
+    """The rows without this value; all rows if no other value takes its place, or if others would be lost with it."""
     left = {row: item for row, item in rows.items() if value not in row}
     kept = {each for row in left for each in enumerate(row)}
     lost = {each for row in rows for each in enumerate(row)} - kept
@@ -156,13 +157,13 @@ def _without(
 
 
 def _row(item: pytest.Item) -> tuple[str, ...]:
-    """The name of its value for each of the test's parametrizations; () where there are none."""
+    """The name of its value for each of the test's parametrizations; () if it has none."""
     callspec: Any = getattr(item, "callspec", None)
     return () if callspec is None else tuple(map(str, callspec._idlist))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what the imports made out of every later collection: it is large, and no test made it."""
+    """Exclude the imports' objects from every later garbage collection: they are many, and no test made them."""
     gc.collect()
     gc.freeze()
 
@@ -185,7 +186,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """What this process holds at one moment. Each field maps a thing to the words that describe it."""
+    """The resources of this process at one moment. Each field maps a resource to a text that describes it."""
 
     children: dict[int, str]
     threads: dict[threading.Thread, str]
@@ -206,7 +207,7 @@ class World:
         )
 
     def since(self, before: World) -> list[str]:
-        """The things that are here now and were not before, one line each."""
+        """The resources that exist now and did not before, one line each."""
         return [
             f"{kind[:-1].replace('_', ' ')}: {words}"
             for kind in ("children", "threads", "descriptors", "segments", "shared_names", "signal_handlers")
@@ -298,7 +299,7 @@ def _wait_for_endings(before: World) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Remember which tests did not pass, and that the last one did not."""
+    """Remember which tests did not pass, and that the last test did not."""
     report = yield
     if report.failed or report.skipped:
         item.stash[FAILED] = item.session.stash[FAILED] = True
@@ -307,7 +308,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True, scope="module")
 def free_memory_returned() -> Iterator[None]:
-    """Give what a file's tests have freed back to the system: later forks would copy its page tables each time."""
+    """Return the memory that a file's tests freed to the system: later forks would copy its page tables each time."""
     yield
     gc.collect()
     if MALLOC_TRIM is not None:
@@ -318,10 +319,10 @@ def free_memory_returned() -> Iterator[None]:
 def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a passing test that leaves something behind. (A failing one is held by its own traceback.)"""
     gc.collect()
-    # What has survived is pytest's, the imports' or a wider fixture's, and no test's. Out of the way of collections it
-    # costs this test's none of their time (after some thousand tests it was a tenth of a second each, more than most
-    # tests), and forked children none of their memory. Not so what a failed test left: pytest lets go of its traceback
-    # only after this, and then it must be collected, or its threads and descriptors would stay for good.
+    # Objects that have survived belong to pytest, the imports or a wider fixture, and to no test. Frozen, they cost no
+    # time in this test's collections (after some thousand tests it was a tenth of a second each, more than most tests
+    # take), and forked children no memory. Objects of a failed test are not frozen: pytest drops its traceback only
+    # after this, and then they must be collected, or their threads and descriptors would never be freed.
     if not request.session.stash.get(FAILED, False):
         gc.freeze()
     request.session.stash[FAILED] = False

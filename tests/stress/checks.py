@@ -1,4 +1,4 @@
-"""What a case must give, and where what came differs from it. Pure.
+"""The batches and errors that a case must give, and their differences from the recorded events. Pure.
 
 An epoch is a row of items: batches of known indices, or errors in a batch's place. Some cases may, or must, stop before
 the end with one of certain errors; everything before it must still be right. A case that leaves early has an open end.
@@ -25,10 +25,10 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch as it must be.
+    """The expected items of an epoch.
 
     Args:
-        items: what comes.
+        items: batches and errors.
         stop: classes of errors that end the epoch, after at least `after` and at most `by` items.
         must_stop: such an error must come.
         ordered: the items come in this order.
@@ -46,7 +46,7 @@ class Epoch:
     bad: list[int] | None = None
 
 
-# ------------------------------------------------------------------------------------------- what must come
+# -------------------------------------------------------------------------------------- the expected epochs
 
 
 def placed_faults(case: Case, orders: Sequence[Sequence[int]]) -> list[tuple[int, Fault]]:
@@ -115,7 +115,7 @@ def _map_items(case: Case, order: Sequence[int], bad: dict[int, Fault]) -> list[
 
 
 def _stream_items(case: Case, bad: dict[int, Fault]) -> list[Item]:
-    """A batch with a bad sample is lost, and the next one begins behind that sample, as in torch."""
+    """A batch with a bad sample is lost, and the next batch begins after that sample, as in torch."""
     if not bad:
         return [Item(tuple(indices)) for indices in interleaved(case)]
     rows: list[list[Item]] = []
@@ -139,7 +139,7 @@ def _stream_items(case: Case, bad: dict[int, Fault]) -> list[Item]:
 
 
 def _with_deaths(case: Case, number: int, epoch: Epoch, orders: Sequence[Sequence[int]]) -> Epoch:
-    """What workers that die make of the epoch."""
+    """The expected epoch where workers die."""
     deaths = [(index, f) for index, f in placed_faults(case, orders) if f.kind in KILLING and f.epoch == number]
     if case.timeout and deaths:
         place = _batch_of(epoch.items, deaths[0][0])
@@ -169,7 +169,7 @@ def _with_deaths(case: Case, number: int, epoch: Epoch, orders: Sequence[Sequenc
         return replace(epoch, items=items)
     impassable = case.stateless and not case.allow_replay
     if impassable and restarts and deaths[0][1].at < case.batch_size:
-        return epoch  # nothing came of that stream before: there is nothing to be read again
+        return epoch  # that stream had given no batch: nothing needs to be read again
     if restarts == 0 or impassable or (case.workers == 1 and len(deaths) > restarts):
         fatal = sorted(_batch_of(epoch.items, index) for index, _ in deaths)[0 if impassable else restarts]
         return replace(
@@ -188,7 +188,7 @@ def _batch_of(items: list[Item], index: int) -> int:
 
 
 def _with_shortage(case: Case, number: int, epoch: Epoch) -> Epoch:
-    """What a shortage of memory or descriptors may make of the epoch: errors in place, or its end."""
+    """The expected epoch with a shortage of memory or descriptors: errors in place, or its end."""
     starved = [fault for fault in case.having("starve") if fault.epoch <= number]
     short = [fault for fault in case.having("descriptors", "disk") if fault.epoch == number]
     if starved and (starved[0].epoch == number or case.persistent):
@@ -204,7 +204,7 @@ def _with_shortage(case: Case, number: int, epoch: Epoch) -> Epoch:
     return epoch
 
 
-# ------------------------------------------------------------------------------------------- what came
+# ------------------------------------------------------------------------------------------ the recorded events
 
 
 @dataclass
@@ -214,7 +214,7 @@ class _Matching:
     epoch: Epoch
     stopped: bool = False
     ended: bool = False
-    lost: int = 0  # out of order: errors in place of a batch that nobody can tell
+    lost: int = 0  # out of order: errors in place of a batch that cannot be identified
     problems: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One case, in a process of its own: an undisturbed run, the run, the comparison, and what it left behind."""
+"""One case, in a process of its own: an undisturbed run, the run, the comparison, and the check for leaks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _noises(found: list[str]) -> Generator[None]:
-    """Errors that nobody can catch: in finalizers, threads, and callbacks of an event loop."""
+    """Errors that no caller can catch: in finalizers, threads, and callbacks of an event loop."""
 
     class Log(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -77,7 +77,7 @@ def _noises(found: list[str]) -> Generator[None]:
 
 
 def _undisturbed(case: Case, folder: Path, problems: list[str]) -> tuple[list[list[int]], list[list[Event]]]:
-    """The order of each epoch of a map dataset, and what an undisturbed run of a seeded loader gives."""
+    """The order of each epoch of a map dataset, and the batches of an undisturbed run of a seeded loader."""
     if not case.seeded:
         return ([] if case.streams else [order_of(case)] * case.epochs), []
     folder.mkdir()
@@ -111,7 +111,7 @@ def _orders(case: Case, folder: Path) -> list[list[int]]:
 
 
 def _inline(case: Case, consumer: Consumer, dataset: Any) -> None:
-    """Without workers, if the dataset can do without."""
+    """Run the epochs without workers, unless the dataset is a stream."""
     changed: dict[str, Any] = {"in_order": True, "timeout": 0}
     if not case.streams:
         changed |= {"num_workers": 0, "prefetch_factor": None, "multiprocessing_context": None}
@@ -141,7 +141,7 @@ class _Run:
         """Run to the end, whatever it is."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            # Python 3.12 on says it of each fork beside a thread.
+            # Python 3.12 and later warn of each fork beside a thread.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             try:
                 if self.case.leave == "die":
@@ -223,7 +223,7 @@ def _differences(case: Case, run: _Run, orders: list[list[int]], undisturbed: li
 
 
 def _told(case: Case, run: _Run, last: Epoch) -> list[str]:
-    """Where the loader's own account differs from what happened."""
+    """The differences between the loader's own counts and the events of the case."""
     problems: list[str] = []
     own, deaths = run.plan.struck(KILLING), run.plan.struck(KILLING) + run.consumer.struck
     restarts = run.facts.get("data/worker_restarts", 0.0)

@@ -1,6 +1,6 @@
-"""Reads a loader as a case says, lets its faults strike in between, and writes down what came.
+"""Reads a loader as a case says, lets its faults strike in between, and records batches and errors.
 
-What is written down holds no batch (unless the case hoards) and no exception: either would keep slots leased, or frames
+The record holds no batch (unless the case hoards) and no exception: either would keep slots leased, or frames
 alive.
 """
 
@@ -29,13 +29,13 @@ FORKED_S = 20.0  # for a forked child to look at its batch
 
 
 class Died(Exception):
-    """What ends the consumer's thread."""
+    """Ends the consumer's thread."""
 
 
 class Event(NamedTuple):
-    """One thing that came: "batch", "error" or "end".
+    """A recorded event: "batch", "error" or "end".
 
-    `wrong` says what is wrong with a batch's content; `names` are the classes of an error, from its own to the root.
+    `wrong` describes the fault in a batch's content; `names` are the classes of an error, from its own to the root.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Consumer:
         self.befallen = 0  # other faults in this process
         self.problems: list[str] = []
         self.state: str | None = None
-        """Where another loader is to go on, as JSON."""
+        """The state from which another loader continues, as JSON."""
         self._resumed = False
         self._maker = maker
         self._folder = folder
@@ -83,11 +83,11 @@ class Consumer:
 
     @property
     def events(self) -> list[Event]:
-        """What came in this epoch so far."""
+        """The events of this epoch so far."""
         return self.epochs[-1]
 
     def begin(self, loader: Any) -> None:
-        """A new epoch. In seeded mode it is told which: one that broke off would be begun again."""
+        """Begin an epoch. In seeded mode its number is set: otherwise an epoch that broke off would be begun again."""
         if self.case.seeded:
             loader.set_epoch(len(self.epochs))
         for _, limits in self._limits:
@@ -101,7 +101,7 @@ class Consumer:
         self.epochs.append([])
 
     def _epochs(self, loader: Any) -> Iterator[None]:
-        """The epochs that are left; what is left of the last one, where another loader has left it."""
+        """The epochs that remain; the rest of the last epoch, if another loader left in the middle of it."""
         if self.state is not None:
             loader.load_state_dict(json.loads(self.state))
             self.state, self._resumed = None, True
@@ -171,7 +171,7 @@ class Consumer:
         return [fault for fault in due if fault.kind == "cancel"]
 
     def _fork(self) -> None:
-        """Fork as a trainer does. The child looks at the batch that it holds when the parent has gone on for long."""
+        """Fork as a trainer does. The child checks the batch that it holds after the parent has read many more."""
         told, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -186,11 +186,11 @@ class Consumer:
 
     @property
     def _closed(self) -> bool:
-        """Whether the last error says that the loader is closed, or hangs: it will go on saying so."""
+        """Whether the last error means that the loader is closed, or hangs: further calls would give the same error."""
         return bool({"LoaderClosed", "LoaderTimeout"} & set(self.events[-1].names))
 
     def finish(self) -> None:
-        """The consumer has left: look at what it hoarded, and let go of everything."""
+        """End the consumer: check the batches that it hoarded, and drop all references."""
         for _, limits in self._limits:
             limits.close()
         for event, batch in self._held:
@@ -246,7 +246,7 @@ class Consumer:
                         return
 
     def _leave_sync(self, loader: Any) -> bool:
-        """Leave in the case's way; whether the loop goes on, to see what comes."""
+        """Leave in the case's way. Returns whether the loop continues, to record the events after it."""
         how = self.case.leave
         if how == "die":
             self.strike()
@@ -316,7 +316,7 @@ class Consumer:
 
 
 async def _cancelled(batches: Any, way: int) -> Any:
-    """Ask for a batch and think better of it; the batch if it came all the same, else None."""
+    """Ask for a batch and cancel the request. Returns the batch if it came nevertheless, else None."""
 
     async def take() -> Any:
         return await anext(batches)

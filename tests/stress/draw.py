@@ -1,8 +1,8 @@
-"""What cases are made of: workloads, and faults that may strike them. Pure; `scenarios.py` puts them together.
+"""Draws the parts of cases: workloads, and faults that may strike them. Pure; `scenarios.py` puts them together.
 
-What a case must give has to be known beforehand, so faults are drawn under two rules. A task that kills workers may be
-quarantined, hence no two faults may be blamed on one task unless the case is about that: faults that kill are as far
-apart as there are tasks in flight. And what heals must have restarts enough for every fault.
+A case's batches must be known beforehand, so faults are drawn under two rules. A task that kills workers may be
+quarantined, so no two faults may be blamed on the same task unless the case is about that: faults that kill are as far
+apart as there are tasks in flight. And a case that recovers must have enough restarts for all faults.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIGNALS = [
     signal.SIGBUS,
     signal.SIGTERM,
 ]
-WORKER_TIMEOUT_S = 3.0  # for faults that need one: far above what a sample takes on a busy machine
+WORKER_TIMEOUT_S = 3.0  # for faults that need a limit: far above the time of a sample on a busy machine
 
 
 # ------------------------------------------------------------------------------------------- the workload
@@ -117,7 +117,7 @@ def _death(rng: random.Random, place: int, epoch: int, worker: int, end: int) ->
 
 
 def _outside_deaths(rng: random.Random, case: Case) -> list[Fault]:
-    """Workers killed or stopped by somebody else, now and then all at once."""
+    """Workers that another process kills or stops, now and then all at once."""
     kind = rng.choices(["kill worker", "kill all workers", "stop worker"], [6, 2, 1])[0]
     at = rng.randint(0, max(0, case.batches - 2))
     if case.persistent and rng.random() < 0.3:

@@ -1,8 +1,8 @@
-"""The faults themselves: what a dataset does to its worker, and the main process to its workers and itself.
+"""The faults themselves: those that a dataset causes in its worker, and the main process in its workers and itself.
 
-A fault in a worker must know whether it has struck already, or no retry would ever survive it. Memory does not tell:
-the worker is gone. So each visit of the fatal sample makes a file, exclusively, in the case's folder: the visits are
-counted across processes, whatever becomes of them.
+A fault in a worker must know whether it has struck already, or no retry would ever survive it. The worker's memory is
+lost with the worker. So each visit of the fatal sample makes a file, exclusively, in the case's folder: the visits are
+counted across processes, however these end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECOND = "second epoch"
 
 
 class Rotten(Exception):
-    """What a bad sample raises."""
+    """The error of a bad sample."""
 
 
 def _raise_rotten(index: int) -> NoReturn:
@@ -42,11 +42,11 @@ def _raise_key(index: int) -> NoReturn:
 
 
 ERRORS = ((Rotten, _raise_rotten), (MemoryError, _raise_memory), (KeyError, _raise_key))
-"""What a fault of kind "raise" raises, by its number: the class, and what raises it."""
+"""The errors of a fault of kind "raise", by its number: the class, and a function that raises it."""
 
 
 class FaultPlan:
-    """A dataset's faults. Travels to the workers with it.
+    """A dataset's faults. Sent to the workers with it.
 
     Args:
         folder: the case's own.

@@ -1,6 +1,6 @@
-"""What hostile peers of a service do, drawn from seeds: values, bodies and acts. Pure: bytes, and no sockets.
+"""The acts of hostile peers of a service, drawn from seeds: values, bodies and acts. Pure: bytes, and no sockets.
 
-A case is a peer that is honest up to a drawn moment, and then does one drawn act. What it sends is made here from
+A case is a peer that is honest up to a drawn moment, and then does one drawn act. Its messages are made here from
 MessagePack and numbers alone, because the packing functions of asyncloader would refuse most of it.
 """
 
@@ -27,7 +27,7 @@ FROM_NODE = (
 )
 
 ESCAPE = "\x1b[31mhostile\x1b]0;title\x07\r\n\x00"
-"""What must reach no log as it is."""
+"""Text that must not reach a log unescaped."""
 _PRIME = (1 << 61) - 1
 """Integers that differ by a multiple of it have one hash."""
 _BEFORE_PROOF = 1 << 20
@@ -36,7 +36,7 @@ _BEFORE_PROOF = 1 << 20
 # ------------------------------------------------------------------------------------------------------- cases
 
 LOADER_ACTS: dict[str, int] = {
-    "kind": 8,  # a message of another kind than is due, with any body
+    "kind": 8,  # a message of an unexpected kind, with any body
     "sizes": 6,  # a header that announces too much, too little, or more than comes
     "cut": 6,  # a message that is cut off
     "skip": 4,  # messages are left out, so that the order is wrong
@@ -88,9 +88,9 @@ NODE_ACTS: dict[str, int] = {
     "info": 3,  # WELCOME with another dataset's kind and length
 }
 CONTENT = frozenset(["flip", "value", "template", "error", "info", "kind"])
-"""Acts of a node that may make a batch, an error or an end which nobody can tell from a right one."""
+"""Acts of a node that may make a batch, an error or an end that cannot be distinguished from a correct one."""
 ORDER = frozenset(["twice", "skip"])
-"""Acts of a node that repeat its messages or leave some out: batches are right ones, but any error may come."""
+"""Acts of a node that repeat its messages or leave some out: batches are correct, but any error may come."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ class Case:
     """One peer.
 
     Attributes:
-        seed: what it was drawn from.
-        side: which one it plays: ``"loader"`` or ``"node"``.
+        seed: the seed that it was drawn from.
+        side: the peer that it plays: ``"loader"`` or ``"node"``.
         place: how it is connected: ``"tcp"``, ``"unix"``, or ``"tls"``, with a token.
         name: the definition that is read.
-        script: a loader: what it does while it is honest; a node: whether an honest one is ``"beside"`` it.
+        script: of a loader: its messages while it is honest; of a node: ``"beside"`` if an honest node runs beside it.
         at: messages before it turns hostile.
-        act: what it does then.
+        act: its hostile act.
         end: and after that: ``"close"``, ``"reset"``, ``"half"``, ``"silence"``, or ``"on"``, as if nothing had been.
         always: a node: whether all its connections do it, or the first that comes so far.
     """
@@ -162,7 +162,7 @@ def draw(seed: int, side: str | None = None) -> Case:
 
 
 def _many(rng: random.Random, most: int) -> int:
-    """A number up to this one: mostly small, because large ones take their time."""
+    """A number up to `most`: mostly small, because large numbers take long."""
     return min(most, rng.choice([1, 3, 20, 300, 3000, 3000, 20_000, most]))
 
 

@@ -3,7 +3,7 @@
     python -m tests.stress.nodes --seeds 2000        # 1 if anything was wrong or hung
 
 Three nodes stand behind proxies, so that a node which is replaced keeps its address. A seed draws a dataset, one to
-three loaders that read it at a time, and what strikes nodes, their processes and the network while they do.
+three loaders that read it at a time, and the faults of nodes, their processes and the network during this.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ FAULTS = {
     "none": 10,
     "reset": 30,  # all connections of a node break
     "worker": 25,  # a process of a node is killed
-    "kill": 7,  # a node is killed, and another one takes its place
-    "drain": 7,  # a node is asked to end, and another one takes its place
+    "kill": 7,  # a node is killed, and another node takes its place
+    "drain": 7,  # a node is asked to end, and another node takes its place
     "stop": 5,  # a node stands still for the rest of the epoch
     "cut": 8,  # nothing gets through to a node, or from it, or both, for the rest of the epoch
     "gone": 8,  # a node takes no connections for a while
@@ -56,7 +56,7 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What a seed draws. `strikes` are pairs of the batches after which something happens, and what."""
+    """The case of a seed. `strikes` are pairs: a number of batches, and the fault that strikes after them."""
 
     seed: int
     name: str
@@ -135,7 +135,7 @@ class Fleet:
         elif kind in ("kill", "drain"):
             if kind == "kill":
                 node.kill()
-            elif node.process.pid in self.stopped:  # a process that stands still takes no signal but this one
+            elif node.process.pid in self.stopped:  # a stopped process reacts to no other signal
                 self.stopped.remove(node.process.pid)
                 os.kill(node.process.pid, signal.SIGCONT)
             self._lives[number].close()  # asks it to end, if it still runs
@@ -149,13 +149,13 @@ class Fleet:
             for direction in rng.choice([[proxy.to_node], [proxy.to_loader], [proxy.to_node, proxy.to_loader]]):
                 direction.clear()
         elif kind == "gone":
-            proxy.aim("tcp://127.0.0.1:9")  # nobody listens at the port for discarding
+            proxy.aim("tcp://127.0.0.1:9")  # no process listens at the discard port
             proxy.reset()
 
     def mend(self) -> None:
-        """What stood still goes on."""
+        """Let stopped processes continue."""
         while self.stopped:
-            with suppress(ProcessLookupError):  # it may have been killed meanwhile
+            with suppress(ProcessLookupError):  # it may have been killed since
                 os.kill(self.stopped.pop(), signal.SIGCONT)
         for node, proxy in zip(self.nodes, self.proxies, strict=True):
             proxy.to_node.set()
@@ -164,13 +164,13 @@ class Fleet:
 
 
 def run(case: Case, fleet: Fleet) -> int:
-    """Run a case. Returns the batches that came; raises AssertionError, or what a loader raises."""
+    """Run a case. Returns the batches that came; raises AssertionError, or a loader's error."""
     defined = getattr(definitions, case.name)(n=case.length)
     with DataLoader[Any](defined, **case.options) as local:
         expected = list(local)
     rng = random.Random(case.seed)
     strikes = list(case.strikes)
-    # The last node stands still in no case: with all of them gone a loader may wait for as long as it is told to.
+    # The last node is never stopped: without any node a loader may wait for the whole time that is configured.
     strikes = [
         (at, kind, number if kind not in ("stop", "cut", "gone") else number % (NODES - 1))
         for at, kind, number in strikes

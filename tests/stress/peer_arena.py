@@ -41,12 +41,12 @@ _STANDING = 48
 _NAMES = ["numbers", "awaited", "stream", "large"]
 _TOKEN = "correct horse"
 _WAIT_S = 2.0
-_KILLED = ("signal: Killed", "SIGKILL")  # a loader may have the process killed that is at its task
+_KILLED = ("signal: Killed", "SIGKILL")  # a loader may have the process killed that works on its task
 _RAW = ESCAPE[:5].encode()
 
 
 class _Lag:
-    """How long this process is kept from running: what the machine's other work costs."""
+    """How long this process is kept from running by the machine's other work."""
 
     def __init__(self) -> None:
         self._late: deque[tuple[float, float]] = deque(maxlen=500)
@@ -92,7 +92,7 @@ class _Memory:
         return found
 
     def grown(self) -> str | None:
-        """Which process has taken too much. A process that came later is compared with the one that had the most."""
+        """The process that has taken too much. A later process is compared with the one that had the most."""
         usual = max((size for pid, size in self._base.items() if pid != self.pid), default=0)
         for pid, size in self.now().items():
             if size > self._base.get(pid, usual) + GROWTH:
@@ -166,7 +166,7 @@ class Child:
         return self.process.poll()
 
     def stacks(self) -> str:
-        """What it is at."""
+        """The stacks of its threads, from its log."""
         with suppress(OSError):
             self.process.send_signal(signal.SIGUSR1)
             sleep(0.5)
@@ -191,7 +191,7 @@ class Child:
 
 
 class _Node:
-    """A running node, and what is watched of it."""
+    """A running node, with the figures that are watched."""
 
     def __init__(self, folder: Path, life: ExitStack, flags: list[str]) -> None:
         folder.mkdir()
@@ -202,7 +202,7 @@ class _Node:
         self.memory: _Memory | None = None
 
     def problems(self) -> list[str]:
-        """What is wrong with it."""
+        """The faults that were seen since the last call."""
         found: list[str] = []
         code = self.process.process.poll()
         if code is not None:
@@ -297,7 +297,7 @@ class LoaderArena:
         return told
 
     def look(self, seconds: float = 0.0) -> list[str]:
-        """What is wrong now, or becomes so in these seconds."""
+        """The faults now, or the first that appear in these seconds."""
         until = monotonic() + seconds
         while not (found := self._problems()) and monotonic() < until:
             sleep(0.1)
@@ -324,7 +324,7 @@ class LoaderArena:
         return found
 
     def settle(self) -> list[str]:
-        """Close all that was left standing, and look whether the nodes get over it."""
+        """Close all connections that were left open, and check that the nodes survive this."""
         while self._standing:
             self._standing.popleft().close()
         self._await_batches()
@@ -342,7 +342,7 @@ class LoaderArena:
         return self._problems()
 
     def restart(self) -> None:
-        """Begin anew, with other processes."""
+        """Start again with new processes."""
         self._end()
         self.start()
 
@@ -353,7 +353,7 @@ class LoaderArena:
         self._child.close()
         self._records.close()
         for node in (self._plain, self._guarded):
-            node.process.process.kill()  # it is of no use any more, and its end is no part of a finding
+            node.process.process.kill()  # it is not needed any more, and its end is no part of a finding
             node.process.process.wait()
         life, self._life = self._life, ExitStack()
         with suppress(AssertionError):
@@ -372,7 +372,7 @@ class LoaderArena:
 
 @dataclass
 class Finding:
-    """What an honest loader made of a hostile node."""
+    """The result of an honest loader with a hostile node."""
 
     address: str
     exact: bool = True
@@ -387,7 +387,7 @@ class Finding:
 
 
 def verdict(case: Case, finding: Finding) -> list[str]:
-    """What is wrong with it."""
+    """The faults of a finding."""
     if finding.crash:
         return [f"crash: {finding.crash}"]
     if finding.hang:
@@ -478,7 +478,7 @@ class NodeArena:
         return finding
 
     def problems(self) -> list[str]:
-        """What is wrong with the honest ones at the end."""
+        """The faults of the honest peers at the end."""
         found = self._node.problems()
         for log in self._folder.glob("child-*.log"):
             if _RAW in log.read_bytes():

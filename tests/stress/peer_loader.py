@@ -25,7 +25,7 @@ from tests.stress.hostility import FROM_LOADER, Case, any_body, any_head, encode
 from tests.stress.wire_inputs import REQUEST, Original, changed, hello, openings, whole
 
 ANSWER_S = 3.0
-"""Seconds in which a node must answer what is honest."""
+"""Seconds in which a node must answer an honest message."""
 _MOST_ANSWER = 1 << 30
 
 
@@ -34,7 +34,7 @@ class Stalled(Exception):
 
 
 class Place(NamedTuple):
-    """Where a node is, and what it asks for."""
+    """The address of a node, with the token and the certificate that it requires, if any."""
 
     address: str
     token: str | None = None
@@ -137,7 +137,7 @@ class Connection:
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Close it, and what came with it."""
+        """Close it, and the descriptors that came with it."""
         with contextlib.suppress(OSError):
             self.sock.close()
         while self.fds:
@@ -175,7 +175,7 @@ _REPLAYED: list[bytes] = [b""]
 
 
 def _steps(case: Case) -> list[Step]:
-    """What an honest loader sends."""
+    """The messages of an honest loader."""
     first = Step(frames.HELLO, hello(case.name, "{}"), answer=frames.CHALLENGE)
     steps = [first, Step(frames.PROOF, b"", answer=frames.WELCOME)]
     if case.script == "stay":
@@ -196,7 +196,7 @@ def play(case: Case, place: Place) -> tuple[Connection | None, str]:
     """Play it. Returns the connection, if it is to be left standing, and how far it came.
 
     Raises:
-        Stalled: the node did not answer what was honest.
+        Stalled: the node did not answer an honest message.
     """
     try:
         peer = Connection(place)

@@ -1,4 +1,4 @@
-"""A node that turns hostile: stands before a real one, and passes on what that says, up to its act."""
+"""A node that turns hostile: stands before a real node, and passes on its messages, up to its act."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HostileNode:
     """The node of a case. Close it in the end.
 
     Args:
-        case: what it does.
+        case: its acts.
         target: the address of the real node.
         folder: where its Unix socket is, if it has one.
     """

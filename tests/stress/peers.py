@@ -1,10 +1,10 @@
 """Hostile peers of a service, drawn from seeds: honest up to a drawn moment, and then hostile in a drawn way.
 
     python -m tests.stress.peers --seeds 10000     # 1 if anything went wrong
-    python -m tests.stress.peers --seed 4711       # this one alone
+    python -m tests.stress.peers --seed 4711       # this case alone
 
 A hostile *loader* meets two nodes (one with TLS and a token) at which honest loaders read all the time: the nodes must
-live, every honest batch must come, exact and without a gap of 3 seconds, and the memory must stay bounded. A hostile
+survive, every honest batch must come, exact and without a gap of 3 seconds, and the memory must stay bounded. A hostile
 *node* meets an honest loader that knows an honest node, too, or no other: the loader must get its exact batches, or end
 in time with an error that names the hostile node.
 """
@@ -26,11 +26,11 @@ from tests.stress.peer_arena import Child, Finding, LoaderArena, NodeArena, verd
 RECENT = 12
 """Cases that may be the cause of a finding: they are played again, one by one."""
 _SETTLE_S = 4.0
-"""Seconds after a case that is played alone, in which what it does must show."""
+"""Seconds after a case that is played alone, in which its effect must show."""
 
 
 class Failure(NamedTuple):
-    """A case that failed, or those of which one did."""
+    """A case that failed, or the cases among which one failed."""
 
     cases: Sequence[Case]
     problems: Sequence[str]
@@ -90,7 +90,7 @@ def run_nodes(cases: Sequence[Case], failed: Callable[[Failure], bool], told: Co
             findings = list(threads.map(arena.play, cases))
         for case, finding in zip(cases, findings, strict=True):
             problems, latest = verdict(case, finding), finding
-            if problems and finding.disturbed:  # perhaps by the crash of another one
+            if problems and finding.disturbed:  # perhaps by the crash of another case
                 latest = arena.play(case)
                 problems = verdict(case, latest)
             told[outcome_of(case, latest)] += 1
@@ -111,7 +111,7 @@ def outcome_of(case: Case, finding: Finding) -> str:
 
 
 def run(cases: Sequence[Case], most: int = 20) -> tuple[list[Failure], Counter[str]]:
-    """Play cases. Returns the failures, at most so many, and a summary."""
+    """Play cases. Returns the failures, up to a limit, and a summary."""
     failures: list[Failure] = []
     told: Counter[str] = Counter()
 

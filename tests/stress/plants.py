@@ -45,7 +45,7 @@ def no_generation_check() -> None:
 
 
 def no_reissue() -> None:
-    """The tasks of a worker that died are not given to anybody."""
+    """The tasks of a worker that died are not reassigned."""
 
     def forget(self: Scheduler, seq: int, worker: int) -> list[Action]:
         return []
@@ -63,7 +63,7 @@ def slots_not_reclaimed() -> None:
 
 
 def reorder_off_by_one() -> None:
-    """A batch may overtake the one before it."""
+    """A batch may overtake the batch before it."""
     push = ReorderBuffer.push
 
     def early(self: ReorderBuffer[Any], seq: int, item: Any) -> list[Any]:
@@ -77,7 +77,7 @@ def reorder_off_by_one() -> None:
 
 
 def deadline_ignored() -> None:
-    """Nobody looks when a worker's time is over."""
+    """A worker's deadline is not checked."""
 
     def look(self: TaskWatchdog) -> None:
         self._timer = None

@@ -1,7 +1,7 @@
-"""The processes of many cases: each in a fork of this one, in a session of its own, with a deadline.
+"""The processes of many cases: each in a fork of this process, in a session of its own, with a deadline.
 
-This process has imported all that a case needs and runs no thread, so that a fork is cheap and safe. It is the reaper
-of whatever a case leaves behind: workers without a parent are found by their session, and are a failure of the case.
+This process has imported all that a case needs and runs no thread, so that a fork is cheap and safe. It reaps
+all processes that a case leaves behind: workers without a parent are found by their session, and fail the case.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import asyncloader
 from tests.stress.child import run_case
 from tests.stress.schedule import Case
 
-DEADLINE_S = 60.0  # of a case whose workers are forked; those that are spawned import torch again, one by one
-GRACE_S = 15.0  # for helpers of multiprocessing, which end once they hear that their parent has
-START_S = 60.0  # a worker that is stopped while it starts, or begins an epoch, has so long
+DEADLINE_S = 60.0  # of a case whose workers are forked; spawned workers import torch again, one by one
+GRACE_S = 15.0  # for helpers of multiprocessing, which end after their parent has ended
+START_S = 60.0  # for a worker that is stopped while it starts, or begins an epoch
 STACKS_S = 3.0  # before the deadline, the stacks of a case that hangs are written to its log
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -62,7 +62,7 @@ class _Running:
 def run_cases(
     cases: Iterable[Case], jobs: int = 2, deadline: float = DEADLINE_S, prepare: Callable[[], object] | None = None
 ) -> Iterator[Outcome]:
-    """Run the cases, `jobs` at a time; gives each outcome as soon as it is there.
+    """Run the cases, `jobs` at a time; gives each outcome as soon as its case has ended.
 
     Args:
         cases: the cases.
@@ -95,7 +95,7 @@ def run_cases(
 
 
 def _import_all() -> None:
-    """Have all of the package now: a run of an hour would mix two versions of what is imported late."""
+    """Import all of the package now: modules imported late in a run of an hour could be of another version."""
     for module in pkgutil.walk_packages(asyncloader.__path__, "asyncloader."):
         if not module.name.startswith("asyncloader.integrations"):
             with contextlib.suppress(ImportError):  # of an extra that is not installed
@@ -191,7 +191,7 @@ def _kill_session(session: int) -> None:
 
 
 def _orphans(session: int) -> list[str]:
-    """Wait for what is left of the session; what does not end is killed, and told."""
+    """Wait for the session's remaining processes; a process that does not end is killed, and reported."""
     problems: list[str] = []
     deadline = time.monotonic() + GRACE_S
     for pid, (state, command) in _session(session).items():

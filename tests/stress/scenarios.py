@@ -59,14 +59,14 @@ def _one_restart(rng: random.Random, case: Case) -> Case:
 
 
 def _poison(rng: random.Random, case: Case) -> Case:
-    """A sample that kills whoever touches it."""
+    """A sample that kills every worker that touches it."""
     death = replace(rng.choice(own_deaths(rng, case, 3)), strikes=rng.choice([0, 0, 3]))
     case = healing(rng, case, [death] * 3)
     return replace(case, faults=(death,), max_worker_restarts=rng.choice([3, 6]))
 
 
 def _poison_skipped(rng: random.Random, case: Case) -> Case:
-    """A sample that kills whoever touches it, and a loader that goes on without it."""
+    """A sample that kills every worker that touches it, and a loader that goes on without it."""
     case = replace(case, workload=rng.choice(["map", "async"]), shares=(), length=case.length or sum(case.shares))
     how = rng.choice(["skip", "skip", "callable"])
     if how == "callable" and case.collate == "default":
@@ -152,7 +152,7 @@ def _left(rng: random.Random, case: Case) -> Case:
     if rng.random() < 0.5:
         return case
     struck = deaths(rng, case)
-    if rng.random() < 0.5:  # in the very moment: with what is done about the death under way
+    if rng.random() < 0.5:  # at the same moment: while the death is being handled
         struck = [Fault("kill all workers", after, case.epochs - 1, number=int(signal.SIGKILL))]
     return healing(rng, case, struck)
 
@@ -193,7 +193,7 @@ def _hail(rng: random.Random, case: Case) -> Case:
 
 
 def _timed_out(rng: random.Random, case: Case) -> Case:
-    """A worker that hangs, and a loader that tells so, and no more."""
+    """A worker that hangs, and a loader that only reports it."""
     place = rng.choice(own_deaths(rng, replace(case, epochs=1), 1))
     fault = replace(place, kind=rng.choice(["stop", "hang", "hang in C"]), number=0)
     case = replace(case, faults=(fault,), method="fork", epochs=1, persistent=False)
@@ -219,4 +219,4 @@ SCENARIOS: dict[str, tuple[int, Callable[[random.Random, Case], Case]]] = {
     "retired": (4, _retired),
     "forked": (7, _forked),
 }
-"""How often each is drawn, and what makes it."""
+"""How often each is drawn, and the function that makes it."""

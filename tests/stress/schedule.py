@@ -1,7 +1,7 @@
-"""What a case of the chaos runner is: plain data, so that a failing one can be read and run again. Pure.
+"""A case of the chaos runner: plain data, so that a failing case can be read and run again. Pure.
 
-A case says which loader reads which dataset, how the consumer behaves, and which faults strike where. `draw.py` makes
-one from a seed; `workloads.py` makes objects from it; `checks.py` says what must come of it.
+A case has the loader, the dataset, the consumer's behaviour, and the faults with their places. `draw.py` makes
+it from a seed; `workloads.py` makes objects from it; `checks.py` computes the expected epochs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 SLOT_BYTES = 64 * 1024
-"""What a slot starts with; batches are up to three times as large."""
+"""A slot's first size; batches are up to three times as large."""
 
 STRIDE = 1_000_000
 """A stream's sample number `p` of worker `w` has the index ``w * STRIDE + p``."""
@@ -24,7 +24,7 @@ KILLING = ("kill", "exit", "grandchild", "stop", "hang", "hang in C")
 
 
 OUTSIDE = (int(signal.SIGKILL), int(signal.SIGTERM))
-"""Signals that nobody takes for a task's doing."""
+"""Signals that are not blamed on a task."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Fault:
 
     @property
     def blamed(self) -> bool:
-        """Whether the task that it strikes is taken for its cause."""
+        """Whether the fault is blamed on the task that it strikes."""
         return self.kind != "grandchild" and (self.kind != "kill" or self.number not in OUTSIDE)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Case:
     persistent: bool = False
     epochs: int = 1
     consumer: str = "fast"  # "fast", "slow", "hoarding"
-    lag: int = 0  # every so many samples one takes a few milliseconds; 0: none
+    lag: int = 0  # one sample in `lag` takes a few milliseconds; 0: none
     reorder_window: int = 4
     snapshot_every: int = 1
     allow_replay: bool = False
@@ -118,7 +118,7 @@ class Case:
         return self.workers * self.prefetch + (self.reorder_window if self.seeded and not self.streams else 0)
 
     def batches_of(self, samples: int) -> int:
-        """Batches that so many samples make."""
+        """The number of batches for a number of samples."""
         return -(-samples // self.batch_size)
 
     @property
@@ -137,7 +137,7 @@ class Case:
         return f"{self.scenario}: {self.workload} {self.loader} {self.method} {mode} {size}, {self.leave}; {faults}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can carry it: what differs from the defaults."""
+        """The fields that differ from the defaults, as JSON can hold them."""
         values = asdict(self)
         defaults = {field.name: field.default for field in fields(self)}
         return {name: value for name, value in values.items() if value != defaults[name]}

@@ -41,13 +41,13 @@ from tests.service.serving import NodeProcess, serving
 
 NAMES = ["numbers", "awaited", "stream"]
 LENGTH = 400
-EPOCHS = 4  # of one loader; then another one is made
-SILENT_S = 120.0  # a loader that gives no batch for so long hangs
+EPOCHS = 4  # of a loader; then another loader is made
+SILENT_S = 120.0  # a loader that gives no batch for this time hangs
 STEP_S = 0.004  # a training step
 STOP_S = 10.0  # as long as a trainer is suspended
-JUDGED_S = 240.0  # memory is not judged in a shorter run: what is imported late, and freed late, is not steady yet
+JUDGED_S = 240.0  # memory is not judged in a shorter run: late imports and late frees make it unsteady
 SLACK = {"MiB": (0.1, 24.0), "descriptors": (0.05, 6.0), "threads": (0.25, 4.0), "tasks": (0.1, 8.0), "zombies": (0, 1)}
-"""What may be between two medians: a part of the first, and an amount."""
+"""The allowed difference of two medians: a part of the first, and an amount."""
 
 
 class Reader(NamedTuple):
@@ -72,9 +72,9 @@ READERS = [
 
 
 def growth(kind: str, values: Sequence[float]) -> str:
-    """Whether a series of samples grows; says how much, or nothing. The first sixth is not looked at.
+    """Whether a series of samples grows; returns the growth in words, or nothing. The first sixth is ignored.
 
-    Both the last sixth and the one before it must be above the second: a single peak at the end is no growth.
+    Both the last sixth and the sixth before it must be above the second: a single peak at the end is no growth.
     """
     sixth = len(values) // 6
     if sixth < 1:
@@ -91,7 +91,7 @@ class Soak:
     """One run.
 
     Args:
-        seed: of what strikes, and when.
+        seed: of the faults and their times.
         plant: a leak to be found: "fd"; "" none.
     """
 
@@ -238,7 +238,7 @@ class Soak:
     # ---------------------------------------------------------------------------------------------- samples
 
     def sample(self) -> None:
-        """Note what everybody holds."""
+        """Record the resources of all processes."""
         gc.collect()
         tasks = sum(isinstance(each, asyncio.Task) and not each.done() for each in gc.get_objects())
         self._note("loader", "tasks", tasks)
@@ -265,7 +265,7 @@ class Soak:
         self.series.setdefault((name, kind), []).append(value)
 
     def grown(self, seconds: float) -> list[str]:
-        """What has grown."""
+        """The figures that have grown."""
         return [
             f"{name}: {text}"
             for (name, kind), values in self.series.items()
@@ -281,13 +281,13 @@ class Soak:
             yield f"{name + ' ' + kind:24}" + "".join(f"{median(part):10,.1f}" for part in parts if part)
 
     def close(self) -> None:
-        """Close what was planted."""
+        """Close the planted leak."""
         while self._planted:
             os.close(self._planted.pop())
 
 
 def key(reader: Reader) -> tuple[str, int]:
-    """What decides on its batches."""
+    """The options that determine its batches."""
     return reader.name, reader.workers if reader.name == "stream" else 0
 
 

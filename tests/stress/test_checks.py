@@ -56,7 +56,7 @@ def test_what_is_right_passes() -> None:
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("ordered", [True, False])
 def test_what_is_wrong_is_told(name: str, ordered: bool) -> None:
-    """A batch that is missing, doubled, out of its place, torn or changed is told; out of order, the order is free."""
+    """A batch that is missing, doubled, misplaced, torn or changed is reported; out of order, any order is right."""
     (epoch,) = expected(replace(MAP, in_order=ordered), ORDER)
     problems = compare(epoch, WRONG[name], "epoch 0")
     assert bool(problems) == (ordered or name != "swapped")
@@ -84,7 +84,7 @@ def test_a_death_that_heals_shows_nowhere() -> None:
 
 
 def test_a_poisoned_task_stands_in_its_place() -> None:
-    """What comes of a task that kills every worker is an error in its place, or nothing where it is skipped."""
+    """A task that kills every worker gives an error in its place, or nothing if it is skipped."""
     case = replace(MAP, faults=(Fault("kill", at=4, strikes=0, number=11),), max_worker_restarts=5)
     (epoch,) = expected(case, ORDER)
     assert epoch.items[2] == Item(None, ("TaskQuarantined",))
@@ -131,14 +131,14 @@ def test_streams_are_interleaved_as_in_torch() -> None:
 
 
 def test_an_open_end_may_come_anywhere_but_be_wrong_nowhere() -> None:
-    """A consumer that left early is held to what it took."""
+    """Of a consumer that left early only the batches that it took are checked."""
     (epoch,) = expected(replace(MAP, leave="break", leave_after=2), ORDER)
     assert compare(epoch, RIGHT[:2], "") == []
     assert compare(epoch, [RIGHT[1]], "")
 
 
 def test_errors_in_place_out_of_order() -> None:
-    """Out of order nobody can tell which batch an error stands for: as many batches may be missing, and no more."""
+    """Out of order, an error names no batch: the number of missing batches must be the number of errors."""
     epoch = Epoch([Item((0, 1), ("OSError",)), Item((2, 3), ("OSError",)), Item((4, 5), ("OSError",))], ordered=False)
     assert compare(epoch, [error("OSError"), batch(4, 5), batch(0, 1), END], "") == []
     assert compare(epoch, [error("OSError"), batch(4, 5), END], "")
@@ -151,7 +151,7 @@ def test_other_random_numbers_are_told() -> None:
     assert "[1]" in draws_differ(changed, RIGHT, "")[0]
 
 
-# ------------------------------------------------------------------------------------------- what is drawn
+# ------------------------------------------------------------------------------------------- drawn cases
 
 
 def test_a_seed_is_a_case() -> None:

@@ -42,7 +42,7 @@ def run(hunt: Hunt, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", quickly(PLANTS, "slots not reclaimed"))
 def test_it_is_found(bug: str) -> None:
-    """The planted bug shows as what it does to the consumer; the same cases pass without it."""
+    """The planted bug shows by its effect on the consumer; the same cases pass without it."""
     hunt = HUNTS[bug]
     sound = run(hunt)
     assert sound.returncode == 0, sound.stdout + sound.stderr

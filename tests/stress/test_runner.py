@@ -1,4 +1,4 @@
-"""What the runner's processes are held to, tried on cases that misbehave by themselves."""
+"""The checks of the runner's processes, tried on cases that misbehave by themselves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ for prepare in (hang, crash, leave_a_child):
 @pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_cases_that_misbehave() -> None:
-    """A case that hangs is ended, with its stacks in the log; one that crashes, or leaves a process, is told."""
+    """A case that hangs is ended, with its stacks in the log; a case that crashes or leaves a process is reported."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = script_server.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=env, timeout=110)
     lines = done.stdout.splitlines()
@@ -67,7 +67,7 @@ def outcome(seed: int, *problems: str) -> Outcome:
 
 
 def test_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
-    """Written twice, the page has one table, the newer one, and all that somebody wrote beside it."""
+    """Written twice, the page has only the newer table, and the text that was written beside it."""
     page = tmp_path / "reliability.md"
     page.write_text(f"# Reliability\n\nBefore.\n\n{report.BEGIN}\nold\n{report.END}\n\nAfter.\n")
     for outcomes in ([outcome(0), outcome(1)], [outcome(2), outcome(3, "missing: 1"), outcome(5)]):
@@ -81,7 +81,7 @@ def test_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
 
 
 def test_a_new_page_gets_the_table(tmp_path: Path) -> None:
-    """A page that is not there yet is begun."""
+    """A page that does not exist is made."""
     page = tmp_path / "reference" / "reliability.md"
     report.save([outcome(0)], "python -m tests.stress", 60.0, page)
     assert page.read_text().startswith("# Reliability\n")
@@ -89,6 +89,6 @@ def test_a_new_page_gets_the_table(tmp_path: Path) -> None:
 
 
 def test_summary_names_the_seeds_that_failed() -> None:
-    """One line says how much ran, and what to look at."""
+    """One line has the numbers of the run, and the seeds that failed."""
     line = report.summary([outcome(7), outcome(9, "hang")], 12.0)
     assert line == "2 cases in 12 s, 20 batches, 2 faults struck, 1 failed, 0 hung: 9"

@@ -6,7 +6,7 @@ from tests.stress.soak import growth
 
 
 def test_growth_is_told_from_noise() -> None:
-    """A slope is found; a level, a peak, and what grows at the beginning only are none."""
+    """A slope is growth; a level, a peak, and growth at the beginning only are not."""
     assert growth("descriptors", [10 + number for number in range(30)]) == "descriptors: 17 -> 32 -> 37"
     assert growth("descriptors", [10 + number % 7 for number in range(30)]) == ""
     assert growth("descriptors", [10] * 27 + [90] * 3) == ""

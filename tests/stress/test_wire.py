@@ -1,4 +1,4 @@
-"""Changed inputs to all that reads from a network: some with `--all`, millions with `python -m tests.stress.wire`."""
+"""Changed inputs to all readers of network bytes: some with `--all`, millions with `python -m tests.stress.wire`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ORIGINALS = [Original((b"\x93\x00\x01\x02", bytes(40)), b"".join)]
 
 
 def test_changes() -> None:
-    """The same seed makes the same inputs, and others than another."""
+    """Equal seeds make equal inputs, and different seeds different inputs."""
     inputs, again = ([changed(random.Random(seed), ORIGINALS) for seed in range(500)] for _ in range(2))
     assert inputs == again
     assert len(set(inputs)) > 300
 
 
 def test_what_a_reader_raises_is_found() -> None:
-    """With the input that made it do so."""
+    """A reader's exception is found, with the input that caused it."""
 
     def read(data: bytes) -> None:
         if data[:1] != b"\x93":
@@ -39,7 +39,7 @@ def test_what_a_reader_raises_is_found() -> None:
 @pytest.mark.thorough
 @pytest.mark.network
 def test_inputs() -> None:
-    """Whatever comes is read or refused."""
+    """Every input is read or refused."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.stress.wire", "--inputs", "60000"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,10 +1,10 @@
-"""Inputs that nobody sane sends, drawn from seeds: all that reads what came over a network must refuse them.
+"""Malformed inputs, drawn from seeds: every reader of bytes from a network must refuse them.
 
     python -m tests.stress.wire --inputs 10000000    # 1 if anything went wrong
 
 An input is a real message, or a real stream of messages, that was changed: bits, numbers at their limits, pieces cut,
-doubled or taken from elsewhere, and values put into the decoded tree. Whatever reads it may raise ValueError. Anything
-else that it raises, memory that it takes without measure, and a second that it does not come back in is a fault.
+doubled or taken from elsewhere, and values put into the decoded tree. A reader may raise ValueError. Any other
+exception, unbounded memory, and 1,000 inputs that take longer than a minute are faults.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from tests.stress.wire_inputs import (
 )
 
 BLOCK = 1000
-"""Inputs that one seed draws."""
+"""Inputs per seed."""
 DEADLINE_S = 60.0
 """For a block. One input of a block that is too slow makes the process say where it is, and end."""
 REFUSALS = (ValueError, RingMemoryError)
@@ -69,7 +69,7 @@ ADDRESS_SPACE = 3 << 30
 
 
 class Target(NamedTuple):
-    """Something that reads what came over a network.
+    """A reader of bytes from a network.
 
     Attributes:
         originals: real inputs.
@@ -96,7 +96,7 @@ def _read_as_loader(data: bytes) -> None:
     ours, theirs = socket.socketpair()
     link = Link(theirs)
     channel = RemoteChannel(link)
-    link.most_payload = 1 << 20  # a batch may be large, and this is about what is no batch
+    link.most_payload = 1 << 20  # batches may be large; here other messages are tested
     channel._tasks = {(0, task): (0, 0) for task in range(8)}
     with ours:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -132,7 +132,7 @@ class OneNode:
         self._port = int(address.rpartition(":")[2])
 
     def read(self, data: bytes) -> None:
-        """Say this to the node, and wait until it has closed the connection."""
+        """Send this to the node, and wait until it has closed the connection."""
         self.loop.run_until_complete(self._say(data))
 
     async def _say(self, data: bytes) -> None:
@@ -145,7 +145,7 @@ class OneNode:
                 pass
 
     def close(self) -> None:
-        """End the node; nobody may be left in it."""
+        """End the node; no connection may be left in it."""
         self.loop.run_until_complete(self._node.close())
         left = self._node.figures()
         self.loop.close()
@@ -153,7 +153,7 @@ class OneNode:
 
 
 def targets(node: OneNode | None) -> dict[str, Target]:
-    """All that reads what came over a network. Without a node, all but what it reads."""
+    """All readers of bytes from a network; those of a node only if one is given."""
     plan = Plan("0" * 16, ["a.tar", "b.tar"], [[(0, 0, 5), (1, 0, 3)], []], 80, 0.5)
     welcome = pack_record(Welcome(b"", DatasetInfo(False, 40, False, False)))
     error = MSGPACK.dump_error(ValueError("x"), 1)
@@ -176,7 +176,7 @@ def targets(node: OneNode | None) -> dict[str, Target]:
 
 
 class Found(NamedTuple):
-    """A fault, and what it takes to see it again."""
+    """A fault, and the data that reproduce it."""
 
     target: str
     seed: int
@@ -185,7 +185,7 @@ class Found(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What a process did."""
+    """The result of a process."""
 
     inputs: Counter[str]
     refused: int
@@ -193,7 +193,7 @@ class Done(NamedTuple):
 
 
 def read_block(rng: random.Random, target: Target) -> Iterator[tuple[bytes, Exception | None]]:
-    """Draw inputs and have them read. Gives each, and what was raised."""
+    """Draw inputs and have them read. Gives each, and the exception that it raised."""
     for _ in range(BLOCK):
         data = changed(rng, target.originals)
         try:
@@ -239,7 +239,7 @@ def run(first: int, blocks: int, step: int, only: str | None = None) -> Done:
 
 
 class _Told(logging.Handler):
-    """Keeps what the node says of its own faults: an exception that it did not expect, a process that died."""
+    """Keeps the node's log lines about its own faults: an unexpected exception, a process that died."""
 
     def __init__(self) -> None:
         super().__init__()

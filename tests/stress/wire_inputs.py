@@ -1,4 +1,4 @@
-"""Real messages of a service's wire, and how they are changed to what nobody sane sends."""
+"""Real messages of a service's wire, and the changes that make them malformed."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _tree_changed(rng: random.Random, data: bytes, originals: Sequence[Original]
     return msgspec.msgpack.encode(tree)
 
 
-# --------------------------------------------------------------------------------------------------- what is sent
+# -------------------------------------------------------------------------------------------------- real messages
 
 
 def whole(*data: bytes) -> list[Original]:
@@ -234,7 +234,7 @@ REQUEST = pack_record(PlanRequest(2, 0, 1, 5, True, ""))
 
 
 def conversations() -> list[Original]:
-    """What a loader says from the beginning to the end. Without a token its proof is the same for every connection."""
+    """A loader's messages from beginning to end. Without a token its proof is the same for every connection."""
     begun = [(Frame(frames.HELLO), hello("numbers", '{"n": 20}')), (Frame(frames.PROOF), pack_record(Proof(b"")))]
     started = pack(tuple(EpochStart(epoch=1, epoch_set=True)))
     tasks = [(Frame(wire.TASK, 0, task), pack([0, 1 + task, 2])) for task in range(3)]
@@ -250,7 +250,7 @@ def conversations() -> list[Original]:
 
 
 def answers() -> list[Original]:
-    """What a node says of the tasks that `_read_as_loader` gives it."""
+    """A node's answers to the tasks that `_read_as_loader` gives it."""
     told = [
         (Frame(wire.READY), b""),
         (Frame(wire.STARTED), wire.pack_started(0, b"", pack(CURSOR))[wire.PREFIX_BYTES :]),

@@ -98,7 +98,7 @@ class AsyncRows(Maker, Dataset[Any]):
 
 
 class Stream(Maker, IterableDataset[Any]):
-    """A stream, each worker its share, that cannot tell where it stands."""
+    """A stream without a state, of which each worker reads its share."""
 
     def __iter__(self) -> Iterator[Sample]:
         worker = _worker()
@@ -106,7 +106,7 @@ class Stream(Maker, IterableDataset[Any]):
 
 
 class AsyncStream(Maker):
-    """The same, asynchronous: several batches of it are under way at a time."""
+    """The asynchronous kind of `Stream`: several of its batches are made at a time."""
 
     async def __aiter__(self) -> AsyncIterator[Sample]:
         worker = _worker()
