@@ -75,7 +75,7 @@ MALLOC_TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_tr
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Add options for the number of tests, and the settings of missing plugins, which pytest would refuse as unknown."""
+    """Add options for the number of tests, and settings of missing plugins, which pytest would refuse as unknown."""
     words = "every pair of parameters' values, all that is drawn, each test on both loops, and those marked thorough"
     parser.addoption("--all", action="store_true", help=words)
     parser.addoption("--combinations", action="store_true", help="every combination of parameters; implies --all")

@@ -17,11 +17,11 @@ HERE = Path(__file__).parent
 LEAKS = {
     "child": (
         """
-        import subprocess, sys
+        import os, subprocess, sys
         kept = []
         def test_it():
             kept.append(subprocess.Popen([sys.executable, "-c", "pass"]))
-            kept[0].stdin = None
+            os.waitid(os.P_PID, kept[0].pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays a zombie
         """,
         "ended, but nobody waited for it",
     ),
@@ -85,7 +85,7 @@ CLEAN = """
         print("loop:", type(asyncio.get_running_loop()).__module__)
 """
 
-# What a failed test leaves is a cycle through the traceback, which pytest keeps until the next test is called.
+# A failed test leaves a cycle through the traceback, which pytest keeps until the next test is called.
 FAILING = """
     import weakref
     left = []
@@ -124,7 +124,7 @@ def run_pytest(folder: Path, sources: Mapping[str, str], *options: str) -> subpr
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """For each of the files above what pytest says of it."""
+    """Pytest's report on each of the files above."""
     files = {"failing": FAILING} | {kind.replace(" ", "_"): source for kind, (source, _) in LEAKS.items()}
     ran = run_pytest(tmp_path_factory.mktemp("leaks"), files, "-vv")
     assert ran.returncode == pytest.ExitCode.TESTS_FAILED, ran.stdout + ran.stderr
@@ -140,14 +140,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the check reads /proc")
 @pytest.mark.parametrize("kind", LEAKS)
 def test_leak_fails_the_test_that_left_it(kind: str, reports: dict[str, str]) -> None:
-    """A leaked thing of each kind turns a passing test into an error, and the report says what it is."""
+    """A leak of each kind turns a passing test into an error, and the report names it."""
     said = reports[kind.replace(" ", "_")]
     assert "ERROR test_" in said, said
     assert LEAKS[kind][1] in said, said
 
 
 def test_what_a_failed_test_left_is_collected(reports: dict[str, str]) -> None:
-    """One test later it is gone: no later test finds its threads and descriptors."""
+    """It is collected one test later: no later test finds its threads and descriptors."""
     said = reports["failing"]
     assert [len(re.findall(rf"^{ending} ", said, re.MULTILINE)) for ending in ("FAILED", "PASSED")] == [1, 2], said
 
