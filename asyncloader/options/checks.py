@@ -232,24 +232,21 @@ _AFTER: dict[str, Callable[[Mapping[str, Any], bool], None]] = {
 _said_of: ContextVar[Collection[str] | None] = ContextVar("_said_of", default=None)
 
 
-def names_to_warn_of() -> Collection[str] | None:
-    """The options that the innermost `warn_only_of` leaves; None: all."""
-    return _said_of.get()
+ABOUT_DATASET = ("concurrency", "decode_threads", "reorder_window")
+"""Options that have an effect, or none, depending on the kind of the dataset."""
+
+
+def options_about_dataset() -> list[str]:
+    """Those of `ABOUT_DATASET` that a `warn_only_of` around this leaves."""
+    names = _said_of.get()
+    return [name for name in ABOUT_DATASET if names is None or name in names]
 
 
 @contextmanager
-def warn_only_of(names: Collection[str] | None) -> Generator[None]:
-    """While a loader is made from another loader: warn of these options only, not of those that it takes over.
-
-    Args:
-        names: the options; None: no others than an outer `warn_only_of` leaves.
-    """
+def warn_only_of(names: Collection[str]) -> Generator[None]:
+    """While a loader is made from another loader: warn of these options only, not of those that it takes over."""
     outer = _said_of.get()
-    if names is None or outer is None:
-        inner = outer if names is None else names
-    else:
-        inner = [name for name in names if name in outer]
-    token = _said_of.set(inner)
+    token = _said_of.set(names if outer is None else [name for name in names if name in outer])
     try:
         yield
     finally:

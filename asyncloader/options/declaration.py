@@ -31,11 +31,12 @@ from typing_extensions import TypeVar
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.transfer import DeviceLike
 from asyncloader.options.checks import (
+    ABOUT_DATASET,
     CHECKS,
     check_num_workers,
     check_options,
     is_seed,
-    names_to_warn_of,
+    options_about_dataset,
     warn_without_effect,
 )
 from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened
@@ -283,7 +284,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         if unknown:
             # Not left in the instance: in the class, `AskedAttribute` asks a node.
             attributes = {name: vars(self).pop(name) for name in DEPENDING}
-            vars(self)["_asyncloader_unknown"] = Unknown(arguments, names_to_warn_of(), attributes)
+            vars(self)["_asyncloader_unknown"] = Unknown(arguments, options_about_dataset(), attributes)
         self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; copies do not have this
 
     def _asyncloader_make(self, arguments: dict[str, Any]) -> None:
@@ -320,8 +321,9 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
         changed = [name for name in defaults if flat[name] != defaults[name]]
         changed += ["collate_fn"] * (flat["collate_fn"] is not None)
-        if not isinstance(dataset, UnknownDataset):
-            warn_without_effect(flat, changed, iterable=is_iterable(self))
+        unknown = isinstance(dataset, UnknownDataset)
+        known = [name for name in changed if not (unknown and name in ABOUT_DATASET)]
+        warn_without_effect(flat, known, iterable=is_iterable(self))
         for name in changed:
             if name in DEFAULTS and name not in vars(self):
                 owner = next(base for base in type(self).__mro__ if name in vars(base))

@@ -28,12 +28,12 @@ class Unknown(NamedTuple):
 
     Attributes:
         arguments: the constructor's.
-        warned_of: the options of which to warn; None: of all.
+        warned_of: the options of which to warn once the dataset is known.
         attributes: those that depend on the dataset, as torch's constructor made them for a map dataset.
     """
 
     arguments: dict[str, Any]
-    warned_of: Collection[str] | None
+    warned_of: Collection[str]
     attributes: dict[str, Any]
 
 

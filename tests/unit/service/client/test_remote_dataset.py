@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.utils.data import RandomSampler
 
-from asyncloader import AsyncDataLoader, DataLoader, Service, ServiceUnavailable
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Service, ServiceUnavailable
 from asyncloader.errors import NoEffectWarning
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.samplers.seeded_draws import SeededDraws
@@ -136,8 +136,12 @@ def test_arguments_that_do_not_go_with_the_dataset(node: Node) -> None:
 
 
 def test_options_without_an_effect_are_known_with_the_dataset(node: Node) -> None:
-    """The warning is of the line that asks; of a clone's options it is of those that were changed."""
+    """The warning is of the line that asks; of a clone's options it is of those that were changed. Warnings that do not
+    depend on the dataset come from the constructor, once.
+    """
     node.info = STREAM
+    with pytest.warns(NoEffectWarning, match="device_prefetch=3 does nothing without device="):
+        early = DataLoader[Any](definitions.numbers(), device_options=DeviceOptions(device_prefetch=3), **OPTIONS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loader = DataLoader[Any](definitions.numbers(), concurrency=4, **OPTIONS)
@@ -146,7 +150,7 @@ def test_options_without_an_effect_are_known_with_the_dataset(node: Node) -> Non
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(loader.clone(timeout=3)) == 10
+        assert (len(early), len(loader.clone(timeout=3))) == (10, 10)
 
 
 @pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
