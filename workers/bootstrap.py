@@ -44,6 +44,8 @@ class Bootstrap:
         from asyncloader.workers.worker import worker_main
 
         if self._gc_stopped:
+            # The modules and objects that unpickling has made live as long as the process: the collector need not visit
+            # them.
             gc.freeze()
             gc.enable()
         worker_main(self._started, entered, *arguments)

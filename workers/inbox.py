@@ -115,6 +115,7 @@ class Inbox:
         try:
             cursor = self._codec.load_cursor(packed) if packed else None
             ring, template = self._checked(result, data, fd, epoch)
+        # The descriptor belongs to no answer yet.
         except BaseException:
             if fd is not None:
                 os.close(fd)
@@ -122,6 +123,7 @@ class Inbox:
         records = self._answered(result.epoch == epoch, result.seq, watchdog)
         answer = Answer(result, template, ring, fd, cursor, records, perf_counter())
         self._process.answers += 1
+        # An answer of an epoch that was abandoned still frees its slot.
         if result.epoch == epoch and listener is not None:
             listener.on_answer(self._worker, answer)
         else:

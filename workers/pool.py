@@ -430,9 +430,11 @@ class WorkerPool:
     def stop_soon(self) -> None:
         """Run `stop` in a new thread, for callers that may not block. Idle workers end at once."""
         if not self._stopped and os.getpid() == self._owner:
+            # First: the end of a worker that was asked to end is no death to report.
             self.detach()
             self.request_stop()
             try:
+                # A daemon: at exit the hook waits for the workers, in `stop`, and not for this thread.
                 threading.Thread(target=self.stop, name="asyncloader-stop", daemon=True).start()
             except RuntimeError:  # no thread can be started at exit
                 self.stop()

@@ -106,6 +106,7 @@ class WorkerProcess:
                 target=Bootstrap(perf_counter()),
                 args=(worker_id, links, setup),
                 name=f"asyncloader-worker-{worker_id}",
+                # As torch's workers: at exit multiprocessing ends those that our hook has left.
                 daemon=True,
             )
             start(self.process, context, worker_id)
@@ -131,6 +132,7 @@ class WorkerProcess:
         self._imports_main = context.get_start_method() != "fork"
         if self._direct and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
+                # If no descriptor is left for it, the sentinel serves.
                 self._pidfd = os.pidfd_open(self.pid)
 
     def dumps(self, value: Any) -> bytes:

@@ -108,6 +108,7 @@ class StackReader:
 
     def _keep(self, data: bytes) -> None:
         self._kept += data
+        # Searched in all that was kept, because the greeting may come in two reads.
         if self.signal is None and (greeting := _GREETING.search(self._kept)) is not None:
             self.signal = int(greeting[1])
             del self._kept[greeting.start() : greeting.end()]

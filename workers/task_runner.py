@@ -127,6 +127,7 @@ class TaskRunner:
             try:
                 self._send_started()
             except BaseException:
+                # The caller has no runner that it could release.
                 self.release()
                 raise
 

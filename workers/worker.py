@@ -121,6 +121,7 @@ def _wait_for_parent_kqueue() -> None:  # pragma: no cover - macOS
         fflags=select.KQ_NOTE_EXIT,  # type: ignore[attr-defined,unused-ignore]
     )
     with contextlib.suppress(ProcessLookupError):
+        # An error here means that it has ended already.
         queue.control([event], 1, None)
 
 

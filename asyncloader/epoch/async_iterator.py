@@ -335,6 +335,7 @@ class AsyncLoaderIterator(Generic[B_co]):
             raise
         finally:
             if pool is not None:
+                # Shielded: if this is cancelled, the workers are ended nevertheless.
                 await shielded(in_thread(pool.stop))
 
     def close(self) -> None:

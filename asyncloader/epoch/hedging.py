@@ -48,6 +48,7 @@ class Hedging:
             took = self._took[node] = deque(maxlen=_KEPT)
         took.append(now - sent)
         self._answers += 1
+        # Not after each answer, because the times are sorted for it.
         if self._answers % _EVERY == 0 or self._answers == _FIRST:
             self.limit = self._limit()
 
@@ -55,6 +56,7 @@ class Hedging:
         nodes = self._took.values()
         known = [sorted(each)[int(0.99 * (len(each) - 1))] for each in nodes if len(each) >= _ENOUGH]
         if known:
+            # That of the quickest node: a slow node must not raise the limit that it is judged by.
             return min(known)
         longest = [max(each) for each in nodes if len(each) >= _FIRST]
         if sum(map(len, nodes)) >= _FIRST:

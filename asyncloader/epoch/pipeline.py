@@ -191,6 +191,7 @@ class Pipeline(Listener):
         if self._closed:
             return None
         self._closed = True
+        # `begun` must not wait for workers that are not listened to any more.
         self._begun.set()
         if self._late_tasks is not None:
             self._late_tasks.close()
@@ -421,6 +422,7 @@ class Pipeline(Listener):
     def _offer(self) -> None:
         """Pass on the requested indices, as far as they are available."""
         if self._allow is not None:
+            # The task that reads the source passes the indices on by itself.
             self._allow.set()
             return
         while self._allowed and self._offers:

@@ -38,6 +38,7 @@ async def open_assignment(
         return None, starts
     dataset, here, workers = config.dataset, config.topology, len(starts)
     saved = progress.saved_assignment
+    # An epoch that resumes keeps the key of its first run, from which its shards were shared out.
     key = progress.assignment_key if saved is None else saved_key(saved)
     assert key is not None
     plan: EpochPlan = await dataset.plan(

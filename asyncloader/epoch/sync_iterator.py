@@ -49,6 +49,7 @@ class WorkerIterator(CountedNext):
 
     def __init__(self, loader: LoaderSpec[Any], statistics: Statistics, bridge: Bridge, keeper: StateKeeper) -> None:
         self._keeper = keeper
+        # Weak, because the loader refers to this iterator if its workers are persistent.
         self._loader = weakref.ref(loader)
         self._progress = keeper.begin(loader)
         if not (self._progress.follows and loader.persistent_workers):  # else they would have begun before
@@ -74,6 +75,7 @@ class WorkerIterator(CountedNext):
         try:
             self._reset(loader, first_iter=True)
         except BaseException:
+            # The workers and the loop's thread have started, and the caller gets no iterator that could end them.
             self._shutdown_workers()
             raise
 

@@ -88,6 +88,8 @@ class FetchPlace:
         at_exit(_close_all)
         _places.add(self)
         self._movable = movable and _OF_THREAD is not None
+        # One for all calls, in the thread and on the loop. It is empty at first: the consumer's variables are not the
+        # dataset's.
         self._context = Context()
         self.turn = 0.0
         """When the loop last had a turn, as far as is known."""

@@ -118,6 +118,7 @@ class DatasetContext:
                 if not opened.done():
                     opened.set_result(None)
                 await leave.wait()
+        # Also for a cancellation: tasks that wait in `open` must not wait on.
         except BaseException as error:
             if not opened.done():
                 if isinstance(error, Exception):
@@ -161,6 +162,7 @@ class DatasetContext:
         leave, loop = self._leave, self._loop
         if self._task is not None and loop is not None and leave is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
+                # An asyncio event may be set in its loop's thread only.
                 loop.call_soon_threadsafe(leave.set)
 
 

@@ -178,6 +178,7 @@ class _ThreadBatch:
                 # In the sample's context, which holds its random numbers. `on_error` may draw from them.
                 answer.append(context.run(handle, error))
                 decode = None  # a substitute is decoded already
+        # Also SystemExit: the thread goes on, and the batch gets an answer.
         except BaseException as error:
             answer.append(error)
             report, decode = self._failed, None

@@ -188,6 +188,7 @@ class StreamFetcher:
                 data = []
             elif decoder is not None and asynchronous:
                 data = await self._decoded(decoder, data, records)
+        # Also for a cancellation: no thread should decode for a batch that is not taken.
         except BaseException:
             _cancel_decoding(data)
             raise

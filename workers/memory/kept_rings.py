@@ -42,6 +42,7 @@ class KeptRings:
 
     def take(self, options: RingOptions) -> list[RingManager] | None:
         """Take the kept managers, one per worker; None if none was kept with these options."""
+        # Another thread may take them between a test and `pop`.
         with suppress(IndexError):
             # Rings for other options are dropped here: the next pool would never take them.
             kept_options, managers = self._left.pop()

@@ -206,6 +206,7 @@ class Ring:
                 # No function is called in this block, so Ctrl-C cannot strike in between.
                 del leases[slot]
                 free += (slot,)
+            # Removed last: after Ctrl-C the entry is met again, and is stale if its slot was freed.
             del released[0]
 
     def may_lend(self) -> bool:
