@@ -61,6 +61,7 @@ class _CollectedFd:
 class _Collector:
     """Collects descriptors while pickling; `multiprocessing.reduction` takes it for the process being started."""
 
+    # `multiprocessing.reduction.DupFd` uses this name, and `duplicate_for_child`, of the process that is being started.
     DupFd = _CollectedFd
 
     def __init__(self) -> None:
@@ -163,6 +164,7 @@ class Payload:
             _set_environ(self._environ)
         # The pickle is read from the mapping, so that no worker has a copy of it.
         memory = mmap.mmap(self.fd, self.nbytes, prot=mmap.PROT_READ)
+        # For `_CollectedFd.detach`, which reductions call without an argument.
         _receiving.fds = self.fds
         try:
             with found_in_main():
@@ -184,6 +186,7 @@ class Payload:
 
 def _pickler(buffer: io.BytesIO) -> reduction.ForkingPickler | SessionPickler:
     plain = reduction.ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL)
+    # With the reductions that multiprocessing and torch have registered.
     return SessionPickler(buffer, plain.dispatch_table, {}) if in_session() else plain
 
 

@@ -193,10 +193,12 @@ class AsyncTaskLoop:
         """Carry out the worker's tasks until it is stopped, or its channel ends."""
         fd = self._runner.channel.fileno()
         self._loop.add_reader(fd, self._readable)
+        # Not awaited: while the dataset's context is entered, a STOP or the end of the channel must take effect.
         opening = self._loop.create_task(self._runner.open()) if self._runner.opens else None
         try:
             await self._done
         finally:
+            # First, so that no further task begins.
             self._loop.remove_reader(fd)
             if opening is not None:
                 self._tasks[opening] = 0

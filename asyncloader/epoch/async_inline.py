@@ -245,6 +245,7 @@ class AsyncInlineIterator(Generic[B_co]):
             self._end("this iterator was closed")
         if epoch.agreement is not None:
             epoch.agreement.give_up()
+        # After `give_up`: the pending batch may be waiting for the other ranks.
         if pending is not None:
             # A call in a thread cannot be cancelled; its end is waited for below.
             if epoch.reader.asynchronous or self._agreeing:
@@ -255,6 +256,7 @@ class AsyncInlineIterator(Generic[B_co]):
                 pending.exception()
         await self._close_reader()
         await epoch.aclose_indices()
+        # In a thread, because it waits for the dataset's current call.
         await in_thread(self._place.close)
 
     def close(self) -> None:

@@ -350,6 +350,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         """Stop the pipeline. Returns the pool if it must be stopped, and the task that must still be awaited."""
         if self._closed:
             return None, None
+        # A start that is still in progress looks at this, and ends its workers by itself.
         self._closed = True
         if self._ended is None:
             self._ended = "this iterator was closed"

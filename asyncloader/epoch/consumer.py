@@ -200,6 +200,7 @@ class Consumer:
     def close(self) -> None:
         """End the stages, once their current batch is finished."""
         if self._stage is not None:
+            # The stage first: it passes its last batch on to the agreement.
             self._stage.close()
         if self._agreeing is not None:
             self._agreeing.close()

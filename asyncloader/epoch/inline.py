@@ -125,6 +125,7 @@ class InlineEpoch:
     def refresh(self) -> None:
         """Before the first batch: begin once more if another epoch was set since."""
         if self._fresh:
+            # In seeded mode `set_epoch` may come between `iter()` and the first batch.
             if self.progress.outdated:
                 progress = self._keeper.begin(self._loader, self._config)
                 torch_iter = self._base()

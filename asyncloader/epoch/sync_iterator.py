@@ -90,6 +90,7 @@ class WorkerIterator(CountedNext):
         # Forked here, in the caller's thread and before the loop's thread exists.
         self._pool = make_pool(config, self._setup, kept_rings_of(loader), self._statistics)
         self._bridge.acquire()
+        # From here on `_shutdown_workers` ends both.
         self._shutdown = False
 
     def _begin_workers(self, *, new_workers: bool = False) -> tuple[int, Sequence[EpochStart]]:

@@ -105,6 +105,7 @@ class TorchIterator(_BaseDataLoaderIter):
     def _sampler_iter(self) -> Any:
         return self.__dict__.get("_sampler_iter")
 
+    # A property, so that the assignment in torch's base is noticed.
     @_sampler_iter.setter
     def _sampler_iter(self, iterator: Any) -> None:
         # Only the first assignment is that of torch's base.

@@ -256,6 +256,7 @@ class _Batch:
 
     def finished(self, task: asyncio.Task[Any]) -> None:
         self.running -= 1
+        # `cancel` sets `over` before it cancels a task, so without it the sample's code has cancelled itself.
         if task.cancelled():
             if not self.over:
                 self.fail(task, RuntimeError("the sample's code cancelled itself, or let what it awaited be cancelled"))

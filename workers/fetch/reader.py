@@ -186,6 +186,7 @@ class DatasetReader:
         self._bookmark.begin(cursor)
         handler = None
         if setup.policy is not None:
+            # In threads the user's `on_error` is called, and not awaited.
             awaited = self.asynchronous and self._threads is None
             handler = SampleErrorHandler(setup.policy, self._worker_id, start.epoch, asynchronous=awaited)
         if setup.iterable:

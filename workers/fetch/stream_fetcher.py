@@ -161,6 +161,7 @@ class StreamFetcher:
         try:
             for _ in range(size):
                 number = self.samples
+                # Before the read: the stream's own code draws from the sample's random numbers.
                 if seed is not None:
                     seed(number)
                 try:

@@ -197,6 +197,7 @@ class Encoder:
         item = dtype.itemsize
         view = StorageView(first * item, item, DTYPE_CODE[dtype], shape, stride, nbytes)
         self._storages.of(storage).views.append(view)
+        # Without a function that writes it: the bytes are written with the storage.
         return self.placeholder(Leaf(0, view.spec, None))
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
@@ -289,8 +290,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.dtype in DTYPE_CODE
         and tensor.layout is torch.strided
         and not tensor.requires_grad
+        # Attributes of the user's come over by the tensor's own rules.
         and not tensor.__dict__
         and not tensor.is_nested
+        # The memory of these two holds other values than the tensor.
         and not tensor.is_conj()
         and not tensor.is_neg()
     )

@@ -149,6 +149,7 @@ class SharedStorage:
                     # A view without bytes has no place: -1 for a tensor.
                     view.put(0 if view.code < 0 else -1, 0, 0, view.stride, alone=False)
         for touching in (views,) if len(views) == 1 else _touching(views):
+            # In one piece, with its gaps: which of the views overlap need not be found out.
             if _is_tight(touching):
                 offset = self._place_range(touching, offset)
                 continue
