@@ -21,7 +21,7 @@ FORK = (
     'multiprocessing_context="fork", the default on Linux before Python 3.14: a worker may then hang if another thread '
     "of the program holds a lock as it is forked, and cannot use CUDA if the program has used it"
 )
-"""What a program may do that worked before Python 3.14, and what that risks."""
+"""Advice for a program that worked before Python 3.14, with its risks."""
 _GUARD = 'if __name__ == "__main__":'
 _ADVICE = (
     "A worker that is spawned, or comes from a fork server, imports {path}, which makes a loader and reads it while it "
@@ -81,7 +81,7 @@ def about_main() -> str:
 
 @contextlib.contextmanager
 def found_in_main() -> Generator[None]:
-    """Context around unpickling in a worker: says of what the main module lacks here how that comes."""
+    """Context around unpickling in a worker: if a name is missing in the main module, notes on the error why."""
     try:
         yield
     except AttributeError as error:

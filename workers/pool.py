@@ -290,7 +290,7 @@ class WorkerPool:
         return min([manager.credits for manager in self.rings])
 
     def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
-        """Send a task, with a slot if any slot is free. `suspect`: capture what the task writes to standard error."""
+        """Send a task, with a slot if any slot is free. `suspect`: capture the task's standard error."""
         process, manager = self.processes[worker], self.rings[worker]
         # The worker reads its frames in order: the capture and a larger ring go before the task that uses them.
         if suspect and (stderr := process.suspected()) is not None:

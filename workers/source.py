@@ -299,6 +299,7 @@ class LocalWorkers:
         """Return the set-up of all workers, with the beginning that `setup` names. `_let_go` must follow."""
         with self._lock:
             if self._payload is None:
+                # Once, also for replacements that are made at the same time.
                 self._payload = dump(setup)
             self._users += 1
             return self._payload.beginning(setup, dict(os.environ) if self._passes_environ else None)
@@ -322,6 +323,7 @@ class LocalWorkers:
 
     async def look(self, workers: Sequence[WorkerProcess], seconds: float) -> dict[int, Report]:
         """Report what these workers do, by their numbers: the stacks of their threads. See `stacks.ask`."""
+        # The others have no descriptors any more.
         there = [worker for worker in workers if not worker.released]
         return {worker.worker_id: report for worker, report in zip(there, await look(there, seconds), strict=True)}
 

@@ -63,14 +63,14 @@ class TaskRunner:
         worker_id: its number.
         channel: to the main process.
         setup: the common set-up.
-        recorder: gets what the worker counts and times.
+        recorder: gets the worker's counts and times.
         entered: when the process began.
         codec: how values come and go.
         draw_check: of this process, where several workers share it; its use of the CPUs is then no worker's own.
 
     An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__aenter__`, `__iter__`) is kept and
-    answers every task of the epoch; torch answers the first one so. With persistent workers the next epoch tries
-    `worker_init_fn`, `__aenter__` and `__iter__` again: it never reads in a worker that is not set up.
+    answers every task of the epoch, while torch answers only the first with it. With persistent workers the next epoch
+    tries `worker_init_fn`, `__aenter__` and `__iter__` again: it never reads in a worker that is not set up.
     """
 
     def __init__(
@@ -281,8 +281,8 @@ class TaskRunner:
             if self._draw_check is None:
                 self._suspect = suspect
             else:
-                # A service's process runs other loaders' tasks beside this one: standard error is not one task's. And a
-                # loader could send any descriptor, such as one from which zeros can be read without an end.
+                # A service's process runs other loaders' tasks at the same time, so its standard error belongs to no
+                # task. And a loader could send any descriptor, such as one from which zeros can be read without an end.
                 os.close(suspect)
         elif kind == wire.STOP:
             self.stopped = True
@@ -296,7 +296,7 @@ class TaskRunner:
             return False
         if self._private_memory.growth() <= self._memory_limit:
             return False
-        # If no other worker could continue its stream, this one must go on.
+        # If no other worker could continue its stream, this worker must go on.
         return self._setup.replays or (self._reader is not None and self._reader.can_resume)
 
     def leave(self) -> None:
@@ -383,7 +383,7 @@ class TaskRunner:
                 fetched = perf_counter()
                 written = self._write_batch(encoded, slot, ring, index)
                 self._record(sent, begin, fetched)
-                # Nothing was awaited since the fetch, so no other task has advanced the dataset meanwhile.
+                # Nothing was awaited since the fetch, so no other task has advanced the dataset.
                 self._answer(epoch, seq, written, encoded, reader.cursor(), self._cpu_time())
         except Exception as error:
             # Otherwise the task was voided, by a RESET or by the end of the dataset, while it ran.

@@ -45,7 +45,7 @@ class Program(Protocol):
     """The main function of a process that has more than one worker, as a service's processes have."""
 
     def run(self, channel: Channel, recorder: Recorder, entered: float) -> None:
-        """Do it, until the main process closes the channel."""
+        """Run until the main process closes the channel."""
         ...
 
 

@@ -244,6 +244,7 @@ class Pipeline(Listener):
         if self._resume_points is not None:
             self._resume_points.answered(worker, answer.cursor)
         if self._adapts:
+            # Before the scheduler gets the answer, and requests more: a larger ring may follow, with fewer slots.
             self._adapt()
         result = answer.result
         self._time("transfer", answer.arrived - result.sent)
@@ -394,6 +395,7 @@ class Pipeline(Listener):
                 if self._late_tasks is not None:
                     self._late_tasks.assigned(task.seq, action.worker)
                 if self._adapts:
+                    # `assign` may have sent a ring with fewer slots, because memory is short.
                     self._adapt()
             elif isinstance(action, Pull):
                 self._allowed += action.number

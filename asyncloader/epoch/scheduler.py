@@ -136,6 +136,7 @@ class Scheduler:
     @property
     def head(self) -> tuple[Task, int] | None:
         """The task that the consumer waits for, and its worker; None if no worker has such a task."""
+        # Out of order: the task that was assigned first. No task has the number -1.
         seq = self._reorder.next_seq if self.in_order else next(iter(self._unanswered_tasks), -1)
         task = self._unanswered_tasks.get(seq)
         return None if task is None else (task, self._owner[seq])
@@ -143,6 +144,7 @@ class Scheduler:
     @property
     def starved(self) -> bool:
         """Whether no outcome is ready for the consumer, and there are tasks."""
+        # Each task is unanswered or held back, so none waits for the consumer.
         return bool(self._owner) and len(self._owner) == len(self._unanswered_tasks) + len(self._reorder)
 
     def unanswered(self, worker: int) -> int:

@@ -1,4 +1,4 @@
-"""Tells what a dataset can do: whether it is awaited, and whether it fetches samples, batches of them, or both.
+"""Finds out whether a dataset is awaited, and whether it fetches samples, batches of them, or both.
 
 Data path: none; asked before the first fetch.
 """
@@ -91,7 +91,7 @@ class MessagedDataset:
     """
 
     loss: str
-    """What is lost with a worker that is replaced, for the warning of that."""
+    """The state that is lost with a worker that is replaced, for the warning."""
 
     def epoch_message(self) -> bytes:
         """Return the message of the next epoch, not empty. Called in the main process."""

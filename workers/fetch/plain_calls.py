@@ -1,7 +1,7 @@
 """Finds functions of the user's that would have to be awaited, where they are called and not awaited.
 
-Data path: none; asked when a loader is made, or before the call. Else such a function does nothing, and says nothing:
-its coroutine is dropped, or becomes a batch.
+Data path: none; checked when a loader is made, or before the call. A call of such a function would run none of its
+code, without an error: its coroutine would be dropped, or become a batch.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class SampleErrorHandler:
                 if self._asynchronous:
                     sample = await sample
             except Exception as another:
-                # A transport's error says nothing about the substitute.
+                # A transport's error is no fault of the substitute.
                 if not is_about_sample(another):
                     raise
                 failed.append(self._record(substitute, position, another, "skipped"))

@@ -171,8 +171,8 @@ def _call(
         answer.append(error)
         deliver = _failed
     notify(deliver, answer)
-    # An error's frames keep this one. Where no loop takes the error from the threads any more, that must not keep the
-    # threads until the collector comes.
+    # An error's traceback keeps this frame, and `notify` keeps the threads. Where no loop takes the error any more, the
+    # threads would live until the collector runs.
     del notify
 
 

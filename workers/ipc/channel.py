@@ -123,7 +123,7 @@ class Channel:
                 select.select([], [self.sock], [])
 
     def flush(self) -> bool:
-        """Send what is unsent; returns True if nothing is left."""
+        """Send the bytes that wait; returns True if none are left."""
         return self.unsent.flush(self._push)
 
     def _push(self, frame: bytes | memoryview, fds: Sequence[int]) -> int:

@@ -92,7 +92,7 @@ class Collator:
         return self._collate(samples)
 
     def _collate(self, samples: Sequence[Any]) -> Encoded:
-        # A dataset's `__getitems__` may give anything, whose truth and items mean what they will.
+        # `__getitems__` may return any object, so its truth value and its items are used only of a list or a tuple.
         straight = isinstance(samples, (list, tuple)) and bool(samples) and _only_stores_values(samples[0])
         try:
             batch = torch_collate.collate(samples, collate_fn_map=self._map if straight else self._private)
@@ -120,7 +120,7 @@ class Collator:
             or elem.is_quantized
             or elem.requires_grad
             or not has_code(elem.dtype)
-            or not _TENSORS.issuperset(map(type, batch))  # a subclass decides what comes of all, wherever it stands
+            or not _TENSORS.issuperset(map(type, batch))  # a subclass anywhere in the batch decides the result
         ):
             return _collate_tensor_private(batch)
         values = list(batch)
