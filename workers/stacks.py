@@ -227,7 +227,7 @@ class _StackRequest:
 
     def _readable(self) -> None:
         came = self._reader.read()
-        # The second: the loop has released the worker, and closed the reader, since it was asked.
+        # The second test: since the request, the loop has released the worker and closed its reader.
         if self._reader.ended or self._reader.fileno() < 0:
             self._finish()
         elif came:

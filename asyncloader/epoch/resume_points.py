@@ -88,7 +88,7 @@ class ResumePoints:
         """Where a replacement begins. Only valid without an `obstacle`."""
         began = self._starts[worker]
         cursor = self._cursor(worker)
-        # `obstacle` lets this pass only if the stream may be read again, or no batch was answered.
+        # `obstacle` lets this pass for a map dataset, for a stream that may be read again, and before the first answer.
         if cursor is not None and cursor.problem:
             cursor = None
         if not self._iterable:
