@@ -71,7 +71,7 @@ def mutated(bug: Bug, root: Path) -> str:
     """The file's text with the bug in it.
 
     Raises:
-        ListError: the text is not there, is there more than once, or the change is no Python.
+        ListError: the text does not occur, occurs more than once, or the change is no Python.
     """
     file = root / bug.file
     if not file.is_file():
@@ -135,7 +135,7 @@ def run_tests(root: Path, tests: Sequence[str], limit_s: float) -> str:
         except subprocess.TimeoutExpired:
             return f"no end within {limit_s:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # what a test under a bug has left running
+            with contextlib.suppress(ProcessLookupError):  # processes that a test under a bug has left running
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
@@ -151,7 +151,7 @@ def run_tests(root: Path, tests: Sequence[str], limit_s: float) -> str:
 
 
 def rewrite(file: Path, text: str) -> None:
-    """Change the file, and its time by a second: by that, and its size, Python tells that compiled code is stale."""
+    """Change the file, and its time by a second: by that, and its size, Python recognizes stale compiled code."""
     changed = file.stat().st_mtime_ns + 1_000_000_000
     file.write_text(text, encoding="utf-8")
     os.utime(file, ns=(changed, changed))

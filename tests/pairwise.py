@@ -37,7 +37,7 @@ def covering(rows: Sequence[Row], *, in_pairs: bool = True, alone: Collection[Ha
     chosen: list[int] = []
     used: Counter[tuple[int, Hashable]] = Counter()
     while missing:
-        # Of equally good rows the one whose values were chosen least: the third column is spread, too.
+        # Of equally good rows the row whose values were chosen least: the third column is spread, too.
         best = max(
             range(len(rows)),
             key=lambda number: (len(wanted[number] & missing), -sum(used[each] for each in enumerate(rows[number]))),

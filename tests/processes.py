@@ -10,10 +10,10 @@ from typing import Any
 
 
 def children_of(pid: int) -> list[int]:
-    """Children of a process, of whichever of its threads, also those that ended and that nobody waited for.
+    """Children of a process, of all of its threads, zombies included.
 
     Raises:
-        FileNotFoundError: there is no such process.
+        FileNotFoundError: the process does not exist.
     """
     tasks = Path(f"/proc/{pid}/task")
     while True:
@@ -49,10 +49,10 @@ def helpers_of_multiprocessing() -> tuple[set[int], set[int]]:
 
 
 def own_children() -> list[int]:
-    """This process's children, but for those helpers. What a fork server forks is not among them."""
+    """This process's children, but for those helpers. The children of a fork server are not among them."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # reaps nothing
     except ChildProcessError:
-        return []  # There are none at all. Most tests end so, and reading /proc takes a millisecond, twice a test.
+        return []  # It has no children. Most tests end so, and reading /proc takes a millisecond, twice per test.
     helpers, _ = helpers_of_multiprocessing()
     return [pid for pid in children_of(os.getpid()) if pid not in helpers]

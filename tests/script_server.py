@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 
 ANSWER = struct.Struct("i")
 LARGEST_REQUEST = 1 << 17  # bytes; an environment and a -c program
-CHANGING = "PYTEST_CURRENT_TEST"  # the one variable that differs between any two tests
+CHANGING = "PYTEST_CURRENT_TEST"  # the only variable that differs between any two tests
 
 SHARED = "ASYNCLOADER_SCRIPT_SERVERS"
 """The variable in which `python -m tests` names a folder for the sockets of its forks' servers, and its pid."""
@@ -54,7 +54,7 @@ class Forked(subprocess.Popen[str]):
 
     def _execute_child(self, args: list[str], *rest: Any) -> None:
         cwd, env = rest[4:6]
-        pipes = rest[9:15]  # stdin, stdout, stderr: the end to read from, and the one to write to
+        pipes = rest[9:15]  # stdin, stdout, stderr: the end to read from, and the end to write to
         options, program = split(args[1:])
         self._answers, answers = os.pipe()
         standard = [given if given != -1 else own for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
@@ -252,7 +252,7 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
     """Run the program as `__main__` of this process.
 
     Raises:
-        SystemExit: with 1, after an exception that nobody caught.
+        SystemExit: with 1, after an uncaught exception.
     """
     os.chdir(cwd)
     os.environ.clear()
@@ -296,7 +296,7 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
 if __name__ == "__main__":
     given, its_owner = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
     if os.fork():
-        os._exit(0)  # the server is nobody's child: tests look at the children of their process
+        os._exit(0)  # the server is not a child of a test's process: tests check their process's children
     del sys.path[0]  # this file's folder
     import numpy as np
     import torch
@@ -305,5 +305,5 @@ if __name__ == "__main__":
         import_module("asyncloader.async_loader")
     GENERATORS = (np.random.seed, torch.default_generator.seed)
     gc.collect()
-    gc.freeze()  # what was imported: at its end a program would copy all of its pages, for a second
+    gc.freeze()  # the imported objects: at its end a program would copy all of their pages, which takes a second
     become(**serve(given, its_owner))

@@ -109,7 +109,7 @@ def top_level_names(names: Iterable[str]) -> set[str]:
 
 
 def test_every_room_has_a_floor() -> None:
-    """The tables above name what there is, and nothing else: a module that moved does not drop out of them."""
+    """The tables above name every module, and no other: a module that moved does not drop out of them."""
     assert FLOOR.keys() == {room(module) for module in MODULES}
     assert PURE - MODULES.keys() == set()
 
@@ -195,7 +195,7 @@ def test_only_the_bridge_starts_a_loop() -> None:
 
 
 def test_nothing_is_shielded_by_asyncio() -> None:
-    """Its `shield` may have the event loop log an error that somebody gets; see `shielding.py`."""
+    """Its `shield` may have the event loop log an error that a caller receives, too; see `shielding.py`."""
     uses = {
         module
         for module, path in MODULES.items()
@@ -253,7 +253,7 @@ def test_no_deprecated_loop_calls() -> None:
 
 
 def test_third_party_imports_are_declared() -> None:
-    """What a module needs at import is a runtime dependency; what it needs late may be an extra."""
+    """A package that a module needs at import is a runtime dependency; packages imported later may be extras."""
 
     def names(requirements: list[str]) -> set[str]:
         """Of the modules: a distribution's name may have a hyphen instead of an underscore."""
@@ -310,7 +310,7 @@ def test_every_module_has_a_test_of_its_name_or_says_where_it_is_tested() -> Non
 
 
 def test_files_are_short() -> None:
-    """One file, one job: at most 500 lines, besides comments, which nobody should save on."""
+    """One file, one job: at most 500 lines, besides comments, which should not be saved on."""
     lengths = {
         path: sum(not line.lstrip().startswith("#") for line in path.read_text().splitlines())
         for path in [*MODULES.values(), *TESTS]
@@ -320,7 +320,7 @@ def test_files_are_short() -> None:
 
 @pytest.mark.thorough
 def test_tests_state_the_fact_tested() -> None:
-    """Every test has a docstring; read alone, they say what the package promises."""
+    """Every test has a docstring; together these state the package's guarantees."""
     silent = [
         f"{path.relative_to(ROOT)}: {node.name}"
         for path in TESTS

@@ -1,8 +1,8 @@
 """Finalizers signal and never wait: every `__del__`, weak reference's callback and hook at exit or at a fork is read,
 with all that it calls in the package.
 
-Finalizers run in any thread, which may hold a lock that the one waited for needs; and once the interpreter is
-finalizing no daemon thread ever runs again (from Python 3.13 on), so that whoever waits for one, waits for ever.
+Finalizers run in any thread, which may hold a lock that the awaited thread needs; and once the interpreter is
+finalizing no daemon thread ever runs again (from Python 3.13 on), so that a wait for such a thread never ends.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ WAITS = {"join", "wait", "wait_for", "result", "acquire", "run", "get", "sleep",
 """Methods and functions that wait; `get` only of a queue."""
 
 BOUNDED = {
-    # What a hook at exit may wait for: it runs while daemon threads still do.
+    # Waits that a hook at exit may make: it runs while daemon threads still do.
     "join_all: thread.join": "until a deadline that all threads have in common",
     "_leave_all: thread.join": "ditto, of the threads that tell the other ranks",
     "Bridge.wait_for_releases: thread.join": "its argument",
     "FetchPlace.close: self._thread.join": "its argument, which at exit is a deadline that all have in common",
     "JobThreads.join: thread.join": "its argument",
     "_settle: time.sleep": "a twentieth of a second",
-    # Processes end by themselves once they are told to, whatever the threads of this one are at.
+    # Processes end by themselves once they are asked to, whatever the threads of this process do.
     "hang_up: poll.poll": "five seconds",
     "hang_up: select.poll": "not at all: it makes the object",
-    # Reached from a finalizer where no thread can be started any more, and then the pool is nobody else's.
+    # Reached from a finalizer only where no thread can be started any more, and then no other thread uses the pool.
     "WorkerPool.stop: with self._stop_lock": "five seconds",
     "WorkerPool.stop: with self._making": "as long as a line of code takes",
     "WorkerPool.stop: shutdown.run": "five seconds",
@@ -127,7 +127,7 @@ def calls(function: Function) -> list[Function]:
 
 
 def called(function: Function, call: ast.Call) -> Iterator[Function]:
-    """What of the package this call may be of. What is handed over to be called elsewhere is not called here."""
+    """The package's functions that this call may reach, without functions that are handed over to be called elsewhere."""
     target = call.func
     if isinstance(target, ast.Name):
         every = [found for found in functions().get(target.id, ()) if not found.owner or found.node.name == "__init__"]
@@ -226,7 +226,7 @@ def reached(root: Function) -> list[Function]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("root", finalizers(), ids=lambda root: f"{root.module}:{root.name}")
 def test_a_finalizer_waits_for_nothing(root: Function) -> None:
-    """Neither it nor what it calls joins a thread, takes a lock, or waits for what another thread must do."""
+    """Neither it nor the functions that it calls join a thread, take a lock, or wait for another thread's work."""
     found = {place for function in reached(root) for place in waits(function)}
     assert found <= BOUNDED.keys()
 
@@ -234,7 +234,7 @@ def test_a_finalizer_waits_for_nothing(root: Function) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("root", functions()["__del__"], ids=lambda root: f"{root.module}:{root.name}")
 def test_nothing_of_ours_runs_while_the_interpreter_is_finalizing(root: Function) -> None:
-    """By then modules may be cleared, and threads are gone: who calls code of the package asks first."""
+    """By then modules may be cleared, and threads have ended: a caller of the package's code checks this first."""
     assert len(reached(root)) == 1 or "exiting()" in ast.unparse(root.node)
 
 

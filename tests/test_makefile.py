@@ -75,7 +75,7 @@ def declared() -> set[str]:
 
 
 def test_pages_name_targets_that_exist() -> None:
-    """What a page tells its reader to type, in a line of its own or between backquotes."""
+    """The commands that a page has the reader type, in a line of their own or between backquotes."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     named = {page: re.findall(r"(?:^ {4}|`)make ([a-z][\w-]*)", page.read_text(), re.MULTILINE) for page in pages}
     assert {page: targets for page, targets in named.items() if not {*targets} <= {*TARGETS}} == {}

@@ -1,4 +1,4 @@
-"""The script that plants bugs: its list fits the rules, and it tells a killed bug from a survivor."""
+"""The script that plants bugs: its list fits the rules, and it distinguishes a killed bug from a survivor."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_tests_that_fail_anyway_prove_nothing(tree: Path, spoil: Callable[[str],
 
 
 def test_the_list_fits_the_code() -> None:
-    """Whoever changes a line in which a bug is planted plants it anew."""
+    """After a change of a line in which a bug is planted, its entry must be changed, too."""
     check(read(BUGS), Path(__file__).parents[1])
 
 

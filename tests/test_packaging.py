@@ -25,7 +25,7 @@ LINKS = ("asyncloader/workers", "asyncloader/transports")
 
 
 def copy_tree(target: Path) -> Path:
-    """Copy what the build reads: building in place would leave files here, and would pick up stale ones."""
+    """Copy the files that the build reads: building in place would leave files here, and would pick up stale files."""
     target.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target)
@@ -107,7 +107,7 @@ def test_checkout_without_links_builds_the_same_wheel(wheel: Path, tmp_path: Pat
 
 @pytest.mark.thorough
 def test_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    """What is published as source holds all that the wheel is made of."""
+    """The source distribution holds all files of which the wheel is made."""
     sdist = build(copy_tree(tmp_path / "tree"), tmp_path / "sdist", "sdist")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
@@ -143,7 +143,7 @@ PLAIN = {
     "asked for its version": "import asyncloader.__main__ as a; a.main(['--version'])",
     "asked for help": "import asyncloader.__main__ as a; a.main(['serve', '--help'])",
 }
-RUNTIME = {"asyncloader", "torch", "numpy", "uvloop", "aiofiles", "typing_extensions"}  # the last one comes with torch
+RUNTIME = {"asyncloader", "torch", "numpy", "uvloop", "aiofiles", "typing_extensions"}  # the last comes with torch
 
 
 @pytest.mark.parametrize("way", PLAIN)

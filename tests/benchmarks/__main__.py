@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
 
 
 def compare(options: argparse.Namespace, seconds: float, log: Callable[[str], None]) -> int:
-    """Measure this checkout against another one and print the table; the exit code.
+    """Measure this checkout against another checkout and print the table; the exit code.
 
     Raises:
         JobFailed: a measurement failed.
@@ -135,7 +135,7 @@ def save(
     """Write the page, with the sections on memory and on remote objects, and its picture beside it."""
     page.parent.mkdir(parents=True, exist_ok=True)
     text = report.page(results, dates, command, memory, remotes)
-    # What other commands measured stays: this machine need not have a card.
+    # The sections of other commands stay: this machine need not have a card.
     before = page.read_text(encoding="utf-8") if page.exists() else ""
     for title in (service.TITLE, service_delays.TITLE, gpu_report.TITLE):
         kept = sections.find(before, title)

@@ -1,6 +1,6 @@
 """Measures this checkout's loaders against another checkout's, side by side in one run: `--against PATH`.
 
-Every measurement of the one tree stands beside the same one of the other, each in a process of its own. A round gives
+Each measurement is made in both trees, each time in a process of its own. A round gives
 each row one ratio; over the rounds the logarithms of the ratios have a mean, and Student's t its 95 % confidence
 bounds. A row is short when even the upper bound says that the new tree is slower.
 """
@@ -19,11 +19,11 @@ from .harness import ROOT, Results, record, run_job
 from .plan import ASYNC_PLAIN, METRICS, OURS, Job, Metric, jobs
 
 ROW_FLOOR, MEAN_FLOOR = 0.98, 0.99
-"""What the upper bound must reach: of each row, and of the geometric mean over all of them."""
+"""The value that the upper bound must reach: of each row, and of the geometric mean over all of them."""
 NO_RATIO = ("seeded/cost", "shuffle/memory")
 """Metrics that are differences of two measurements: they may be zero or less."""
 
-# Student's t, two-sided 95 %, by degrees of freedom. Between two entries the smaller one holds: its bounds are wider.
+# Student's t, two-sided 95 %, by degrees of freedom. Between two entries the smaller counts: its bounds are wider.
 T95 = {
     **dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228), 1)),
     **dict(enumerate((2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086), 11)),
@@ -86,7 +86,7 @@ def compare(new: Results, old: Results) -> Comparison:
             logs.append([sign * math.log(mine / other) for mine, other in pairs])
             was, now = (tree.median(metric.key, loader) * metric.scale for tree in (old, new))
             rows.append(Row(metric, loader, was, now, bounds(logs[-1])))
-    # Rows of one round share the machine's mood of that minute: a round is one observation of the mean, not many.
+    # Rows of a round share the machine's load of that minute: a round is one observation of the mean, not many.
     return Comparison(rows, bounds([statistics.fmean(each) for each in zip(*logs, strict=True)]))
 
 
@@ -102,7 +102,7 @@ def plan(rows: tuple[str, ...], seconds: float, full: bool) -> list[Job]:
 def measure(
     other: Path, plan: Callable[[int], list[Job]], rounds: int, log: Callable[[str], None]
 ) -> tuple[Results, Results]:
-    """Run the plan's jobs in both trees, this one and `other`; which of the two goes first turns around.
+    """Run the plan's jobs in both trees, this one and `other`, in an order that alternates.
 
     Raises:
         JobFailed: a job failed, or took another tree's package.

@@ -1,4 +1,4 @@
-"""What runs in the fresh process of one measurement: `python -m tests.benchmarks.child JOB OUTPUT`.
+"""The program of the fresh process of a measurement: `python -m tests.benchmarks.child JOB OUTPUT`.
 
 JOB is the JSON of a `Job`; the result goes to the file OUTPUT as JSON. The module imports little at the
 top: a worker started by spawn or by a fork server imports it again.
@@ -53,7 +53,7 @@ def throughput(job: Job) -> dict[str, Any]:
 def _timed_epochs(
     job: Job, workload: Workload, check: Callable[[Any], list[int]], measured: dict[str, list[Pass]]
 ) -> Iterator[Pass]:
-    """A checked warm-up epoch, then for each way to consume as many epochs as fill the time, at least two."""
+    """A checked warm-up epoch, then for each way to consume at least two epochs, until the time is over."""
     from .loaders import Pass
 
     warm_up = Pass(check)
@@ -87,7 +87,7 @@ def check_positions(workload: Workload, arrived: list[list[int]], batches: int, 
 
 
 def inline(job: Job) -> dict[str, Any]:
-    """Batches per second without workers, of several loaders in turn in this one process."""
+    """Batches per second without workers, of several loaders in turn in this process."""
     from .loaders import Pass, build, drive
     from .workloads import WORKLOADS
 
@@ -245,7 +245,7 @@ PROBES: dict[str, Callable[[Job], dict[str, Any]]] = {
 
 
 def check_tree(found: str | None, tree: str) -> None:
-    """Hold the file that `import asyncloader` found against the checkout that the job names, or else this one.
+    """Check that `import asyncloader` found the file of the checkout that the job names, or else of this checkout.
 
     Raises:
         ImportError: it lies in another tree.

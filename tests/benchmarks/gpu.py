@@ -1,6 +1,6 @@
-"""What a card gets from the loader: `python -m tests.benchmarks.gpu`; 1 if a figure is short, 2 if one failed.
+"""The benchmarks on a GPU: `python -m tests.benchmarks.gpu`; 1 if a figure is short, 2 if a measurement failed.
 
-The files, from the top down: `gpu_plan` says what is measured and wanted, `gpu_child` carries out one measurement in a
+The files, from the top down: `gpu_plan` has the measurements and bounds, `gpu_child` carries out one measurement in a
 process of its own by `gpu_slot` (a, d), `gpu_end` (b), `gpu_step` (c) or `gpu_soak` (e), over `gpu_loaders` and
 `gpu_content` on a `gpu_card`, and `gpu_report` makes the tables.
 """
@@ -32,7 +32,7 @@ class Measured(NamedTuple):
     Args:
         results: of them.
         rounds: their number.
-        notes: on what was left out.
+        notes: on parts that were left out.
         broken: measurements of ours that failed.
     """
 
@@ -75,13 +75,13 @@ def measure(
     log: Callable[[str], None],
     do: Callable[[GpuJob, float], Outcome] | None = None,
 ) -> Measured:
-    """Measure all of it, round by round. What fails is noted, and the rest goes on; so is what a quick run has no time
-    for.
+    """Measure all of it, round by round. Failures are noted, and the rest goes on; parts for which a quick run has no
+    time are noted, too.
 
     Args:
-        run: what is wanted.
+        run: the parts to measure.
         rounds: how many.
-        log: told what happens.
+        log: called with each line of progress.
         do: carries out a job within a number of seconds; the default does so in a process.
     """
     results, notes, broken = Results(), list[str](), 0
@@ -127,7 +127,7 @@ def _reason(text: str) -> str:
 
 
 def computer() -> dict[str, str]:
-    """What it ran on: the machine's names and versions that matter here, and the card's."""
+    """The names and versions of the machine that matter here, and of the card."""
     from . import gpu_card
 
     found = machine()

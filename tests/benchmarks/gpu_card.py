@@ -32,14 +32,14 @@ class Card:
             torch.cuda.synchronize(self.device)
 
     def side_stream(self) -> Callable[[], AbstractContextManager[None]]:
-        """A new stream: what is called and returned makes it the current one."""
+        """A new stream, as a function whose result makes it the current stream."""
         if not self.cuda:
             return nullcontext
         stream = torch.cuda.Stream(self.device)
         return lambda: torch.cuda.stream(stream)
 
     def accelerator(self) -> Accelerator:
-        """What the loader would use for it."""
+        """The accelerator that the loader would use for it."""
         return open_accelerator(self.device) or PlainAccelerator(self.device)
 
     def mark(self) -> Mark:
@@ -60,7 +60,7 @@ class Mark:
             self._clock = time.perf_counter()
 
     def wait(self) -> None:
-        """Until the device is there."""
+        """Wait until the device has reached it."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -72,7 +72,7 @@ class Mark:
 
 
 def describe() -> dict[str, str]:
-    """The card, its driver, CUDA and torch, for the page; where something cannot be told, it says so."""
+    """The card, its driver, CUDA and torch, for the page, with a text in place of anything that is unknown."""
     found = {"torch": torch.__version__, "CUDA": str(torch.version.cuda)}
     if torch.cuda.is_available():
         found["card"] = torch.cuda.get_device_name()

@@ -1,4 +1,4 @@
-"""What is loaded on a card, and how it is checked there.
+"""The content that is loaded on a card, and the checks of it there.
 
 Images come ready made from a small pool, so that loaders are measured and not decoding; a sample's label is its
 position. On the device each image is summed as integers, which is exact and costs next to nothing there; the sums and
@@ -34,7 +34,7 @@ class ReadyImages(Dataset[tuple[torch.Tensor, int]]):
 
     def __init__(self, dtype: torch.dtype, samples: int = ENDLESS) -> None:
         self.samples = samples
-        # Each in memory of its own: who pickles a view pickles all that it is a view of.
+        # Each in memory of its own: pickling a view pickles all of the memory that it views.
         self._images = [image.clone() for image in image_pool(dtype)]
 
     @property
@@ -78,7 +78,7 @@ class ImageCheck:
         self._same: list[torch.Tensor] = []
 
     def note(self, batch: Sequence[torch.Tensor]) -> None:
-        """Take note of a batch's labels and sums."""
+        """Record a batch's labels and sums."""
         images, labels = batch
         if images.device != self._pool.device or labels.device != self._pool.device:
             raise WrongContent(f"a batch on {images.device} and {labels.device}, not {self._pool.device}")
@@ -86,13 +86,13 @@ class ImageCheck:
         self._seen.append(image_sums(images))
 
     def compare(self, batch: Sequence[torch.Tensor]) -> None:
-        """The same, and compare all of its images with the pool."""
+        """Record a batch's labels and sums, and compare all of its images with the pool."""
         self.note(batch)
         images, labels = batch
         self._same.append((images == self._pool[labels % POOL]).all())
 
     def settle(self) -> int:
-        """Hold what was noted against what should have come; returns the number of batches.
+        """Compare the record with the expected batches; returns their number.
 
         Raises:
             WrongContent: a batch is missing, comes twice, is out of its place or holds something else.
@@ -138,7 +138,7 @@ class Shape(NamedTuple):
     Args:
         dtype: its dtype.
         shape: its shape; may be empty, or hold zeros.
-        transposed: its last two dimensions lie the other way round in memory.
+        transposed: its last two dimensions are swapped in memory.
     """
 
     dtype: torch.dtype
@@ -147,7 +147,7 @@ class Shape(NamedTuple):
 
 
 def soak_shapes(index: int) -> list[Shape]:
-    """What the tensors of batch `index` are: one to four, mostly small, now and then large."""
+    """The shapes of the tensors of batch `index`: one to four, mostly small, now and then large."""
     draw = random.Random(index)
     found: list[Shape] = []
     room = LARGEST if draw.random() < 0.02 else 1 << draw.randint(4, 16)
@@ -178,7 +178,7 @@ def checksum(content: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 class SoakBatches(Dataset[dict[str, Any]]):
-    """Batch i: tensors of random bits in `soak_shapes(i)`, and what they are: its number and its checksum."""
+    """Batch i: tensors of random bits in `soak_shapes(i)`, with its number and its checksum."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches

@@ -102,8 +102,8 @@ _UNFINISHED: list[Any] = []
 
 
 def end(job: GpuJob) -> Outcome:
-    """(b): samples a second, and CPU seconds of this process for a batch, with each number of workers. One with which
-    the loader fails does not keep the others from being measured.
+    """(b): samples per second, and CPU seconds of this process per batch, with each number of workers. If the loader
+    fails with a number of workers, the other numbers are still measured.
     """
     card = Card(job.device)
     dataset = ReadyImages(getattr(torch, job.workload))

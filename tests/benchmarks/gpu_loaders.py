@@ -51,7 +51,7 @@ def moved(loader: Iterable[list[torch.Tensor]], device: torch.device) -> Iterato
 
 
 def prefetched(loader: Iterable[list[torch.Tensor]], device: torch.device) -> Iterator[list[torch.Tensor]]:
-    """The usual prefetcher: the next batch is copied in a side stream while the consumer works on this one.
+    """The usual prefetcher: the next batch is copied in a side stream while the consumer works on its batch.
 
     The consumer's stream waits for the side stream before the next copy is given to it; `record_stream` keeps a batch's
     memory from being given to a later copy while the consumer's kernels still read it.

@@ -1,4 +1,4 @@
-"""What is measured on a card, and what each figure must reach. Pure data: nothing heavy is imported here."""
+"""The measurements on a card, and the bound of each figure. Pure data: nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STEP_OVER_LOADER = 1.5
 SOAK, SOAK_QUICK = 100_000, 2_000
 
 SLOT_RATIO = 0.95
-"""Least share of a pinned tensor's bytes a second."""
+"""Least share of a pinned tensor's bytes per second."""
 
 END_RATIO = 1.0
 """The ratio to each other loader is more than this."""
@@ -60,7 +60,7 @@ STEP_RATIO = 1.02
 """Most of a step's time on a cached batch."""
 
 LOCK_S = 0.15
-"""Most seconds to page-lock a GB whose pages are there."""
+"""Most seconds to page-lock a GB whose pages exist."""
 
 JOB_LIMIT_S = 240.0
 QUICK_JOB_LIMIT_S = 75.0
@@ -92,7 +92,7 @@ class GpuJob(Job):
 
 
 class Outcome(NamedTuple):
-    """What a job gives.
+    """The results of a job.
 
     Args:
         figures: numbers by metric and name.
@@ -105,7 +105,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What the command was asked for.
+    """The parts and sizes that the command measures.
 
     Args:
         parts: letters of `PARTS`.
@@ -146,7 +146,7 @@ class Run:
         return SOAK_LIMIT_S if job.probe == "soak" else JOB_LIMIT_S
 
     def jobs(self, number: int) -> list[GpuJob]:
-        """The jobs of one round; the soak, and in a quick run all but (a) and (b), belong to the first one alone."""
+        """The jobs of one round; the soak, and in a quick run all but (a) and (b), belong to the first round alone."""
         planned: list[GpuJob] = []
         first = number == 0
         every = first or not self.quick
@@ -174,12 +174,12 @@ class Run:
 
 
 def slot_metric(size: str) -> str:
-    """Key of (a): bytes a second."""
+    """Key of (a): bytes per second."""
     return f"slot/{size}"
 
 
 def end_metric(dtype: str, workers: int) -> str:
-    """Key of (b): samples a second."""
+    """Key of (b): samples per second."""
     return f"end/{dtype}/{workers}"
 
 
@@ -194,10 +194,10 @@ def staged_metric(dtype: str, workers: int) -> str:
 
 
 CACHED, FED, BATCH_TIME = "step/cached", "step/fed", "step/batch"
-"""Keys of (c): seconds a step; seconds for a batch of our loader alone."""
+"""Keys of (c): seconds per step; seconds per batch of our loader alone."""
 
 LOCK, PAGES, UNLOCK, LOADER_LOCK = "lock/lock", "lock/pages", "lock/unlock", "lock/loader"
-"""Keys of (d): seconds a GB, all under the name `FACADE`."""
+"""Keys of (d): seconds per GB, all under the name `FACADE`."""
 
 WRONG, COMPARED, SOAK_S = "soak/wrong", "soak/batches", "soak/seconds"
 """Keys of (e)."""

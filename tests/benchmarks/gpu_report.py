@@ -50,7 +50,7 @@ COMMAND = "python -m tests.benchmarks.gpu"
 
 @dataclass(frozen=True)
 class GpuVerdict:
-    """One figure and what it must be.
+    """A figure and its bound.
 
     Args:
         part: letter of `PARTS`.
@@ -58,7 +58,7 @@ class GpuVerdict:
         loader: of ours.
         value: measured, a median.
         low, high: smallest and largest of a single round.
-        bound: what it must reach or may reach.
+        bound: the least or largest value allowed.
         sign: "at least", "more than" or "at most".
     """
 
@@ -119,7 +119,7 @@ def verdicts(results: Results) -> list[GpuVerdict]:
 
 
 def verdict_table(results: Results) -> str:
-    """The wanted figures in Markdown; empty if there are none."""
+    """The figures with bounds in Markdown; empty if none was measured."""
     lines = ["| | against | of ours | measured | rounds | wanted | |", "|---|---|---|--:|--:|--:|---|"]
     for each in verdicts(results):
         said = "ok" if each.ok else "**short**"
@@ -142,7 +142,7 @@ def slot_table(results: Results) -> str:
 
 
 def end_table(results: Results, dtype: str) -> str:
-    """(b): samples a second in Markdown; empty if they were not measured."""
+    """(b): samples per second in Markdown; empty if they were not measured."""
     workers = _measured_workers(results, dtype)
     return _table(
         f"{dtype} images, samples/s",
@@ -175,7 +175,7 @@ def step_table(results: Results) -> str:
 
 
 def lock_table(results: Results) -> str:
-    """(d): seconds a GB in Markdown; empty if they were not measured."""
+    """(d): seconds per GB in Markdown; empty if they were not measured."""
     columns = {
         "to get the pages": PAGES,
         "to lock them": LOCK,
@@ -220,8 +220,8 @@ def section(results: Results, command: str, rounds: int, machine: Mapping[str, s
         results: of all rounds.
         command: that made them.
         rounds: how many.
-        machine: what it ran on: name and value.
-        notes: on what was left out.
+        machine: the machine's properties: name and value.
+        notes: on parts that were left out.
     """
     said = [*notes, *(f"Failed: {each}." for each in results.failures)]
     return "\n\n".join(
@@ -240,7 +240,7 @@ def section(results: Results, command: str, rounds: int, machine: Mapping[str, s
 
 
 def not_measured() -> str:
-    """The section of the page as long as there was no card to measure on."""
+    """The section of the page before any measurement on a card."""
     counts = ", ".join(map(str, WORKERS))
     against = "torch with pin_memory, the same with a side-stream prefetcher, and SPDL"
     images = " and ".join(DTYPES)

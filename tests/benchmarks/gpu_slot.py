@@ -1,4 +1,4 @@
-"""Copies from a ring's slots through `DeviceStage`, against copies from pinned tensors; and what page-locking costs.
+"""Copies from a ring's slots through `DeviceStage`, against copies from pinned tensors; and the time of page-locking.
 
 No worker takes part: this process fills a ring once, and gives the stage descriptors of its slots again and again, as
 fast as a consumer that keeps nothing takes the batches.
@@ -75,7 +75,7 @@ class FilledRing:
         self.sums = [int(word_sum(content)) for content in self.contents]
 
     def answer(self, seq: int) -> tuple[int, Action] | None:
-        """A free slot and what a worker would have said about it; None if there is none."""
+        """A free slot and a worker's message about it; None if no slot is free."""
         slot = self.ring.take()
         if slot is None:
             return None
@@ -89,7 +89,7 @@ def word_sum(content: torch.Tensor) -> torch.Tensor:
 
 
 class Feed:
-    """A stage over a filled ring, and the one who feeds it and takes from it.
+    """A stage over a filled ring, with its feeder and consumer.
 
     Args:
         filled: the ring.
@@ -116,11 +116,11 @@ class Feed:
         self._stage.close()
 
     def copies(self, seconds: float, checked: Callable[[int, torch.Tensor], None] | None = None) -> tuple[int, float]:
-        """Let batches through for so long; the number of those, and the time until the last one was there.
+        """Let batches through for `seconds`; their number, and the time until the last batch had come.
 
         Args:
             seconds: how long.
-            checked: called with each batch and the slot that it came from; the clock runs meanwhile.
+            checked: called with each batch and the slot that it came from, while the clock runs.
         """
         self._card.synchronize()
         began = time.perf_counter()
@@ -181,7 +181,7 @@ def check(feed: Feed, filled: FilledRing) -> None:
 
 
 class PinnedCopies:
-    """The other side of the ratio: as many pinned tensors as the ring has slots, copied to the device one by one."""
+    """The denominator of the ratio: a pinned tensor for each slot of the ring, copied to the device one by one."""
 
     def __init__(self, filled: FilledRing, card: Card) -> None:
         self._card = card
@@ -194,7 +194,7 @@ class PinnedCopies:
         self._stream = card.side_stream()
 
     def copies(self, seconds: float) -> tuple[int, float]:
-        """As `Feed.copies`: copies are given to the stream as fast as it takes them, a few ahead."""
+        """Give copies to the stream as fast as it takes them, a few ahead. See `Feed.copies`."""
         self._card.synchronize()
         began = time.perf_counter()
         count, marks = 0, list[Any]()
@@ -218,7 +218,7 @@ class PinnedCopies:
 
 
 def slot(job: GpuJob) -> Outcome:
-    """(a): bytes a second by metric and name, medians of turns of both ways."""
+    """(a): bytes per second by metric and name, medians of turns of both ways."""
     card = Card(job.device)
     sizes = {str(job.size): job.size} if job.size else SLOT_SIZES
     rates = {slot_metric(name): _slot(nbytes // 8 * 8, job.seconds, card) for name, nbytes in sizes.items()}
@@ -249,9 +249,10 @@ def _slot(nbytes: int, seconds: float, card: Card) -> dict[str, float]:
 
 
 def lock(job: GpuJob) -> Outcome:
-    """(d): seconds a GB to get a ring's pages, to lock and to unlock them; and of a loader's own rings, both together.
+    """(d): seconds per GB to allocate a ring's pages, to lock and to unlock them; for a loader's own rings, to allocate
+    and lock them.
 
-    Where the device has no such thing, nothing is measured.
+    Where the device cannot lock pages, nothing is measured.
     """
     card = Card(job.device)
     accelerator = card.accelerator()

@@ -2,8 +2,8 @@
 
 The consumer drops each batch at once, before the device has looked at it, so that slots and device memory are used
 again as soon as anything allows it; now and then it holds its stream up by a long computation, and in every second
-epoch it works in a stream of its own. A batch carries its number with its checksum: a batch that lies whole where
-another one should be is found as well.
+epoch it works in a stream of its own. A batch carries its number with its checksum: an intact batch in the place of
+another batch is found as well.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Comparison:
         self.batches = 0
 
     def add(self, number: int, batch: dict[str, Any]) -> None:
-        """Compare batch `number`; the device does it when its stream is there.
+        """Compare batch `number`; the device does it when its stream gets there.
 
         Raises:
             WrongContent: it has other shapes, dtypes or another device than it should.
@@ -91,7 +91,7 @@ def _compare(batches: Iterator[Any], comparison: Comparison, count: int) -> None
     for number in range(count):
         comparison.add(number, next(batches))
         if number % LOOK_EACH == LOOK_EACH - 1:
-            comparison.wrong()  # bounds what the host is ahead of the device
+            comparison.wrong()  # limits how far the host is ahead of the device
     if next(batches, None) is not None:
         raise WrongContent(f"more than {count} batches came")
     comparison.wrong()

@@ -1,8 +1,8 @@
-"""What feeding costs a training step: the same steps on a batch that stays on the device, and on those of a loader.
+"""The cost of feeding a training step: the same steps on a batch that stays on the device, and on a loader's batches.
 
-The step is made so long that the loader can keep up: one and a half of the time that it takes for a batch when nothing
-else is done. Times are the device's, from the end of a step to the end of the last one: whatever holds up the device,
-waiting for batches included, is in them.
+The step is made so long that the loader can keep up: 1.5 times the loader's time for a batch when nothing else is done.
+Times are the device's, from the end of a step to the end of the next: they include every delay of the device, and its
+waiting for batches.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Trainer:
 
     @property
     def enough(self) -> bool:
-        """Whether so many steps were made that there is something to be measured."""
+        """Whether enough steps were made for a measurement."""
         return len(self._marks) >= WARM_UP_STEPS + 3
 
     def step(self, batch: Any, check: ImageCheck) -> None:
@@ -93,7 +93,7 @@ class Trainer:
             self._marks[-1 - STEPS_AHEAD].wait()
 
     def seconds_a_step(self) -> float:
-        """Of the steps counted, but for the first ones."""
+        """The mean of the counted steps, without the first steps."""
         self._card.synchronize()
         return self._marks[-1].since(self._marks[WARM_UP_STEPS]) / (len(self._marks) - 1 - WARM_UP_STEPS)
 
@@ -125,8 +125,8 @@ class Bench:
         return 1 / window.batches_a_second
 
     def on_cached(self, trainer: Trainer, seconds: float) -> float:
-        """Seconds a step on one batch, over and over."""
-        check = ImageCheck(self._pool, self._job.batch)  # costs what it costs with a loader
+        """Seconds per step on a single batch, over and over."""
+        check = ImageCheck(self._pool, self._job.batch)  # costs the same as with a loader
         trainer.begin()
         began = time.perf_counter()
         while time.perf_counter() - began < seconds or not trainer.enough:
@@ -134,7 +134,7 @@ class Bench:
         return trainer.seconds_a_step()
 
     def on_loader(self, trainer: Trainer, name: str) -> float:
-        """Seconds a step on the batches of a loader, from where its buffers are in their steady state."""
+        """Seconds per step on the batches of a loader, from where its buffers are in their steady state."""
         check = ImageCheck(self._pool, self._job.batch)
         taken, began = 0, 0.0
 
@@ -157,7 +157,7 @@ class Bench:
         return figure
 
     def fitting(self, wanted: float) -> Trainer:
-        """A trainer whose step takes at least so many seconds, and not much longer."""
+        """A trainer whose step takes at least `wanted` seconds, and not much longer."""
         blocks, times = 1, list[tuple[int, float]]()
         while True:
             trainer = Trainer(self._card, blocks)
@@ -173,7 +173,7 @@ class Bench:
 
 
 def step(job: GpuJob) -> Outcome:
-    """(c): seconds a step on a cached batch, before and after the loader's, and on each loader's."""
+    """(c): seconds per step on a cached batch, before and after the loader's, and on each loader's."""
     bench = Bench(job)
     loader_time = bench.loader_time()
     trainer = bench.fitting(STEP_OVER_LOADER * loader_time)

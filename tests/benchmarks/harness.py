@@ -96,7 +96,7 @@ def run_rounds(plan: Callable[[int], list[Job]], rounds: int, log: Callable[[str
 
 
 def _attempt(job: Job, results: Results) -> tuple[dict[str, Any], list[tuple[float, Memory]]]:
-    """Run the job; a peer's failure (one of them now and then delivers a batch twice) is noted and tried again."""
+    """Run the job; a peer's failure (a peer now and then delivers a batch twice) is noted, and the job is repeated."""
     for _ in range(PEER_ATTEMPTS - 1 if job.loader in PEERS else 0):
         try:
             return run_job(job)
@@ -163,7 +163,7 @@ def run_job(
     """Run one job in a process of its own.
 
     Args:
-        job: what to measure.
+        job: the measurement.
         module: what does it, given the job's JSON and the file for the result's.
         limit_s: the longest that it may take.
 
@@ -218,7 +218,7 @@ def _sample(pid: int, samples: list[tuple[float, Memory]], done: threading.Event
 
 
 def tree_memory(root: int) -> Memory:
-    """The memory of a process and its descendants; one that ends meanwhile counts zero."""
+    """The memory of a process and its descendants; a process that ends during the call counts zero."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -260,7 +260,7 @@ def _open_shared(pid: int) -> dict[int, int]:
     """The shared-memory segments that a process has open: bytes in use, by inode."""
     found: dict[int, int] = {}
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # already closed
             if _is_shared(str(entry.readlink())):
                 status = entry.stat()
                 found[status.st_ino] = status.st_blocks * 512

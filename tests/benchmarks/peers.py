@@ -47,7 +47,7 @@ class Stream:
     def __init__(self, batches: int, endless: Iterable[Any], keep: Any = None) -> None:
         self.batches = batches
         self.iterator = iter(endless)
-        self.keep = keep  # what must live as long as the iterator
+        self.keep = keep  # objects that must live as long as the iterator
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(self.iterator, self.batches)

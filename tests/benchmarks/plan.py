@@ -1,4 +1,4 @@
-"""What is measured, and the floor under each ratio. Pure data: nothing heavy is imported here.
+"""The measurements, and the floor under each ratio. Pure data: nothing heavy is imported here.
 
 A metric is one number per loader and round. A floor bounds the ratio of two loaders in one metric.
 """
@@ -40,7 +40,7 @@ class Job:
         seconds: least time measured for each way to consume.
         full: check the content of the whole warm-up epoch, not only the places of its samples.
         store: URL of the store that it reads from, for the probe "remote".
-        tree: the checkout whose `asyncloader` is measured, its path resolved; empty for this one.
+        tree: the checkout whose `asyncloader` is measured, its path resolved; empty for this checkout.
     """
 
     probe: str
@@ -64,7 +64,7 @@ class Metric:
     Args:
         row: the name that `--rows` selects it by; several metrics may share one.
         key: unique name.
-        title: what the table calls it.
+        title: its name in the table.
         unit: of the median shown.
         more_is_better: which way the floor points.
         scale: from the measured number to the unit.

@@ -1,4 +1,4 @@
-"""`RayWorkers` beside Ray Data, in one Ray cluster of three machines, which are processes of this one.
+"""`RayWorkers` beside Ray Data, in one Ray cluster of three machines, which are child processes.
 
     python -m tests.benchmarks.ray_cluster
 
@@ -87,7 +87,7 @@ def with_ray_data(seconds: float) -> Callable[[], Iterator[torch.Tensor]]:
 
 
 def epoch(start: Callable[[], Iterator[torch.Tensor]]) -> tuple[float, float, list[int]]:
-    """Batches a second from the first one on, the longest wait, and the rows that came."""
+    """Batches per second from the first batch on, the longest wait, and the rows that came."""
     rows: list[int] = []
     batches = start()
     rows += next(batches)[:, 0].long().tolist()
@@ -147,7 +147,7 @@ def main() -> None:
                 start = with_workers(RayWorkers(2, cpus_per_node=1, resources={"loading": 1}), SLOW_S)
             else:
                 start = with_ray_data(SLOW_S)
-            assert account(epoch(start)[2]) == account(list(range(SAMPLES)))  # until all is there
+            assert account(epoch(start)[2]) == account(list(range(SAMPLES)))  # until all of them have started
             longest, rows = killed(made, start)
             print(f"a machine killed, {kind}: {account(rows)}; longest wait {longest:.2f} s")
 

@@ -1,4 +1,4 @@
-"""Probe of the statistics: what they cost a batch, in the main process and in a worker, and a decoded sample.
+"""Probe of the statistics: their cost per batch, in the main process and in a worker, and per decoded sample.
 
 Run by `child.py` in a fresh process. The cost is a few microseconds of the CPU, far below what one run differs from the
 next by. So the entries of a real run are counted in the blocks that it leaves, and multiplied by the price of one: two
@@ -81,7 +81,7 @@ def _decoded_s() -> float:
 
 
 def _more(one: Callable[[int], Any], other: Callable[[int], Any]) -> float:
-    """Seconds that a call of the one takes more than a call of the other: the median of turns."""
+    """Seconds by which a call of the first takes longer than a call of the second: the median of turns."""
 
     def seconds(function: Callable[[int], Any]) -> float:
         began = time.perf_counter()

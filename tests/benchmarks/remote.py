@@ -1,6 +1,6 @@
-"""What loaders read from a store with a latency: `python -m tests.benchmarks.remote`; 1 if a figure is short.
+"""Reads of loaders from a store with a latency: `python -m tests.benchmarks.remote`; 1 if a figure is short.
 
-The files, from the top down: `remote_plan` says what is measured and wanted, `remote_store` serves `remote_content`,
+The files, from the top down: `remote_plan` has the measurements and bounds, `remote_store` serves `remote_content`,
 `remote_child` measures one of `remote_loaders` (with the clients in `remote_clients`) in a process of its own, and
 `remote_report` makes the tables.
 """

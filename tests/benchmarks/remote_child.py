@@ -1,4 +1,4 @@
-"""What runs in the process of one measurement over the store: a loader, read for some seconds amid an epoch.
+"""The program of the process of a measurement over the store: reads a loader for some seconds amid an epoch.
 
 The clock starts when the loader's buffers and connections are in their steady state. What is read before and after is
 checked alike: every sample is some object of the store, begins and ends as it, and comes once; the first sample of each
@@ -24,7 +24,7 @@ WARM_UP_S = 1.0
 
 
 class Window:
-    """Takes what a loader gives, checks it, and measures the part between warm-up and end.
+    """Takes a loader's batches, checks them, and measures the part between warm-up and end.
 
     Both ends lie where the batches that came are a multiple of the workers: slow ones come in bursts of one each.
 
@@ -77,7 +77,7 @@ class Window:
         return True
 
     def result(self) -> dict[str, float]:
-        """Samples a second, CPU seconds a sample of this process and its descendants.
+        """Samples per second, CPU seconds per sample of this process and its descendants.
 
         Raises:
             WrongContent: a sample came twice.
@@ -106,7 +106,7 @@ def tree_cpu() -> float:
 
 def measure(job: Job) -> dict[str, float]:
     """Measure the loader `job.loader` over the store at `job.store`, which ends with the latency."""
-    # Samples are read-only views of what was read. torch warns of such when it makes them tensors, and then copies.
+    # Samples are read-only views of the bytes that were read. torch warns when it makes tensors of those, and copies.
     warnings.filterwarnings("ignore", "The given NumPy array is not writ")
     content = Content()
     window = Window(content, job.seconds)

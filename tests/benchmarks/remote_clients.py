@@ -80,7 +80,7 @@ class ThreadedBatches(BlockingObjects):
 
 
 async def open_session() -> Any:
-    """An aiohttp session with as many connections as there are requests."""
+    """An aiohttp session with a connection for each request in flight."""
     import aiohttp
 
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
@@ -158,7 +158,7 @@ class AsyncObjects(Dataset[Any]):
 
 
 async def read_bare(store: str, samples: int, in_flight: int, took: Callable[[int, bytes], bool]) -> None:
-    """Read objects 0, 1, ... on one event loop, so many at a time, until there are no more or `took` says so."""
+    """Read objects 0, 1, ... on one event loop, `in_flight` at a time, until none is left or `took` returns True."""
     indices = iter(range(samples))
     over = False
 

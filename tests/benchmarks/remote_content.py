@@ -1,4 +1,4 @@
-"""What the benchmarks' store holds. Every byte follows from a key, so that whoever reads an object can check it.
+"""The content of the benchmarks' store. Every byte follows from a key, so that a reader can check each object.
 
 All content is cut out of one random pattern: object i is the bytes from 64 * i on. The store needs no copy to serve it,
 the first eight bytes name the object, and no two of them are equal.
@@ -77,7 +77,7 @@ class Content:
         """Which objects these are: bytes of shape (n, size) to n indices.
 
         Raises:
-            WrongContent: one begins or ends otherwise than any object, or the first one differs in between.
+            WrongContent: a sample begins or ends differently from every object, or the first sample differs in between.
         """
         words = samples.view(np.uint64)
         names, order = self._sorted

@@ -34,7 +34,7 @@ AHEAD = 4  # batches that the loaders without workers of torch's kind hold ready
 
 
 def shard_urls(store: str, folder: str, samples: int) -> list[str]:
-    """The tar files that hold so many samples, or a few more. ValueError: the store has fewer."""
+    """The tar files that hold this number of samples, or a few more. ValueError: the store has fewer."""
     shards = SHARDS[folder]
     if samples > shards.objects:
         raise ValueError(f"{samples} samples of the {shards.objects} in {folder!r}")

@@ -1,4 +1,4 @@
-"""What is measured over a store, and what each figure must reach. Pure data: nothing heavy is imported here."""
+"""The measurements over a store, and the bound of each figure. Pure data: nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PEERS = (TORCH_THREADS, TORCH_ASYNCIO, WEBDATASET, SPDL, NODES, GRAIN)
 """Beside torch with a blocking client, which is every ratio's baseline."""
 
 BARE = {256: "one bare aiohttp loop, 256 in flight", 512: "one bare aiohttp loop, 512 in flight"}
-"""No loader: what a client in one process can do, without batches."""
+"""No loader: the rate of a client in one process, without batches."""
 
 OURS_THREADS = f"{FACADE}, concurrency=64"
 OURS_TAR = f"{ASYNC}, RemoteIterableDataset over tar"
@@ -38,7 +38,7 @@ MAIN = 50
 """The latency at which every loader is measured."""
 
 FEW = (TORCH_BLOCKING, SPDL, NODES, GRAIN, BARE[512], ASYNC, FACADE)
-"""What is measured at the other ones."""
+"""The loaders that are measured at the other latencies."""
 
 TAR_LATENCIES = (1, 50)
 
@@ -74,12 +74,12 @@ class Row:
 
     @property
     def metric(self) -> str:
-        """Key of its rate, in samples a second, in the results."""
+        """Key of its rate, in samples per second, in the results."""
         return f"{self.kind}/{self.latency}/rate"
 
     @property
     def cpu(self) -> str:
-        """Key of its CPU seconds a sample."""
+        """Key of its CPU seconds per sample."""
         return f"{self.kind}/{self.latency}/cpu"
 
     def job(self, store: str, seconds: float) -> Job:

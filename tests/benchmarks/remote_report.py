@@ -32,12 +32,12 @@ from .remote_plan import (
 
 TITLE = "## Remote objects"
 LOOPS = tuple(name for name in OURS if name not in {OURS_THREADS, OURS_TAR})
-"""Ours over an asynchronous map dataset: what the floors are for."""
+"""Ours over an asynchronous map dataset, for which the floors hold."""
 
 
 @dataclass(frozen=True)
 class RemoteVerdict:
-    """One figure and what it must be.
+    """A figure and its bound.
 
     Args:
         what: the comparison, in words.
@@ -108,7 +108,7 @@ def verdict_table(results: Results) -> str:
 
 
 def rate_table(results: Results) -> str:
-    """Every loader's samples a second in Markdown, a column for each latency; and its CPU time."""
+    """Every loader's samples per second in Markdown, a column for each latency; and its CPU time."""
     measured = [each for each in LATENCIES if results.has(Row(OBJECTS_KIND, each, "").metric, OURS[0])]
     lines = [
         f"| 64 KB objects, samples/s | {' | '.join(f'{each} ms' for each in measured)} | CPU s for 1,000, {MAIN} ms |",
@@ -124,7 +124,7 @@ def rate_table(results: Results) -> str:
 
 
 def tar_table(results: Results) -> str:
-    """The samples a second out of tar files in Markdown; empty if they were not measured."""
+    """The samples per second out of tar files in Markdown; empty if they were not measured."""
     columns = [(kind, latency) for kind in TAR_KINDS for latency in TAR_LATENCIES]
     columns = [each for each in columns if results.has(Row(*each, "").metric, OURS_TAR)]
     if not columns:

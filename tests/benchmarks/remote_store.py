@@ -1,6 +1,6 @@
 """A store on the loopback interface, in a process of its own: HTTP/1.1, objects and tar files, with a latency.
 
-It does as little as it can, because client and store share the machine's cores, and the client is what is measured:
+It does as little as it can, because client and store share the machine's cores, and the client is measured:
 no framework, content without copies, connections that stay open. The latency is in the address
 (``/50/objects/17`` takes 50 ms until the first byte), so that one store serves every row of the table.
 """
@@ -23,14 +23,14 @@ ADDRESS = re.compile(
 )
 RANGE = re.compile(rb"\r\nrange: *bytes=(\d+)-(\d*)\r\n", re.IGNORECASE)
 JOINED = 2 * SMALL  # smaller parts are put together: a system call takes a limited number of them
-START_S = 30.0  # in which a store must be there
+START_S = 30.0  # in which a store must have started
 
 
 class Answers(asyncio.Protocol):
     """One connection: a request, its latency, the answer, the next request.
 
     Args:
-        content: what is served.
+        content: the objects and files.
         loop: of the connection.
     """
 
@@ -101,13 +101,13 @@ async def serve() -> None:
     server = await loop.create_server(lambda: Answers(content, loop), "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     ended = asyncio.Event()
-    loop.add_reader(sys.stdin.fileno(), ended.set)  # nobody writes: readable is the end
+    loop.add_reader(sys.stdin.fileno(), ended.set)  # never written to: readable means its end
     await ended.wait()
 
 
 @contextmanager
 def running_store() -> Generator[str]:
-    """Run a store in a process of its own, which ends with this one; gives its URL, without a ``/`` at the end.
+    """Run a store in a process of its own, which ends with this process; gives its URL, without a ``/`` at the end.
 
     Raises:
         RuntimeError: it did not start.

@@ -43,7 +43,7 @@ SHORT_TITLES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """One floor and what was measured against it."""
+    """A floor and its measurement."""
 
     floor: Floor
     metric: Metric
@@ -104,7 +104,7 @@ AGAINST = {
 
 @dataclass(frozen=True)
 class LimitVerdict:
-    """One limit, what was measured of one of our loaders, and the range of single rounds, all in the metric's unit."""
+    """A limit, the measurement of one of our loaders, and the range of single rounds, all in the metric's unit."""
 
     limit: Limit
     metric: Metric

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 NEXT = "## Memory bandwidth"
-"""The section before which new ones are put."""
+"""The section before which new sections are put."""
 
 
 def find(page: str, title: str) -> str:
@@ -15,7 +15,7 @@ def find(page: str, title: str) -> str:
 
 
 def insert(page: str, text: str) -> str:
-    """The page with this section, whose first line is its title: in place of the one that it has, or before `NEXT`."""
+    """The page with this section, whose first line is its title: in place of its old section, or before `NEXT`."""
     cut = _pattern(text.partition("\n")[0])
     if cut.search(page):
         return cut.sub(lambda _: text + "\n\n", page, count=1)

@@ -1,4 +1,4 @@
-"""Probes of seeded mode and of states: what they cost, and what a slow batch costs the others.
+"""Probes of the cost of seeded mode and of states, and of a slow batch's cost to the others.
 
 Run by `child.py`, each in a fresh process.
 """
@@ -60,7 +60,7 @@ def _first_batch(name: str, loader: Any) -> Any:
 
 
 def shuffle(job: Job) -> dict[str, Any]:
-    """Seconds from `iter()` to the first batch of a shuffled epoch of 100 million samples, and what memory grew by."""
+    """Seconds from `iter()` to the first batch of a shuffled epoch of 100 million samples, and the growth of memory."""
     loader = make(job.loader, IntSamples(SHUFFLED), seed=1, batch_size=32, shuffle=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
@@ -72,7 +72,7 @@ def shuffle(job: Job) -> dict[str, Any]:
 
 
 def cost(job: Job) -> dict[str, Any]:
-    """Seconds a sample that seeded mode takes more than torch mode, without workers, where nothing hides them."""
+    """Seconds per sample that seeded mode takes more than torch mode, without workers, where nothing hides them."""
     dataset = SmallSamples(COST_BATCHES * COST_BATCH)
     times: dict[int | None, list[float]] = {None: [], 1: []}
     for turn in range(COST_TURNS + 1):

@@ -1,4 +1,4 @@
-"""What a service moves over one connection, beside bare sockets and others: `python -m tests.benchmarks.service`.
+"""A service's rate over one connection, beside bare sockets and others: `python -m tests.benchmarks.service`.
 
 One sender, one receiver, one connection over loopback, and batches that are a constant tensor: transport is what is
 measured. The bare loop is `sendall` and `recv_into` over a few buffers, which does nothing else. asyncloader's figures
@@ -71,7 +71,7 @@ class Blocks(Dataset[torch.Tensor]):
 
 @asyncloader.definition
 def blocks(n: int, nbytes: int) -> Blocks:
-    """What the node serves."""
+    """The node's dataset."""
     return Blocks(n, nbytes)
 
 
@@ -155,7 +155,7 @@ def _bare(nbytes: int, number: int, *, tls: bool) -> Figure:
 
 
 def _received(sock: socket.socket, nbytes: int, number: int) -> Iterator[Any]:
-    buffers = [np.empty(nbytes, np.uint8) for _ in range(8)]  # as many as a ring has slots
+    buffers = [np.empty(nbytes, np.uint8) for _ in range(8)]  # the number of a ring's slots
     for turn in range(number):
         array = buffers[turn % len(buffers)]
         rest = memoryview(array.data)

@@ -1,7 +1,7 @@
 """How long a service's loader waits: `python -m tests.benchmarks.service_delays`.
 
 *One at a time*: a sampler names the next batch of 64 KiB when the last one has come, so nothing is prefetched; local
-workers are what it is compared with. *Around a kill*: one of two nodes is killed while both have tasks. *First batch*:
+workers are the comparison. *Around a kill*: one of two nodes is killed while both have tasks. *First batch*:
 of a new loader at a service that is warm, from the call that makes the loader on. Every batch is checked.
 """
 
@@ -78,7 +78,7 @@ def numbered(n: int) -> Numbered:
 
 
 class OneAtATime:
-    """A sampler that names the next index when it is told to."""
+    """A sampler that gives the next index on request."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -92,7 +92,7 @@ class OneAtATime:
 
 
 async def one_at_a_time(workers: Any) -> float:
-    """Milliseconds from the moment at which a batch is wanted to the one at which it is there: the median.
+    """Milliseconds from the request of a batch to its arrival: the median.
 
     Raises:
         JobFailed: a batch has other bytes.

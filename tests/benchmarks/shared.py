@@ -1,4 +1,4 @@
-"""What a large list of strings costs in memory, with and without `share`: `python -m tests.benchmarks.shared`.
+"""The memory of a large list of strings, with and without `share`: `python -m tests.benchmarks.shared`.
 
 Every string is read once, in a scattered order, by 4 workers. A forked worker that reads a plain list gets copies of
 its pages (reference counts are written); a spawned one begins with a copy. Each configuration runs in a process of its
@@ -93,7 +93,7 @@ def run(loader: str, start: str, strings: int) -> Row:
     """Measure one configuration, in this process.
 
     Raises:
-        JobFailed: a batch has other contents than it should.
+        JobFailed: a batch has wrong contents.
     """
     import torch
 

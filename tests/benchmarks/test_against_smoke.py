@@ -30,7 +30,7 @@ def test_bounds_are_student_t_on_logarithms() -> None:
 
 @pytest.mark.parametrize(("rounds", "t"), [(2, 12.706), (10, 2.262), (21, 2.086), (24, 2.086), (26, 2.060)])
 def test_t_of_as_many_degrees_of_freedom_as_rounds_less_one(rounds: int, t: float) -> None:
-    """Between two entries of the table the one of fewer degrees holds."""
+    """Between two entries of the table the entry of fewer degrees counts."""
     logs = [0.01 * (-1) ** number for number in range(rounds)]
     error = statistics.stdev(logs) / math.sqrt(rounds)
     assert math.log(bounds(logs).high) - statistics.fmean(logs) == pytest.approx(t * error)
@@ -84,7 +84,7 @@ def test_differences_have_no_ratio() -> None:
 
 
 def test_the_plan_has_ours_alone() -> None:
-    """Each loader of ours in every row, none of torch's, and each one alone in its process."""
+    """Each loader of ours in every row, none of torch's, and each alone in its process."""
     for row in ROWS:
         assert {job.loader for job in plan((row,), 1.0, full=False)} - {ASYNC_PLAIN} == set(OURS)
     assert {job.loader for job in plan(ROWS, 1.0, full=False)} == {*OURS, ASYNC_PLAIN}

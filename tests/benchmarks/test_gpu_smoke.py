@@ -17,7 +17,7 @@ from .plan import ASYNC, FACADE
 
 
 def test_arguments() -> None:
-    """What is not given depends on --quick; parts are letters."""
+    """Options that are not given depend on --quick; parts are letters."""
     assert (gpu.parse([]).rounds, gpu.parse([]).soak, gpu.parse([]).parts) == (3, 100_000, tuple("abcde"))
     quick = gpu.parse(["--quick", "--parts", "e,a"])
     assert (quick.rounds, quick.soak, quick.parts) == (1, 2_000, ("e", "a"))
@@ -51,7 +51,7 @@ def test_without_a_card(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 
 def test_plan() -> None:
-    """Parts are chosen, workers bounded by cores; rounds turn around; only the first one soaks."""
+    """Parts are chosen, workers bounded by cores; rounds turn around; only the first round soaks."""
     full = Run(cores=16)
     assert [{job.probe for job in Run(parts=[part]).jobs(0)} for part in PARTS] == [
         {"slot"},
@@ -91,7 +91,7 @@ def fake_job(job: GpuJob, _: float) -> Outcome:
 
 
 def test_failures_are_noted() -> None:
-    """What a peer fails at is noted and the rest goes on; what ours fails at makes the run a failed one."""
+    """A peer's failure is noted and the rest goes on; a failure of our loader fails the run."""
     measured = gpu.measure(Run(cores=4, loaders=(*TORCHES, *OURS)), 2, lambda _: None, fake_job)
     assert measured.broken == 0
     assert len(measured.results.failures) == 2 * 2 * len(TORCHES)
@@ -109,7 +109,7 @@ def test_failures_are_noted() -> None:
 
 
 def test_quick_runs_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When its time is over, a quick run begins nothing more, and notes what it leaves out."""
+    """When its time is over, a quick run begins no further job, and notes the parts that it leaves out."""
     monkeypatch.setattr(gpu, "QUICK_LIMIT_S", -1.0)
     measured = gpu.measure(Run(parts="ad", quick=True), 1, lambda _: None, fake_job)
     assert measured.notes == ["Round 1: no time for slot.", "Round 1: no time for lock float32."]
@@ -120,7 +120,7 @@ def test_quick_runs_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_results(factor: float, loaders: Sequence[str] = LOADERS) -> Results:
-    """Everything measured twice. Rates: others 100, ours `factor` times that; times and counts the other way round."""
+    """Everything measured twice. Rates: others 100, ours `factor` times that; times and counts: ours divided by it."""
     results = Results()
 
     def add(metric: str, name: str, value: float) -> None:
@@ -194,7 +194,7 @@ def test_tables_leave_out_what_was_not_measured() -> None:
 
 
 def test_section_is_put_in_its_place(tmp_path: Path) -> None:
-    """The section is inserted before another one, and replaced when it is there; the rest of the page stays."""
+    """The section is inserted before another section, or replaces its old version; the rest of the page stays."""
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n## Before\n\nx\n\n## Memory bandwidth\n\ny\n")
     results = fake_results(1.0)
@@ -229,7 +229,7 @@ def test_conclusion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_page_says_where_it_stands() -> None:
-    """The docs' page has what a run on a card wrote, or says that there was none, with what is wanted."""
+    """The docs' page has the section of a run on a card, or says that none was made, and has the bounds."""
     text = sections.find(gpu.PAGE.read_text(encoding="utf-8"), gpu_report.TITLE)
     assert gpu_report.COMMAND in text
     assert text == gpu_report.not_measured() or "| card |" in text
@@ -238,7 +238,7 @@ def test_page_says_where_it_stands() -> None:
 
 
 def test_computer() -> None:
-    """The page's table names the date and every version; what cannot be told says so."""
+    """The page's table names the date and every version, or says that a version is unknown."""
     found = gpu.computer()
     assert found["torch"] == torch.__version__
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])

@@ -151,7 +151,7 @@ def test_soak_checksum() -> None:
 
 
 def test_soak_counts_what_differs(card: Card) -> None:
-    """A flipped bit, and a batch in another one's place with its checksum, are counted; other shapes are refused."""
+    """A flipped bit, and a batch in another batch's place with its checksum, are counted; other shapes are refused."""
     dataset, comparison = SoakBatches(200), Comparison(card)
     for number in range(8):
         comparison.add(number, dataset[number])
@@ -172,7 +172,7 @@ def test_soak_counts_what_differs(card: Card) -> None:
 
 @pytest.mark.thorough
 def test_window(card: Card, images: ReadyImages) -> None:
-    """It begins after the warm-up, ends where every worker gave as many, and gives a rate; all batches are checked."""
+    """It begins after the warm-up, ends where all workers gave equal numbers, and gives a rate. Batches are checked."""
     check = ImageCheck(images.pool, BATCH)
     window = Window(card, check, workers=3, seconds=0.0)
     count = 0
@@ -185,7 +185,7 @@ def test_window(card: Card, images: ReadyImages) -> None:
 
 
 def test_stage_delivers_slots(card: Card) -> None:
-    """What comes through the stage is what lies in the slots, each many times; what differs is found."""
+    """The batches of the stage equal the slots' contents, each many times; a difference is found."""
     filled = FilledRing(NBYTES)
     assert len(set(filled.sums)) == gpu_slot.SLOTS
     seen: list[int] = []
@@ -261,7 +261,7 @@ def test_locks_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_soak_over_a_device() -> None:
-    """All batches come as they were made, straight from rings but for the first ones of each."""
+    """All batches come as they were made, straight from rings but for the first batches of each."""
     with installed() as machine:
         figures, failures = soak(GpuJob("soak", loader=FACADE, workers=(2,), count=80, device="cpu"))
     assert (failures, figures[gpu_plan.WRONG], figures[gpu_plan.COMPARED]) == ([], {FACADE: 0}, {FACADE: 80})
@@ -340,7 +340,7 @@ def test_failure_has_the_reason() -> None:
 
 
 def test_one_number_of_workers_may_fail() -> None:
-    """A loader that fails with one number of workers is measured with the others, and the failure is told."""
+    """A loader that fails with one number of workers is measured with the others, and the failure is reported."""
     from .gpu_end import end
 
     outcome = end(GpuJob("end", "uint8", "no such loader", batch=BATCH, workers=(1, 2), device="cpu"))

@@ -66,7 +66,7 @@ def fetch(url: str, **headers: str) -> tuple[int, bytes]:
 
 
 def test_store_serves_its_content(store: str, content: Content) -> None:
-    """Objects, tar files and byte ranges of both are what the content says; else there is nothing: 404, 416."""
+    """Objects, tar files and byte ranges of both equal the content; other requests get 404 or 416."""
     assert fetch(f"{store}/objects/17") == (200, bytes(content.object(17)))
     assert fetch(f"{store}/objects/17", Range="bytes=3-10") == (206, bytes(content.object(17)[3:11]))
     for shards in (LARGE_SHARDS, SMALL_SHARDS):
@@ -97,7 +97,7 @@ def test_shards_are_tar_files(shards: Shards, content: Content) -> None:
 
 
 def test_places_tell_objects_apart(content: Content) -> None:
-    """Objects are named by what they hold; one byte changed at an end of any, or within the first, is found."""
+    """Objects are named by their content; a byte changed at an end of any, or within the first, is found."""
     batch = np.stack([np.frombuffer(content.object(index), np.uint8) for index in (5, content.objects - 1, 0)])
     assert content.places(batch).tolist() == [5, content.objects - 1, 0]
     for row, byte in ((0, 0), (2, LARGE - 1), (1, 7), (0, STRIDE)):
@@ -144,7 +144,7 @@ def test_only_shards_that_exist_are_read() -> None:
 
 
 def test_bare_loop_stops(store: str, content: Content) -> None:
-    """The bare client reads what it is told to, and stops when it is told to."""
+    """The bare client reads the given number of objects, and stops when `took` returns True."""
     came: list[int] = []
 
     def took(index: int, data: bytes) -> bool:
@@ -188,7 +188,7 @@ def test_failure_has_the_reason() -> None:
 
 
 def fake_results(factor: float) -> Results:
-    """Everything measured twice: peers 100 samples a second, ours `factor` times that; CPU time the other way round."""
+    """Everything measured twice: peers 100 samples per second, ours `factor` times that; CPU time divided by it."""
     results = Results()
     for row in rows():
         scale = factor if row.loader in OURS else 1.0
@@ -214,7 +214,7 @@ def test_verdicts_bound_from_the_right_side() -> None:
 
 
 def test_section_is_put_in_its_place(tmp_path: Path) -> None:
-    """The section is inserted before another one, and replaced when it is there; the rest of the page stays."""
+    """The section is inserted before another section, or replaces its old version; the rest of the page stays."""
     page, text = tmp_path / "page.md", ""
     page.write_text("# Title\n\n## Before\n\nx\n\n## Memory bandwidth\n\ny\n")
     for factor in (1.0, 2.0):

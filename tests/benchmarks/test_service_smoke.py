@@ -35,7 +35,7 @@ def test_wrong_bytes_end_the_measurement() -> None:
 
 
 def test_the_table_compares_with_the_right_one() -> None:
-    """Ratios are medians of the rounds' ratios; what was not measured has no line."""
+    """Ratios are medians of the rounds' ratios; figures that were not measured have no line."""
     rates = {
         BARE: [4.0, 2.0, 4.0],
         TCP: [2.0, 2.0, 3.0],

@@ -41,7 +41,7 @@ def test_batches_are_spread() -> None:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_wrong_contents_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that is not what it should be is an error, not a number."""
+    """A wrong batch is an error, not a number."""
     monkeypatch.setattr(shared.Names, "__getitem__", lambda self, index: 0)
     with pytest.raises(JobFailed, match="the batch up to string 1000 differs"):
         shared.run(shared.OURS_SHARED, "fork", STRINGS)
@@ -49,6 +49,6 @@ def test_wrong_contents_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.thorough
 def test_failure_has_the_reason() -> None:
-    """What the process of a configuration said is in the error."""
+    """The error has the output of the configuration's process."""
     with pytest.raises(JobFailed, match=r"exit code 1[\s\S]*nonsense"):
         shared._run_apart(shared.OURS_PLAIN, "nonsense", STRINGS)

@@ -208,7 +208,7 @@ def test_memory_of_the_tree_counts_children() -> None:
     during = tree_memory(os.getpid())
     parent.send(None)
     process.join()
-    assert during.pss > before.pss + 48 * 2**20  # of 64: this process may give some back meanwhile
+    assert during.pss > before.pss + 48 * 2**20  # of 64: this process may free some in between
 
 
 def test_memory_counts_open_segments_once() -> None:
@@ -233,7 +233,7 @@ def test_only_a_peers_failure_is_forgiven_and_told(loader: str, monkeypatch: pyt
     """A peer that fails is measured again and named on the page; torch or we fail once and there is no table."""
     outputs: list[Any] = [JobFailed("a b\nContentError: wrong"), ({"rate": {"touch": 2.0}, "cpu": {"touch": 1.0}}, [])]
     outputs[1][0]["checksum"] = ""
-    results = iter([*outputs, ({"rate": 1.0}, [])])  # the last one is memcpy's
+    results = iter([*outputs, ({"rate": 1.0}, [])])  # the last limit is memcpy's
 
     def run_job(_: Job) -> Any:
         output = next(results)

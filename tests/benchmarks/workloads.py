@@ -1,6 +1,6 @@
-"""The datasets that the benchmarks load, and what must arrive.
+"""The datasets that the benchmarks load, and the checks of their batches.
 
-A sample is a view of one preallocated array and costs next to nothing, so that transport is what is
+A sample is a view of one preallocated array and costs next to nothing, so that transport is
 measured; the photos alone are decoded, as in training. A sample's values follow from its position alone,
 and no two samples are equal: the first element, or the label, names the sample, and the expected content
 can be computed without any loader.
@@ -114,7 +114,7 @@ class Workload:
 
     Args:
         name: its key in `WORKLOADS`.
-        dataset: makes the dataset of so many samples.
+        dataset: makes the dataset of a number of samples.
         batch_size: samples in a batch.
         batches: batches in an epoch.
         inline_batches: batches in an epoch when no workers are used, where epochs alternate between loaders.
@@ -143,7 +143,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Consumer:
-    """What the training step does with a batch, and what the result must be.
+    """The training step's work on a batch, and the expected result.
 
     Args:
         consume: from a batch to a number, inside the timed section.
@@ -156,7 +156,7 @@ class Consumer:
     tolerance: float = 0.0
 
     def check(self, results: Sequence[float], positions: Sequence[Sequence[int]]) -> None:
-        """Hold the results of one epoch against the positions that each of its batches must have.
+        """Compare the results of an epoch with the positions that each of its batches must have.
 
         Raises:
             ContentError: a batch is missing, comes twice, is out of its place or has other content.
