@@ -127,7 +127,7 @@ def calls(function: Function) -> list[Function]:
 
 
 def called(function: Function, call: ast.Call) -> Iterator[Function]:
-    """The package's functions that this call may reach, without functions that are handed over to be called elsewhere."""
+    """The package's functions that this call may reach, without functions that are handed over for a later call."""
     target = call.func
     if isinstance(target, ast.Name):
         every = [found for found in functions().get(target.id, ()) if not found.owner or found.node.name == "__init__"]
