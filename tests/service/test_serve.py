@@ -106,8 +106,9 @@ sys.stdin.read()
                 assert now["asyncloader_node_processes"] == 2
                 assert now["asyncloader_node_busy_seconds_total"] > 0
                 loader.send_signal(signal.SIGKILL)
-            while figures(metrics)["asyncloader_node_lanes"]:
+            while (now := figures(metrics))["asyncloader_node_lanes"]:
                 pass
+            assert not now["asyncloader_node_sessions"]
         options: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": 2}
         assert len(list(DataLoader[Any](definitions.numbers(), **options, workers=node.tcp))) == 20
 

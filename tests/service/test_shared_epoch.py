@@ -56,15 +56,16 @@ def test_each_sample_is_made_once(bad: int, place: str, node: NodeProcess, tmp_p
     assert Counter(there.read_text().split()) == Counter(here.read_text().split())
 
 
-def test_another_seed_has_other_batches(node: NodeProcess, tmp_path: Path) -> None:
-    """No batch is taken from an epoch with another seed."""
+def test_another_seed_or_epoch_has_other_batches(node: NodeProcess, tmp_path: Path) -> None:
+    """No batch is taken from an epoch with another seed, or from an earlier epoch, although its indices are alike."""
     served = definitions.counted(LENGTH, str(tmp_path / "log"))
     for seed in (1, 2):
-        options: dict[str, Any] = {**OPTIONS, "seed": seed}
-        with DataLoader[Any](served, **options, workers=at(node.tcp)) as loader:
-            got: list[Any] = list(loader)
+        options: dict[str, Any] = {**OPTIONS, "seed": seed, "shuffle": False}
         with DataLoader[Any](served, **options) as local:
-            assert_same(got, list(local))
+            expected: list[Any] = [list(local) for _ in range(2)]
+        with DataLoader[Any](served, **options, workers=at(node.tcp)) as loader:
+            for epoch in expected:
+                assert_same(list(loader), epoch)
 
 
 def test_a_loader_that_leaves(node: NodeProcess, tmp_path: Path) -> None:

@@ -12,10 +12,18 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Recovery, StatefulDataLoader, Tuning
+from asyncloader import (
+    AsyncDataLoader,
+    DataLoader,
+    DeviceOptions,
+    Recovery,
+    RemoteIterableDataset,
+    StatefulDataLoader,
+    Tuning,
+)
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.topology import Topology
-from tests.helpers.datasets import CountedStream, Numbers
+from tests.helpers.datasets import AsyncNumbers, CountedStream, Numbers
 from tests.helpers.running import run_async
 
 
@@ -74,6 +82,26 @@ def test_what_is_resumed_exactly() -> None:
     assert [(each.exact, each.replays) for each in (exact, replay)] == [(True, False), (False, True)]
     assert not config(kind=StatefulDataLoader).exact
     assert [config(snapshot_every_n_steps=every).snapshot_every for every in (None, 0, 5)] == [0, 0, 5]
+
+
+def test_how_shards_that_are_assigned_are_resumed() -> None:
+    """They are read again: the same shards give the same samples, unless they come out of order."""
+    shards = RemoteIterableDataset("none.tar")
+    found = [config(shards, seed=1, snapshot_every_n_steps=5, in_order=in_order) for in_order in (True, False)]
+    assert [(each.exact, each.replays) for each in found] == [(True, True)] * 2
+    assert [(each.snapshot_every, each.dataset_snapshot_every) for each in found] == [(5, 5), (5, 1)]
+    other = config(CountedStream(6, said=6), seed=1, snapshot_every_n_steps=5, in_order=False)
+    assert (other.replays, other.dataset_snapshot_every) == (False, 5)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "threads", "concurrent"),
+    [(Numbers(6), 4, True), (AsyncNumbers(6), 0, True), (CountedStream(6, said=6), 0, False)],
+)
+def test_what_reads_several_samples_at_a_time(dataset: Any, threads: int, concurrent: bool) -> None:
+    """Threads read a blocking map dataset, an event loop an awaited one, and nothing a blocking stream."""
+    found = config(dataset, num_workers=1, concurrency=4)
+    assert (found.fetch_threads, found.concurrent) == (threads, concurrent)
 
 
 class Watched(DataLoader[Any]):

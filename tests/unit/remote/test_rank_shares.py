@@ -19,13 +19,18 @@ from tests.unit.remote.shards import mds_entry
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 7))
 def test_stretches_are_disjoint_and_even(counts: list[int], ranks: int) -> None:
-    """All samples, each once, in their order; the ranks' numbers differ by at most one."""
+    """All samples, each once, in their order; the ranks' numbers differ by at most one. Each range that a rank
+    opens at an end of its part has samples for it.
+    """
     samples = [(at, number) for at, count in enumerate(counts) for number in range(count)]
     read: list[list[Any]] = []
     for rank in range(ranks):
         stretch = stretch_of(np.array(counts, np.int64), rank, ranks)
         mine = [(at, number) for at in range(stretch.first, stretch.stop) for number in range(counts[at])]
         read.append(mine[stretch.skipped : len(mine) - stretch.left])
+        if read[-1]:
+            assert counts[stretch.first] > stretch.skipped
+            assert counts[stretch.stop - 1] > stretch.left
     assert [*itertools.chain.from_iterable(read)] == samples
     assert max(map(len, read)) - min(map(len, read)) <= 1
 

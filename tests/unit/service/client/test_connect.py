@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic
 
@@ -15,8 +16,8 @@ from asyncloader.service.client import connect
 from asyncloader.service.client.connect import answer_of, ask_dataset_info, on_any_node
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
-from asyncloader.service.protocol.handshake import Challenge
-from asyncloader.service.protocol.records import pack_record
+from asyncloader.service.protocol.handshake import Challenge, Proof, Welcome
+from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 
@@ -64,6 +65,26 @@ def test_a_peer_that_is_busy_for_ever(challenges: bool, text: str, monkeypatch: 
     monkeypatch.setattr(connect, "_LONGEST_ANSWER_S", 0.1)
     with busy_node(challenges) as address, pytest.raises(ServiceUnavailable, match=text):
         ask_dataset_info(Service(address, wait=0.2), definitions.numbers())
+
+
+@pytest.mark.parametrize("mirrors", [False, True])
+def test_a_peer_that_claims_to_have_the_token(mirrors: bool) -> None:
+    """Is refused, also if it sends the loader's own proof back: it could give wrong samples."""
+
+    def play() -> None:
+        link = Link(listener.accept()[0])
+        answer_of(link, frames.HELLO)
+        link.send(frames.CHALLENGE, pack_record(Challenge(True, bytes(32))))
+        given = read_record(Proof, answer_of(link, frames.PROOF)).proof
+        link.send(frames.WELCOME, pack_record(Welcome(given if mirrors else b"", DatasetInfo(length=40))))
+        link.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        service = Service(f"tcp://127.0.0.1:{listener.getsockname()[1]}", token="secret", wait=0.1)
+        playing = threads.submit(play)
+        with pytest.raises(ServiceUnavailable, match="it could not prove that it has the token"):
+            ask_dataset_info(service, definitions.numbers())
+        playing.result(PATIENCE_S)
 
 
 def test_nobody_waits_any_more() -> None:

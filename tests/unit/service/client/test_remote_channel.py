@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import pytest
 
@@ -116,3 +117,42 @@ def test_a_batch_that_no_memory_can_hold(monkeypatch: pytest.MonkeyPatch) -> Non
     broken, why = run_async(run())
     assert broken
     assert why.startswith("a batch for which this machine has no memory: asyncloader wants 1,099,511,627,776 bytes")
+
+
+@contextmanager
+def with_task() -> Generator[tuple[RemoteChannel, socket.socket]]:
+    """A channel with task 3 of epoch 0, and the node's end of its connection."""
+    theirs, ours = socket.socketpair()
+    channel = RemoteChannel(Link(ours))
+    try:
+        channel.send(wire.pack_task(0, 3, -1, 0, 0.0, b""))
+        yield channel, theirs
+    finally:
+        channel.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize(("task", "nbytes", "sound"), [(3, 5, True), (3, 6, False), (3, 1 << 40, False), (4, 5, False)])
+async def test_a_batch_that_is_not_as_its_header_says(task: int, nbytes: int, sound: bool) -> None:
+    """The node is given up: the batch would be read from memory that has not come, or stand for another."""
+    with with_task() as (channel, node):
+        result = wire.Result(0, task, 0, nbytes, 0, 1, 0.0, same=False)
+        body = wire.pack_result(result, b"template")[wire.PREFIX_BYTES :]
+        node.sendall(frames.pack_header(wire.RESULT, len(body), 0, 3, 5) + body + b"bytes")
+        assert [kind for kind, _ in channel.receive()] == [wire.RESULT] * sound
+        assert channel.broken == channel.ended == (not sound)
+
+
+async def test_a_worker_that_moves() -> None:
+    """It ends with the answer to its last task, or at once if it has none."""
+    with with_task() as (channel, node):
+        channel.leave("another node has come")
+        assert not channel.ended
+        body = wire.pack_answer(wire.ERROR, 0, 3, 0.0)[wire.PREFIX_BYTES :]
+        node.sendall(frames.pack_header(wire.ERROR, len(body)) + body)
+        assert [kind for kind, _ in channel.receive()] == [wire.ERROR]
+        assert (channel.ended, channel.why) == (True, "another node has come")
+    with with_task() as (channel, _):
+        channel._void(1)
+        channel.leave("another node has come")
+        assert (channel.ended, channel.why) == (True, "another node has come")

@@ -41,3 +41,22 @@ def test_what_is_unsent_makes_it_full() -> None:
     assert not quota.full
     assert called == [False]
     MemoryQuota("two", None).check(1 << 60)
+
+
+def test_all_that_wait_are_called() -> None:
+    """In their order; a function that waits again within its call is called the next time."""
+    called: list[str] = []
+    quota = MemoryQuota("one", 100)
+
+    def again() -> None:
+        called.append("again")
+        quota.wait(again)
+
+    quota.count(101)
+    quota.wait(again)
+    quota.wait(lambda: called.append("other"))
+    quota.count(-1)
+    assert called == ["again", "other"]
+    quota.count(1)
+    quota.count(-1)
+    assert called == ["again", "other", "again"]

@@ -20,6 +20,7 @@ from asyncloader.workers.ipc.channel import Channel, channel_pair
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.layout import slot_count
 from asyncloader.workers.memory.ring import WorkerRing
+from tests.helpers.running import PATIENCE_S
 
 MOST = 8 << 20
 
@@ -77,17 +78,21 @@ class Played:
     async def frames_at_process(self, number: int) -> list[tuple[int, bytes]]:
         """The next frames that the process gets."""
         got: list[tuple[int, bytes]] = []
-        while len(got) < number:
-            await asyncio.sleep(0)
-            got += self.process.receive()
+        async with asyncio.timeout(PATIENCE_S):
+            while len(got) < number:
+                await asyncio.sleep(0)
+                self.loader.flush()
+                got += self.process.receive()
         return got
 
     async def messages_at_loader(self, number: int) -> list[Message]:
         """The next messages that the loader gets."""
         got: list[Message] = []
-        while len(got) < number:
-            await asyncio.sleep(0)
-            got += self.loader.receive()
+        async with asyncio.timeout(PATIENCE_S):
+            while len(got) < number:
+                await asyncio.sleep(0)
+                assert not self.loader.ended
+                got += self.loader.receive()
         return got
 
 
@@ -126,6 +131,88 @@ async def test_tasks_behind_the_end_of_a_stream() -> None:
         assert header.kind == frames.PONG  # so the task was read, too
         async with asyncio.timeout(10):
             await played.connection.drain()
+
+
+GIVEN = slot_count(4)
+"""Tasks that the process may have."""
+
+
+def answered(epoch: int, task: int) -> bytes:
+    """An answer of the process without a batch."""
+    return wire.pack_answer(wire.ERROR, epoch, task, 0.0)
+
+
+async def test_answered_tasks_make_room() -> None:
+    """Their slots and the bytes of their indices are free again, however many tasks an epoch has."""
+    ring: WorkerRing | None = None
+    async with Played() as played:
+        for task in range(3 * GIVEN):
+            played.loader.send(wire.TASK, bytes(_MOST_QUEUED // GIVEN), epoch=0, task=task)
+            *before, (_, body) = await played.frames_at_process(1 if task else 2)
+            if before:
+                ring = WorkerRing(played.process.take_fd(), *wire.unpack_ring(before[0][1])[1:])
+            assert ring is not None
+            slot = wire.unpack_task(body)[2]
+            start = ring.offset(slot, 3)
+            ring.memory[start : start + 3] = b"abc"
+            played.process.send(wire.pack_result(wire.Result(0, task, slot, 3, 0, 1, 0.0, same=False), b"template"))
+            ((header, _),) = await played.messages_at_loader(1)
+            assert (header.task, bytes(played.memory[: header.payload])) == (task, b"abc")
+            assert slot >= 0
+        assert played.quota._rings
+        played.connection.close()
+        assert not played.quota._rings
+
+
+async def test_waiting_tasks_do_not_follow_the_end_of_their_epoch() -> None:
+    """The process would carry them out in the next epoch."""
+    async with Played() as played:
+        for task in range(GIVEN + 2):
+            played.loader.send(wire.TASK, b"index", epoch=0, task=task)
+        played.loader.send(wire.RESET, wire.pack_reset(wire.RESET, 1)[wire.PREFIX_BYTES :])
+        played.loader.send(wire.TASK, b"index", epoch=1, task=0)
+        got = await played.frames_at_process(1 + GIVEN + 1)
+        os.close(played.process.take_fd())
+        assert [kind for kind, _ in got] == [wire.RING, *[wire.TASK] * GIVEN, wire.RESET]
+        played.process.send(answered(0, 0))
+        await played.messages_at_loader(1)
+        played.process.send(wire.pack_reset(wire.RESET_DONE, 1))
+        ((_, following),) = await played.frames_at_process(1)
+        assert wire.unpack_task(following)[:2] == (1, 0)
+
+
+async def test_batches_before_a_death() -> None:
+    """They are sent before its report: they would be made a second time."""
+    async with Played() as played:
+        for task in range(2):
+            played.loader.send(wire.TASK, b"index", epoch=0, task=task)
+        frames_before = await played.frames_at_process(3)
+        os.close(played.process.take_fd())
+        for _, body in frames_before[1:]:
+            oneoff(played, body, 3)
+        played.process.close()
+        played.connection.died(DeathReport(1, -9, "killed", "", blamed=True, shared=False))
+        got = await played.messages_at_loader(3)
+        assert [header.kind for header, _ in got] == [wire.RESULT, wire.RESULT, frames.DIED]
+
+
+async def test_a_node_that_drains() -> None:
+    """It answers the tasks that the process has, begins none of those that wait, and sends the last message whole."""
+    async with Played() as played:
+        for task in range(GIVEN + 2):
+            played.loader.send(wire.TASK, b"index", epoch=0, task=task)
+        _, (_, last), *others = await played.frames_at_process(1 + GIVEN)
+        os.close(played.process.take_fd())
+        draining = asyncio.create_task(played.connection.drain())
+        for _, body in others:
+            played.process.send(answered(*wire.unpack_task(body)[:2]))
+        kinds = {header.kind for header, _ in await played.messages_at_loader(len(others))}
+        assert kinds == {wire.ERROR}
+        oneoff(played, last, MOST)  # more than the socket takes at a time
+        got = await played.messages_at_loader(2)
+        assert [header.kind for header, _ in got] == [wire.RESULT, frames.DRAINING]
+        async with asyncio.timeout(PATIENCE_S):
+            await draining
 
 
 # ------------------------------------------------------------------------------------------------ what is held

@@ -77,6 +77,12 @@ def test_never_more_than_the_most(most: int, end: int) -> None:
     assert max(nodes_over_time(lambda _: 1e6, 0.1, 200, most)) == end
 
 
+def test_never_less_than_the_fewest() -> None:
+    """However long no loader asks for anything."""
+    scaling = Scaling(2, 8, CALM_S)
+    assert {scaling.look(float(now), {"a": Load(0.0, 0, 2)}) for now in range(0, 3 * int(CALM_S), 10)} == {2}
+
+
 def test_what_is_not_known_changes_nothing() -> None:
     """No node is ready; or the processes are others than before, so their totals have begun anew; or no task ended."""
     scaling = Scaling(1, 8, CALM_S)

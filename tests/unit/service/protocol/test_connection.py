@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import select
 import socket
+import ssl
 from collections.abc import Generator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from hypothesis import strategies as st
 from asyncloader.service.protocol import connection as link_module
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.frames import Header, pack_header, unpack_header
+from tests.helpers.running import PATIENCE_S
+from tests.service.certificates import make_authority
 
 MESSAGES = st.lists(st.tuples(st.integers(0, 63), st.binary(max_size=60), st.binary(max_size=100)), max_size=8)
 
@@ -121,6 +126,41 @@ def test_a_closed_link_lets_go() -> None:
         assert sent == [1]
     os.close(reader)
     os.close(writer)
+
+
+def test_a_descriptor_of_a_long_message() -> None:
+    """It comes once, although the socket takes the message in several pieces."""
+    reader, writer = os.pipe()
+    with connected() as (ours, link):
+        assert not link.send(1, bytes(1 << 22), fd=writer)
+        os.close(writer)
+        receiver, got = Link(ours), 0
+        while not got:
+            link.flush()
+            got += len(list(receiver.receive()))
+        (passed,) = receiver.fds
+        os.write(passed, b"x")
+        assert os.read(reader, 1) == b"x"
+        receiver.close()
+    os.close(reader)
+
+
+def test_bytes_that_tls_has_decrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not make the socket readable, so a reader that waits for it has them all at the first look."""
+    files = make_authority(tmp_path)
+    node_side, loader_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    node_side.load_cert_chain(files["node_cert"], files["node_key"])
+    loader_side.load_verify_locations(files["ca"])
+    monkeypatch.setattr(link_module, "_TURN", 1 << 10)
+    with connected_by_tcp() as (ours, theirs):
+        with ThreadPoolExecutor(1) as threads:
+            served = threads.submit(node_side.wrap_socket, theirs, server_side=True)
+            sender = loader_side.wrap_socket(ours, server_hostname="localhost")
+            receiver = Link(served.result())
+        with sender, closing(receiver):
+            sender.sendall((pack_header(1, 500) + bytes(500)) * 30)  # one record
+            assert select.select([receiver], [], [], PATIENCE_S)[0]
+            assert len(list(receiver.receive())) == 30
 
 
 def test_a_header_of_another_protocol() -> None:

@@ -1,10 +1,10 @@
-"""What a node says of a dataset in its handshake."""
+"""The dataset that a node describes in its handshake, and the proofs of both sides."""
 
 from __future__ import annotations
 
 import pytest
 
-from asyncloader.service.protocol.handshake import Welcome
+from asyncloader.service.protocol.handshake import Welcome, nonce, proof, proves
 from asyncloader.service.protocol.records import DatasetInfo
 
 
@@ -30,3 +30,17 @@ def test_a_dataset_that_cannot_be(info: DatasetInfo) -> None:
 def test_a_dataset_that_can_be(info: DatasetInfo) -> None:
     """Or one that the node itself calls a problem."""
     assert Welcome(b"", info).checked_info() == info
+
+
+def test_a_proof_is_for_one_side_of_one_connection() -> None:
+    """It fits neither the other side, nor another connection, nor another token."""
+    loaders, nodes = nonce(), nonce()
+    given = proof("secret", "loader", loaders, nodes)
+    assert proves(given, "secret", "loader", loaders, nodes)
+    for token, side, theirs, mine in [
+        ("secret", "node", loaders, nodes),
+        ("secret", "loader", nonce(), nodes),
+        ("secret", "loader", loaders, nonce()),
+        ("other", "loader", loaders, nodes),
+    ]:
+        assert not proves(given, token, side, theirs, mine)

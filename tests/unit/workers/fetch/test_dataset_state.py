@@ -203,3 +203,13 @@ def test_until_the_first_snapshot_the_beginning_is_the_place_to_go_on_from(every
     assert bool(bookmark.after_batch(3, ended=False)) == bool(every)
     resumed = begun(Part(0), iter([1]), every, Cursor(4, 8, False, 4, None))
     assert resumed.after_batch(9, ended=False) is None
+
+
+def test_the_end_of_an_epoch_is_the_place_before_the_next() -> None:
+    """The counts are zero again. A dataset that is its own iterator, or has another, is iterated anew once restored."""
+    end = Cursor(5, 20, True, "D", None)
+    assert end.epoch_later() == Cursor(0, 0, False, "D", None)
+    assert end._replace(itself="within").epoch_later() == Cursor(0, 0, False, "D", None, itself="before")
+    assert end._replace(iterator="I").epoch_later() == Cursor(0, 0, False, "D", "I", itself="ended")
+    assert end._replace(dataset=None).epoch_later() is None
+    assert end._replace(problem="no state today").epoch_later() is None
