@@ -37,12 +37,17 @@ from asyncloader.dataloader2.graph._serialization import (
     deserialize_datapipe,
     serialize_datapipe,
 )
-from asyncloader.dataloader2.graph.cut import find_lca_round_robin_sharding_dp, find_non_dispatching_branches
+from asyncloader.dataloader2.graph.cut import (
+    _DummyIterDataPipe,
+    find_lca_round_robin_sharding_dp,
+    find_non_dispatching_branches,
+)
 from asyncloader.dataloader2.graph.picture import to_graph
 from asyncloader.dataloader2.graph.utils import _find_replicable_branches, end_of
 from asyncloader.dataloader2.linter import _check_shuffle_before_sharding
 from asyncloader.dataloader2.random import SeedGenerator
 from asyncloader.dataloader2.random._philox import PhiloxEngine
+from asyncloader.dataloader2.utils.worker import WorkerInfo, worker_graph
 from tests.dataloader2.parts import MP, OnlyHere, Seeded, double, numbers, odd, total
 
 
@@ -177,6 +182,13 @@ def test_branches() -> None:
     assert find_lca_round_robin_sharding_dp(traverse_dps(beside)) is None
     assert beside in find_non_dispatching_branches(traverse_dps(end))
     assert find_non_dispatching_branches(traverse_dps(beside)) == [beside]
+
+
+def test_a_filter_behind_the_dispatching_process() -> None:
+    """It keeps the items that the process has dealt to a worker. A filter beside it keeps the worker's part."""
+    graph: Any = _DummyIterDataPipe().sharding_filter().zip(numbers(12).sharding_filter())
+    expected = zip(range(6), range(1, 12, 2), strict=True)
+    assert list(worker_graph(graph, WorkerInfo(2, 1), None, numbers(6))) == list(expected)
 
 
 def test_picture() -> None:
