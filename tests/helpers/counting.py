@@ -71,7 +71,7 @@ class Calls:
             entered.clear()
 
     def count(self, thread: int | None = None) -> Count:
-        """What was counted, in this thread or over all. Each thread's changes of file are its own."""
+        """The counts, in this thread or over all. Each thread's changes of file are its own."""
         return Count.of(*(entered for each, entered in list(self._entered.items()) if thread in (None, each)))
 
     def number(self, function: str) -> int:
@@ -79,7 +79,7 @@ class Calls:
         return sum(code.co_qualname == function for entered in list(self._entered.values()) for code in list(entered))
 
     def rounds(self, function: str, thread: int) -> list[Count]:
-        """What a thread did from one call of this function to the next, each time."""
+        """The counts of a thread from one call of this function to the next, each time."""
         entered = self._entered[thread]
         begins = [number for number, code in enumerate(entered) if code.co_qualname == function]
         return [Count.of(entered[begin:end]) for begin, end in pairwise(begins)]

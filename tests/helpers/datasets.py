@@ -19,7 +19,7 @@ def identity(batch: Any) -> Any:
 
 
 class Numbers(Dataset[Any]):
-    """`n` rows of float32 that tell their index."""
+    """`n` rows of float32 that hold their index."""
 
     def __init__(self, n: int, width: int = 3) -> None:
         self.n = n

@@ -215,7 +215,7 @@ def grown(size: int) -> mmap.mmap:
 
 
 class Growing(Dataset[Any]):
-    """Keeps a megabyte of each sample for ever, and tells which process made it."""
+    """Keeps a megabyte of each sample for ever; a sample has the pid of the process that made it."""
 
     def __init__(self, n: int) -> None:
         self.n = n

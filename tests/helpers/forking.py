@@ -20,7 +20,7 @@ AT = (0, 3, 11)
 
 @dataclass
 class Here:
-    """A moment within an epoch: what a trainer has in its hands."""
+    """A moment within an epoch: the objects that a trainer holds."""
 
     step: int
     batch: Any
@@ -97,7 +97,7 @@ class Child:
 
 
 def fork(body: Callable[[], object]) -> Child:
-    """Fork; the child runs `body` and ends at once, without exit hooks. What it raises is told by `Child.wait`."""
+    """Fork; the child runs `body` and ends at once, without exit hooks. `Child.wait` reports its exception."""
     errors, tell = os.pipe()
     pid = os.fork()
     if pid:

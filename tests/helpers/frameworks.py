@@ -1,4 +1,4 @@
-"""What frameworks do with a loader, in a few lines each: read it, wrap it, copy it, make it anew."""
+"""The uses that frameworks make of a loader, in a few lines each: they read it, wrap it, copy it, make it again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def public(loader: Any) -> set[str]:
 
 
 def rebuilt(loader: Any, **changes: Any) -> Any:
-    """A loader made anew from another's attributes, those that differ from the constructor's defaults by identity."""
+    """A new loader from another's attributes, those that differ from the constructor's defaults by identity."""
     attributes = {name: vars(loader)[name] for name in public(loader)}
     attributes["multiprocessing_context"] = loader.multiprocessing_context
     parameters = inspect.signature(type(loader).__init__).parameters
@@ -44,7 +44,7 @@ def rebuilt(loader: Any, **changes: Any) -> Any:
 
 
 class _Endless:
-    """A batch sampler that begins anew for ever."""
+    """A batch sampler that starts over for ever."""
 
     def __init__(self, batch_sampler: Any) -> None:
         self.batch_sampler = batch_sampler

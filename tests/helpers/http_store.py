@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
 @dataclass
 class Stored:
-    """An object, and what the server says about it besides."""
+    """An object, and the other properties that the server reports of it."""
 
     data: bytes
     headers: dict[str, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class HttpStore:
         return [asked.range for asked in self.asked if asked.path == path]
 
     async def seen(self, requests: int) -> None:
-        """Wait until so many requests have arrived in all."""
+        """Wait until this number of requests has arrived in all."""
         while len(self.asked) < requests:
             self._arrived.clear()
             await self._arrived.wait()

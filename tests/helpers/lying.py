@@ -1,7 +1,7 @@
 """Workers that lie: answers of their own making, the dataset that sends them, and what the consumer makes of it.
 
 The dataset finds, from within `__getitem__`, the control channel of the worker that it runs in, and sends frames, as
-code gone wild in a worker might. Then the worker says nothing more until it is told to stop.
+code gone wild in a worker might. Then the worker sends nothing more until it is asked to stop.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ LIES: dict[str, Callable[[Task], object]] = {
 
 
 def say_no_more(channel: Channel) -> NoReturn:
-    """Wait until the main process tells this worker to stop, which it does by shutting down its half; then end."""
+    """Wait until the main process asks this worker to stop, which it does by shutting down its half; then end."""
     poll = select.poll()
-    # macOS has no POLLRDHUP: its POLLHUP tells of one half already.
+    # macOS has no POLLRDHUP: its POLLHUP reports a half already.
     poll.register(channel.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
     poll.poll()
     os._exit(0)

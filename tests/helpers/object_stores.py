@@ -151,7 +151,7 @@ def sockets() -> int:
 
 
 async def sockets_closed(before: int) -> None:
-    """Wait until no more sockets are open than `before`. obstore's threads close theirs, and tell nobody."""
+    """Wait until no more sockets are open than `before`. obstore's threads close theirs, and send no notice."""
     deadline = asyncio.get_running_loop().time() + GRACE_S
     while (now := sockets()) > before:
         assert asyncio.get_running_loop().time() < deadline, f"{now} sockets are open, and were {before}"

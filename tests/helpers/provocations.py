@@ -1,7 +1,7 @@
 """Ways to end a loader's life that a program may take, as scripts; see test_shutdown_provocations.py.
 
 One driver imports torch once and runs each case in a forked child, at the child's global level, to the child's own
-normal exit. It reports what became of it: exit code, output, and whether anybody was left behind.
+normal exit. It reports its end: exit code, output, and whether a process was left behind.
 """
 
 from __future__ import annotations

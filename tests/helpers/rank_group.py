@@ -89,7 +89,7 @@ class RankGroup:
         return all(process.poll() is None for process in self.processes)
 
     def errors(self, rank: int) -> str:
-        """What the rank wrote to stderr."""
+        """The rank's text on stderr."""
         return (self._folder / f"stderr{rank}").read_text()
 
     def _show(self, ranks: list[int]) -> None:

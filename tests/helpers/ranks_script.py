@@ -63,7 +63,7 @@ class Shard(IterableDataset[Any]):
 
 
 class SizedShard(Shard):
-    """A shard that knows its length, or says so: `promised` is what it says."""
+    """A shard with a length, which may be wrong: `promised`."""
 
     promised: int | None = None
 
@@ -72,7 +72,7 @@ class SizedShard(Shard):
 
 
 class Lengthless(Shard):
-    """As torch's datapipes: it has a ``__len__`` that raises."""
+    """A shard with a ``__len__`` that raises, as torch's datapipes have."""
 
     def __len__(self) -> int:
         raise TypeError("this one has no length")
@@ -186,7 +186,7 @@ class Place:
     def shards_and_dropped(
         self, url: str, *, epochs: int, buffer: int = 0, **options: Any
     ) -> tuple[list[Ended], float]:
-        """As `shards`, and how many samples were counted as dropped."""
+        """The result of `shards`, and the number of samples that were counted as dropped."""
         torch.manual_seed(1000 + self.rank)
         with Stepwise("sync", dataset_of(url, shuffle_buffer=buffer), **with_method(options)) as run:
             return [self._epoch(run, None, False) for _ in range(epochs)], run.loader.stats()["data/dropped_samples"]
@@ -218,7 +218,7 @@ class Place:
             run.step()
             steps = len(run.epoch())
             try:
-                for _ in range(length):  # what it had ready before may still come
+                for _ in range(length):  # batches that were ready before may still come
                     run.step(first)
             except Exception as error:
                 return steps, f"{type(error).__name__}: {error}"
@@ -252,7 +252,7 @@ class Place:
             torch.distributed.destroy_process_group(own)
 
     def refusal(self, state: dict[str, Any]) -> str:
-        """What a loader over this rank's shard says to a state."""
+        """The answer of a loader over this rank's shard to a state."""
         with Stepwise("sync", Shard(self.rank, 9), batch_size=2, seed=3, recovery=Recovery(allow_replay=True)) as run:
             try:
                 run.loader.load_state_dict(state)
@@ -289,7 +289,7 @@ class Place:
             epochs: how many.
             dealt: with torch's `DistributedSampler`.
             state: to begin from.
-            steps: end each epoch after so many.
+            steps: end each epoch after this number of steps.
             options: the loader's.
         """
         if dealt:
@@ -319,7 +319,7 @@ class Place:
     # ------------------------------------------------------------------------------------------- the group
 
     def left(self) -> dict[str, Any]:
-        """What is still here of the loaders, after all that ends by itself has had its time."""
+        """The loaders' resources that still exist, after all that ends by itself has had its time."""
         gc.collect()
         for thread in threading.enumerate():
             if thread.name.startswith("asyncloader"):
@@ -359,7 +359,7 @@ def main(arguments: list[str]) -> None:
     place = Place(int(rank), int(world))
     join(store, place.rank, place.world)
     gc.collect()
-    gc.freeze()  # what the imports made is large, and no loader's
+    gc.freeze()  # the imports' objects are large, and no loader's
     with Connection(int(fd)) as parent:
         parent.send((True, "ready"))
         while True:

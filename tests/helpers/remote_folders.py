@@ -71,7 +71,7 @@ def dataset_of(url: Any, **options: Any) -> RemoteIterableDataset:
 
 
 def epochs_of(kind: str, dataset: Any, epochs: int = 1, **options: Any) -> list[list[list[int]]]:
-    """Of each epoch the batches, in workers that are forked unless told otherwise."""
+    """The batches of each epoch, by default in forked workers."""
     with Stepwise(kind, dataset, **with_method(options)) as run:
         return [[plain(batch) for batch in run.epoch()] for _ in range(epochs)]
 
@@ -87,7 +87,7 @@ def with_method(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(kind: str, dataset: Any, steps: int, **options: Any) -> list[list[int]]:
-    """An epoch that another loader goes on with after so many batches; the state goes through JSON."""
+    """An epoch that another loader continues after a number of batches; the state goes through JSON."""
     with Stepwise(kind, dataset, **with_method(options)) as run:
         run.begin()
         head = [plain(batch) for batch in run.take(steps)]

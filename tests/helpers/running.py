@@ -49,7 +49,7 @@ def run_async(coroutine: Coroutine[Any, Any, T], kind: str = "asyncio") -> T:
 
 
 async def cancelled_after(turns: int, awaitable: Coroutine[Any, Any, Any]) -> None:
-    """Begin it, cancel it when the loop has turned so many times, and wait for its end, whatever that is."""
+    """Begin it, cancel it when the loop has turned a number of times, and wait for its end, whatever that is."""
     task = asyncio.ensure_future(awaitable)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -62,7 +62,7 @@ async def cancelled_after(turns: int, awaitable: Coroutine[Any, Any, Any]) -> No
 
 
 def await_our_threads() -> None:
-    """What was dropped ends by itself, the loop's thread last: nothing has to be called for it, nor collected."""
+    """Dropped objects end by themselves, the loop's thread last: nothing has to be called for it, nor collected."""
     for thread in threading.enumerate():
         if thread.name.startswith("asyncloader"):
             thread.join(PATIENCE_S)
@@ -71,7 +71,7 @@ def await_our_threads() -> None:
 
 @dataclass
 class Run:
-    """What came of a run: each epoch's batches, and one draw of each global generator afterwards."""
+    """The result of a run: each epoch's batches, and one draw of each global generator afterwards."""
 
     epochs: list[list[Any]]
     after: tuple[float, float, float]
@@ -109,7 +109,7 @@ def run_loader(kind: str, dataset: Any, *, epochs: int = 1, seed: int = 7, **opt
 
 
 class fresh:  # noqa: N801 - reads as a word in a table of options
-    """An option's value to be made anew for each loader."""
+    """An option's value that is made for each loader."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -252,7 +252,7 @@ def run_script(folder: Path, source: str, *, fresh: bool = False) -> subprocess.
 
 
 def start_script(folder: Path, source: str, *, fresh: bool = False) -> closing[Script]:
-    """Start a script that prints lines and then waits to be killed or told to go on."""
+    """Start a script that prints lines and then waits for a signal or a line."""
     return closing(Script(folder, source, fresh=fresh))
 
 
@@ -271,7 +271,7 @@ class Script:
         return line.strip()
 
     def finish(self) -> tuple[str, str]:
-        """Wait for its end (and for that of everybody who holds its pipes)."""
+        """Wait for its end (and for that of all processes that hold its pipes)."""
         return self.process.communicate(timeout=PATIENCE_S)
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class Stepwise:
         return self.iterator
 
     def step(self, iterator: Any = None) -> Any:
-        """The next batch of an iterator, the newest one's unless told. StopIteration at the end."""
+        """The next batch of an iterator, by default the newest. StopIteration at the end."""
         iterator = self.iterator if iterator is None else iterator
         if self._runner is None:
             return next(iterator)

@@ -14,7 +14,7 @@ MAKERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "sync": DataLoad
 
 
 def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a call gives, or the type and the text of what it raises."""
+    """The result of a call, or the type and the text of its exception."""
     try:
         return function(*args, **kwargs)
     except Exception as error:

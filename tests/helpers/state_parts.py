@@ -1,4 +1,4 @@
-"""Datasets and samplers of the tests of states: some have one of their own, some count what is asked of them."""
+"""Datasets and samplers of the tests of states: some have a state of their own, some count the calls."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Unsaveable(PlainStream):
 
 
 class Passes:
-    """A Stateful sampler that is asked for its state after each step: 0, 1, 2, ..., with a log of what was asked."""
+    """A Stateful sampler that is asked for its state after each step: 0, 1, 2, ..., with a log of the calls."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -160,7 +160,7 @@ class Passes:
 
 
 class _Feeling:
-    """Gives the index that was reported last, and how many reports it had heard by then is its own state."""
+    """Gives the index that was reported last; its state is the number of reports until then."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -182,7 +182,7 @@ class _Feeling:
 
 
 class Curriculum(_Feeling):
-    """Its indices tell how many reports had reached it."""
+    """Its indices are the number of reports that had reached it."""
 
     def __iter__(self) -> Iterator[int]:
         while self.given < self.length:

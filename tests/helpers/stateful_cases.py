@@ -1,4 +1,4 @@
-"""Loaders with a state beside an uninterrupted run: where the state was taken, and what must come after it."""
+"""Loaders with a state beside an uninterrupted run: where the state was taken, and the expected batches after it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rows(Dataset[int]):
 
 
 class Counting(Rows):
-    """A row also tells how many this copy of the dataset has given: a map dataset with a state."""
+    """A map dataset with a state: a row also has the number of rows that this copy of the dataset has given."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -145,7 +145,7 @@ class Stream(IterableDataset[int]):
 
 
 class StreamOfIterators(IterableDataset[int]):
-    """The same, but the iterators have the state."""
+    """A dataset whose iterators have the state."""
 
     def __iter__(self) -> Iterator[int]:
         worker, workers = _worker()
@@ -172,7 +172,7 @@ class Run(NamedTuple):
     states: dict[str, dict[str, Any]]
 
     def left(self, moment: str) -> list[list[Any]]:
-        """What must come after this moment, two epochs or more."""
+        """The expected batches after this moment, two epochs or more."""
         first, second, *others = self.epochs
         rest = {"first": first[1:], "within": first[3:], "last": [], "later": second[1:]}
         if moment in ("new", "iter"):
@@ -206,7 +206,7 @@ def uninterrupted(make: Callable[[], Any]) -> Run:
 
 
 def resumed(make: Callable[[], Any], state: dict[str, Any], epochs: int) -> list[list[Any]]:
-    """What a new loader, of another seed, gives from that state on."""
+    """The batches of a new loader, of another seed, from that state on."""
     torch.manual_seed(77)
     loader = make()
     loader.load_state_dict(copy.deepcopy(state))

@@ -56,7 +56,7 @@ def get_stuck(how: str) -> None:
 
 
 class Told:
-    """A pipe through which forked workers tell their parent something: one line each, read with a deadline."""
+    """A pipe through which forked workers send lines to their parent: one line each, read with a deadline."""
 
     def __init__(self) -> None:
         self._out, self._in = os.pipe()
@@ -81,7 +81,7 @@ class Told:
 
 
 class StuckAt(Dataset[Any]):
-    """The worker that is asked for sample `index` or a later one tells its pid, and gets stuck."""
+    """The worker that is asked for sample `index` or a later sample sends its pid, and gets stuck."""
 
     def __init__(self, how: str, told: Told, index: int = 4) -> None:
         self.how = how
