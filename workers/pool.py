@@ -171,8 +171,10 @@ class WorkerPool:
         if worker not in self._vacant:
             return False
         self._vacant.discard(worker)
-        self._spare.discard(process)
-        self.processes[worker] = process
+        # `stop`, in another thread, ends the processes of both collections: it must find this one in one of them.
+        with self._making:
+            self._spare.discard(process)
+            self.processes[worker] = process
         # A new inbox: the old one has the template and the records that the dead process sent last.
         self._inboxes[worker] = Inbox(process, self.rings[worker])
         if self._loop is not None:
@@ -253,7 +255,7 @@ class WorkerPool:
         loop.add_reader(process.channel.fileno(), self._on_readable, process)
         loop.add_reader(process.death_fd, self._on_death, process)
         if self._watchdog is not None:
-            (self._watchdog.started if process.started and not self._used else self._watchdog.starts)(process.worker_id)
+            self._watchdog.starts(process.worker_id)
         if process.saved_rng_state is not None:  # it announced in the epoch before that it leaves
             loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
 

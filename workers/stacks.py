@@ -195,7 +195,7 @@ class _StackRequest:
         self._state = process_state(target.pid)
         self._why_not = ""
         # A duplicate: while the answer is awaited the worker may be replaced, its reader closed, and the number reused.
-        self._stderr_capture = -1
+        self._pipe = -1
         self.answer: asyncio.Future[None] = self._loop.create_future()
 
     def send(self) -> bool:
@@ -206,7 +206,7 @@ class _StackRequest:
         self._why_not = self._obstacle() or ""
         if self._why_not:
             return False
-        self._loop.add_reader(self._stderr_capture, self._readable)
+        self._loop.add_reader(self._pipe, self._readable)
         return True
 
     def _obstacle(self) -> str | None:
@@ -218,7 +218,7 @@ class _StackRequest:
         if number is None:
             return "no stack: the process is still starting, or has no signal free to be asked by"
         try:
-            self._stderr_capture = os.dup(self._reader.fileno())
+            self._pipe = os.dup(self._reader.fileno())
             if not _send(target, number):
                 return "no stack: the process has ended"
         except OSError as error:
@@ -241,7 +241,7 @@ class _StackRequest:
             self.answer.set_result(None)
 
     def _unwatch(self) -> None:
-        fd, self._stderr_capture = self._stderr_capture, -1
+        fd, self._pipe = self._pipe, -1
         if fd >= 0:
             self._loop.remove_reader(fd)
             os.close(fd)
