@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,41 @@ def test_prefetch_pauses() -> None:
     source.wait_for(3)
     graph.pause()
     assert [next(iterator), next(iterator)] == [1, 2]
-    assert source.read == 3
+    with source.more:
+        assert not source.more.wait_for(lambda: source.read > 3, timeout=0.05)
     graph.resume()
     assert list(iterator) == list(range(3, 20))
     graph.shutdown()
     graph.shutdown()
+
+
+class Held:
+    """Returns 0 at once, and other items once the test allows it."""
+
+    def __init__(self) -> None:
+        self.begun, self.gate = threading.Event(), threading.Event()
+
+    def __call__(self, x: int) -> int:
+        if x:
+            self.begun.set()
+            assert self.gate.wait(60)
+        return x
+
+
+def test_a_pause_waits_for_the_item_that_is_being_read() -> None:
+    """Afterwards the source is left alone: a state of it can be saved."""
+    held = Held()
+    graph = numbers(3).map(held).prefetch(2)
+    iterator = iter(graph)
+    assert next(iterator) == 0
+    assert held.begun.wait(60)
+    with ThreadPoolExecutor(1) as threads:
+        pausing = threads.submit(graph.pause)
+        assert not wait([pausing], 0.05).done
+        held.gate.set()
+        pausing.result(60)
+    graph.resume()
+    assert list(iterator) == [1, 2]
 
 
 def test_prefetch_raises_where_the_item_would_come() -> None:
