@@ -95,6 +95,11 @@ def test_replace() -> None:
     replace_dp(traverse_dps(end), right, wrapped)
     assert list(joined) == [(20, 2), (22, 6), (24, 10)]
     assert wrapped.datapipe is right
+    source = numbers(3)
+    left, right = source.map(double), source.map(double)
+    wrapped = left.map(double)
+    replace_dp(traverse_dps(left.zip(right)), source, wrapped)
+    assert [left.datapipe, right.datapipe] == [source, wrapped]
     first, second = numbers(4).fork(2)
     forked = first.zip(second)
     replace_dp(traverse_dps(forked), first.main_datapipe.main_datapipe, numbers(2, 7))

@@ -59,11 +59,12 @@ def test_each_sample_is_made_once(bad: int, place: str, node: NodeProcess, tmp_p
 def test_another_seed_or_epoch_has_other_batches(node: NodeProcess, tmp_path: Path) -> None:
     """No batch is taken from an epoch with another seed, or from an earlier epoch, although its indices are alike."""
     served = definitions.counted(LENGTH, str(tmp_path / "log"))
-    for seed in (1, 2):
-        options: dict[str, Any] = {**OPTIONS, "seed": seed, "shuffle": False}
-        with DataLoader[Any](served, **options) as local:
-            expected: list[Any] = [list(local) for _ in range(2)]
-        with DataLoader[Any](served, **options, workers=at(node.tcp)) as loader:
+    with ExitStack() as stack:  # the node keeps batches only as long as a loader is open
+        for seed in (1, 2):
+            options: dict[str, Any] = {**OPTIONS, "seed": seed, "shuffle": False}
+            with DataLoader[Any](served, **options) as local:
+                expected: list[Any] = [list(local) for _ in range(2)]
+            loader = stack.enter_context(DataLoader[Any](served, **options, workers=at(node.tcp)))
             for epoch in expected:
                 assert_same(list(loader), epoch)
 
