@@ -327,7 +327,7 @@ def test_the_iterator_gives_the_graphs_attributes() -> None:
 
 
 def test_functions_of_the_service_in_this_process() -> None:
-    """`init_fn` changes the graph once, `reset_fn` each epoch's, also after another service's; both get ``WorkerInfo``."""
+    """`init_fn` changes the graph once, `reset_fn` each epoch's, also after another service's."""
     loader = DataLoader2[int](numbers(2), reading_service=InProcessReadingService(0, _once, _each_time))
     assert [list(loader), list(loader)] == [[0, 4], [0, 4]]
     assert Recording.calls == [WorkerInfo(1, 0)] * 3
