@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -33,22 +34,25 @@ Check: TypeAlias = Callable[[str, Any], object]
 """A function of an option's name and value that raises if the value is out of range."""
 
 
-def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any], *, iterable: bool) -> None:
-    """Check all arguments of a loader's constructor that torch does not check.
+def checks_of(options: Mapping[str, Any], defaults: Mapping[str, Any], *, iterable: bool) -> list[Callable[[], object]]:
+    """Return the checks of all arguments of a loader's constructor that torch does not check, in their order.
 
     Args:
         options: every argument by name, torch's too; those that are objects with their fields.
         defaults: those of the options, which need no check of their own.
         iterable: whether the dataset is iterated rather than indexed.
 
-    Raises:
-        ValueError, TypeError: an option is out of range, or excludes another option or the dataset.
+    Returns:
+        Functions that raise ValueError or TypeError if an option is out of range, or excludes another option or the
+        dataset.
     """
+    checks: list[Callable[[], object]] = []
     for name, check in CHECKS.items():
         if options[name] is not defaults[name]:  # not `!=`: False equals 0, which it may not stand for
-            check(name, options[name])
+            checks.append(partial(check, name, options[name]))
         if name in _AFTER:
-            _AFTER[name](options, iterable)
+            checks.append(partial(_AFTER[name], options, iterable))
+    return checks
 
 
 def check_num_workers(value: Any) -> None:

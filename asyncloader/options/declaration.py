@@ -34,7 +34,7 @@ from asyncloader.options.checks import (
     ABOUT_DATASET,
     CHECKS,
     check_num_workers,
-    check_options,
+    checks_of,
     is_seed,
     options_about_dataset,
     warn_without_effect,
@@ -317,7 +317,8 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         if stream:
             self.__dict__["dataset"] = dataset  # torch forbids assigning it from here on
         flat, defaults = flattened(arguments), FLAT_DEFAULTS
-        check_options(flat, defaults, iterable=is_iterable(self))
+        for check in checks_of(flat, defaults, iterable=is_iterable(self)):
+            check()  # here, and not in a function of its own: the user's traceback is a frame shorter
         self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
         changed = [name for name in defaults if flat[name] != defaults[name]]
         changed += ["collate_fn"] * (flat["collate_fn"] is not None)

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from asyncloader import AsyncDataLoader, DataLoader, SeededSampler
-from asyncloader.options.checks import check_options
+from asyncloader.options.checks import checks_of
 from asyncloader.options.declaration import DEFAULTS, FLAT_DEFAULTS, default_sampler
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.objects import flattened
@@ -59,7 +59,8 @@ class Wrapped(BatchSampler):
 
 def check(*, iterable: bool = False, **changes: Any) -> None:
     given = {"dataset": DATA, "generator": None, **flattened(DEFAULTS), "seed": 1, **changes}
-    check_options(given, FLAT_DEFAULTS, iterable=iterable)
+    for check in checks_of(given, FLAT_DEFAULTS, iterable=iterable):
+        check()
 
 
 ALLOWED: list[dict[str, Any]] = [
