@@ -23,12 +23,12 @@ def new_ring(slots: int = 12, credits: int = 4, number: int = 0) -> Ring:
 
 
 def batch_of(seq: int) -> torch.Tensor:
-    """The batch of task `seq`."""
+    """Return the batch of task `seq`."""
     return torch.full((10,), seq)
 
 
 def answer(seq: int, ring: Ring | None, value: Any = None, *, pickled: int = 0) -> Answer:
-    """A worker's answer to task `seq`: `batch_of` it, or another value, with so many bytes `pickled`."""
+    """Return a worker's answer to task `seq`: `batch_of` it, or another value, with the number of bytes `pickled`."""
     encoded = Encoder().encode(batch_of(seq) if value is None else value)
     slot, fd = wire.NO_SLOT, None
     if encoded.nbytes and ring is not None:
@@ -44,12 +44,12 @@ def answer(seq: int, ring: Ring | None, value: Any = None, *, pickled: int = 0) 
 
 
 def deliver(seq: int, ring: Ring | None, value: Any = None) -> Deliver:
-    """The same, as a stage gets it."""
+    """Return the same answer in the form in which a stage receives it."""
     return Deliver(seq, 0, answer(seq, ring, value))
 
 
 def overwrite_free_slots(ring: Ring) -> int:
-    """What workers do with slots that are free: other bytes are in them afterwards. How many there were."""
+    """Fill all free slots with other bytes, as workers may. Returns their number."""
     taken: list[int] = []
     while (slot := ring.take()) is not None:
         taken.append(slot)

@@ -1,10 +1,10 @@
-"""A device of our own, in the CPU's memory, whose copies happen later: what the tests of `device=` use for a card.
+"""A device of our own, in the CPU's memory, whose copies happen later. The tests of `device=` use it instead of a card.
 
 A copy reads its source only when the device's stream gets there, and keeps it no more than a device would: a locked
 source is known by its address alone, a pinned one is kept by its allocator, any other is read at once. Until then the
 destination is full of `STALE`. So a slot that is used again too early, and a batch that is looked at too early, show as
-wrong content. The stream goes on when a test says so (`advance`), or, by default, when somebody waits for it, which is
-as late as can be.
+wrong content. The stream advances when a test calls `advance`, or, by default, when a thread waits for it, which is as
+late as can be.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LockedRange:
         self.undone_in: threading.Thread | None = None
 
     def undo(self) -> None:
-        """What unlocks it."""
+        """Unlock the memory."""
         if os.getpid() != self._owner:
             return
         self.undone += 1
@@ -70,7 +70,7 @@ class Handed(NamedTuple):
 
 
 class FakeMachine:
-    """A machine with such devices.
+    """A machine with fake devices.
 
     Args:
         manual: streams go on by `FakeAccelerator.advance` alone.
@@ -85,22 +85,22 @@ class FakeMachine:
         self.locks: list[LockedRange] = []
         self.devices: list[FakeAccelerator] = []
         self.trouble: list[str] = []
-        """What a real device would not have put up with."""
+        """Actions that a real device would not have tolerated."""
 
     def open(self, device: torch.device = _CPU) -> FakeAccelerator:
-        """A device."""
+        """Return a new device."""
         self.devices.append(FakeAccelerator(self, device))
         return self.devices[-1]
 
     @property
     def device(self) -> FakeAccelerator:
-        """The only one."""
+        """The machine's only device."""
         (only,) = self.devices
         return only
 
     @property
     def locked(self) -> list[LockedRange]:
-        """What is locked now."""
+        """The ranges that are locked now."""
         return [each for each in self.locks if not each.undone]
 
     def lock(self, address: int, nbytes: int) -> Callable[[], None]:
@@ -127,7 +127,9 @@ class FakeEvent:
 
 
 class FakeAccelerator(Accelerator):
-    """A device. `sources` tells where each tensor was copied from: "ring" (locked), "pinned" or "pageable"."""
+    """A fake device. `sources` has, for each tensor, the memory that it was copied from: "ring" (locked), "pinned"
+    or "pageable".
+    """
 
     def __init__(self, machine: FakeMachine, device: torch.device) -> None:
         self.device = device
@@ -136,12 +138,12 @@ class FakeAccelerator(Accelerator):
         self.sources: list[str] = []
         self.handed: list[Handed] = []
         self.computed: list[tuple[list[int], DoneEvent | None]] = []
-        """For each transform, what it reads, and what it waits for."""
+        """For each transform, the addresses of the copies that it reads, and the event that it waits for."""
         self.followed = 0  # epochs that were begun
         self.events = 0
         self.reached = 0
         self.waits: queue.SimpleQueue[FakeEvent] = queue.SimpleQueue()
-        """Events that somebody has begun to wait for, where the stream is advanced by hand."""
+        """Events that a thread has begun to wait for, where the stream is advanced by hand."""
         self._machine = machine
         self._manual = machine.manual
         self._stream: deque[Callable[[], object] | FakeEvent] = deque()
@@ -150,7 +152,7 @@ class FakeAccelerator(Accelerator):
         self._worker = 0
         self._pinned: dict[int, torch.Tensor] = {}
 
-    # ----------------------------------------------------------------------------------- what the loader asks
+    # ----------------------------------------------------------------------------------- called by the loader
 
     @contextmanager
     def work(self) -> Generator[None]:
@@ -232,17 +234,17 @@ class FakeAccelerator(Accelerator):
             self._stream.append(command)
             self._changed.notify_all()
 
-    # ------------------------------------------------------------------------------------- what the test does
+    # ------------------------------------------------------------------------------------- called by the test
 
     def advance(self) -> None:
-        """The stream gets to its next event, as soon as there is one."""
+        """Advance the stream to its next event, as soon as it has an event."""
         with self._changed:
             assert self._changed.wait_for(lambda: any(isinstance(each, FakeEvent) for each in self._stream), PATIENCE_S)
             while not self._step():
                 pass
 
     def go(self) -> None:
-        """From now on the stream goes on by itself."""
+        """From now on the stream advances by itself."""
         with self._changed:
             self._manual = False
             while self._stream:
@@ -268,7 +270,7 @@ class FakeAccelerator(Accelerator):
         assert event.done.wait(PATIENCE_S), "the stream was never advanced"
 
     def _step(self) -> bool:
-        """Do one thing; whether it was an event."""
+        """Run the stream's next command. Returns whether it was an event."""
         command = self._stream.popleft()
         if not isinstance(command, FakeEvent):
             command()
@@ -280,7 +282,7 @@ class FakeAccelerator(Accelerator):
 
 @contextmanager
 def installed(kind: str = "cpu", **settings: Any) -> Generator[FakeMachine]:
-    """While it lasts, devices of this type are such devices. No rule may be broken meanwhile.
+    """Within this context, devices of this type are fake devices. At its end no rule may have been broken.
 
     Tensors "on" them are the CPU's: batches of objects that move themselves need the type "cpu".
     """
@@ -297,7 +299,7 @@ def installed(kind: str = "cpu", **settings: Any) -> Generator[FakeMachine]:
 
 
 def _readable(address: int) -> bool:
-    """Whether memory is mapped there: the kernel says so, where a look would end the process."""
+    """Whether memory is mapped at this address: the kernel answers, where reading it would kill the process."""
     reader, writer = os.pipe()
     try:
         return bool(ctypes.CDLL(None).write(writer, ctypes.c_void_p(address), ctypes.c_size_t(1)) == 1)

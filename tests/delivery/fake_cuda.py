@@ -1,7 +1,7 @@
-"""torch.cuda over no card: which thread stands on which device, and on which devices the process has a context.
+"""torch.cuda without a card: which thread stands on which device, and on which devices the process has a context.
 
-torch's own `device` and `stream` run over it. What it does is CUDA's: a thread begins on device 0; to set a thread's
-device, or to make a call that has no device of its own, opens a context on the thread's device.
+torch's own `device` and `stream` run over it. It behaves as CUDA does: a thread begins on device 0; setting a thread's
+device, or a call that names no device, opens a context on the thread's device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.delivery.fake_library import FakeLibrary
 
 
 class FakeStream:
-    """A stream, which notes what it waits for."""
+    """A stream that records the events that it waits for."""
 
     def __init__(self, device: torch.device, handle: int = 0) -> None:
         self.device = device
@@ -30,7 +30,7 @@ class FakeStream:
 
 
 class FakeCuda(threading.local):
-    """Two devices."""
+    """torch.cuda with two devices."""
 
     def __init__(self) -> None:  # once in each thread
         self.device = 0
@@ -41,7 +41,7 @@ class FakeCuda(threading.local):
     external: list[FakeStream]
 
     def install(self, monkeypatch: pytest.MonkeyPatch, library: FakeLibrary | None = None) -> None:
-        """torch.cuda is this until the test's end."""
+        """Replace torch.cuda's functions until the test's end."""
         kind = type(self)
         kind.contexts, kind.events, kind.external = set(), [], []
         drivers = [Driver(library or FakeLibrary(), index) for index in range(2)]

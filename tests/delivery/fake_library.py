@@ -23,10 +23,10 @@ HOST_REGISTER_SUPPORTED = 99  # in cuda.h
 
 
 class FakeLibrary:
-    """Answers as CUDA's documentation says, with the error codes that it is told to give (and with ``lockable=0`` of
-    a device that can have no memory locked).
+    """Answers as CUDA's documentation says, with the error codes given to it (and with ``lockable=0`` as a device that
+    can have no memory locked).
 
-    Like the real one it is given C types: a plain Python integer would be cut to 32 bits.
+    Like the real library, it is given C types: a plain Python integer would be cut to 32 bits.
     """
 
     def __init__(self, **codes: int) -> None:

@@ -9,7 +9,7 @@ from tests.delivery.fake import PATIENCE_S
 
 
 def closing(stage: Stage) -> threading.Thread:
-    """Another thread closes the stage: when this returns, it waits for the batch in hand."""
+    """Close the stage in another thread. When this returns, that thread waits for the batch in hand."""
     joined = threading.Event()
     join = stage._thread.join
 

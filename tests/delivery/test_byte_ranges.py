@@ -11,7 +11,7 @@ from tests.delivery.test_device_stage import World
 
 
 class Copier:
-    """Copies as torch does, and notes how many bytes each time."""
+    """Copies as torch does, and records the size of each copy in bytes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -23,7 +23,7 @@ class Copier:
 
 
 def check(tensors: list[torch.Tensor], slot: torch.Tensor | None = None) -> list[int]:
-    """Every tensor has a copy like it, in other memory; the sizes of what was copied."""
+    """Check that every tensor has an equal copy in other memory. Returns the sizes of the ranges copied."""
     copier = Copier()
     copies = copy_ranges(tensors, slot, copier)
     for tensor in tensors:
@@ -35,7 +35,9 @@ def check(tensors: list[torch.Tensor], slot: torch.Tensor | None = None) -> list
 
 
 def leaves(slot: torch.Tensor, *ranges: tuple[int, torch.dtype, int]) -> list[torch.Tensor]:
-    """Tensors of so many elements at offsets of a slot, each with a storage of its own, as they are in a batch."""
+    """Make tensors with these numbers of elements at offsets of a slot, each with its own storage, as they are in a
+    batch.
+    """
     return [
         torch.frombuffer(slot.numpy().data, dtype=dtype, count=count, offset=offset) for offset, dtype, count in ranges
     ]
@@ -46,14 +48,16 @@ def new_slot(nbytes: int) -> torch.Tensor:
 
 
 def test_small_neighbours_are_copied_together() -> None:
-    """Once, whatever their number, types and order."""
+    """They are one copy, whatever their number, types and order."""
     slot = new_slot(4096)
     batch = leaves(slot, (128, torch.int64, 8), (0, torch.uint8, 100), (1024, torch.int16, 5), (256, torch.float32, 7))
     assert check(batch, slot) == [1034]
 
 
 def test_large_ones_keep_memory_of_their_own() -> None:
-    """A small tensor that somebody keeps does not keep them, nor more than a bound of other small ones."""
+    """A small tensor that the consumer keeps does not keep large tensors alive, nor more small ones than fit a
+    bound.
+    """
     slot = new_slot(6 * JOINED_BYTES)
     large = (1024, torch.uint8, 2 * JOINED_BYTES)
     small = [(0, torch.uint8, 10), (64, torch.uint8, 10), (3 * JOINED_BYTES, torch.uint8, 10)]
@@ -74,8 +78,8 @@ WITH_GAPS: dict[str, Any] = {
 @pytest.mark.parametrize("name", WITH_GAPS)
 @pytest.mark.parametrize("in_slot", [False, True])
 def test_what_is_not_dense_is_copied_once_and_viewed(name: str, in_slot: bool) -> None:
-    """With its strides: no dense copy is made in ordinary memory, however small the range or however often its elements
-    are seen.
+    """The view keeps its strides: no dense copy is made in ordinary memory, however small the range or however often
+    its elements are seen.
     """
     slot = new_slot(1024)
     (whole,) = leaves(slot, (64, torch.int32, 60))
@@ -89,7 +93,7 @@ def test_what_is_not_dense_is_copied_once_and_viewed(name: str, in_slot: bool) -
 
 
 def test_views_of_one_storage_stay_views_of_one() -> None:
-    """Also outside of a slot: what they see is copied once."""
+    """Also outside of a slot: the range that they cover is copied once."""
     whole = torch.arange(100)
     first, second = whole[:60], whole[40:]
     copies = copy_ranges([first, second], None, Copier())
@@ -99,20 +103,20 @@ def test_views_of_one_storage_stay_views_of_one() -> None:
 
 
 def test_a_view_within_another_is_in_its_copy() -> None:
-    """The range ends where the longer one does, whichever begins last."""
+    """The copied range ends where the longer tensor does, whichever tensor begins last."""
     whole = torch.arange(100)
     assert check([whole, whole[10:20], whole[90:]]) == [800]
     assert check([whole[10:20], whole]) == [800]
 
 
 def test_a_few_elements_of_much_memory_are_gathered() -> None:
-    """A column of a large table that is not the batch's: the table stays where it is."""
+    """The column belongs to a large table outside the batch: the table stays where it is."""
     table = torch.arange(100_000).view(1000, 100)
     assert check([table[:, 3]]) == [8000]
 
 
 def test_what_is_no_plain_tensor_is_left_out() -> None:
-    """It is copied as ever."""
+    """Such tensors are copied without being joined."""
     others = [
         torch.eye(3).to_sparse(),
         torch.nn.Parameter(torch.ones(3)),
@@ -125,14 +129,14 @@ def test_what_is_no_plain_tensor_is_left_out() -> None:
 
 
 def test_memory_format_is_kept() -> None:
-    """Dense is not only contiguous."""
+    """A dense tensor need not be contiguous."""
     tensor = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     copies = copy_ranges([tensor], None, Copier())
     assert copies[id(tensor)].stride() == tensor.stride()
 
 
 def test_the_tensors_of_a_slot_are_one_copy() -> None:
-    """Of a batch of small ones, straight from the ring."""
+    """A batch of small tensors is copied once, straight from the ring."""
     world, ring = World(), new_ring()
     world.put(
         deliver(0, ring, {"x": torch.arange(5), "y": [torch.ones(3, 4).t()[1:], torch.zeros(2, dtype=torch.int8)]})

@@ -38,7 +38,7 @@ def in_thread(function: Callable[[], None]) -> None:
 
 
 class Copying(CudaAccelerator):
-    """Copies stay in the CPU's memory."""
+    """Keeps copies in the CPU's memory."""
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
@@ -65,7 +65,7 @@ def do_work(accelerator: CudaAccelerator) -> None:
     ids=["work", "follow", "hand over"],
 )
 def test_no_thread_opens_a_context_on_another_device(use: Any, fake: FakeCuda) -> None:
-    """Each begins on the first device, and is there again afterwards; the second is the only one that is used."""
+    """A thread that begins on device 0 stands there again afterwards; the only context opened is that of device 1."""
     accelerator = CudaAccelerator(SECOND)
     devices: list[int] = []
 
@@ -84,7 +84,7 @@ def test_no_thread_opens_a_context_on_another_device(use: Any, fake: FakeCuda) -
 def test_a_whole_loader_stays_on_its_device(
     kind: str, workers: int, transform: Any, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of its threads, and the consumer's."""
+    """This holds for all threads of the loader, and for the consumer's thread."""
     monkeypatch.setitem(OPENERS, "cuda", Copying)
     got = collect(
         kind,
@@ -101,7 +101,7 @@ def test_a_whole_loader_stays_on_its_device(
 
 
 def test_loaders_share_the_streams_of_a_device(fake: FakeCuda) -> None:
-    """They are the process's own, made by the driver once for each device, and not of torch's pool."""
+    """The streams belong to the process: the driver makes them once per device, outside of torch's pool."""
     first, again, other = (CudaAccelerator(torch.device("cuda", index)) for index in (1, 1, 0))
     streams = [first._kept.copies, first._kept.computations]
     assert [again._kept.copies, again._kept.computations] == streams
@@ -115,7 +115,7 @@ def test_loaders_share_the_streams_of_a_device(fake: FakeCuda) -> None:
 
 
 def test_a_forked_child_uses_no_stream_of_its_parents(fake: FakeCuda) -> None:
-    """Nor its events."""
+    """`_kept` holds the streams and the events: the child makes its own."""
     mine = CudaAccelerator(SECOND)._kept
     pid = os.fork()
     if pid == 0:
@@ -129,7 +129,9 @@ def test_a_forked_child_uses_no_stream_of_its_parents(fake: FakeCuda) -> None:
 
 
 def test_the_transforms_stream_waits_for_the_copies_and_no_copy_for_a_transform(fake: FakeCuda) -> None:
-    """Each event is one of its own stream; both streams wait for what the consumer's stream was given before."""
+    """Each event is recorded in its own stream; both streams wait for the work that the consumer's stream had
+    before.
+    """
     accelerator = CudaAccelerator(SECOND)
     copies: Any = accelerator._kept.copies
     computations: Any = accelerator._kept.computations
@@ -146,13 +148,13 @@ def test_the_transforms_stream_waits_for_the_copies_and_no_copy_for_a_transform(
 
 
 def test_the_node_of_a_device(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is found by its PCI address."""
+    """It is found by the device's PCI address."""
     monkeypatch.setattr(cuda, "node_of", {"0000:3B:00.0": 1}.get)
     assert CudaAccelerator(SECOND).node == 1
 
 
 def test_events_are_used_again_and_never_destroyed(fake: FakeCuda) -> None:
-    """By all loaders of the process; none while somebody may still wait for it."""
+    """All loaders of the process share them; an event that may still be waited for is not used again."""
     kept: list[Any] = []
     for _ in range(20):
         accelerator = CudaAccelerator(SECOND)
@@ -167,7 +169,7 @@ def test_events_are_used_again_and_never_destroyed(fake: FakeCuda) -> None:
 
 @pytest.mark.parametrize("library", [{"lockable": 0}, {REGISTER: 801}], ids=["attribute", "code 801"])
 def test_where_no_memory_can_be_locked(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches come by way of page-locked copies. One warning for all loaders of the process; `explain` says why."""
+    """Batches go through page-locked copies. All loaders of the process give one warning; `explain` has the reason."""
     FakeCuda().install(monkeypatch, FakeLibrary(**library))
     monkeypatch.setitem(OPENERS, "cuda", Copying)
     with warnings.catch_warnings(record=True) as told:
@@ -186,7 +188,9 @@ def test_where_no_memory_can_be_locked(library: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_code_without_workers_finds_the_callers_device(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dataset that makes tensors on the current device, where torch's loader would have called it in this thread."""
+    """A dataset that makes tensors on the current device: torch's loader would have called it in the consumer's
+    thread.
+    """
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: fake.device)

@@ -33,13 +33,13 @@ ADDRESS, NBYTES = 0x7F12_3456_7000, 5 << 32
 
 
 def test_locking_and_unlocking() -> None:
-    """Each in the device's primary context, which is left as it was found; addresses and sizes of 64 bits; the memory
-    counts as page-locked for all devices.
+    """Both run in the device's primary context, which is left as it was found; addresses and sizes have 64 bits; the
+    memory counts as page-locked for all devices.
     """
     library = FakeLibrary()
     undo = Driver(library, 3).lock(ADDRESS, NBYTES)
     assert library.calls == [
-        (GET, (3,)),  # whether the device can
+        (GET, (3,)),  # whether the device can lock memory
         (GET, (3,)),
         (RETAIN, (43,)),
         (PUSH, (CONTEXT,)),
@@ -66,8 +66,8 @@ RELAXED = 2
 @pytest.mark.parametrize("before", [0, 1, RELAXED])
 @pytest.mark.parametrize("codes", [{}, {REGISTER: OOM}, {GET: OOM}], ids=["done", "refused", "refused at once"])
 def test_captures_of_the_users_thread(before: int, codes: dict[str, int]) -> None:
-    """Locking and unlocking spoil no CUDA graph that is captured now, in whichever thread; the mode of the thread in
-    which they happen is what it was, also after a refusal.
+    """Locking and unlocking spoil no CUDA graph that any thread is capturing; the capture mode of the thread in
+    which they run is restored, also after a refusal.
     """
     library = FakeLibrary()
     undo = Driver(library, 0).lock(ADDRESS, NBYTES)
@@ -82,7 +82,7 @@ def test_captures_of_the_users_thread(before: int, codes: dict[str, int]) -> Non
 
 
 def test_modes_are_exchanged_with_the_gil() -> None:
-    """By the library that keeps it; pages are locked by the other, which does not."""
+    """The library that keeps the GIL exchanges them; the other library, which releases it, locks the pages."""
     slow, quick = FakeLibrary(), FakeLibrary()
     driver = Driver(slow, 0, quick)
     with driver.relaxed():
@@ -92,7 +92,7 @@ def test_modes_are_exchanged_with_the_gil() -> None:
 
 
 def test_a_driver_that_does_not_relax() -> None:
-    """It locks all the same, and no mode is made up."""
+    """Memory is locked nevertheless, and the thread's mode is left alone."""
     library = FakeLibrary(**{EXCHANGE: 999})
     Driver(library, 0).lock(ADDRESS, NBYTES)()
     with Driver(library, 0).relaxed():
@@ -105,12 +105,12 @@ STEPS = [
     (RETAIN, [GET, RETAIN]),
     (PUSH, [GET, RETAIN, PUSH, RELEASE]),
     (REGISTER, [GET, RETAIN, PUSH, REGISTER, POP, RELEASE]),
-]  # of locking, once the driver has said that the device can
+]  # of locking, once the driver has answered that the device can lock memory
 
 
 @pytest.mark.parametrize(("step", "calls"), STEPS)
 def test_a_refusal_at_any_step(step: str, calls: list[str]) -> None:
-    """The error says which; what was taken is given back, nothing else is called."""
+    """The error has the driver's code; everything retained or pushed is released, and nothing else is called."""
     library = FakeLibrary(**{step: OOM})
     with pytest.raises(PageLockError) as caught:
         Driver(library, 0).lock(ADDRESS, NBYTES)
@@ -122,7 +122,7 @@ def test_a_refusal_at_any_step(step: str, calls: list[str]) -> None:
 
 @pytest.mark.parametrize(("step", "calls"), [*STEPS[:3], (UNREGISTER, [GET, RETAIN, PUSH, UNREGISTER, POP, RELEASE])])
 def test_unlocking_never_raises(step: str, calls: list[str]) -> None:
-    """At the interpreter's end the driver may be gone; there is nobody to tell."""
+    """At the interpreter's end the driver may be deinitialized, and no caller could handle an error."""
     library = FakeLibrary()
     undo = Driver(library, 0).lock(ADDRESS, NBYTES)
     library.calls.clear()
@@ -133,7 +133,7 @@ def test_unlocking_never_raises(step: str, calls: list[str]) -> None:
 
 
 def test_an_error_that_the_driver_has_no_words_for() -> None:
-    """Its number is told."""
+    """The message has the code's number."""
     with pytest.raises(PageLockError, match=r"an unknown error \(4711\)"):
         Driver(FakeLibrary(**{REGISTER: 4711}), 0).lock(ADDRESS, NBYTES)
     with pytest.raises(PageLockError, match=r"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED \(712\)"):
@@ -142,7 +142,7 @@ def test_an_error_that_the_driver_has_no_words_for() -> None:
 
 @pytest.mark.parametrize(("soft", "limit"), [(1 << 16, 1 << 16), (resource.RLIM_INFINITY, None)])
 def test_the_limit_is_told(soft: int, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of this process, as ``ulimit -l`` has it."""
+    """It is the limit of this process, as ``ulimit -l`` prints it."""
     asked: list[int] = []
 
     def getrlimit(which: int) -> tuple[int, int]:
@@ -158,7 +158,7 @@ def test_the_limit_is_told(soft: int, limit: int | None, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("code", [1, 4, 712])
 def test_the_limit_is_told_only_where_it_may_be_the_reason(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range that is locked already, say, has nothing to do with ``ulimit -l``."""
+    """A range that is locked already, for example, has nothing to do with ``ulimit -l``."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 16, 1 << 16))
     with pytest.raises(PageLockError) as caught:
         Driver(FakeLibrary(**{REGISTER: code}), 0).lock(ADDRESS, NBYTES)
@@ -168,7 +168,7 @@ def test_the_limit_is_told_only_where_it_may_be_the_reason(code: int, monkeypatc
 
 @pytest.mark.parametrize("library", [FakeLibrary(lockable=0), FakeLibrary(**{REGISTER: 801})])
 def test_a_device_that_can_have_no_memory_locked(library: FakeLibrary) -> None:
-    """Says so by its attribute, or by a code of its own; it is asked once, and the reason kept."""
+    """Its attribute or an error code says so; the device is asked once, and the reason is kept."""
     asked = Driver(library, 0)
     with pytest.raises(LockingUnsupported, match=r"cudaDevAttrHostRegisterSupported|\(801\)"):
         asked.lock(ADDRESS, NBYTES)
@@ -181,8 +181,8 @@ def test_a_device_that_can_have_no_memory_locked(library: FakeLibrary) -> None:
 
 
 def test_streams() -> None:
-    """Each another one, in the device's primary context, which stays; that of no thread is changed. None of them waits
-    for the default stream.
+    """Each call makes a new stream in the device's primary context, which stays retained; no thread's current
+    context changes. The streams do not wait for the default stream.
     """
     library = FakeLibrary()
     asked = Driver(library, 2)
@@ -193,14 +193,16 @@ def test_streams() -> None:
 
 @pytest.mark.parametrize("step", [GET, RETAIN, PUSH, STREAM])
 def test_a_stream_that_cannot_be_had(step: str) -> None:
-    """None, and nothing is kept for it."""
+    """`new_stream` returns None and retains no context."""
     library = FakeLibrary(**{step: OOM})
     assert Driver(library, 0).new_stream() is None
     assert (library.retained, library.stack) == (0, [])
 
 
 def test_a_forked_child_unlocks_nothing() -> None:
-    """It has the parent's objects, and may lose them; the parent's device still reads there. No call is made."""
+    """It has copies of the parent's objects and may drop them, but the parent's device still reads there: no call is
+    made.
+    """
     library = FakeLibrary()
     undo = Driver(library, 0).lock(ADDRESS, NBYTES)
     library.calls.clear()
@@ -215,12 +217,12 @@ def test_a_forked_child_unlocks_nothing() -> None:
     assert UNREGISTER in library.names
 
 
-# ----------------------------------------------------------------------------------------------- loading it
+# --------------------------------------------------------------------------------------- loading the driver
 
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replaces what `ctypes.CDLL` gives or raises; torch is one with CUDA."""
+    """Return a function that sets the library that `ctypes.CDLL` gives, or its error; torch appears to have CUDA."""
 
     def replace(result: Any) -> None:
         def load_library(name: str) -> Any:
@@ -241,7 +243,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_library_is_loaded_once(load: Any) -> None:
-    """And made ready, which does nothing where torch has done it."""
+    """It is initialized once, too, which does nothing where torch has done it."""
     library = FakeLibrary()
     load(library)
     for _ in range(2):
@@ -255,13 +257,13 @@ def test_the_library_is_loaded_once(load: Any) -> None:
     ids=["no library", "no device", "another library"],
 )
 def test_without_a_driver(trouble: Any, load: Any) -> None:
-    """None, and no error: batches take the pinned path."""
+    """`open_driver` returns None and raises nothing: batches take the pinned path."""
     load(trouble)
     assert open_driver(0) is None
 
 
 def test_without_cuda_nothing_is_loaded(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch for ROCm has devices of the name "cuda", and another driver."""
+    """A torch for ROCm also names its devices "cuda", but has another driver."""
     load(AssertionError("must not be loaded"))
     monkeypatch.setattr(torch.version, "cuda", None)
     assert open_driver(0) is None

@@ -45,7 +45,7 @@ def double(batch: Any) -> Any:
     ],
 )
 def test_what_is_refused(make: Any, options: Any, error: type[Exception], text: str) -> None:
-    """Each option out of range, with its value, when the loader is made."""
+    """Each option out of range is refused when the loader is made, and the error shows its value."""
     with pytest.raises(error) as caught:
         make(Numbers(3), **grouped(options))
     assert text in str(caught.value)
@@ -53,7 +53,7 @@ def test_what_is_refused(make: Any, options: Any, error: type[Exception], text: 
 
 @BOTH
 def test_defaults_and_attributes(make: Any) -> None:
-    """The options can be read under their names; one batch ahead, on no device."""
+    """The options can be read under their names; by default the loader has no device, and keeps one batch ahead."""
     loader = make(Numbers(3))
     assert (loader.device, loader.device_options) == (None, DeviceOptions())
     device, given = torch.device("cpu"), DeviceOptions(device_transform=identity, static_buffers=True)
@@ -63,7 +63,7 @@ def test_defaults_and_attributes(make: Any) -> None:
 
 
 def test_where_there_is_nothing_to_do() -> None:
-    """Batches are made on the CPU: there is no transfer for it, unless a transform or static tensors are asked for."""
+    """Batches are made on the CPU: it needs no transfer, unless a transform or static tensors are asked for."""
     assert transfer_of(DataLoader[Any](Numbers(3))) is None
     assert transfer_of(DataLoader[Any](Numbers(3), device="cpu")) is None
     some: list[dict[str, Any]] = [{"device_transform": double}, {"static_buffers": True}]
@@ -74,7 +74,7 @@ def test_where_there_is_nothing_to_do() -> None:
 
 
 def test_a_loader_has_one_transfer() -> None:
-    """All its epochs use the same, so that static tensors stay; another loader has another one."""
+    """Every use gets the same transfer, so that static tensors stay; another loader has its own."""
     with installed() as machine:
         loader = DataLoader[Any](Numbers(3), device="cpu", device_options=DeviceOptions(static_buffers=True))
         transfer = transfer_of(loader)
@@ -106,7 +106,7 @@ def test_copies_of_a_loader(duplicate: Any, used: bool) -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 def test_copies_of_an_async_loader(duplicate: Any) -> None:
-    """The same for the asynchronous one."""
+    """They have its options."""
     given = DeviceOptions(device_prefetch=2, device_transform=double)
     loader = AsyncDataLoader[Any](Numbers(6), device="cpu", device_options=given)
     twin = duplicate(loader)
@@ -134,7 +134,7 @@ def test_a_transform_may_refer_to_its_loader() -> None:
 
 
 def test_a_forked_child_opens_its_own() -> None:
-    """A device that the parent has opened is of no use to a child."""
+    """A child cannot use a device that its parent has opened."""
     with installed() as machine:
         loader = DataLoader[Any](Numbers(3), device="cpu")
         transfer = transfer_of(loader)
@@ -144,14 +144,16 @@ def test_a_forked_child_opens_its_own() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-# ------------------------------------------------------------------------------------ devices that are not there
+# ------------------------------------------------------------------------------------- devices that do not exist
 
 
 @BOTH
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 3)], ids=str)
 def test_cuda_without_cuda(make: Any, workers: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader can be made anywhere; when it is iterated the error names the device and says why. Nothing is left."""
+    """A loader can be made anywhere; when it is iterated, the error names the device and the reason. Nothing is left
+    behind.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     loader = make(Numbers(3), num_workers=workers, device=device)
     assert "device: cuda" in loader.explain()
@@ -164,7 +166,7 @@ def test_cuda_without_cuda(make: Any, workers: int, device: Any, monkeypatch: py
 
 @pytest.mark.parametrize("name", ["mps", "xpu"])
 def test_another_accelerator_that_is_not_there(name: str) -> None:
-    """The same; torch's own words are the reason."""
+    """The error is `DeviceUnavailable`, too, and its reason quotes torch."""
     try:
         torch.empty(0, device=name)
     except (AssertionError, RuntimeError):
@@ -175,13 +177,13 @@ def test_another_accelerator_that_is_not_there(name: str) -> None:
 
 
 def test_the_error_travels_between_processes() -> None:
-    """With its parts."""
+    """The pickled error keeps its parts."""
     error = pickle.loads(pickle.dumps(DeviceUnavailable("cuda:7", "torch sees 2 CUDA devices")))
     assert (error.device, error.reason) == ("cuda:7", "torch sees 2 CUDA devices")
 
 
 def test_other_devices_get_plain_copies() -> None:
-    """A device that torch knows and we do not: the meta device, for one, is everywhere."""
+    """Torch knows devices that we do not: the meta device, which exists everywhere, stands for them."""
     given = DeviceOptions(device_transform=double)
     loader = DataLoader[Any](Numbers(6), batch_size=2, num_workers=1, device="meta", device_options=given)
     batches = list(loader)

@@ -21,7 +21,7 @@ from tests.delivery.stages import closing
 
 
 class World:
-    """A stage before a device whose stream the test advances."""
+    """A device stage whose device's stream the test advances."""
 
     def __init__(
         self, ahead: int = 1, *, manual: bool = True, transform: Any = None, static: bool = False, **settings: Any
@@ -41,21 +41,23 @@ class World:
         return self.out.get(timeout=PATIENCE_S)
 
     def take(self) -> Any:
-        """The next batch, as the consumer gets it: it may not be there yet."""
+        """Take the next batch, as the consumer does: its copy may not be done yet."""
         item = self.next()
         assert isinstance(item, Deliver), item
         assert isinstance(item.outcome, OnDevice)
         return self.stage.take(item.outcome)
 
     def close(self) -> None:
-        """Let everything end."""
+        """Let the stream run to its end, and close the stage."""
         self.device.go()
         self.stage.close()
         assert self.machine.trouble == []
 
 
 def test_a_batch_comes_with_its_descriptor() -> None:
-    """It is delivered instead of the answer, copied straight from the locked ring."""
+    """An `OnDevice` with the descriptor is delivered instead of the answer; the batch is copied straight from the
+    locked ring.
+    """
     world, ring = World(), new_ring()
     world.put(deliver(7, ring))
     item = world.next()
@@ -69,7 +71,7 @@ def test_a_batch_comes_with_its_descriptor() -> None:
 
 
 def test_the_slot_is_free_after_the_event_and_not_before() -> None:
-    """However long the consumer keeps the batch; and although it has taken it before the copy was done."""
+    """However long the consumer keeps the batch, and although it took the batch before the copy was done."""
     world, ring = World(), new_ring(slots=12)
     world.put(deliver(3, ring))
     batch = world.take()
@@ -86,7 +88,7 @@ def test_the_slot_is_free_after_the_event_and_not_before() -> None:
 
 
 def test_the_next_copy_begins_while_one_is_under_way() -> None:
-    """The device always has something to do: it is asked for the second copy before the first is done."""
+    """The device always has work: it is asked for the second copy before the first is done."""
     world, ring = World(ahead=2), new_ring()
     world.put(deliver(0, ring), deliver(1, ring))
     first, second = world.take(), world.take()
@@ -99,7 +101,7 @@ def test_the_next_copy_begins_while_one_is_under_way() -> None:
 
 
 def test_the_device_is_not_asked_for_copies_without_end() -> None:
-    """Two are under way or next; a third is passed on when the first is done."""
+    """Two copies are under way or next; a third batch is passed on when the first copy is done."""
     world, ring = World(ahead=9), new_ring()
     world.put(*[deliver(seq, ring) for seq in range(4)])
     batches = [world.take(), world.take()]
@@ -113,7 +115,7 @@ def test_the_device_is_not_asked_for_copies_without_end() -> None:
 
 
 def test_the_last_batches_slot_needs_no_successor() -> None:
-    """A consumer that takes its time over the last batches of an epoch holds no slot of them."""
+    """A consumer that takes its time over the last batches of an epoch holds none of their slots."""
     world, ring = World(manual=False), new_ring()
     freed = threading.Event()
     append = ring._append_released
@@ -133,7 +135,7 @@ def test_the_last_batches_slot_needs_no_successor() -> None:
 
 
 def test_a_ring_that_can_spare_no_slot_waits_for_a_copy() -> None:
-    """Rather than copy the batch out: the slot that it needs is free in a moment."""
+    """The batch is not copied out of the ring: the slot that it needs is free in a moment."""
     world, ring = World(ahead=9), new_ring(slots=5, credits=4)  # one slot may be lent
     world.put(deliver(0, ring))
     batches = [world.take()]
@@ -150,7 +152,7 @@ def test_a_ring_that_can_spare_no_slot_waits_for_a_copy() -> None:
 
 
 def test_a_batch_that_others_hold_is_copied_out_and_staged() -> None:
-    """Views of the ring that the user keeps are no reason to wait for ever."""
+    """The stage cannot wait for slots of which the user keeps views: they may never be free."""
     world, ring = World(ahead=9), new_ring(slots=5, credits=4)
     held = Opener(Statistics()).open(deliver(9, ring).outcome)
     world.put(deliver(0, ring))
@@ -166,7 +168,7 @@ def test_a_batch_that_others_hold_is_copied_out_and_staged() -> None:
 
 
 def test_a_segment_of_its_own_is_staged() -> None:
-    """A batch too large for its slot is copied to page-locked memory first; its own memory goes."""
+    """A batch too large for its slot is copied to page-locked memory first; its segment is closed."""
     world = World()
     item = deliver(5, None)
     world.put(item)
@@ -191,7 +193,7 @@ def test_a_batch_without_bytes_is_not_staged() -> None:
 
 
 def test_numpy_arrays_stay_where_they_are() -> None:
-    """They are views of the slot, which therefore is the consumer's as long as it keeps them."""
+    """They are views of the slot, which the consumer therefore holds as long as it keeps them."""
     world, ring = World(manual=False), new_ring()
     world.put(deliver(0, ring, {"x": torch.ones(3), "y": torch.arange(4).numpy()}))
     batch = world.take()
@@ -205,7 +207,7 @@ def test_numpy_arrays_stay_where_they_are() -> None:
 
 
 def test_rings_of_several_workers() -> None:
-    """Each is locked when its first batch comes; a second one of a worker like the first."""
+    """Each ring is locked when its first batch arrives, and unlocked with its memory."""
     world = World(ahead=9, manual=False)
     rings = [new_ring(number=number) for number in range(3)]
     for seq in range(9):
@@ -221,7 +223,7 @@ def test_rings_of_several_workers() -> None:
 
 
 def test_without_locks_everything_is_staged() -> None:
-    """A driver that cannot lock; the slot is held until the copy is done all the same."""
+    """The driver cannot lock memory; the slot is free after the copy."""
     world, ring = World(lockable=False), new_ring()
     world.put(deliver(0, ring))
     batch = world.take()
@@ -244,7 +246,7 @@ def failure(world: World) -> BaseException:
 
 
 def test_a_ring_that_cannot_be_locked() -> None:
-    """The error comes instead of the batch, and the batch's slot is free."""
+    """The error is delivered instead of the batch, and the batch's slot is free."""
     refusal = PageLockError(1 << 30, 65536, "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
     world, ring = World(refusal=refusal), new_ring()
     world.put(deliver(0, ring))
@@ -255,7 +257,7 @@ def test_a_ring_that_cannot_be_locked() -> None:
 
 
 def test_a_transform_that_raises() -> None:
-    """Its error comes instead of the batch; copies that were begun are waited for, and the slot comes back."""
+    """Its error is delivered instead of the batch; copies that were begun are waited for, and the slot is released."""
 
     def refuse(batch: Any) -> Any:
         raise KeyError("no label")
@@ -266,7 +268,7 @@ def test_a_transform_that_raises() -> None:
     assert world.out.empty()
     assert not ring.idle
     world.device.advance()  # the copy
-    world.device.advance()  # and what the transform began
+    world.device.advance()  # and the work that the transform began
     assert isinstance(failure(world), KeyError)
     world.close()
     gc.collect()
@@ -274,7 +276,7 @@ def test_a_transform_that_raises() -> None:
 
 
 def test_slots_are_free_before_the_transform_has_ended() -> None:
-    """At the event of their copies. So a slow transform takes none of the workers' room."""
+    """They are released at the event of their copies, so that a slow transform takes no slot from the workers."""
     world, ring = World(transform=torch.Tensor.double), new_ring()
     world.put(deliver(0, ring))
     batch = world.take()
@@ -292,7 +294,7 @@ def test_slots_are_free_before_the_transform_has_ended() -> None:
 
 
 def test_a_batch_that_cannot_be_opened() -> None:
-    """An object that does not unpickle here fails the epoch, and costs no slot."""
+    """An object that does not unpickle here fails the epoch, and its slot is released."""
     world, ring = World(), new_ring()
     world.put(deliver(0, ring, [torch.zeros(3), Broken()]))
     assert isinstance(failure(world), KeyError)
@@ -310,11 +312,13 @@ def _break() -> None:
     raise KeyError("broken")
 
 
-# ------------------------------------------------------------------------------------------------ its end
+# ---------------------------------------------------------------------------------------- the stage's end
 
 
 def test_closing_with_copies_in_flight() -> None:
-    """It waits for the device, and then everything is free: what was prepared, what was not, and the threads."""
+    """Closing waits for the device; then the slots of all batches, prepared or not, are free, and the threads have
+    ended.
+    """
     world, ring = World(ahead=2), new_ring()
     world.put(*[deliver(seq, ring) for seq in range(5)])
     world.next()
@@ -334,11 +338,11 @@ def test_closing_with_copies_in_flight() -> None:
 
 
 def test_closing_in_the_releasers_own_thread() -> None:
-    """The garbage collector may find an iterator there, too: it does not wait for itself."""
+    """The garbage collector may drop an iterator in that thread, too: the thread does not wait for itself."""
     world, ring = World(ahead=2), new_ring()
 
     class Closing:
-        """Dropped, it closes the stage."""
+        """Closes the stage when it is dropped."""
 
         def __init__(self, stage: DeviceStage) -> None:
             self.stage = stage
@@ -368,7 +372,7 @@ def test_closing_in_the_releasers_own_thread() -> None:
 
 
 def test_dropped_without_an_end() -> None:
-    """Its threads end by themselves, once the device has read what it was asked to."""
+    """The stage's threads end by themselves, once the device has done the copies it was asked for."""
     world, ring = World(), new_ring()
     world.put(deliver(0, ring))
     world.next()
@@ -385,7 +389,7 @@ def test_dropped_without_an_end() -> None:
 
 
 def test_static_batches() -> None:
-    """The same tensors for each batch, filled when it is taken."""
+    """Every batch is in the same tensors, which are filled when it is taken."""
     world, ring = World(ahead=2, static=True, manual=False), new_ring()
     world.put(*[deliver(seq, ring) for seq in range(4)])
     first = world.take()

@@ -66,13 +66,15 @@ ENDS = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("end", quickly(ENDS, "sync", "async"))
 def test_a_program_that_closes_nothing(end: str, tmp_path: Path) -> None:
-    """It ends, with its own exit code and without a word, whatever is ready or under way."""
+    """It ends with its own exit code and without a message, whatever batches are ready or under way."""
     done = run_script(tmp_path, PREAMBLE + ENDS[end], fresh=True)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[[0, 0, 0]]", "")
 
 
 def test_a_fork_in_the_middle_of_an_epoch() -> None:
-    """The child unlocks nothing and waits for no thread of its parent's; the parent's epoch goes on, and is right."""
+    """The child unlocks nothing and waits for no thread of its parent's; the parent's epoch goes on, with the right
+    batches.
+    """
     with (
         installed() as machine,
         DataLoader[Any](

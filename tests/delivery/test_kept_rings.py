@@ -26,14 +26,14 @@ SOME_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def with_array(samples: list[Any]) -> Any:
-    """The array is not copied to the device: whoever holds it holds the slot."""
+    """The array is not copied to the device: a consumer that holds it holds the slot."""
     batch = default_collate(samples)
     return batch, batch.numpy() + 1
 
 
 @SOME_KIND
 def test_the_next_workers_get_the_rings_of_those_before(kind: str) -> None:
-    """Each is locked once, whether epochs are read to their ends or left before; and unlocked with the loader."""
+    """Each ring is locked once, whether epochs are read to their ends or left before, and unlocked with the loader."""
     expected = collect("sync", Numbers(20), batch_size=4)
     with installed() as machine:
         epochs = some(kind, [-1, 2, -1, -1], Numbers(20), batch_size=4, num_workers=2, device="cpu")
@@ -45,8 +45,8 @@ def test_the_next_workers_get_the_rings_of_those_before(kind: str) -> None:
 
 @pytest.mark.parametrize("every", [False, True], ids=["last", "every"])
 def test_batches_that_are_held_when_the_epoch_ends(every: bool) -> None:
-    """What is in a slot stays as it was, whatever the next workers write. That one batch of each epoch is held, as a
-    loop's variable does, is no reason for new rings.
+    """A slot that is held keeps its content, whatever the next workers write. One held batch per epoch, as a loop's
+    variable holds, is no reason for new rings.
     """
     expected = collect("sync", Numbers(24), batch_size=2, collate_fn=with_array)
     held: list[Any] = []
@@ -63,7 +63,7 @@ def test_batches_that_are_held_when_the_epoch_ends(every: bool) -> None:
 
 
 def test_a_ring_that_has_grown() -> None:
-    """The next epoch begins with it: no batch of that takes another way, and nothing is locked again."""
+    """The next epoch begins with the grown ring: every batch fits it, and nothing is locked again."""
     dataset = Sized([1 << 10] * 6 + [1 << 20] * 10)
     expected = collect("sync", dataset, collate_fn=torch.stack)
     with (
@@ -81,7 +81,7 @@ def test_a_ring_that_has_grown() -> None:
 
 @pytest.mark.thorough
 def test_a_worker_that_had_to_be_killed() -> None:
-    """Its ring is never written again, by nobody: a process that it forked may still be at it."""
+    """Its ring is never used again: a process that the worker forked may still write there."""
     with installed() as machine, DataLoader[Any](Numbers(20), batch_size=4, num_workers=2, device="cpu") as loader:
         batches: Any = iter(loader)
         for _ in range(5):
@@ -96,7 +96,9 @@ def test_a_worker_that_had_to_be_killed() -> None:
 
 
 def test_closing_and_dropping_a_loader() -> None:
-    """Between epochs, and although somebody keeps an iterator that is over."""
+    """`close` unlocks the rings although an exhausted iterator is kept; dropping the loader does once that is
+    dropped, too.
+    """
     for close in (True, False):
         with installed() as machine:
             loader = DataLoader[Any](Numbers(20), num_workers=2, device="cpu")
@@ -113,7 +115,7 @@ def test_closing_and_dropping_a_loader() -> None:
 
 
 def test_other_options() -> None:
-    """A ring is for so many batches ahead: where that changes there are new ones, and the others go."""
+    """A ring has slots for a number of batches ahead: when that changes, new rings replace the old ones."""
     with installed() as machine, DataLoader[Any](Numbers(20), num_workers=2, device="cpu") as loader:
         assert len(list(loader)) == 20
         loader.prefetch_factor = 5
@@ -123,7 +125,7 @@ def test_other_options() -> None:
 
 @pytest.mark.thorough
 def test_a_number_of_descriptors_that_stays() -> None:
-    """However many epochs there are."""
+    """It is the same after each epoch."""
     with installed(), DataLoader[Any](Numbers(20), num_workers=2, device="cpu") as loader:
         counts = []
         for _ in range(4):
@@ -133,7 +135,7 @@ def test_a_number_of_descriptors_that_stays() -> None:
 
 
 def test_a_fork_between_epochs() -> None:
-    """The child's loader has none of its parent's rings, and takes none away."""
+    """The child's loader uses no ring of its parent's, and unlocks none of them."""
     expected = collect("sync", Numbers(20), batch_size=4)
     with installed() as machine, DataLoader[Any](Numbers(20), batch_size=4, num_workers=2, device="cpu") as loader:
         assert_same(list(loader), expected)
@@ -160,8 +162,8 @@ def _is_right_in_child(machine: FakeMachine, loader: Any, expected: list[Any]) -
 
 @pytest.mark.parametrize("delivered", [False, True])
 def test_a_slot_that_somebody_still_has(delivered: bool) -> None:
-    """An answer that was neither delivered nor discarded when the epoch ended: two would be at its ring. What only was
-    asked for is no reason.
+    """A ring with an answer that was neither delivered nor discarded when the epoch ended is not handed on: two
+    epochs would write to it. A task without an answer is no reason.
     """
     manager = RingManager(credits=3, ring_bytes=12 * PAGE)
     ring = manager.replacement()
@@ -183,7 +185,7 @@ def test_a_slot_that_somebody_still_has(delivered: bool) -> None:
 
 
 def test_only_what_is_locked_is_handed_on() -> None:
-    """Of others, what was learned: the next ring is as large as the batches need."""
+    """Of a ring that is not locked, the successor keeps the learned size: its ring has slots that the batches fit."""
     manager = RingManager(credits=3, ring_bytes=None)
     small = manager.replacement()
     assert small is not None

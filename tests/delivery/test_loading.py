@@ -32,8 +32,8 @@ def first(samples: list[Any]) -> Any:
 @SOME_KIND
 @WITH_WORKERS
 def test_every_batch_comes_as_without_a_device(kind: str, workers: int) -> None:
-    """Same types, same content, same order, over three epochs, drawing the same random numbers; the consumer keeps all
-    batches.
+    """Batches have the same types, content and order over three epochs, and the same random numbers are drawn; the
+    consumer keeps all batches.
     """
     for dataset in (Images(22), Augmented(22)):
         options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "epochs": 3, "shuffle": True}
@@ -53,7 +53,7 @@ def test_every_batch_comes_as_without_a_device(kind: str, workers: int) -> None:
 @SOME_KIND
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_batches_ahead(kind: str, ahead: int) -> None:
-    """However many may be on the device before they are asked for."""
+    """However many batches may be on the device before they are asked for."""
     expected = collect(kind, Numbers(60), batch_size=3)
     with installed():
         got = collect(
@@ -70,7 +70,7 @@ def test_batches_ahead(kind: str, ahead: int) -> None:
 @SOME_KIND
 @pytest.mark.parametrize("persistent", [False, True])
 def test_as_batches_complete(kind: str, persistent: bool) -> None:
-    """``in_order=False``: every batch comes once."""
+    """With ``in_order=False`` every batch is delivered once."""
     options: dict[str, Any] = {"batch_size": 3, "num_workers": 2, "in_order": False, "persistent_workers": persistent}
     with installed():
         run = run_loader(kind, Numbers(60), epochs=2, device="cpu", **options)
@@ -83,7 +83,7 @@ def test_as_batches_complete(kind: str, persistent: bool) -> None:
 @WITH_WORKERS
 @pytest.mark.parametrize("dataset", [UnevenStream([5, 9]), AsyncNumbers(20)], ids=["stream", "async"])
 def test_other_datasets(kind: str, workers: int, dataset: Any) -> None:
-    """Streams and asynchronous ones."""
+    """Streams and asynchronous datasets."""
     expected = collect(kind, dataset, batch_size=4, num_workers=workers)
     with installed():
         assert_same(collect(kind, dataset, batch_size=4, num_workers=workers, device="cpu"), expected)
@@ -134,12 +134,12 @@ def test_batches_of_any_kind(kind: str, workers: int, collate: Any) -> None:
     assert_same(got, expected)
 
 
-# --------------------------------------------------------------------------------- what the ring cannot hold
+# ------------------------------------------------------------------------- batches that the ring cannot hold
 
 
 @SOME_KIND
 def test_batches_that_outgrow_the_ring(kind: str) -> None:
-    """Oversize ones are copied to page-locked memory first, and counted; the ring that has grown is locked, too."""
+    """Oversize batches are copied to page-locked memory first, and counted; the ring that has grown is locked, too."""
     sizes = [1 << 10] * 6 + [1 << 20] * 10
     with installed() as machine:
         batches, _, stats = run(kind, Sized(sizes), num_workers=1, device="cpu", collate_fn=first, prefetch_factor=2)
@@ -174,7 +174,9 @@ def numpy_views(samples: list[Any]) -> Any:
 
 @SOME_KIND
 def test_slots_that_the_consumer_holds(kind: str) -> None:
-    """Arrays stay views of their slots. A consumer that keeps them all gets copies when the ring can spare no more."""
+    """Arrays stay views of their slots. A consumer that keeps all of them gets copies once the ring has no slot to
+    spare.
+    """
     with installed() as machine:
         batches, _, stats = run(kind, Numbers(40), batch_size=2, num_workers=1, device="cpu", collate_fn=numpy_views)
         for index, batch in enumerate(batches):
@@ -188,7 +190,7 @@ def test_slots_that_the_consumer_holds(kind: str) -> None:
 
 
 class Halve:
-    """A transform that notes its thread."""
+    """A transform that records the threads that call it."""
 
     def __init__(self, machine: FakeMachine) -> None:
         self.machine = machine
@@ -202,7 +204,7 @@ class Halve:
 @SOME_KIND
 @WITH_WORKERS
 def test_a_transform(kind: str, workers: int) -> None:
-    """Each batch is what it made of it, ahead of the consumer and out of its thread where that can be."""
+    """Each batch is the transform's result, computed ahead of the consumer and outside of its thread where possible."""
     with installed() as machine:
         halve = Halve(machine)
         got = collect(
@@ -235,7 +237,7 @@ class RefuseThird:
 @SOME_KIND
 @WITH_WORKERS
 def test_a_transform_that_raises(kind: str, workers: int) -> None:
-    """Its own error, instead of the batch; what came before was delivered, and nothing is left."""
+    """Its own error is raised instead of the batch; the batches before were delivered, and nothing is left."""
     with installed():
         found = outcomes(
             kind,
@@ -252,7 +254,9 @@ def test_a_transform_that_raises(kind: str, workers: int) -> None:
 @SOME_KIND
 @WITH_WORKERS
 def test_static_batches(kind: str, workers: int) -> None:
-    """The same addresses over two epochs, one set for the short last batch; the content is each batch's own."""
+    """Over two epochs the addresses stay, with a second set for the short last batch; the content is each batch's
+    own.
+    """
     seen: list[tuple[int, list[Any]]] = []
 
     def look(batch: torch.Tensor) -> None:
@@ -287,7 +291,7 @@ def test_static_batches(kind: str, workers: int) -> None:
 
 @WITH_WORKERS
 def test_without_a_card_transforms_and_static_batches_run_too(workers: int) -> None:
-    """The CPU itself, without any fake: a program for a card can be tried anywhere."""
+    """The device is the CPU itself, no fake: a program for a card can be tried anywhere."""
     with DataLoader[Any](
         Numbers(8),
         batch_size=2,
@@ -310,7 +314,7 @@ def test_without_a_card_transforms_and_static_batches_run_too(workers: int) -> N
 @WITH_WORKERS
 @pytest.mark.parametrize("on_error", ["skip", "refill"])
 def test_bad_samples(kind: str, workers: int, on_error: str) -> None:
-    """Short and filled batches are moved like any other."""
+    """Short and refilled batches are moved to the device like any other."""
     options: dict[str, Any] = {"batch_size": 3, "num_workers": workers, "seed": 3}
     dataset = Rotten(14, {1, 7, 12})
     expected, _, _ = run(kind, dataset, on_error=on_error, **options)
@@ -326,7 +330,7 @@ def negative_index(index: int, error: Exception) -> Any:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
 def test_a_substitute_for_a_batch_that_kills_its_workers(kind: str, tmp_path: Path) -> None:
-    """It is made in this process, and is on the device like the others."""
+    """It is made in this process, and is moved to the device like the other batches."""
     faults = Faults(tmp_path, {5: "exit"}, times=1000)
     with installed() as machine:
         got, _, _ = run(

@@ -26,20 +26,23 @@ SOME_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def unlocked(machine: FakeMachine) -> bool:
-    """Whether all locks were undone, once each, while the memory was there."""
+    """Whether each lock was undone once, while its memory was still mapped."""
     gc.collect()
     return not machine.locked and machine.trouble == []
 
 
 def some(kind: str, counts: list[int], dataset: Any, **options: Any) -> list[list[Any]]:
-    """So many batches of each epoch of one loader, each epoch left there (-1: at its end)."""
+    """Read the epochs of one loader: `counts` has the number of batches after which each epoch is left (-1: at its
+    end).
+    """
     if kind == "sync":
         with DataLoader[Any](dataset, **options) as loader:
             read = []
             for count in counts:
                 batches: Any = iter(loader)
                 read.append(_some(batches, count))
-                batches._shutdown_workers()  # as `aclose` below: where they end meanwhile, the next get other rings
+                # as `aclose` below: if these workers ended later, the next would get other rings
+                batches._shutdown_workers()
             return read
 
     async def iterate() -> list[list[Any]]:
@@ -75,7 +78,7 @@ def _some(batches: Iterator[Any], count: int) -> list[Any]:
 
 @SOME_KIND
 def test_persistent_workers_rings_are_locked_once(kind: str) -> None:
-    """Over all epochs; and unlocked when the loader is closed."""
+    """They are locked once for all epochs, and unlocked when the loader is closed."""
     expected = collect("sync", Numbers(20), batch_size=4)
     with installed() as machine:
         epochs = some(kind, [-1] * 4, Numbers(20), batch_size=4, num_workers=2, device="cpu", persistent_workers=True)
@@ -92,7 +95,7 @@ def growing(samples: list[Any]) -> Any:
 
 @SOME_KIND
 def test_a_grown_ring_replaces_one(kind: str) -> None:
-    """The old one is unlocked once nobody looks into it, while the epoch goes on."""
+    """The old ring is unlocked once no batch refers to it, while the epoch goes on."""
     with installed() as machine:
         loader = DataLoader[Any](Numbers(30), num_workers=1, device="cpu", collate_fn=growing)
         batches: Any = iter(loader) if kind == "sync" else None
@@ -111,8 +114,8 @@ def test_a_grown_ring_replaces_one(kind: str) -> None:
 
 @SOME_KIND
 def test_a_lock_that_is_refused(kind: str) -> None:
-    """PageLockError in place of the first batch, with all that is to be known; no process, thread or lock is left (the
-    leak check looks), and the next epoch fails in the same way.
+    """PageLockError is raised in place of the first batch; no process, thread or lock is left (the leak check
+    looks), and the next epoch fails in the same way.
     """
     refusal = PageLockError(1 << 20, 65536, "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
     with installed(refusal=refusal) as machine:
@@ -134,7 +137,7 @@ def test_a_lock_that_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("in_order", [False, True])
 def test_epochs_that_are_left_early(kind: str, persistent: bool, in_order: bool) -> None:
-    """With copies in flight: nothing is left behind, and the next epoch begins at its beginning."""
+    """An epoch is left with copies in flight: nothing is left behind, and the next epoch begins at its beginning."""
     counts = [1, 5, 0, 2, 9, 1, 1, -1]
     with installed() as machine:
         epochs = some(
@@ -157,7 +160,7 @@ def test_epochs_that_are_left_early(kind: str, persistent: bool, in_order: bool)
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_iterator_that_is_dropped(kind: str) -> None:
-    """Without being closed, by whoever collects it, in a circle with its own batches: nothing is left."""
+    """It was not closed, and stands in a reference cycle with its own batches: after a collection nothing is left."""
 
     def drop_one() -> None:
         loader = DataLoader[Any](
@@ -189,7 +192,7 @@ def test_an_iterator_that_is_dropped(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_a_cancelled_consumer_loses_no_batch(kind: str) -> None:
-    """Whoever asks next gets what was on the device already."""
+    """The next call gets the batch that was on the device already."""
 
     async def iterate() -> list[int]:
         seen: list[int] = []
@@ -220,7 +223,7 @@ def test_a_cancelled_consumer_loses_no_batch(kind: str) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_closing_does_not_hold_up_the_loop(kind: str, persistent: bool, cancelled: bool) -> None:
-    """It goes on while a batch in hand takes its time. The next closing does what a cancelled one left; all is well."""
+    """The loop runs while a batch in hand takes its time. The next closing finishes a cancelled closing."""
     begun, go, calls, let_go = threading.Event(), threading.Event(), itertools.count(), list[bool]()
 
     def transform(batch: torch.Tensor) -> torch.Tensor:
@@ -266,7 +269,7 @@ def test_closing_does_not_hold_up_the_loop(kind: str, persistent: bool, cancelle
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_two_loaders_at_a_time(kind: str) -> None:
-    """Each has a stream of its own; their rings are locked beside each other."""
+    """Each has its own stream; the rings of both are locked."""
     options: dict[str, Any] = {
         "batch_size": 2,
         "num_workers": 1,
@@ -293,7 +296,7 @@ def test_two_loaders_at_a_time(kind: str) -> None:
 
 
 def test_two_iterators_of_one_loader() -> None:
-    """They share the stream, and take turns."""
+    """They share the stream and take turns."""
     with installed() as machine:
         loader = DataLoader[Any](
             Numbers(40), batch_size=2, num_workers=1, device="cpu", device_options=DeviceOptions(device_prefetch=3)
@@ -311,7 +314,7 @@ def test_two_iterators_of_one_loader() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [0, 1, 7, 19])
 def test_resuming_in_the_middle(kind: str, workers: int, taken: int) -> None:
-    """Batches that were on the device and not taken come again: only what was delivered counts."""
+    """Batches that were on the device and not taken are loaded again: only delivered batches count."""
     options: dict[str, Any] = {
         "batch_size": 2,
         "num_workers": workers,
@@ -344,7 +347,7 @@ def test_resuming_in_the_middle(kind: str, workers: int, taken: int) -> None:
 @SOME_KIND
 @pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
 def test_a_worker_that_is_killed(kind: str, tmp_path: Path) -> None:
-    """Its batches that were delivered are right, those that it owed come from another, whose new ring is locked."""
+    """Its delivered batches are right; those that it owed come from its replacement, whose new ring is locked."""
     options: dict[str, Any] = {"batch_size": 4, "seed": 11, "shuffle": True, "num_workers": 2}
     (expected,) = some("sync", [-1], Faulty(60, Faults(tmp_path, {})), **options)
     faults = Faults(tmp_path, {5: "SIGKILL", 23: "SIGKILL", 41: "SIGKILL"})
@@ -359,12 +362,12 @@ def test_a_worker_that_is_killed(kind: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-# ------------------------------------------------------------------------------------- what is told about it
+# ------------------------------------------------------------------------------------ statistics and explain
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_statistics(kind: str) -> None:
-    """The keys are always there, zero without a device."""
+    """The keys always exist; they are zero without a device."""
     mine = {"device/page_locked_bytes", "device/page_lock_s", "device/staged_batches"}
     assert mine <= FIGURES
     plain = LOADERS[kind](Numbers(4), num_workers=1)
@@ -386,7 +389,9 @@ def explained(loader: Any) -> str:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_explain(kind: str) -> None:
-    """The device, how far ahead, and which way batches go: as it is meant to be, and as it has come."""
+    """The device, the number of batches ahead, and the way that batches take: first as planned, then as it turned
+    out.
+    """
     make = LOADERS[kind]
     assert "device:" not in make(Numbers(3)).explain()
     assert "nothing to copy" in explained(make(Numbers(3), device="cpu"))
@@ -411,7 +416,7 @@ def test_explain(kind: str) -> None:
 
 
 def test_random_numbers_are_drawn_as_without_a_device() -> None:
-    """A device changes nothing about what a seed means."""
+    """A device does not change the meaning of a seed."""
     runs = []
     for device in (None, "cpu"):
         torch.manual_seed(3)

@@ -37,7 +37,7 @@ def locker(machine: FakeMachine) -> tuple[RingLocker, Statistics]:
 
 
 def test_a_ring_is_locked_once() -> None:
-    """By one call, all of it, when the first batch comes; bytes and seconds are counted."""
+    """One call locks all of it when the first batch arrives; bytes and seconds are counted."""
     machine = FakeMachine()
     rings, statistics = locker(machine)
     ring = new_ring()
@@ -53,7 +53,7 @@ def test_a_ring_is_locked_once() -> None:
 
 
 def test_another_iterators_locker_knows_it() -> None:
-    """Rings outlive epochs; the ring itself says whether it is locked."""
+    """Rings outlive epochs; the ring itself knows whether it is locked."""
     machine = FakeMachine()
     ring = new_ring()
     first, _ = locker(machine)
@@ -65,7 +65,7 @@ def test_another_iterators_locker_knows_it() -> None:
 
 
 def test_nothing_to_lock() -> None:
-    """A batch without a ring, or a device that knows no locks: the batch takes the other path."""
+    """A batch without a ring, or a device that cannot lock memory: the batch takes the pinned path."""
     rings, statistics = locker(FakeMachine())
     assert not rings.lock(None)
     without, _ = locker(FakeMachine(lockable=False))
@@ -76,7 +76,7 @@ def test_nothing_to_lock() -> None:
 
 
 def test_a_refusal_is_raised_and_nothing_is_locked() -> None:
-    """Each time: the ring is not taken for a locked one, and its end undoes nothing."""
+    """This holds each time: the ring does not count as locked, and its end unlocks nothing."""
     machine = FakeMachine(refusal=PageLockError(12 * PAGE, 65536, "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory"))
     rings, statistics = locker(machine)
     ring = new_ring()
@@ -91,7 +91,7 @@ def test_a_refusal_is_raised_and_nothing_is_locked() -> None:
 
 
 def test_the_error_tells_size_limit_and_reason() -> None:
-    """And what to do; it is one of memory, and travels between processes."""
+    """It also says what to do; it is a MemoryError, and can be pickled."""
     error = PageLockError(3 << 30, 65536, "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
     for each in (error, pickle.loads(pickle.dumps(error))):
         assert isinstance(each, MemoryError)
@@ -101,7 +101,9 @@ def test_the_error_tells_size_limit_and_reason() -> None:
 
 
 def test_it_is_unlocked_when_the_last_view_has_gone() -> None:
-    """Not when the ring goes: batches may still look into it. Then once, while the memory is still there."""
+    """The ring's end does not unlock it: batches may still refer to it. It is unlocked once, while the memory is
+    still mapped.
+    """
     machine = FakeMachine()
     rings, statistics = locker(machine)
     ring = new_ring()
@@ -119,7 +121,7 @@ def test_it_is_unlocked_when_the_last_view_has_gone() -> None:
 
 
 def test_the_garbage_collector_may_unlock_it_in_any_thread() -> None:
-    """Once, whoever finds that nobody refers to it any more."""
+    """It is unlocked once, in the thread whose collection finds the ring unreachable."""
     machine = FakeMachine()
     rings, _ = locker(machine)
     ring = new_ring()
@@ -151,7 +153,7 @@ def new_mapping(nbytes: int = 4 * PAGE) -> segment.Mapping:
 
 
 def test_before_unmapping_the_bytes_can_still_be_read() -> None:
-    """What is called then finds the memory as it was; it is called once."""
+    """The callback finds the memory unchanged, and is called once."""
     mapping = new_mapping()
     mapping[:5] = b"hello"
     found: list[bytes] = []
@@ -169,7 +171,7 @@ def test_before_unmapping_the_bytes_can_still_be_read() -> None:
 
 
 def resident(mapping: segment.Mapping, address: int) -> int:
-    """Pages of the mapping that are there."""
+    """Return the number of the mapping's pages that are resident."""
     pages = len(mapping) // PAGE
     vector = (ctypes.c_ubyte * pages)()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), vector) == 0
@@ -178,7 +180,7 @@ def resident(mapping: segment.Mapping, address: int) -> int:
 
 @LINUX_ONLY
 def test_populating_gets_every_page_and_changes_none() -> None:
-    """Also those that were never touched."""
+    """Pages that were never touched become resident, too."""
     mapping = new_mapping(64 * PAGE)
     mapping[5 * PAGE] = 7
     address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
@@ -190,7 +192,7 @@ def test_populating_gets_every_page_and_changes_none() -> None:
 
 
 def test_populating_what_can_never_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a page is asked for: a control group over its limit kills somebody."""
+    """It is refused before a page is asked for: a control group over its limit has a process killed."""
     monkeypatch.setattr(segment, "memory_limit", lambda: (PAGE, "memory available on this machine"))
     ring = Ring(slots=12, slot_bytes=PAGE, credits=4)
     ring.close_fd()
@@ -207,7 +209,7 @@ def test_populating_what_can_never_fit_is_refused(monkeypatch: pytest.MonkeyPatc
 
 @LINUX_ONLY
 def test_pages_that_cannot_be_had_are_an_error_of_memory() -> None:
-    """The kernel's refusal names its reason: here the addresses are nobody's."""
+    """The kernel's refusal names its reason: here the addresses are not mapped."""
     mapping = new_mapping()
     address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
     with pytest.raises(RingMemoryError, match="madvise of the ring: Cannot allocate memory"):
@@ -216,7 +218,9 @@ def test_pages_that_cannot_be_had_are_an_error_of_memory() -> None:
 
 @pytest.mark.parametrize("refused", [None, 0, 1, 2])
 def test_a_large_ring_is_locked_in_parts(refused: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whole slots, one after the other, undone together; if one is refused, those before it are undone at once."""
+    """The parts are whole slots, locked one after the other, unlocked together; a refusal undoes the parts before it
+    at once.
+    """
     monkeypatch.setattr(ring_module, "LOCK_BYTES", 2 * PAGE + 1)
     ring = new_ring(slots=5, credits=2)
     asked: list[tuple[int, int]] = []

@@ -26,7 +26,7 @@ LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Li
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes the system's files: of a device, and of nodes with cores."""
+    """Return a function that makes the system's files of a device, and of nodes with cores."""
 
     def make(device: str, *cores: str) -> None:
         (tmp_path / "pci/0000:3b:00.0").mkdir(parents=True)
@@ -44,7 +44,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     ("device", "nodes", "expected"), [("1\n", 2, 1), ("0\n", 2, 0), ("-1\n", 2, None), ("0\n", 1, None), ("", 2, None)]
 )
 def test_a_devices_node(device: str, nodes: int, expected: int | None, machine: Callable[..., None]) -> None:
-    """Where there are several, and the system says which."""
+    """It is known where the machine has several nodes and the system names the device's."""
     machine(device, *["0"] * nodes)
     assert numa.node_of("0000:3B:00.0") == expected
     assert numa.node_of("0000:99:00.0") is None
@@ -53,7 +53,7 @@ def test_a_devices_node(device: str, nodes: int, expected: int | None, machine: 
 @LINUX_ONLY
 @pytest.mark.parametrize("cores", ["{one}", "{one}-{one},5000-5003", "5000", "nonsense"])
 def test_a_thread_near_the_device(cores: str, machine: Callable[..., None]) -> None:
-    """Runs there, if it may run on any core of the node; no other thread is moved."""
+    """It runs on the node's cores, if it may run on any of them; no other thread is moved."""
     allowed = os.sched_getaffinity(0)
     one = max(allowed)
     machine("1", "0", cores.format(one=one))
@@ -72,7 +72,7 @@ def test_a_thread_near_the_device(cores: str, machine: Callable[..., None]) -> N
 
 @LINUX_ONLY
 def test_the_stage_works_near_its_device(machine: Callable[..., None]) -> None:
-    """Its thread, which touches the batches; not the one that made it."""
+    """The stage's own thread, which touches the batches, is moved; the thread that made the stage is not."""
     allowed = os.sched_getaffinity(0)
     one = max(allowed)
     machine("1", "0", f"{one}")
@@ -91,7 +91,9 @@ def test_the_stage_works_near_its_device(machine: Callable[..., None]) -> None:
 
 @LINUX_ONLY
 def test_the_pages_of_a_ring_that_is_locked() -> None:
-    """Are asked of the node before they are there; where the system allows it, it says so afterwards."""
+    """They are bound to the node before they are allocated; where the system allows it, the test reads that policy
+    back.
+    """
     ring = new_ring()
     asked: list[tuple[int, int]] = []
 

@@ -13,7 +13,7 @@ from tests.delivery.fake import PATIENCE_S, FakeEvent, FakeMachine
 
 
 class Source:
-    """What holds a slot."""
+    """Stands for an object that holds a slot."""
 
 
 def events(count: int) -> tuple[FakeMachine, list[FakeEvent]]:
@@ -24,7 +24,7 @@ def events(count: int) -> tuple[FakeMachine, list[FakeEvent]]:
 
 
 def test_sources_go_in_the_order_of_their_copies() -> None:
-    """Each when its event has come, and not before; who waits finds it gone."""
+    """Each source is dropped when its event has been reached, and not before; `wait` returns after that."""
     machine, order = events(3)
     releaser = Releaser(Recorder())
     gone = []
@@ -44,7 +44,7 @@ def test_sources_go_in_the_order_of_their_copies() -> None:
 
 
 def test_waiting_really_waits() -> None:
-    """In its caller's thread, until the device is there; for no more than it was asked for."""
+    """The caller's thread blocks until the device has reached enough events, and for no further event."""
     machine, order = events(3)
     releaser = Releaser(Recorder())
     for event in order:
@@ -80,7 +80,7 @@ class Failing:
 
 
 def test_what_the_device_says_reaches_whoever_waits() -> None:
-    """Once for each event; the sources are let go, and later events waited for all the same."""
+    """Each failed event's error is raised once; its source is dropped, and later events are still waited for."""
     machine, (good,) = events(1)
     releaser = Releaser(Recorder())
     source = Source()
@@ -103,7 +103,7 @@ def test_what_the_device_says_reaches_whoever_waits() -> None:
 
 
 def test_stopping_waits_for_what_is_held() -> None:
-    """And may be done twice."""
+    """It may be stopped twice."""
     machine, order = events(2)
     releaser = Releaser(Recorder())
     for event in order:
@@ -122,7 +122,7 @@ def test_stopping_waits_for_what_is_held() -> None:
 
 
 def test_dropped_it_ends_when_nothing_is_held() -> None:
-    """Not before: the device still reads there."""
+    """Its thread does not end before: the device still reads the source."""
     machine, (event,) = events(1)
     releaser = Releaser(Recorder())
     source = torch.zeros(3)

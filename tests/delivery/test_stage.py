@@ -23,9 +23,9 @@ from tests.delivery.stages import closing
 
 
 class Opening(Stage):
-    """Opens batches, as slowly as the test likes.
+    """A stage that opens batches, as slowly as the test likes.
 
-    `begun` has each task's number when its turn comes, which then waits for `gate` if that is there.
+    `begun` receives each task's number when its turn comes; the task then waits for `gate`, if that is set.
     """
 
     def __init__(self, ahead: int | None = None, initializer: Callable[[], None] | None = None) -> None:
@@ -36,7 +36,7 @@ class Opening(Stage):
         self.seen_by: set[int] = set()
         self.prepared = 0
         self.takes = 0
-        self.most = 0  # batches that were prepared, or being so, and not taken
+        self.most = 0  # batches that were prepared, or are being prepared, and not taken
         self.trouble: Exception | None = None
         self.last_trouble: Exception | None = None
         self._opener = Opener(Statistics())
@@ -73,7 +73,9 @@ def seq_of(item: Any) -> int:
 
 
 def test_order_is_kept_whatever_is_to_be_done() -> None:
-    """Batches, tasks' errors and the end come out as they went in, from one thread that is not the caller's."""
+    """Batches, tasks' errors and the end come out in the order in which they were put, from one thread of the
+    stage's own.
+    """
     ring, stage = new_ring(), Opening()
     error = Deliver(1, 0, "a task's error")
     for item in (deliver(0, ring), error, deliver(2, None), Finish()):
@@ -90,7 +92,7 @@ def test_order_is_kept_whatever_is_to_be_done() -> None:
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_no_more_are_prepared_than_asked_for(ahead: int) -> None:
-    """The next one's turn comes when the consumer has taken one; what is no batch counts for nothing."""
+    """The next batch's turn comes when the consumer has taken a batch."""
     ring, stage = new_ring(), Opening(ahead)
     for seq in range(6):
         stage.put(deliver(seq, ring))
@@ -104,7 +106,7 @@ def test_no_more_are_prepared_than_asked_for(ahead: int) -> None:
 
 
 def test_an_error_in_front_is_not_held_back() -> None:
-    """Only batches wait for room; but nothing overtakes them."""
+    """Only batches wait for room, but no item overtakes them."""
     ring, stage = new_ring(), Opening(1)
     error = Deliver(1, 0, "a task's error")
     for item in (deliver(0, ring), error, deliver(2, ring), Finish()):
@@ -120,7 +122,7 @@ def test_an_error_in_front_is_not_held_back() -> None:
 
 
 def test_any_thread_may_put_and_take() -> None:
-    """All items come out; those of one thread in its order."""
+    """All items come out, those of each thread in its order."""
     stage = Opening(2)
     rings = [new_ring(40) for _ in range(3)]
     items = [[deliver(number * 100 + step, ring) for step in range(25)] for number, ring in enumerate(rings)]
@@ -145,7 +147,7 @@ def test_any_thread_may_put_and_take() -> None:
 
 
 def test_finish_is_called_once_at_the_end() -> None:
-    """In the thread, before `close` returns, whether the stage is busy, idle or was never used."""
+    """It is called in the stage's thread, before `close` returns, whether the stage has batches or was never used."""
     ring, stage = new_ring(), Opening(2)
     for seq in range(3):
         stage.put(deliver(seq, ring))
@@ -171,7 +173,7 @@ def failure(stage: Opening) -> str:
 
 
 def test_an_error_replaces_the_batch() -> None:
-    """And the slot comes back when it is dropped."""
+    """The slot is free once the error has been dropped."""
     ring, stage = new_ring(), Opening()
     stage.trouble = RuntimeError("no memory on the device")
     stage.put(deliver(0, ring))
@@ -183,7 +185,7 @@ def test_an_error_replaces_the_batch() -> None:
 
 
 def test_an_error_at_the_end_reaches_the_consumer() -> None:
-    """A copy that failed after its batch was delivered is not passed over in silence."""
+    """A copy that failed after its batch was delivered is reported."""
     ring, stage = new_ring(), Opening()
     stage.last_trouble = RuntimeError("device-side assert")
     stage.put(deliver(0, ring))
@@ -197,7 +199,7 @@ def test_an_error_at_the_end_reaches_the_consumer() -> None:
 
 
 def test_a_thread_that_cannot_be_made_ready() -> None:
-    """Its error comes instead of the first batch, and the slot is free."""
+    """The initializer's error is delivered instead of the first batch, and the slot is free."""
 
     def refuse() -> None:
         raise RuntimeError("invalid device ordinal")
@@ -211,7 +213,7 @@ def test_a_thread_that_cannot_be_made_ready() -> None:
 
 
 def test_the_initializer_runs_once_in_the_thread() -> None:
-    """Before the first batch."""
+    """It runs in the thread that prepares the batches."""
     threads: list[int] = []
     ring = new_ring()
     stage = Opening(initializer=lambda: threads.append(threading.get_ident()))
@@ -223,12 +225,12 @@ def test_the_initializer_runs_once_in_the_thread() -> None:
     assert len(threads) == 1
 
 
-# ------------------------------------------------------------------------------------------------- its end
+# ---------------------------------------------------------------------------------------- the stage's end
 
 
 @pytest.mark.parametrize("oneoff", [False, True], ids=["slot", "segment"])
 def test_closing_with_work_in_hand(oneoff: bool) -> None:
-    """The batch in hand is finished, the rest discarded: slots and descriptors come back."""
+    """The batch in hand is finished, the rest is discarded: slots are released and descriptors closed."""
     ring, stage = new_ring(), Opening()
     stage.gate = threading.Semaphore(0)
     items = [deliver(seq, None if oneoff else ring) for seq in range(4)]
@@ -249,7 +251,7 @@ def test_closing_with_work_in_hand(oneoff: bool) -> None:
 
 
 def test_closing_discards_what_has_no_room() -> None:
-    """Batches that the consumer never made room for."""
+    """Batches for which the consumer never made room are not opened, and their slots are released."""
     ring, stage = new_ring(), Opening(1)
     for seq in range(5):
         stage.put(deliver(seq, ring))
@@ -271,7 +273,7 @@ def test_closing_twice_and_from_several_threads() -> None:
 
 
 def test_what_comes_after_the_end_is_discarded() -> None:
-    """Nobody would open it."""
+    """No thread would open it."""
     ring, stage = new_ring(), Opening()
     stage.close()
     stage.put(deliver(0, ring))
@@ -283,7 +285,7 @@ def test_what_comes_after_the_end_is_discarded() -> None:
 
 
 def test_closing_in_the_stages_own_thread() -> None:
-    """The garbage collector may find an iterator there: the thread does not wait for itself, and ends."""
+    """The garbage collector may drop an iterator in that thread: the thread does not wait for itself, and ends."""
     ring = new_ring()
     stage = Opening()
 
@@ -303,11 +305,11 @@ def test_closing_in_the_stages_own_thread() -> None:
 
 
 def test_closing_in_the_middle_of_a_put() -> None:
-    """The garbage collector may run in any thread's `put` or `taken`, and find the stage's own iterator."""
+    """The garbage collector may run in any thread's `put` or `taken`, and close that same stage."""
     ring, stage = new_ring(), Opening(1)
 
     class Closing:
-        """Whoever appends to the messages is interrupted by the stage's end."""
+        """Closes the stage while a thread appends to its messages."""
 
         def __init__(self, messages: Any) -> None:
             self.messages = messages
@@ -328,7 +330,7 @@ def test_closing_in_the_middle_of_a_put() -> None:
 
 
 def test_a_stage_that_is_dropped_ends() -> None:
-    """Without `close`: an iterator that the loop's own thread collects cannot wait for it."""
+    """It ends without `close`: an iterator that is collected in the loop's own thread cannot wait for it."""
     stage = Opening()
     ring = new_ring()
     stage.put(deliver(0, ring))
@@ -343,7 +345,7 @@ def test_a_stage_that_is_dropped_ends() -> None:
 
 
 def test_what_a_dropped_stage_had_is_discarded() -> None:
-    """Batches that the consumer had no room for: their descriptors are closed, their slots free."""
+    """The descriptors of batches that waited for room are closed, their slots released."""
     ring, stage = new_ring(), Opening(1)
     items = [deliver(0, ring), deliver(1, None), deliver(2, ring)]
     fd = items[1].outcome.fd
@@ -360,7 +362,9 @@ def test_what_a_dropped_stage_had_is_discarded() -> None:
 
 
 def test_a_thread_that_waits_keeps_nothing() -> None:
-    """Neither the last item nor its ring: memory goes when the consumer lets go, and not a batch later."""
+    """It keeps neither the last item nor its ring: memory is freed when the consumer drops it, and not a batch
+    later.
+    """
     ring, stage = new_ring(), Opening()
     stage.put(deliver(0, ring))
     assert seq_of(stage.next()) == 0

@@ -1,8 +1,8 @@
-"""The stage before a device, driven at random: batches come, the device gets on, the consumer takes, workers write.
+"""The stage before a device, driven at random: batches arrive, the device advances, the consumer takes, workers write.
 
-The model knows what the real thing must have done by now, so that every wait here is for something that will come:
-batch `b` is begun when the consumer has room for it (`b < taken + ahead`) and no more than two copies before it are
-under way, and passed on when no more than one is. Everything comes out in order.
+The model computes how far the stage must be by now, so that every wait here is for something that will happen: batch
+`b` is begun when the consumer has room for it (`b < taken + ahead`) and no more than two copies before it are under
+way, and passed on when no more than one is. Everything comes out in order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.delivery.answers import batch_of, deliver, new_ring, overwrite_free_s
 from tests.delivery.fake import PATIENCE_S, FakeMachine
 from tests.drawn import scaled
 
-UNDER_WAY = 2  # copies that may be when a batch is passed on, itself included
+UNDER_WAY = 2  # copies that may be under way when a batch is passed on, its own included
 
 
 class DeviceStageMachine(RuleBasedStateMachine):
@@ -36,7 +36,7 @@ class DeviceStageMachine(RuleBasedStateMachine):
         self.statistics = Statistics()
         self.out: queue.SimpleQueue[Action] = queue.SimpleQueue()
         self.rings = [new_ring(number=number) for number in range(2)]
-        self.items: list[bool] = []  # what was put: whether it is a batch
+        self.items: list[bool] = []  # of each item that was put: whether it is a batch
         self.got = 0  # items that came out
         self.taken = 0  # batches among them
         self.reached = 0
@@ -53,11 +53,11 @@ class DeviceStageMachine(RuleBasedStateMachine):
     # ----------------------------------------------------------------------------------------------- the model
 
     def begun(self) -> int:
-        """Batches whose copies the device must have been asked for."""
+        """Return the number of batches whose copies the device must have been asked for."""
         return min(sum(self.items), self.taken + self.ahead, self.reached + UNDER_WAY + 1)
 
     def passed_on(self) -> int:
-        """Items that must have come out."""
+        """Return the number of items that must have come out."""
         batches = min(self.begun(), self.reached + UNDER_WAY)
         count = 0
         for is_batch in self.items:
@@ -106,7 +106,7 @@ class DeviceStageMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def workers_write(self, which: int) -> None:
-        """Whatever is free now may hold other bytes in a moment."""
+        """Overwrite all slots that are free now, as workers may at any time."""
         overwrite_free_slots(self.rings[which])
 
     @precondition(lambda self: self.held)
@@ -114,7 +114,7 @@ class DeviceStageMachine(RuleBasedStateMachine):
     def drop(self, index: int) -> None:
         del self.held[index % len(self.held)]
 
-    # ------------------------------------------------------------------------------------------ what always holds
+    # ------------------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def no_more_than_asked_for(self) -> None:

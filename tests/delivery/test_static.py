@@ -19,7 +19,7 @@ def addresses(batch: Any) -> list[int]:
 
 
 def test_batches_of_one_shape_lie_in_the_same_tensors() -> None:
-    """The very same objects, with each batch's own content, in the batch's own structure."""
+    """They are the very same objects; the content and the structure are each batch's own."""
     static = StaticTensors()
     first = fill(static, {"x": torch.arange(4), "y": [torch.zeros(2, 3)], "name": "a"})
     kept = tensors_of(first)
@@ -34,7 +34,7 @@ def test_batches_of_one_shape_lie_in_the_same_tensors() -> None:
 
 
 def test_they_are_not_the_batchs_own() -> None:
-    """The batch's memory is the side stream's, and free when the batch is."""
+    """The batch's memory belongs to the side stream, and is freed with the batch."""
     batch = torch.arange(4)
     filled = fill(StaticTensors(), batch)
     assert filled.data_ptr() != batch.data_ptr()
@@ -66,7 +66,7 @@ def test_each_combination_has_its_own(other: Any) -> None:
 
 
 def test_memory_format_is_kept() -> None:
-    """channels_last stays so: a graph was captured with these strides."""
+    """channels_last stays: a graph was captured with these strides."""
     static = StaticTensors()
     for _ in range(2):
         batch = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
@@ -87,7 +87,7 @@ def test_one_tensor_that_occurs_twice() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested:UserWarning")
 def test_what_has_no_fixed_place_is_delivered_as_it_is() -> None:
-    """Sparse and nested tensors, beside others that have one."""
+    """Sparse and nested tensors are delivered themselves, beside dense tensors that are replaced."""
     static = StaticTensors()
     for layout in (torch.jagged, torch.strided):
         batch = [torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2)], layout=layout), torch.ones(3)]
@@ -98,7 +98,7 @@ def test_what_has_no_fixed_place_is_delivered_as_it_is() -> None:
 
 
 def test_batches_without_tensors_and_empty_tensors() -> None:
-    """Nothing to keep is no error."""
+    """A batch without anything to keep is no error."""
     static = StaticTensors()
     for _ in range(2):
         assert fill(static, ["text", 1]) == ["text", 1]
@@ -121,7 +121,7 @@ def test_validation_and_training_share_them() -> None:
 
 
 def test_tensors_that_require_gradients() -> None:
-    """The copy is none of autograd's business."""
+    """Autograd does not record the copy."""
     static = StaticTensors()
     for number in range(2):
         filled = fill(static, torch.full((2,), float(number), requires_grad=True))
@@ -130,8 +130,8 @@ def test_tensors_that_require_gradients() -> None:
 
 
 def test_there_are_so_many_sets_and_no_more() -> None:
-    """The first shapes keep theirs for good, since graphs may read there; others are delivered as they are, which is
-    told once.
+    """The first shapes keep their sets, since graphs may read there; other shapes are delivered as they are, with
+    one warning.
     """
     static = StaticTensors()
     shapes = range(1, MOST_SETS + 1)

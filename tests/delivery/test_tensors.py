@@ -48,7 +48,7 @@ class Unset:
 
 
 class Attributes:
-    """An object of no kind that is known."""
+    """An object of a type that the loader does not know."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
@@ -72,7 +72,7 @@ class Movable:
 
 
 class Narrow:
-    """Its `to` takes a device and no more."""
+    """An object whose `to` takes a device and nothing else."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -82,7 +82,7 @@ class Narrow:
 
 
 class Encoding(UserDict[str, Any]):
-    """As in transformers: a mapping whose `to` changes itself."""
+    """A mapping whose `to` changes itself, as in transformers."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoding:
         self.data = {
@@ -157,7 +157,7 @@ CONTAINERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_a_container_comes_back_as_what_it_was(kind: str) -> None:
-    """Of the same type, its tensors on the device, the rest itself; the original is as it was."""
+    """It has the same type, its tensors are on the device, all else is the same object; the original is unchanged."""
     batch = CONTAINERS[kind]
     moved = to_meta(batch)
     assert type(moved) is type(batch)
@@ -169,7 +169,7 @@ def test_a_container_comes_back_as_what_it_was(kind: str) -> None:
 
 
 def test_what_is_beside_the_tensors_is_kept() -> None:
-    """Order of keys, default factories, bounds, and whatever is no tensor."""
+    """Order of keys, default factories, bounds, and values that are no tensors."""
     moved = to_meta(CONTAINERS)
     assert list(moved["OrderedDict"]) == ["b", "a"]
     assert moved["defaultdict"]["new"] == []
@@ -179,7 +179,7 @@ def test_what_is_beside_the_tensors_is_kept() -> None:
 
 
 def test_an_immutable_mapping_that_cannot_be_made_becomes_a_dict() -> None:
-    """As with torch's own pinning."""
+    """torch's own pinning does the same."""
     moved = to_meta(Odd("x", T))
     assert type(moved) is dict
     assert moved["x"].device == META
@@ -210,7 +210,7 @@ def test_an_immutable_mapping_that_cannot_be_made_becomes_a_dict() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_a_value_without_tensors_is_returned_itself(value: Any) -> None:
-    """No copy is made of what need not change, whatever it is."""
+    """No copy is made of a value that need not change, whatever its type."""
     assert to_meta(value) is value
     assert map_tensors(value, torch.neg) is value
     assert tensors_of(value) == []
@@ -232,13 +232,13 @@ def test_one_tensor_in_two_places_is_one_afterwards() -> None:
 
 
 def test_tensors_that_are_made_when_asked_for_are_not_mixed_up() -> None:
-    """A later one may have the identity of an earlier one that has gone, were that not kept."""
+    """A later tensor could get the `id` of an earlier tensor, if the earlier tensor were not kept alive."""
     moved = move(Fresh(range(200)), torch.device("cpu"), lambda tensor: tensor + 1000)
     assert [int(tensor) for tensor in moved] == list(range(1000, 1200))
 
 
 def test_objects_are_moved_by_their_own_method() -> None:
-    """With ``non_blocking=True`` where it takes that; what it leaves on the CPU stays there."""
+    """`to` is called with ``non_blocking=True`` if it takes that; tensors that it leaves on the CPU stay there."""
     moved = to_meta([Movable(T, T), Narrow(T)])
     assert moved[0].calls == [{"device": META, "non_blocking": True}]
     assert moved[0].x.device == META
@@ -248,7 +248,7 @@ def test_objects_are_moved_by_their_own_method() -> None:
 
 @pytest.mark.parametrize("kind", [Encoding, Silent])
 def test_objects_that_change_themselves(kind: Any) -> None:
-    """What their method has moved is delivered, the same object, whatever it returns."""
+    """The object itself is delivered, whatever its method returns."""
     batch = kind({"x": T, "ids": [1, 2]})
     moved = to_meta(batch)
     assert moved is batch
@@ -257,7 +257,7 @@ def test_objects_that_change_themselves(kind: Any) -> None:
 
 
 def test_an_error_of_the_method_is_raised() -> None:
-    """A wrong call inside of a user's `to` does not pass for one that takes fewer arguments."""
+    """A TypeError from inside a user's `to` is not taken for a sign that it accepts fewer arguments."""
 
     class Broken:
         def to(self, device: torch.device, **options: Any) -> Any:
@@ -269,7 +269,7 @@ def test_an_error_of_the_method_is_raised() -> None:
 
 @pytest.mark.parametrize("there", [False, True], ids=["moved", "there already"])
 def test_a_packed_sequence_keeps_its_lengths_on_the_cpu(there: bool) -> None:
-    """torch demands it, also of one whose `to` has nothing to do."""
+    """torch demands it, also where the sequence's `to` has nothing to do."""
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     batch_sizes = packed.batch_sizes
     moved = to_meta(to_meta(packed) if there else packed)
@@ -279,7 +279,7 @@ def test_a_packed_sequence_keeps_its_lengths_on_the_cpu(there: bool) -> None:
 
 
 def test_attributes_are_found_and_replaced() -> None:
-    """For `record_stream` and static tensors; what `move` leaves alone, as torch's pinning does."""
+    """They are needed for `record_stream` and static tensors; `move` leaves them alone, as torch's pinning does."""
     inner = Attributes(x=T + 1, name="inner")
     batch = Attributes(inner=inner, parts=[Plain(T + 2)], unset=Unset(T + 3))
     assert to_meta(batch) is batch
@@ -294,14 +294,14 @@ def test_attributes_are_found_and_replaced() -> None:
 
 
 def test_a_field_without_a_value() -> None:
-    """A dataclass that is not complete is moved as far as it goes."""
+    """The fields that an incomplete dataclass has are moved."""
     moved = to_meta(Unset(T))
     assert moved.x.device == META
     assert not hasattr(moved, "later")
 
 
 def test_circles_come_to_an_end() -> None:
-    """Objects that refer to each other: every tensor is found once, and moved."""
+    """Objects refer to each other: every tensor is found once, and moved."""
     parent, child = Attributes(x=T + 1), Attributes(x=T + 2)
     parent.child, child.parent = child, parent  # type: ignore[attr-defined]
     assert [int(tensor[0]) for tensor in tensors_of(parent)] == [1, 2]
@@ -313,7 +313,7 @@ def test_circles_come_to_an_end() -> None:
 
 
 def test_objects_that_all_know_each_other() -> None:
-    """Each is looked at once: forty of them would else be looked at along every path."""
+    """Each object is visited once: along every path, forty of them would never end."""
     nodes = [Attributes(x=T + number) for number in range(40)]
     for node in nodes:
         node.others = nodes  # type: ignore[attr-defined]
@@ -329,7 +329,7 @@ def test_an_empty_tensor_is_a_tensor() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested:UserWarning")
 def test_the_parts_of_tensors_that_are_not_dense() -> None:
-    """What holds the elements of sparse and nested ones, each of them dense."""
+    """They are the tensors that hold the elements of sparse and nested tensors, each of them dense."""
     dense = torch.eye(4)
     for tensor, count in (
         (dense, 1),
@@ -349,7 +349,7 @@ def test_the_parts_of_tensors_that_are_not_dense() -> None:
 
 @pytest.mark.parametrize("view", [torch.conj, lambda x: x.conj().imag, lambda x: x[:1].conj().imag])
 def test_parts_have_no_conjugate_or_negative_bit(view: Any) -> None:
-    """They are the same memory: `record_stream` of a tensor with such a bit would be that of a computed copy."""
+    """They are the same memory: `record_stream` of a tensor with such a bit would apply to a computed copy."""
     tensor = view(torch.tensor([1 + 2j, 3 - 4j]))
     assert tensor.is_conj() or tensor.is_neg()
     (part,) = dense_parts(tensor)

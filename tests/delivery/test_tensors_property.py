@@ -55,7 +55,7 @@ OBJECTS = st.recursive(LEAVES, lambda inner: st.one_of(containers(inner), st.bui
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """In order, each as often as it is there: another way to find them."""
+    """Find the tensors in order, each as often as it occurs, in another way than the code under test."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict | UserDict):
@@ -81,7 +81,9 @@ def shape_of(value: Any) -> Any:
 @pytest.mark.thorough
 @given(BATCHES)
 def test_moving_keeps_the_shape_and_leaves_the_original(batch: Any) -> None:
-    """The same structure, every tensor on the device, none of the original's touched; nothing copied in vain."""
+    """The structure is the same, every tensor is on the device, the original's tensors stay; without tensors nothing
+    is copied.
+    """
     before, originals = shape_of(batch), tensors_in(batch)
     moved = move(batch, META, lambda tensor: tensor.to(META))
     assert shape_of(moved) == shape_of(batch) == before
@@ -92,7 +94,7 @@ def test_moving_keeps_the_shape_and_leaves_the_original(batch: Any) -> None:
 
 @given(OBJECTS)
 def test_every_tensor_is_found_once_and_can_be_replaced(batch: Any) -> None:
-    """`tensors_of` and `map_tensors` meet the same ones, in the same order, also in attributes of objects."""
+    """`tensors_of` and `map_tensors` visit the same tensors, in the same order, also in attributes of objects."""
     there = tensors_in(batch)
     found = tensors_of(batch)
     assert {id(tensor) for tensor in found} == {id(tensor) for tensor in there}

@@ -24,7 +24,7 @@ def new(*, manual: bool = True, transform: Any = None, static: bool = False) -> 
 
 
 def test_a_copy_is_asked_for_and_not_waited_for() -> None:
-    """The batch is delivered with the event at which it holds its values, whatever becomes of its source then."""
+    """The batch is delivered with the event after which it holds its values, whatever happens to its source then."""
     machine, transfer = new()
     source = {"x": torch.arange(5), "name": "a"}
     ready = transfer.start(source, locked=True)
@@ -42,7 +42,7 @@ def test_a_copy_is_asked_for_and_not_waited_for() -> None:
 
 
 def test_a_source_that_changes_too_early_would_show() -> None:
-    """The fake device reads as late as a real one may: else the other tests here would prove nothing."""
+    """The fake device reads as late as a real device may: else the other tests here would prove nothing."""
     machine, transfer = new()
     source = torch.arange(5)
     machine.lock(source.data_ptr(), source.nbytes)
@@ -75,8 +75,8 @@ def test_containers_are_the_same_on_both_paths(locked: bool) -> None:
 
 
 def test_the_transform_runs_behind_the_copies() -> None:
-    """In the thread of the copies, in a stream that waits for them and says that it reads them; its result is what is
-    delivered, after its own event, and its tensors are those that the consumer's stream gets.
+    """It runs in the thread of the copies, in a stream that waits for them and declares that it reads them; its
+    result is delivered, with its own event, and its tensors are those handed to the consumer's stream.
     """
     machine = FakeMachine(manual=True)
     device = machine.open()
@@ -98,7 +98,7 @@ def test_the_transform_runs_behind_the_copies() -> None:
 
 
 class Peeking:
-    """Looks into the CPU's memory, and has no way to be moved."""
+    """An object that refers to the CPU's memory, and cannot be moved."""
 
     __slots__ = ("view",)
 
@@ -108,7 +108,7 @@ class Peeking:
 
 @pytest.mark.parametrize("rest", [None, "text", (1, [2.5, {"a": b"b"}])])
 def test_what_was_copied_is_not_held_through_the_transform(rest: Any) -> None:
-    """The source is free at the event of the copies; the consumer waits for that of the transform."""
+    """The source is free at the event of the copies; the consumer waits for the transform's event."""
     machine, transfer = new(transform=lambda batch: batch)
     ready = transfer.start({"x": torch.arange(3), "rest": rest}, locked=True)
     machine.device.advance()
@@ -119,7 +119,7 @@ def test_what_was_copied_is_not_held_through_the_transform(rest: Any) -> None:
 
 @pytest.mark.parametrize("kind", [lambda view: view.numpy(), Peeking, memoryview])
 def test_what_the_transform_may_still_read_is_held(kind: Any) -> None:
-    """A part of the batch that was not copied: the transform may copy it, in its own stream, later."""
+    """Such a part of the batch was not copied: the transform may copy it later, in its own stream."""
     _, transfer = new(transform=lambda batch: batch)
     ready = transfer.start(
         [torch.arange(3), kind(torch.arange(4).numpy() if kind is memoryview else torch.arange(4))], locked=True
@@ -128,7 +128,7 @@ def test_what_the_transform_may_still_read_is_held(kind: Any) -> None:
 
 
 def test_after_an_error_of_the_transform_the_source_is_not_read_any_more() -> None:
-    """The caller lets go of it: what was begun is waited for."""
+    """The caller drops the source: the copies that were begun are waited for."""
 
     def refuse(batch: Any) -> Any:
         raise KeyError("no label")
@@ -155,7 +155,7 @@ def test_after_an_error_of_the_transform_the_source_is_not_read_any_more() -> No
 
 
 def test_a_device_that_fails_in_the_end_does_not_hide_the_first_error() -> None:
-    """What the transform raised is raised, even if the device can do nothing more."""
+    """The transform's error is raised, even if the device has failed, too."""
 
     class Failing(PlainAccelerator):
         failed = False
@@ -173,7 +173,7 @@ def test_a_device_that_fails_in_the_end_does_not_hide_the_first_error() -> None:
 
 
 def test_two_threads_take_turns() -> None:
-    """Two iterators of one loader, say: a device is asked for one batch at a time."""
+    """Two iterators of one loader, for example: a device is asked for one batch at a time."""
     machine, transfer = new(manual=False)
     begin = threading.Barrier(4)
     wrong: list[Any] = []
@@ -197,7 +197,7 @@ def test_two_threads_take_turns() -> None:
 
 
 def test_static_batches_are_filled_when_they_are_taken() -> None:
-    """In the consumer's stream, behind what it does with the batch before: not when the copy is asked for."""
+    """They are filled in the consumer's stream, behind its work on the batch before, not when the copy is asked for."""
     machine, transfer = new(static=True)
     first = transfer.start(torch.arange(3), locked=True)
     machine.device.advance()
@@ -211,7 +211,7 @@ def test_static_batches_are_filled_when_they_are_taken() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 def test_each_part_of_a_sparse_tensor_is_handed_over() -> None:
-    """`record_stream` knows dense tensors alone."""
+    """`record_stream` accepts dense tensors only."""
     machine, transfer = new(manual=False)
     ready = transfer.start(
         {"a": torch.eye(3).to_sparse(), "b": torch.eye(4).to_sparse_csr(), "c": torch.ones(2)}, locked=True
@@ -224,7 +224,7 @@ def test_each_part_of_a_sparse_tensor_is_handed_over() -> None:
 
 
 def test_tensors_elsewhere_are_not_handed_over() -> None:
-    """Those that a transform leaves on another device are none of this device's business."""
+    """The device gets only its own tensors, not those that a transform leaves on another device."""
 
     class Elsewhere(PlainAccelerator):
         def __init__(self) -> None:
@@ -242,7 +242,7 @@ def test_tensors_elsewhere_are_not_handed_over() -> None:
 
 
 def test_a_plain_device_gets_plain_copies() -> None:
-    """No locks, no events; on the CPU itself the batch's own tensors."""
+    """It has no locks and no events; on the CPU itself a batch keeps its own tensors."""
     transfer = DeviceTransfer(PlainAccelerator(CPU), None, static=False)
     source = [torch.arange(3), "a"]
     ready = transfer.start(source, locked=False)
@@ -252,7 +252,7 @@ def test_a_plain_device_gets_plain_copies() -> None:
 
 
 def test_a_batch_without_tensors_has_an_event_of_its_own() -> None:
-    """Order is kept whatever is in a batch."""
+    """Order is kept whatever a batch contains."""
     machine, transfer = new(manual=False)
     ready = transfer.start(["text"], locked=False)
     assert ready.tensors == tensors_of(ready.batch) == []
@@ -262,8 +262,9 @@ def test_a_batch_without_tensors_has_an_event_of_its_own() -> None:
 
 
 def test_a_transform_that_was_compiled_with_graphs() -> None:
-    """Before torch 2.13 what torch.compile(mode="reduce-overhead") makes fails in the loader's thread by an assertion
-    without a text; it gets one. Other assertions are the transform's own.
+    """Before torch 2.13 a function made by torch.compile(mode="reduce-overhead") fails in the loader's thread by an
+    assertion without a text; the loader adds a note to it. Other assertions are the transform's own, and get no
+    note.
     """
     names: dict[str, Any] = {}
     exec(compile("def get_obj(batch): assert False", "/torch/_inductor/cudagraph_trees.py", "exec"), names)

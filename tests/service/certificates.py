@@ -1,4 +1,4 @@
-"""Makes a certificate authority and certificates of it, for one test run."""
+"""Makes a certificate authority and certificates signed by it, for one test run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 
 
 def make_authority(folder: Path, name: str = "ca") -> dict[str, str]:
-    """Files: ``ca``, and certificate and key of a node (for 127.0.0.1 and localhost) and of a loader."""
+    """Write files: ``ca``, and certificate and key of a node (for 127.0.0.1 and localhost) and of a loader."""
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority = _certificate(name, authority_key, name, authority_key, authority=True)
     files = {"ca": _write(folder / f"{name}.pem", _pem(authority))}

@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Box:
-    """One that is not registered."""
+    """A batch type that is not registered."""
 
     x: torch.Tensor
 
@@ -64,7 +64,7 @@ def numbers(n: int = 40) -> Any:
 
 @asyncloader.definition
 def with_functions(n: int = 40) -> Any:
-    """The same with functions of its own."""
+    """A blocking map dataset with functions of its own."""
     return Numbers(n), {"collate_fn": as_pair, "worker_init_fn": note_worker, "decode": doubled}
 
 
@@ -76,7 +76,7 @@ def as_pair(samples: list[Any]) -> Pair:
 
 
 def doubled(sample: Any) -> Any:
-    """The user's decode."""
+    """The user's `decode`."""
     return {**sample, "noise": 2 * sample["noise"]}
 
 
@@ -84,12 +84,12 @@ _begun: list[int] = []
 
 
 def note_worker(worker: int) -> None:
-    """The user's worker_init_fn."""
+    """The user's `worker_init_fn`."""
     _begun.append(worker)
 
 
 class Drawn(Numbers):
-    """The same with the sample's own generators, so that threads may read it."""
+    """Samples that depend on the sample's own generators only, so that threads may read them."""
 
     def __getitem__(self, index: int) -> Any:
         return {"index": index, "noise": torch.rand(50, generator=asyncloader.sample_rng().torch)}
@@ -102,7 +102,7 @@ def drawn(n: int = 40) -> Any:
 
 
 class Awaited(Numbers):
-    """The same, awaited."""
+    """Samples that are awaited, and depend on the sample's own generators only."""
 
     async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
@@ -117,17 +117,17 @@ def awaited(n: int = 40) -> Any:
 
 @asyncloader.definition
 def awaited_with_functions(n: int = 40) -> Any:
-    """The same, collated by a function that draws."""
+    """An asynchronous map dataset, collated by a function that draws random numbers."""
     return Awaited(n), {"collate_fn": with_noise}
 
 
 def with_noise(samples: list[Any]) -> torch.Tensor:
-    """Put samples together, and add what is drawn from the process's generator."""
+    """Put samples together, and add random numbers from the process's generator."""
     return torch.stack([each["noise"] for each in samples]) + torch.rand(50)
 
 
 class Stream(IterableDataset[Any]):
-    """Each worker has its part, and a state."""
+    """A stateful stream, of which each worker reads its part."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -155,7 +155,7 @@ def stream(n: int = 41) -> Any:
 
 
 class AsyncStream:
-    """A stream that is awaited; its part depends on the worker's number, which it asks for late."""
+    """An asynchronous stream: its part depends on the worker's number, which it asks for late."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -176,7 +176,7 @@ def async_stream(n: int = 41) -> Any:
 
 
 class Broken(Numbers):
-    """Some samples raise."""
+    """A dataset of which some samples raise."""
 
     def __getitem__(self, index: int) -> Any:
         if index % 10 == 7:
@@ -187,7 +187,7 @@ class Broken(Numbers):
 
 
 class OddError(Exception):
-    """A type that the loader's process must not make."""
+    """An error type that the loader's process must not make."""
 
 
 @asyncloader.definition
@@ -197,7 +197,7 @@ def broken(n: int = 40) -> Any:
 
 
 class Deadly(Numbers):
-    """A sample that kills its process: once if there is a folder for a mark, else always."""
+    """A dataset with a sample that kills its process: once if there is a folder for a mark, else always."""
 
     def __init__(self, n: int, marks: str) -> None:
         super().__init__(n)
@@ -215,12 +215,12 @@ class Deadly(Numbers):
 
 @asyncloader.definition
 def deadly(n: int = 40, marks: str = "") -> Any:
-    """A dataset with such a sample."""
+    """A dataset with a sample that kills its process."""
     return Deadly(n, marks)
 
 
 class Counted(Numbers):
-    """Says which samples it makes; some raise."""
+    """A dataset that writes the index of each sample that it makes to a file; some samples raise."""
 
     def __init__(self, n: int, log: str, bad: int) -> None:
         super().__init__(n)
@@ -237,12 +237,14 @@ class Counted(Numbers):
 
 @asyncloader.definition
 def counted(n: int, log: str, bad: int = 0) -> Any:
-    """A dataset that says what it does."""
+    """A dataset that records the samples that it makes."""
     return Counted(n, log, bad)
 
 
 class Hanging(Numbers):
-    """A sample that takes for ever, once; if there is a FIFO called "gate", until that is written."""
+    """A dataset with a sample that never returns, once; if a FIFO called "gate" exists, it returns when that is
+    written.
+    """
 
     def __init__(self, n: int, marks: str) -> None:
         super().__init__(n)
@@ -262,7 +264,7 @@ class Hanging(Numbers):
 
 @asyncloader.definition
 def hanging(n: int = 40, marks: str = "") -> Any:
-    """A dataset with such a sample."""
+    """A dataset with a sample that hangs once."""
     return Hanging(n, marks)
 
 
@@ -273,7 +275,7 @@ def impossible() -> Any:
 
 
 class OnDisk(Numbers):
-    """Says which process it is in."""
+    """Samples that contain the id of the process that made them."""
 
     def __getitem__(self, index: int) -> Any:
         return index, os.getpid()
@@ -281,7 +283,7 @@ class OnDisk(Numbers):
 
 @asyncloader.definition
 def on_disk(root: str = "", n: int = 40) -> Any:
-    """A dataset that can be made while there is such a folder."""
+    """A dataset that can be made while the folder exists."""
     if not Path(root).is_dir():
         raise OSError(f"no disk\n\x1b[2J{root}")
     return OnDisk(n)
@@ -289,7 +291,7 @@ def on_disk(root: str = "", n: int = 40) -> Any:
 
 @asyncloader.definition
 def slow_for_one(mark: str) -> Any:
-    """A dataset that the first process never gets."""
+    """A dataset that the first process never finishes making."""
     with suppress(FileExistsError):
         Path(mark).touch(exist_ok=False)
         threading.Event().wait()
@@ -317,12 +319,12 @@ class Endless(Dataset[Any]):
 
 @asyncloader.definition
 def endless() -> Any:
-    """A dataset that no order can be made of."""
+    """A dataset of which no order can be made."""
     return Endless()
 
 
 class Odd(Numbers):
-    """Samples of a type that no service sends, or of one that is not registered."""
+    """A dataset with samples of a type that no service sends, and of a type that is not registered."""
 
     def __getitem__(self, index: int) -> Any:
         return {"box": Box(torch.zeros(2))} if index % 2 else {"deep": [object()]}
@@ -330,12 +332,12 @@ class Odd(Numbers):
 
 @asyncloader.definition
 def odd() -> Any:
-    """A dataset of such samples."""
+    """A dataset whose batches cannot be sent."""
     return Odd(4), {"collate_fn": first}
 
 
 def first(samples: list[Any]) -> Any:
-    """A batch of one."""
+    """A batch of one sample."""
     return samples[0]
 
 
@@ -347,30 +349,30 @@ def shards(folder: str, shuffle: int = 0) -> Any:
 
 @asyncloader.definition
 def files(folder: str) -> Any:
-    """Shards of any format, which are decoded to the numbers that they were made of."""
+    """Shards of any format, which are decoded to the numbers that their samples were made of."""
     return asyncloader.RemoteIterableDataset(f"{folder}/"), {"decode": fields_of}
 
 
 @asyncloader.definition
 def listed_files(urls: list[str], cache_dir: str) -> Any:
-    """The same from a cache."""
+    """Shards of any format, read through a cache."""
     return asyncloader.RemoteIterableDataset(urls, cache_dir=cache_dir), {"decode": fields_of}
 
 
 def fields_of(sample: Any) -> tuple[int, str]:
-    """A sample's number, and what is in its fields."""
+    """Return a sample's number, and its fields as text."""
     number = int(sample["n"] if "n" in sample else sample["record"])
     return number, repr({name: value for name, value in sample.items() if name != "__url__"})
 
 
 @asyncloader.definition
 def unlucky_files(folder: str) -> Any:
-    """The same; one of them cannot be decoded."""
+    """Shards of any format with a sample that cannot be decoded."""
     return asyncloader.RemoteIterableDataset(f"{folder}/"), {"decode": unlucky_fields_of}
 
 
 def unlucky_fields_of(sample: Any) -> tuple[int, str]:
-    """The same but for number 13."""
+    """Return a sample's number and its fields; number 13 raises."""
     number, fields = fields_of(sample)
     if number == 13:
         raise ValueError("unlucky")
@@ -378,12 +380,12 @@ def unlucky_fields_of(sample: Any) -> tuple[int, str]:
 
 
 def number_of(sample: Any) -> float:
-    """The sample's number, and a random part."""
+    """Return the sample's number plus a random part."""
     return int(sample["n"]) + float(torch.rand((), generator=asyncloader.sample_rng().torch))
 
 
 class Large(Dataset[Any]):
-    """Batches that grow beyond their slots."""
+    """A dataset whose batches outgrow their slots."""
 
     def __len__(self) -> int:
         return 24
@@ -412,7 +414,7 @@ def wide(n: int = 9) -> Any:
 
 
 def hog(marks: str, worker: int) -> None:
-    """Leave no descriptors to this process, once: not even its ring arrives."""
+    """Leave no descriptors to this process, once: not even its ring can be received."""
     del worker
     with suppress(FileExistsError):
         (Path(marks) / "hogged").touch(exist_ok=False)  # in one process, though two may come here at a time
@@ -422,11 +424,11 @@ def hog(marks: str, worker: int) -> None:
 
 @asyncloader.definition
 def hogging(marks: str = "") -> Any:
-    """A blocking dataset with such a worker_init_fn."""
+    """A blocking dataset with `hog` as its worker_init_fn."""
     return Numbers(20), {"worker_init_fn": partial(hog, marks)}
 
 
 @asyncloader.definition
 def awaited_hogging(marks: str = "") -> Any:
-    """An asynchronous one."""
+    """An asynchronous dataset with `hog` as its worker_init_fn."""
     return Awaited(20), {"worker_init_fn": partial(hog, marks)}

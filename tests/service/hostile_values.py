@@ -1,4 +1,4 @@
-"""Bytes that a peer sends where a value is due, and a proxy that puts them there."""
+"""Bytes that a peer sends where a value is expected, and a proxy that sends them to a loader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ONE_HASH = [7 + k * ((1 << 61) - 1) for k in range(8)]
 
 
 def _orbit(count: int) -> list[int]:
-    """Integers of one hash, as far as they fit into 64 bits; then larger ones."""
+    """Return distinct integers of one hash: first those that fit into 64 bits, then larger integers."""
     return [_ONE_HASH[k % 8] + (k // 8) * 8 * ((1 << 61) - 1) for k in range(count)]
 
 
@@ -31,7 +31,7 @@ def _quantized(data: Any, dtype: str = "qint8") -> list[Any]:
 
 FOUR = b"\1\2\3\4"
 VALUES: dict[str, bytes] = {
-    # As in the report of the crash: bytes as MessagePack has them.
+    # As in the report of the crash: MessagePack's own bytes type.
     "a quantized tensor as it was": _pack([1, 1, [12, "float32", [1, _quantized(FOUR)], b""]]),
     "a quantized tensor": _pack([1, 1, [12, "float32", [1, _quantized(Ext(0, FOUR))], Ext(0, b"")]]),
     "one as a complex number": _pack([7, _quantized(Ext(0, FOUR)), 0.0]),
@@ -50,7 +50,7 @@ VALUES: dict[str, bytes] = {
 
 
 def body_of_frame(kind: int, value: bytes, epoch: int, task: int) -> bytes:
-    """A worker connection's message with this value in it, from a node."""
+    """Return the body of a node's message on a worker connection that contains this value."""
     if kind == wire.RESULT:
         table = _pack(([], -1, 0))
         template = len(table).to_bytes(4, "little") + table + value
@@ -66,7 +66,7 @@ def body_of_frame(kind: int, value: bytes, epoch: int, task: int) -> bytes:
 
 
 class _Spoiling(Proxy):
-    """Sends a value in a message of a kind before the node's own, or before each batch."""
+    """Sends a message of `kind` that contains the value before the node's own message, or before each batch."""
 
     def __init__(self, target: str, kind: int, value: bytes) -> None:
         self._kind = kind
@@ -102,7 +102,7 @@ def _exactly(sock: socket.socket, nbytes: int) -> bytes:
 
 @contextlib.contextmanager
 def spoiled(target: str, kind: int, value: bytes) -> Generator[Proxy]:
-    """A proxy for a node, that sends this, too."""
+    """Return a proxy for a node, which also sends this value to the loader."""
     proxy = _Spoiling(target, kind, value)
     try:
         yield proxy

@@ -1,4 +1,4 @@
-"""A network of its own for a node, joined to this one by a virtual cable that can be cut. Linux, as root."""
+"""A network namespace for a node, joined to this one by a virtual cable that can be cut. Linux, as root."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Namespace:
     """The far network.
 
     Attributes:
-        address: of what listens there.
-        within: the command that runs another one there.
+        address: the IP address of the node.
+        within: the command that runs another command in that network.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class Namespace:
             self._there("route", "add", "blackhole", f"{self.address[:-1]}1/32")
 
     def close(self) -> None:
-        """Remove the network and its cuts. Its processes must have ended."""
+        """Remove the network and its cuts. The processes in it must have ended."""
         subprocess.run(["ip", "route", "delete", "blackhole", f"{self.address}/32"], capture_output=True, check=False)
-        _ip("netns", "delete", self._name)  # the cable goes with it
+        _ip("netns", "delete", self._name)  # this removes the cable, too
 
 
 def _ip(*arguments: str) -> None:
@@ -66,7 +66,7 @@ def _ip(*arguments: str) -> None:
 
 @contextmanager
 def namespace() -> Generator[Namespace]:
-    """A network that is removed afterwards."""
+    """Return a network that is removed at the end."""
     made = Namespace()
     try:
         yield made
@@ -76,7 +76,7 @@ def namespace() -> Generator[Namespace]:
 
 @functools.cache
 def namespaces_work() -> bool:
-    """Whether this process may make networks."""
+    """Whether this process may make network namespaces."""
     if os.geteuid() or shutil.which("ip") is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""A TCP proxy that loses things: resets connections, or goes silent in one direction or both."""
+"""A TCP proxy that resets connections, or goes silent in one direction or both."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Proxy:
         self.to_node.set()
         self.to_loader.set()
         self.forwarded = threading.Semaphore(0)
-        """Released for each piece that went to the loader."""
+        """Released for each piece that was sent to the loader."""
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._run(self._accept)
 
     def aim(self, target: str) -> None:
-        """New connections go there."""
+        """Forward new connections to this address."""
         host, _, port = target.removeprefix("tcp://").rpartition(":")
         self._target = host, int(port)
 
@@ -58,7 +58,8 @@ class Proxy:
                     near.close()
                     continue
                 self._sockets |= {near, far}
-                last = threading.Semaphore(1)  # whoever cannot have it is the last of the two, and closes
+                # the second direction to end fails to acquire it, and closes both sockets
+                last = threading.Semaphore(1)
                 self._run(self._pump, near, far, self.to_node, False, last)
                 self._run(self._pump, far, near, self.to_loader, True, last)
 
@@ -73,7 +74,7 @@ class Proxy:
         with contextlib.suppress(OSError, EOFError):
             self._forward(source, target, allowed, counts)
         if not allowed.is_set():
-            allowed.wait()  # a silent network does not tell of an end, either
+            allowed.wait()  # a silent network does not report an end, either
         for sock in (source, target):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -97,13 +98,13 @@ class Proxy:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def refuse(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def close(self) -> None:
-        """End it."""
+        """Break all connections, and end the proxy's threads."""
         self.refuse()
         self.to_node.set()
         self.to_loader.set()
@@ -116,7 +117,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxied(target: str) -> Generator[Proxy]:
-    """A proxy for this address."""
+    """Return a proxy for this address."""
     proxy = Proxy(target)
     try:
         yield proxy
@@ -125,11 +126,11 @@ def proxied(target: str) -> Generator[Proxy]:
 
 
 class FruitlessProxy(Proxy):
-    """Lets loaders have their worker connections, and ends each connection in another way once it has a task.
+    """Lets loaders open worker connections, and ends or stalls each connection once it has a task.
 
     Args:
         target: as of `Proxy`.
-        how: "ends": the connection ends. "announces": a batch is announced, and does not come.
+        how: "ends": the connection ends. "announces": a batch is announced and never sent.
     """
 
     def __init__(self, target: str, how: str) -> None:
@@ -158,7 +159,7 @@ class FruitlessProxy(Proxy):
 
 @contextlib.contextmanager
 def fruitless(target: str, how: str) -> Generator[FruitlessProxy]:
-    """Such a proxy for this address."""
+    """Return such a proxy for this address."""
     proxy = FruitlessProxy(target, how)
     try:
         yield proxy

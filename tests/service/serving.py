@@ -41,16 +41,16 @@ class NodeProcess:
 
     @property
     def tcp(self) -> str:
-        """Its TCP address."""
+        """The node's TCP address."""
         return next(each for each in self.addresses if each.startswith("tcp:"))
 
     @property
     def unix(self) -> str:
-        """Its Unix socket."""
+        """The address of the node's Unix socket."""
         return next(each for each in self.addresses if each.startswith("unix:"))
 
     def workers(self) -> list[psutil.Process]:
-        """Its processes. One has torch's name for a worker from its first worker connection on."""
+        """Return the node's processes. A process has torch's name for a worker from its first worker connection on."""
         found = []
         for each in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
@@ -59,7 +59,7 @@ class NodeProcess:
         return found
 
     def kill(self) -> None:
-        """Stop the node as a loss of power would, as far as its loaders can see."""
+        """Kill the node: to its loaders it looks like a loss of power."""
         self.process.kill()
         self.process.wait(PATIENCE_S)
 
@@ -74,9 +74,9 @@ def serving(
     module: str = MODULE,
     within: Sequence[str] = (),
 ) -> Generator[NodeProcess]:
-    """A node that serves these definitions of a module, at a TCP port and a Unix socket unless told otherwise.
-
-    At the end it is asked to end, and must do so in order. `within` is a command that runs it somewhere else.
+    """Start a node that serves these definitions of a module, by default at a TCP port and a Unix socket. At the end it
+    is asked to exit, and must exit with code 0 and without a traceback. `within` is a command that runs it in another
+    network or folder.
     """
     places = list(listen) or ["127.0.0.1:0", f"unix:{folder}/node.sock"]
     command = [*within, sys.executable, "-m", "asyncloader", "serve", *(f"{module}:{name}" for name in names)]

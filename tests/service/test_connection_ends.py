@@ -1,4 +1,4 @@
-"""What worker connections leave in a node, and what a loader receives when one ends while its process lives."""
+"""Descriptors and threads that worker connections leave in a node, and the end of a connection whose process lives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW_FILES = ["bash", "-c", 'ulimit -n 256; exec "$@"', "bash"]
 
 
 def left(pid: int) -> tuple[int, int]:
-    """Descriptors and threads of a process and those that it has started."""
+    """Count the descriptors and threads of a process and of all processes that it has started."""
     proc = Path(f"/proc/{pid}")
     counts = [(len(os.listdir(proc / "fd")), len(os.listdir(proc / "task")))]  # noqa: PTH208
     counts += [left(child) for child in children_of(pid)]
@@ -29,7 +29,9 @@ def left(pid: int) -> tuple[int, int]:
 
 
 def at_rest(node: NodeProcess, wanted: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Wait until worker connections that were hung up are closed. Returns the wanted count, or a count that stays."""
+    """Wait until the closed worker connections are cleaned up. Returns the wanted count, or a count that no longer
+    changes.
+    """
     deadline, counts, same = monotonic() + PATIENCE_S, (0, 0), 0
     while monotonic() < deadline and same < 50 and (wanted is None or counts > wanted):
         before, counts = counts, left(node.process.pid)
@@ -42,7 +44,7 @@ def at_rest(node: NodeProcess, wanted: tuple[int, int] | None = None) -> tuple[i
     ("place", "kind"), [("tcp", "numbers"), ("unix", "stream"), ("tcp", "drawn"), ("unix", "awaited")]
 )
 def test_a_hundred_worker_connections(place: str, kind: str, tmp_path: Path) -> None:
-    """After many loaders, descriptors and threads are as many as after the first."""
+    """After many loaders, the node has at most 4 descriptors and threads more than after the third."""
     options: dict[str, Any] = {**OPTIONS, "concurrency": 4} if kind == "drawn" else OPTIONS
     with serving(tmp_path, [kind], within=FEW_FILES) as node:
         first = (0, 0)
@@ -57,7 +59,7 @@ def test_a_hundred_worker_connections(place: str, kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["hogging", "awaited_hogging"])
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 def test_a_process_that_can_open_no_more_files(place: str, kind: str, tmp_path: Path) -> None:
-    """Its worker connections end, and their loaders go on in others; none of them waits."""
+    """Its worker connections end, and their loaders go on in other processes without waiting."""
     marks = tmp_path / "marks"
     marks.mkdir()
     options: dict[str, Any] = {"batch_size": 2, "seed": 5, "num_workers": 2, "max_worker_restarts": 0}
@@ -68,4 +70,4 @@ def test_a_process_that_can_open_no_more_files(place: str, kind: str, tmp_path: 
         assert (marks / "hogged").exists()
         with DataLoader[Any](served, **options) as local:
             assert_same(got, list(local))
-        node.kill()  # not ended in order: without a descriptor left, uvloop's end is a traceback in the process's log
+        node.kill()  # not asked to exit: without a descriptor left, uvloop's end is a traceback in the process's log

@@ -30,16 +30,16 @@ def info(probes: int = 0, unacked: int = 0, data: int = 0, acknowledged: int = 0
 
 
 def test_who_is_dead() -> None:
-    """A peer is dead if its kernel has acknowledged nothing for long, although bytes were sent."""
+    """A peer is dead if its kernel has acknowledged nothing for a long time, although bytes were sent."""
     assert is_dead(info(unacked=3, data=12_000, acknowledged=20_000))
     assert is_dead(info(probes=3, data=20_000, acknowledged=20_000))
     alive = [
         info(data=90_000, acknowledged=90_000),  # nothing was sent
-        info(probes=1, data=90_000, acknowledged=90_000),  # a probe of a window that is closed for long
+        info(probes=1, data=90_000, acknowledged=90_000),  # a probe of a window that has been closed for long
         info(unacked=3, data=100, acknowledged=20_000),  # sent just now
         info(unacked=3, data=90_000, acknowledged=30_000),  # repeated, and refused each time
         info(unacked=3, data=12_000, acknowledged=13_000),
-        info(probes=3, unacked=3, data=12_000, acknowledged=30_000)[:40],  # another kernel's
+        info(probes=3, unacked=3, data=12_000, acknowledged=30_000)[:40],  # the shorter structure of another kernel
     ]
     assert not any(map(is_dead, alive))
 
@@ -58,7 +58,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 async def watched(host: str, command: Sequence[str], met: Callable[[socket.socket], Any]) -> None:
-    """Have a peer that reads nothing connect, and watch the connection to it."""
+    """Let a peer that reads nothing connect, and watch the connection to it."""
     loop = asyncio.get_running_loop()
     with socket.create_server((host, 0)) as server:
         port = str(server.getsockname()[1])
@@ -86,7 +86,9 @@ def fill(sock: socket.socket) -> None:
 @pytest.mark.skipif(not namespaces_work(), reason="this process may not make networks")
 @pytest.mark.parametrize("closed_window", [False, True])
 def test_a_machine_that_has_gone(closed_window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection ends within a bounded time, whether data or probes of a closed window are not acknowledged."""
+    """The connection to it ends within a bounded time, whether data or probes of a closed window are not
+    acknowledged.
+    """
     quickly(monkeypatch)
     with namespace() as far:
 
@@ -103,7 +105,7 @@ def test_a_machine_that_has_gone(closed_window: bool, monkeypatch: pytest.Monkey
 
 @pytest.mark.thorough
 def test_a_loader_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel answers: the connection stays, however long ago that was the last time."""
+    """The loader's kernel answers probes: the connection stays, however long ago the last answer was."""
     seen = quickly(monkeypatch)
 
     async def met(sock: socket.socket) -> None:

@@ -65,7 +65,7 @@ def test_any_epoch(
     step: int,
     unix: bool,
 ) -> None:
-    """With a worker killed, connections reset, or the epoch resumed by another loader, at any step."""
+    """A worker is killed, connections are reset, or the epoch is resumed by another loader, at any step."""
     defined = getattr(definitions, name)(n=length)
     if options["batch_size"] is None:
         of_maps = {**of_maps, "drop_last": False}

@@ -1,6 +1,6 @@
-"""Workers at the nodes of an engine: any dataset, nodes that come and go in mid-epoch, and who ends them.
+"""Workers at the nodes of an engine: any dataset, nodes that join and leave in mid-epoch, and their end.
 
-The engine here places its nodes on this machine, by what a cluster's agents use.
+The engine here starts its nodes on this machine, with the class that a cluster's agents use.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LocalEngine:
         return lambda: self._watching.remove(changed)
 
     def add(self) -> str:
-        """Another node comes. Returns its address."""
+        """Start another node, which joins the engine. Returns its address."""
         node = self._started()
         for what in self._served:
             node.serve(what.data)
@@ -75,7 +75,7 @@ class LocalEngine:
         return node.addresses[self._unix]
 
     def kill(self, number: int) -> None:
-        """A machine is gone, without a word."""
+        """Kill a node and its processes without notice, as when a machine fails."""
         node = self._nodes.pop(number)
         for process in [psutil.Process(node.process.pid), *psutil.Process(node.process.pid).children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
@@ -83,7 +83,7 @@ class LocalEngine:
         node.close()
 
     def drain(self, number: int) -> Load:
-        """A node goes that is not needed. Returns what it has done."""
+        """Take away a node that is not needed. Returns its load figures."""
         node = self._nodes.pop(number)
         for changed in self._watching:
             changed()
@@ -105,7 +105,7 @@ def engine() -> Iterator[LocalEngine]:
 
 
 class Noise(Dataset[Any]):
-    """Indices, with random numbers."""
+    """Indices and random numbers."""
 
     def __init__(self, length: int = 40, seconds: float = 0.0) -> None:
         self.length, self.seconds = length, seconds
@@ -119,7 +119,7 @@ class Noise(Dataset[Any]):
 
 
 class Counting(IterableDataset[Any]):
-    """A stream, of which each worker has its part."""
+    """A stream, of which each worker reads its part."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -128,13 +128,13 @@ class Counting(IterableDataset[Any]):
 
 
 def at_nodes(loader: DataLoader[Any]) -> dict[str, float]:
-    """How many workers are at each node."""
+    """Return the number of workers at each node."""
     ending = "/workers"
     return {name.removesuffix(ending)[5:]: n for name, n in loader.stats().items() if name.endswith(ending)}
 
 
 def test_any_dataset_and_functions_travel(engine: LocalEngine) -> None:
-    """Also those that no node can import; and what a definition names, each process makes. A clone has them, too."""
+    """Also objects that no node can import; a definition is built in each process. A clone has them, too."""
     shift = 5
 
     class Here(Noise):
@@ -162,8 +162,8 @@ def test_any_dataset_and_functions_travel(engine: LocalEngine) -> None:
 
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
 def test_nodes_that_come_and_go(unix: bool) -> None:
-    """One that comes in mid-epoch takes its part of the workers from the others, and one that goes leaves them to the
-    others: the batches are those of an undisturbed run, and no restart is counted.
+    """A node that joins in mid-epoch takes its part of the workers from the others, and a node that dies leaves its
+    workers to the others: the batches are those of an undisturbed run, and no restart is counted.
     """
     engine = LocalEngine(1, unix=unix)
     try:
@@ -188,8 +188,8 @@ def test_nodes_that_come_and_go(unix: bool) -> None:
 
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
 def test_a_node_that_is_not_needed(unix: bool) -> None:
-    """It sends its loaders elsewhere, and says what its processes have done: the batches are those of an undisturbed
-    run.
+    """It sends its loaders to other nodes, and reports the work of its processes: the batches are those of an
+    undisturbed run.
     """
     engine = LocalEngine(2, unix=unix)
     try:
@@ -209,7 +209,7 @@ def test_a_node_that_is_not_needed(unix: bool) -> None:
 
 
 def test_a_loader_that_is_dropped_has_left(engine: LocalEngine) -> None:
-    """As one that is closed; only once."""
+    """Closing or dropping it takes it off the engine's count, once."""
     loader = DataLoader[Any](Noise(), workers=engine, **OPTIONS)
     assert engine.loaders == 0  # nothing has needed the dataset yet
     assert len(loader)
@@ -226,7 +226,7 @@ def test_a_loader_that_is_dropped_has_left(engine: LocalEngine) -> None:
 
 
 def test_what_cannot_be_pickled_is_an_error_at_once(engine: LocalEngine) -> None:
-    """Before anything is sent."""
+    """The error is raised before anything is sent."""
 
     class Locked(Noise):
         def __init__(self) -> None:

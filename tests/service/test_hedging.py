@@ -1,4 +1,4 @@
-"""A task that is late at one node comes from another node, once."""
+"""A task that is late at one node is made by another node, and delivered once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTH = 1200
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The addresses of two nodes."""
+    """Start two nodes, and return their addresses."""
     folder = tmp_path_factory.mktemp("nodes")
     flags: dict[str, Any] = {"listen": ["127.0.0.1:0"], "workers": 1}
     with (
@@ -33,8 +33,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.parametrize(("seed", "in_order"), [(1, True), (13, True), (13, False)])
 def test_what_is_late_comes_from_another_node(seed: int, in_order: bool, nodes: str, tmp_path: Path) -> None:
-    """While one node hangs at a task, and once it has answered after all: the batches are those of an undisturbed run,
-    and nobody waits for it.
+    """One node hangs at a task, and answers in the end: the batches are those of an undisturbed run, and the
+    consumer does not wait for that node.
     """
     gate = tmp_path / "gate"
     options: dict[str, Any] = {**OPTIONS, "seed": seed}
@@ -47,7 +47,8 @@ def test_what_is_late_comes_from_another_node(seed: int, in_order: bool, nodes: 
     with DataLoader[Any](hanging, **options, in_order=in_order, workers=nodes) as loader:
         batches = iter(loader)
         got = list(islice(batches, late + 50))
-        while not loader.stats()["data/hedged_batches"]:  # out of order all but one come without it
+        # out of order, all batches but one are delivered without a hedge
+        while not loader.stats()["data/hedged_batches"]:
             got.append(next(batches))
         gate.write_bytes(b"go on")
         got += batches
@@ -58,7 +59,7 @@ def test_what_is_late_comes_from_another_node(seed: int, in_order: bool, nodes: 
 
 
 def test_what_is_late_at_the_beginning_of_the_next_epoch(nodes: str, tmp_path: Path) -> None:
-    """The times of the epoch before decide which task is late."""
+    """The times of the previous epoch decide which task is late."""
     options: dict[str, Any] = {**OPTIONS, "seed": 37}
     (tmp_path / "hung").touch()
     hanging = definitions.hanging(n=LENGTH, marks=str(tmp_path))

@@ -1,4 +1,4 @@
-"""Values that crash, freeze or fill a process that trusts them: to a node, and from one to a loader."""
+"""Values that crash, freeze or fill a process that trusts them, sent to a node and from a node to a loader."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def expected() -> list[Any]:
 
 
 class HostileLoader:
-    """Sends any message to a node. `token`: the token of its proof; None: it proves nothing."""
+    """A loader that sends any message to a node. `token`: the token of its proof; None: it proves nothing."""
 
     def __init__(self, connect: Callable[[], socket.socket], token: str | None) -> None:
         self._sock = connect()
@@ -66,7 +66,7 @@ class HostileLoader:
             self._sock.sendall(frames.pack_header(kind, len(body), epoch, task) + body)
 
     def receive(self) -> bytes:
-        """The body of the next message."""
+        """Receive a message, and return its body."""
         header = frames.unpack_header(self._exactly(frames.HEADER_BYTES), 1 << 20, 1 << 20)
         body = self._exactly(header.body)
         self._exactly(header.payload)
@@ -101,7 +101,7 @@ class HostileLoader:
         self.receive()
 
     def end(self) -> None:
-        """Wait until the node has answered all, and hang up."""
+        """Wait until the node has answered all messages, and close the connection."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
             while self._sock.recv(1 << 16):
@@ -146,7 +146,7 @@ def plainly(node: NodeProcess) -> socket.socket:
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_to_a_node(node: NodeProcess, expected: list[Any], value: bytes) -> None:
-    """After each of the messages the node and its processes live, and serve another loader as before."""
+    """After each of the messages the node and its processes are alive, and serve another loader as before."""
     with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=node.tcp) as loader:
         batches = iter(loader)
         head = [next(batches)]
@@ -158,7 +158,7 @@ def test_to_a_node(node: NodeProcess, expected: list[Any], value: bytes) -> None
 @pytest.mark.thorough
 @pytest.mark.parametrize("tls", [False, True])
 def test_to_a_node_with_a_token(tmp_path: Path, expected: list[Any], tls: bool) -> None:
-    """A node with a token stands them, with TLS and without."""
+    """A node with a token withstands these messages, with TLS and without."""
     files, secret = make_authority(tmp_path), tmp_path / "token"
     secret.write_text(TOKEN)
     flags = ["--open", "numbers", "--token-file", str(secret)]
@@ -176,7 +176,7 @@ def test_to_a_node_with_a_token(tmp_path: Path, expected: list[Any], tls: bool) 
         with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=service) as loader:
             for value in VALUES.values():
                 attack(connect, TOKEN, value)
-                if value:  # without the token, too
+                if value:  # before any proof of the token, too
                     sender = HostileLoader(connect, None)
                     sender.send(frames.HELLO, value)
                     sender.end()
@@ -208,7 +208,7 @@ KINDS = {
 @pytest.mark.parametrize("value", ["a quantized tensor", "integers of one hash", "small arrays"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_from_a_node(node: NodeProcess, expected: list[Any], kind: int, value: str) -> None:
-    """After each of the messages the loader has all batches from another node, and no restart is charged."""
+    """After each of the messages the loader gets all batches from another node, and no restart is charged."""
     with spoiled(node.tcp, kind, VALUES[value]) as proxy:
         both = Service(f"{proxy.address},{node.tcp}")
         with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=both) as loader:
@@ -217,7 +217,7 @@ def test_from_a_node(node: NodeProcess, expected: list[Any], kind: int, value: s
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_from_every_node(node: NodeProcess, kind: int) -> None:
-    """The loader ends with an error that names the node, and does not try for ever."""
+    """The loader raises an error that names the node, after a bounded time."""
     with (
         spoiled(node.tcp, kind, VALUES["a quantized tensor"]) as proxy,
         pytest.raises(ServiceUnavailable, match=proxy.address),
@@ -227,7 +227,7 @@ def test_from_every_node(node: NodeProcess, kind: int) -> None:
 
 
 def test_an_epochs_message_does_not_come_over_a_network() -> None:
-    """It would be unpickled where it arrives."""
+    """It would be unpickled by its receiver."""
     start = EpochStart(None, 3, True, None, 0, 7)
     assert MSGPACK.load_start(pack(tuple(start))) == start
     with pytest.raises(ValueError, match="start of an epoch"):

@@ -1,4 +1,4 @@
-"""The manifests of the Kubernetes page fit together, and their command runs."""
+"""The manifests of the Kubernetes page are consistent, and their command runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def manifests() -> dict[str, Any]:
 
 
 def test_the_manifests_fit_together() -> None:
-    """Names, labels and ports."""
+    """They agree on names, labels and ports."""
     found = manifests()
     deployment, service, scaler = (found[kind] for kind in ("Deployment", "Service", "HorizontalPodAutoscaler"))
     template = deployment["spec"]["template"]
@@ -49,7 +49,7 @@ def test_the_manifests_fit_together() -> None:
 
 
 def test_the_command_runs(tmp_path: Path) -> None:
-    """With this machine's addresses and a token of ours; the probes find what they ask for, and so does the scaler."""
+    """It runs with this machine's addresses and a token of ours; the probes' paths and the scaler's figures exist."""
     (container,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
     token = tmp_path / "token"
     token.write_text("correct horse\n")

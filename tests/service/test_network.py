@@ -48,7 +48,7 @@ def expected() -> list[Any]:
 
 
 def test_a_node_that_is_killed(node: NodeProcess, expected: list[Any], tmp_path: Path) -> None:
-    """Its workers go on elsewhere; a stream's, too, from where they were. No restart is charged."""
+    """Its workers go on at other nodes, a stream's from where they were. No restart is charged."""
     for defined, names in ((numbers(), ["numbers"]), (definitions.stream(), ["stream"])):
         flags = ["--open", "numbers"] if names == ["numbers"] else []
         options: dict[str, Any] = {**OPTIONS, "shuffle": None} if names == ["stream"] else OPTIONS
@@ -70,7 +70,7 @@ def test_a_node_that_is_killed(node: NodeProcess, expected: list[Any], tmp_path:
 
 @pytest.mark.thorough
 def test_a_node_that_comes_back(expected: list[Any], tmp_path: Path) -> None:
-    """With no node left the loader waits for one, and uses it."""
+    """Without any node the loader waits for one, and then uses it."""
     path = tmp_path / "node.sock"
     where = [f"unix:{path}"]
     with serving(tmp_path, ["numbers"], "--open", "numbers", listen=where) as first:
@@ -84,7 +84,7 @@ def test_a_node_that_comes_back(expected: list[Any], tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_node_that_is_asked_to_end(node: NodeProcess, expected: list[Any], tmp_path: Path) -> None:
-    """It finishes the tasks that its processes have; the loader takes the others elsewhere."""
+    """It finishes the tasks that its processes have; the loader gives the others to other nodes."""
     with serving(tmp_path, ["numbers"], "--open", "numbers", listen=["127.0.0.1:0"]) as other:
         both = f"{other.tcp},{node.tcp}"
         with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=both) as loader:
@@ -124,7 +124,9 @@ def test_connections_that_are_reset(turns: int, node: NodeProcess, expected: lis
 
 @pytest.mark.parametrize("silent", ["to_node", "to_loader", "both"])
 def test_a_network_that_goes_silent(silent: str, node: NodeProcess, expected: list[Any]) -> None:
-    """In one direction or in both, without a word: noticed within seconds, and another way is taken."""
+    """It drops bytes in one direction or both without an error: the loader notices within seconds, and uses another
+    node.
+    """
 
     async def run() -> None:
         with proxied(node.tcp) as proxy:
@@ -147,7 +149,7 @@ def test_a_network_that_goes_silent(silent: str, node: NodeProcess, expected: li
 @pytest.mark.skipif(not namespaces_work(), reason="this process may not make networks")
 @pytest.mark.parametrize("which", CUTS)
 def test_a_cable_that_is_cut(which: str, expected: list[Any], tmp_path: Path) -> None:
-    """The same, with packets that the kernel drops, those of new connections too."""
+    """The kernel drops the packets, those of new connections too: the loader uses another node within seconds."""
     token = tmp_path / "token"
     token.write_text("a token")
     flags = ["--open", "numbers", "--token-file", str(token)]
@@ -170,7 +172,7 @@ def test_a_cable_that_is_cut(which: str, expected: list[Any], tmp_path: Path) ->
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["ends", "announces"])
 def test_nodes_that_never_deliver(how: str, node: NodeProcess) -> None:
-    """When `wait` is over, the epoch ends with an error that reports each node. They are not dialled all the time."""
+    """When `wait` is over, the epoch ends with an error that reports each node. The number of attempts is limited."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nothing = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
     with fruitless(node.tcp, how) as proxy:
@@ -202,7 +204,9 @@ def test_a_node_that_never_delivers_beside_one_that_does(how: str, node: NodePro
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "tls"), [("asyncio", True), (list(LOOPS)[-1], False)])
 def test_a_trainer_that_blocks_its_loop(kind: str, tls: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """For longer than any connection may be silent, while a batch is on its way that no buffer holds: it loses none."""
+    """It blocks for longer than a connection may be silent, during a batch larger than all buffers: no connection is
+    lost.
+    """
     files = make_authority(tmp_path)
     flags = ["--tls-cert", files["node_cert"], "--tls-key", files["node_key"]] if tls else []
 
@@ -223,7 +227,7 @@ def test_a_trainer_that_blocks_its_loop(kind: str, tls: bool, tmp_path: Path, ca
 
 @pytest.mark.thorough
 def test_a_time_out_at_a_node_that_stands_still(tmp_path: Path) -> None:
-    """The timeout's report comes, and says that the node does not answer."""
+    """The timeout is reported, and the report states that the node does not answer."""
     with serving(tmp_path, ["numbers"], "--open", "numbers", listen=["127.0.0.1:0"]) as node:
         loader = DataLoader[Any](numbers(), **OPTIONS, timeout=1, workers=Service(node.tcp, wait=30))
         batches = iter(loader)
@@ -241,7 +245,7 @@ def test_a_time_out_at_a_node_that_stands_still(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_nobody_is_there(caplog: pytest.LogCaptureFixture) -> None:
-    """After a while the log says so; then an error names each address and its failure."""
+    """After a while this is logged; then an error names each address and its failure."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with caplog.at_level(logging.WARNING, "asyncloader"), pytest.raises(ServiceUnavailable) as caught:
@@ -254,7 +258,9 @@ def test_nobody_is_there(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 def test_a_task_of_another_loader_that_hangs(place: str, expected: list[Any], tmp_path: Path) -> None:
-    """A loader that waits behind it is not blamed, and goes on once the other has exited; the task never ends."""
+    """A loader that waits behind it is not blamed, and goes on once the other loader has exited; the task never
+    ends.
+    """
     hanging = definitions.hanging(n=LENGTH, marks=str(tmp_path))
     one: dict[str, Any] = {**OPTIONS, "num_workers": 1}
     with serving(tmp_path, ["hanging"], "--open", "hanging", workers=1) as node:
@@ -276,7 +282,7 @@ def test_a_task_of_another_loader_that_hangs(place: str, expected: list[Any], tm
                 assert_same(list(second), expected)
 
 
-# ------------------------------------------------------------------------------------------------ who is there
+# ------------------------------------------------------------------------ which loaders and nodes are accepted
 
 
 def refused(workers: Any) -> str:
@@ -401,7 +407,9 @@ GARBAGE = {
 
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_is_refused(name: str, node: NodeProcess) -> None:
-    """The connection ends, with a reason if it got that far, and the node serves on. Nothing large is waited for."""
+    """The connection is closed, with a reason if it got that far, and the node goes on serving. No large body is
+    waited for.
+    """
     host, _, port = node.tcp.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=30) as sock:
         sock.sendall(GARBAGE[name])

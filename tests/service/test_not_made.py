@@ -1,4 +1,4 @@
-"""A dataset that cannot be made for a while: loaders get its error, and it is made once it can be."""
+"""A dataset that cannot be built for a while: loaders get its error, and it is built once that is possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": 2}
 
 
 def ready(address: str) -> str:
-    """The node's answer at `/readyz`."""
+    """Return the node's answer at `/readyz`."""
     try:
         with urllib.request.urlopen(f"{address}/readyz", timeout=PATIENCE_S) as answer:
             return str(answer.read().decode())
@@ -36,7 +36,7 @@ def ready(address: str) -> str:
 
 
 def refusal(defined: Any, service: Service, **more: Any) -> str:
-    """The error of a loader that the node refuses."""
+    """Return the error of a loader that the node refuses."""
     with (
         pytest.raises(ServiceUnavailable) as caught,
         DataLoader[Any](defined, **OPTIONS, **more, workers=service) as loader,
@@ -46,7 +46,9 @@ def refusal(defined: Any, service: Service, **more: Any) -> str:
 
 
 def test_a_disk_that_is_away_while_processes_are_replaced(tmp_path: Path) -> None:
-    """Loaders and `/readyz` get the dataset's own error, on one line; later all is well by itself."""
+    """Loaders and `/readyz` get the dataset's own error, on one line; once the disk is back, the node recovers by
+    itself.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
     error = rf"no disk\n\x1b[2J{disk}"
@@ -76,10 +78,10 @@ def test_a_disk_that_is_away_while_processes_are_replaced(tmp_path: Path) -> Non
 
 
 def test_arguments_of_a_loader_s(tmp_path: Path) -> None:
-    """They are tried again like the node's own, in threads, too; many that fail leave room for others."""
+    """They are tried again like the node's own, also in threads; failures of many leave room for others."""
     with serving(tmp_path, ["on_disk"], "--open", "on_disk", listen=["127.0.0.1:0"], workers=1) as node:
         soon, patient = Service(node.tcp, wait=0.3), Service(node.tcp, wait=PATIENCE_S)
-        for number in range(10):  # the most is eight at a time
+        for number in range(10):  # at most eight are kept at a time
             assert f"{tmp_path}/{number}" in refusal(definitions.on_disk(root=f"{tmp_path}/{number}"), soon)
         defined = definitions.on_disk(root=f"{tmp_path}/late")
         assert "no disk" in refusal(defined, soon)
@@ -95,7 +97,7 @@ def test_arguments_of_a_loader_s(tmp_path: Path) -> None:
 
 
 async def test_what_nobody_wants_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dataset of a loader's choice that cannot be made costs no process once no loader asks for it."""
+    """Once no loader asks for it, a dataset with a loader's arguments that cannot be built occupies no process."""
     monkeypatch.setattr(worker_processes, "_UNWANTED_S", 0.0)
     setup = HostSetup("tests.service.definitions:on_disk", {"root": str(tmp_path / "disk")})
     unused: Any = None
@@ -114,7 +116,7 @@ async def test_what_nobody_wants_is_given_up(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_a_connection_begins_with_the_info_of_its_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process compares the info with its own dataset: the node's newest may be of a later process."""
+    """The process compares that info with its own dataset: the node's newest info may be of a later process."""
     host = HostProcesses(HostSetup("tests.service.definitions:on_disk", {"root": str(tmp_path)}), 1)
     host.start()
     asked: list[Any] = []
@@ -129,7 +131,7 @@ async def test_a_connection_begins_with_the_info_of_its_loader(tmp_path: Path, m
 
 
 async def test_a_process_that_never_has_its_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not keep loaders from the others, but for the first loader, which waits a bounded time."""
+    """It does not keep loaders from the other processes; only the first loader waits for it, a bounded time."""
     monkeypatch.setattr(worker_processes, "_ALL_BEGUN_S", 0.1)
     monkeypatch.setattr(worker_processes, "_NONE_READY_S", 0.1)
     setup = HostSetup("tests.service.definitions:slow_for_one", {"mark": str(tmp_path / "mark")})

@@ -1,4 +1,4 @@
-"""A loader's workers are the same wherever they are: processes of its own, at a Unix socket, over TCP, over TLS."""
+"""A loader's batches are the same wherever its workers are: own processes, at a Unix socket, over TCP, over TLS."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Places(NamedTuple):
     tls: Service
 
     def of(self, place: str) -> Any:
-        """The value for a place; None for the loader's own processes."""
+        """Return the value for a place; None for the loader's own processes."""
         return None if place == "local" else getattr(self, place)
 
     def of_deadly(self, place: str) -> Any:
-        """The value for a place whose node lets loaders give arguments."""
+        """Return the value for a place whose node lets loaders give arguments."""
         return self.of("tcp" if place == "tls" else place)
 
 
@@ -68,7 +68,7 @@ OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "num_workers": 3}
 
 
 def read(kind: str, loader_options: dict[str, Any], defined: Any, epochs: int = 1) -> list[list[Any]]:
-    """The batches of some epochs."""
+    """Read the batches of some epochs."""
     if kind == "sync":
         with DataLoader[Any](defined, **loader_options) as loader:
             return [list(loader) for _ in range(epochs)]
@@ -81,7 +81,7 @@ def read(kind: str, loader_options: dict[str, Any], defined: Any, epochs: int = 
 
 
 def outcomes(loader: Any) -> list[Any]:
-    """The batches of an epoch; in the place of one that raised, its error."""
+    """Read the batches of an epoch; an error stands in the place of a batch that raised."""
     batches, found = iter(loader), []
     while True:
         try:
@@ -108,7 +108,7 @@ def test_batches_are_those_of_local_workers(kind: str, name: str, place: str, pl
 
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_a_blocking_dataset_in_threads(place: str, places: Places) -> None:
-    """It can be read beside loaders that read it without threads."""
+    """Its batches are those of local workers, and after that those of a loader that reads it without threads."""
     options = {**OPTIONS, "concurrency": 4}
     expected = read("sync", options, definitions.drawn())
     assert_same(read("sync", {**options, "workers": places.of(place)}, definitions.drawn()), expected)
@@ -118,7 +118,7 @@ def test_a_blocking_dataset_in_threads(place: str, places: Places) -> None:
 
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_errors_come_in_their_places(place: str, places: Places) -> None:
-    """Python's own types as they are; a type of the user's is named and not made. Both with the worker's traceback."""
+    """Python's own error types stay; a type of the user's is named and not made. Both have the worker's traceback."""
     defined = definitions.broken()
     expected = outcomes(DataLoader[Any](defined, **OPTIONS))
     with DataLoader[Any](defined, **OPTIONS, workers=places.of(place)) as loader:
@@ -174,7 +174,7 @@ def test_states_move_between_places(name: str, place: str, places: Places) -> No
 
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_an_epoch_that_is_left_early(place: str, places: Places) -> None:
-    """The next epoch of the same workers begins with its first batch; a clone may have its workers here."""
+    """The next epoch of the same workers begins with its first batch; a clone may also use local workers."""
     expected = read("sync", OPTIONS, definitions.numbers(), epochs=1)[0]
     with DataLoader[Any](definitions.numbers(), **OPTIONS, persistent_workers=True, workers=places.of(place)) as loader:
         for _ in range(3):
@@ -188,8 +188,8 @@ def test_an_epoch_that_is_left_early(place: str, places: Places) -> None:
 @pytest.mark.parametrize("place", PLACES[1:])
 @pytest.mark.parametrize("name", ["stream", "async_stream"])
 def test_streams_that_are_left_close_to_their_end(name: str, place: str, places: Places, caplog: Any) -> None:
-    """Their workers' last words of one epoch come in the next one, and disturb nothing: each has the batches that local
-    workers make, over the connections that there were.
+    """The workers' last answers of an epoch arrive during the next epoch without effect: each epoch has the batches
+    of local workers, over the same connections.
     """
     defined = getattr(definitions, name)()
     options = {**OPTIONS, "persistent_workers": True, "prefetch_factor": 3}
@@ -204,7 +204,7 @@ def test_streams_that_are_left_close_to_their_end(name: str, place: str, places:
 
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_what_cannot_be_sent(place: str, places: Places) -> None:
-    """It is an error of its batch, which names the field, or the type to be registered; the next batches come."""
+    """The batch raises an error that names the field, or the type to be registered; the next batches are delivered."""
     options: dict[str, Any] = {**OPTIONS, "batch_size": 1, "num_workers": 1, "shuffle": False}
     with DataLoader[Any](definitions.odd(), **options, workers=places.of(place)) as loader:
         with pytest.raises(TypeError, match=r"\['deep'\]\[0\] is a builtins.object, which a service does not send"):
@@ -216,7 +216,7 @@ def test_what_cannot_be_sent(place: str, places: Places) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_worker_that_dies_is_replaced(place: str, places: Places, tmp_path: Path) -> None:
-    """Nothing is lost and nothing comes twice; the death is counted."""
+    """No batch is lost or delivered twice; the death is counted."""
     expected = read("sync", OPTIONS, definitions.numbers())[0]
     with DataLoader[Any](definitions.deadly(marks=str(tmp_path)), **OPTIONS, workers=places.of_deadly(place)) as loader:
         assert_same(list(loader), expected)
@@ -236,8 +236,8 @@ def test_a_worker_that_hangs_is_killed(place: str, places: Places, tmp_path: Pat
 
 @pytest.mark.parametrize("place", PLACES)
 def test_limits_that_do_less_than_they_say(place: str, places: Places, caplog: pytest.LogCaptureFixture) -> None:
-    """`worker_timeout` without a replacement is warned of at construction, and a ring below a batch with the first one:
-    once each, as for workers of one's own.
+    """Warnings are given once each, as for local workers: at construction for `worker_timeout` without a
+    replacement, at the first batch for a ring smaller than a batch.
     """
     options: dict[str, Any] = {**OPTIONS, "batch_size": 1, "max_worker_restarts": 0, "workers": places.of(place)}
     with pytest.warns(NoEffectWarning, match="worker_timeout=60 does not replace workers with max_") as caught:
@@ -255,7 +255,7 @@ def test_limits_that_do_less_than_they_say(place: str, places: Places, caplog: p
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_sample_that_kills_every_worker(place: str, places: Places) -> None:
-    """Its batch is an error after the third death; all others come."""
+    """Its batch is an error after the third death; all others are delivered."""
     expected = read("sync", OPTIONS, definitions.numbers())[0]
     recovery = Recovery(worker_timeout=60)
     with DataLoader[Any](definitions.deadly(), **OPTIONS, recovery=recovery, workers=places.of_deadly(place)) as loader:
@@ -269,7 +269,7 @@ def test_a_sample_that_kills_every_worker(place: str, places: Places) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_time_out_says_where_workers_are(place: str, places: Places, tmp_path: Path) -> None:
-    """The stacks of the processes, wherever they run."""
+    """The report has the stacks of the processes, wherever they run."""
     hanging, workers = definitions.hanging(marks=str(tmp_path)), places.of_deadly(place)
     with (
         DataLoader[Any](hanging, **OPTIONS, timeout=1, workers=workers) as loader,

@@ -1,5 +1,5 @@
-"""The fleet of `RayWorkers`, with agents that hang, are late, or fail in unforeseen ways. Ray itself is replaced by a
-stand-in here; `tests/ray_cluster` has a cluster.
+"""The fleet of `RayWorkers`, with agents that hang, are late, or fail in unforeseen ways. A stand-in replaces Ray here;
+`tests/ray_cluster` starts a cluster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RayError(Exception):
 
 
 class Played:
-    """An agent. Its `how` says what becomes of each kind of question; "run_until_end" is answered by `end`."""
+    """A fake agent. `how` has the answer to each kind of question; "run_until_end" is answered through `ends`."""
 
     def __init__(self, machine: str) -> None:
         self.machine = machine
@@ -50,7 +50,7 @@ class Played:
 
 
 class Cluster:
-    """Ray, with these machines."""
+    """A fake of Ray, with these machines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *machines: str) -> None:
         self.machines = dict.fromkeys(machines, 2)
@@ -91,13 +91,13 @@ async def for_ever() -> None:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Wait for something that happens on this loop, as its tasks go on."""
+    """Wait until a condition holds that tasks of this loop bring about."""
     while not true():  # noqa: ASYNC110 - the fleet's tasks set no event
         await asyncio.sleep(0)
 
 
 def run(play: Callable[[Fleet], Coroutine[Any, Any, None]]) -> None:
-    """Let a fleet live for so long, and end its tasks."""
+    """Run `play` with a fleet, and end the fleet's tasks."""
 
     async def live() -> None:
         fleet = Fleet(FleetOptions(None, 1, {}, None), Credentials(""))
@@ -121,7 +121,7 @@ def ready(fleet: Fleet) -> set[str]:
 
 
 def test_an_agent_that_is_stuck_holds_up_no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not offered to loaders until it serves all that the others do."""
+    """It is not offered to loaders until it serves all datasets that the others serve."""
     cluster = Cluster(monkeypatch, "one", "two")
 
     async def play(fleet: Fleet) -> None:
@@ -165,7 +165,9 @@ def test_an_agent_that_takes_no_dataset(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_an_agent_that_hangs_at_its_start(
     question: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged. An agent that had started is started again; an agent that Ray has not placed yet is left alone."""
+    """This is logged. An agent that had started is started again; an agent that Ray has not placed yet is left
+    alone.
+    """
     cluster = Cluster(monkeypatch, "one")
     agent = cluster.agents["one"]
     agent.how[question] = for_ever
@@ -187,7 +189,7 @@ def test_an_agent_that_hangs_at_its_start(
 def test_whatever_fails_once_is_tried_again(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The list of machines, and an agent that dies while it is ready."""
+    """The list of machines fails once, and so does an agent that is ready."""
     cluster = Cluster(monkeypatch, "one")
     cluster.failing += [error]
 
@@ -207,7 +209,7 @@ def test_whatever_fails_once_is_tried_again(
 
 
 def test_a_node_that_has_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its agent's question ends, and then the engine can start another node."""
+    """The question to it raises an error, so that the engine can start another node."""
     node = AgentNode(AgentSetup("127.0.0.1", 1, Credentials("token")))
     try:
         assert node.load().processes == 1

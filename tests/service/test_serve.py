@@ -1,4 +1,4 @@
-"""The command `asyncloader serve`: what it says, where its options come from, and what it refuses."""
+"""The command `asyncloader serve`: its output, the sources of its options, and the mistakes that it refuses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("flags", "text"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes(flags: list[str], text: str, tmp_path: Path) -> None:
-    """One line, which says what to do, and exit code 2."""
+    """The error is one line that names the remedy, and the exit code is 2."""
     done = serve(tmp_path, *flags)
     assert (done.returncode, done.stdout) == (2, "")
     *_, last = done.stderr.splitlines()
@@ -71,7 +71,7 @@ def figures(address: str) -> dict[str, float]:
 
 @pytest.mark.thorough
 def test_figures_and_a_loader_that_is_killed(tmp_path: Path) -> None:
-    """The endpoints say what runs; a loader that is killed holds nothing."""
+    """The endpoints report the state of the node; a loader that is killed holds no connection."""
     program = """
 import sys
 from asyncloader import DataLoader
@@ -100,7 +100,7 @@ sys.stdin.read()
                 assert loader.stdout is not None
                 assert loader.stdout.readline() == "reading\n"
                 while not (now := figures(metrics))["asyncloader_node_tasks_total"]:
-                    pass  # a task is counted behind its answer
+                    pass  # a task is counted after its answer
                 assert now["asyncloader_node_lanes"] == 3
                 assert now["asyncloader_node_sessions"] == 1
                 assert now["asyncloader_node_processes"] == 2
@@ -115,7 +115,7 @@ sys.stdin.read()
 
 @pytest.mark.thorough
 def test_options_from_environment_and_file(tmp_path: Path) -> None:
-    """A flag goes before the environment, and that before the file."""
+    """A flag goes before the environment, and the environment before the file."""
     config = tmp_path / "node.toml"
     config.write_text(f'target = ["{NUMBERS}"]\nlisten = ["unix:{tmp_path}/a"]\narg = ["n=6"]\nworkers = 1\n')
     for variables, flags, listening, length in [

@@ -1,4 +1,4 @@
-"""Shards that a service reads: planned at a node, assigned by the loader, as if its own workers read them."""
+"""Shards that a service reads: planned at a node, assigned by the loader, with the batches of local workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Shards of different lengths."""
+    """Make shards of different lengths."""
     made = tmp_path / "shards"
     made.mkdir()
     for shard in range(9):
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 def test_batches_are_those_of_local_workers(
     kind: str, shuffle: int, place: str, node: NodeProcess, folder: Path
 ) -> None:
-    """To the bit, over two epochs with the same workers."""
+    """They are the same to the bit, over two epochs with the same workers."""
     served = definitions.shards(str(folder), shuffle)
     options = {**OPTIONS, "persistent_workers": True}
     expected = read("sync", options, served, epochs=2)
@@ -53,7 +53,7 @@ def test_batches_are_those_of_local_workers(
 
 
 def test_states_move_between_places(node: NodeProcess, folder: Path) -> None:
-    """An epoch that local workers began is resumed at a service, and the other way round."""
+    """An epoch that local workers began is resumed at a service, and an epoch of a service by local workers."""
     served = definitions.shards(str(folder), 20)
     whole = read("sync", OPTIONS, served)[0]
     for before, after in ((None, node.tcp), (node.tcp, None)):
@@ -67,7 +67,7 @@ def test_states_move_between_places(node: NodeProcess, folder: Path) -> None:
 
 
 def test_the_definition_says_whether_to_shuffle(node: NodeProcess, folder: Path) -> None:
-    """And not the loader, which has no dataset to tell."""
+    """The loader does not, since it has no dataset to ask."""
     with pytest.raises(ValueError, match="shuffle=True") as raised:
         iter(DataLoader[Any](definitions.shards(str(folder)), shuffle=True, **OPTIONS, workers=node.tcp))
     assert raised.value.__notes__ == [
@@ -76,7 +76,7 @@ def test_the_definition_says_whether_to_shuffle(node: NodeProcess, folder: Path)
 
 
 def test_samples_that_cannot_be_read(node: NodeProcess, folder: Path) -> None:
-    """Are left out, and recorded, as by local workers; without `on_error` they raise."""
+    """They are left out and recorded, as by local workers; without `on_error` they raise."""
     (folder / "3.jsonl").write_text('{"n": 1}\nnothing\n{"n": 2}\n')
     served = definitions.shards(str(folder))
     found = []
@@ -94,7 +94,7 @@ def test_samples_that_cannot_be_read(node: NodeProcess, folder: Path) -> None:
 
 
 def test_a_node_that_is_killed(node: NodeProcess, folder: Path, tmp_path: Path) -> None:
-    """Each shard's rest is read elsewhere, from where it was."""
+    """The rest of each shard is read at another node, from where it was."""
     served = definitions.shards(str(folder), 20)
     whole = read("sync", OPTIONS, served)[0]
     with (
@@ -123,7 +123,7 @@ def test_a_store_that_changes_in_mid_epoch(node: NodeProcess, folder: Path, tmp_
 
 
 def test_shards_that_cannot_be_found(node: NodeProcess, tmp_path: Path) -> None:
-    """The error is that of local workers, and its last line the same."""
+    """The error is that of local workers, with the same last line."""
     served = definitions.shards(str(tmp_path / "nothing"))
     for workers in (None, node.tcp):
         with (

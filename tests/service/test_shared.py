@@ -1,4 +1,4 @@
-"""`workers="shared"`: one node for the processes of a run, started by the first, gone with the last."""
+"""`workers="shared"`: one node for the processes of a run, started by the first of them, ended after the last."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rank(workers: str = "'shared'", head: str = FROM_DATA, *, waits: bool = Fals
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run of its own, as torchrun would announce it."""
+    """Make the folder and the environment of a run, as torchrun would."""
     (tmp_path / "data.py").write_text(DATA)
     for name, value in {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -77,10 +77,10 @@ def folder(run: Path, name: str, data: str = DATA) -> Path:
 
 @pytest.mark.thorough
 def test_torchrun(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks have the same processes, the batches of local workers, and leave nothing behind."""
+    """The ranks use the same worker processes, get the batches of local workers, and leave no process behind."""
     for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"):
         monkeypatch.delenv(name)
-    (run / "script.py").write_text(rank(head=DATA))  # all in one file, as many programs are
+    (run / "script.py").write_text(rank(head=DATA))  # in one file, as in many programs
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=3 * PATIENCE_S, cwd=run, env=quiet(environment())
@@ -99,7 +99,7 @@ def test_torchrun(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quiet(variables: dict[str, str]) -> dict[str, str]:
-    """torchrun itself gives warnings."""
+    """Drop PYTHONWARNINGS: torchrun itself gives warnings."""
     return {name: value for name, value in variables.items() if name != "PYTHONWARNINGS"}
 
 
@@ -135,7 +135,7 @@ def test_the_node_is_killed(run: Path) -> None:
     """The loader starts another node, and goes on where it was."""
     with closing_script(run, rank(waits=True)) as only:
         told = json.loads(only.line())
-        with Deaths(told["workers"]) as ends:  # they go with it, and have written into the loader's ring until then
+        with Deaths(told["workers"]) as ends:  # they end with it, and have written into the loader's ring until then
             os.kill(told["node"], signal.SIGKILL)
             ends.wait()
         only.process.stdin.write("\n")
@@ -177,7 +177,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("source", "data", "run_id", "text"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes(source: str, data: str, run_id: str, text: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error's last line says what to do."""
+    """The error's last line names the remedy."""
     (run / "data.py").write_text(data)
     if not run_id:
         monkeypatch.delenv("TORCHELASTIC_RUN_ID")
@@ -187,7 +187,7 @@ def test_mistakes(source: str, data: str, run_id: str, text: str, run: Path, mon
 
 
 def test_a_rank_whose_definition_differs(run: Path) -> None:
-    """It is refused: its samples would be others."""
+    """It is refused: its samples would differ."""
     with closing_script(folder(run, "first"), rank(waits=True)) as first:
         first.line()
         done = run_script(folder(run, "second", DATA.replace("n: int = 100", "n: int = 99")), rank())

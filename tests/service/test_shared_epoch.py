@@ -35,7 +35,7 @@ def at(address: str) -> Service:
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 @pytest.mark.parametrize("bad", [0, 7])
 def test_each_sample_is_made_once(bad: int, place: str, node: NodeProcess, tmp_path: Path) -> None:
-    """Two epochs of three loaders, side by side; records of samples that raised come to all of them."""
+    """Three loaders read two epochs side by side; each of them gets the records of samples that raised."""
     options: dict[str, Any] = {**OPTIONS, "on_error": "skip" if bad else "raise"}
     here, there = tmp_path / "here", tmp_path / "there"
     with DataLoader[Any](definitions.counted(LENGTH, str(here), bad), **options) as local:

@@ -1,4 +1,4 @@
-"""Nodes that are not alike: other code, other data, and both while a loader reads. Batches of two kinds never mix."""
+"""Nodes with other code or other data than the loader, from the start or from mid-epoch: batches of both never mix."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ STEPS = "def changed(value):\n    return 2 * value\n"
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path) -> Iterator[Path]:
-    """The loader's copy of the package, for the test's time."""
+    """Install the loader's copy of the package until the test's end."""
     folder = install(tmp_path / "loader")
     sys.path.insert(0, str(folder))
     forget()
@@ -63,7 +63,7 @@ def modules(tmp_path: Path) -> Iterator[Path]:
 
 
 def install(folder: Path, data: str = DATA, steps: str = STEPS, length: int = 40) -> Path:
-    """Make a machine's folder with the package and its data, equal to the others at first."""
+    """Make a machine's folder with the package and its data, by default equal to the others."""
     (folder / "skewed").mkdir(parents=True, exist_ok=True)
     (folder / "skewed" / "__init__.py").touch()
     (folder / "skewed" / "data.py").write_text(data)
@@ -74,7 +74,7 @@ def install(folder: Path, data: str = DATA, steps: str = STEPS, length: int = 40
 
 @contextmanager
 def node_in(folder: Path, **options: Any) -> Generator[NodeProcess]:
-    """A node that was started there."""
+    """Start a node in this folder."""
     within = ["env", "-C", str(folder), f"PYTHONPATH={folder}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE=1"]
     options = {"listen": ["127.0.0.1:0"], "workers": 1, **options}
     with serving(folder, ["data"], module="skewed.data", within=within, **options) as node:
@@ -95,7 +95,9 @@ def defined() -> Any:
 )
 @pytest.mark.thorough
 def test_a_node_that_differs_is_not_used(change: Any, text: str, tmp_path: Path, caplog: Any) -> None:
-    """The other node makes all batches, and the log says why; without another, an error names both versions."""
+    """The other node makes all batches, and the reason is logged; without another node, an error names both
+    versions.
+    """
     with (
         node_in(install(tmp_path / "first")) as first,
         node_in(install(tmp_path / "second", **change)) as second,
@@ -113,8 +115,8 @@ def test_a_node_that_differs_is_not_used(change: Any, text: str, tmp_path: Path,
 @pytest.mark.thorough
 @pytest.mark.parametrize("between", [False, True], ids=["within", "between"])
 def test_a_node_that_comes_back_with_other_data(between: bool, tmp_path: Path) -> None:
-    """In mid-epoch, and between epochs of persistent workers: an error that names the node and both lengths, and no
-    batch of the new data.
+    """Whether it comes back in mid-epoch or between epochs of persistent workers: an error names the node and both
+    lengths, and no batch of the new data is delivered.
     """
     folder = install(tmp_path / "node", length=400)
     options: dict[str, Any] = {**OPTIONS, "persistent_workers": True, "max_worker_restarts": 0}
@@ -135,9 +137,7 @@ def test_a_node_that_comes_back_with_other_data(between: bool, tmp_path: Path) -
 
 @pytest.mark.thorough
 def test_processes_that_are_replaced_after_a_change(tmp_path: Path) -> None:
-    """What is stored changes under a node that runs: what a new process would make is not mixed with what the others
-    made.
-    """
+    """The stored data change under a running node: batches of a new process are not mixed with those of the others."""
     folder = install(tmp_path / "node", length=400)
     with node_in(folder) as node:
         options: dict[str, Any] = {**OPTIONS, "num_workers": 1, "max_worker_restarts": 9}
@@ -147,7 +147,7 @@ def test_processes_that_are_replaced_after_a_change(tmp_path: Path) -> None:
             install(folder, length=500)
             for process in node.workers():
                 process.kill()
-            # Of the node, which knows it by then, or of the process.
+            # The error is raised by the node, if it knows of the change by then, or by the process.
             with pytest.raises((ServiceUnavailable, StateError), match=r"length=500, .* planned with .*400"):
                 got += batches
             assert all(int(value) < 2 * (400 + 100) for batch in got for value in batch)
@@ -155,8 +155,8 @@ def test_processes_that_are_replaced_after_a_change(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_code_that_is_edited_under_a_node(tmp_path: Path) -> None:
-    """Its new processes would run it, and the others not: loaders get that as an error at once, by its name, and all is
-    well when it is put back.
+    """New processes would run the edited code, and the old ones not: loaders get an error at once that names the
+    definition, and the node serves again when the code has been put back.
     """
     folder = install(tmp_path / "node", length=400)
     with node_in(folder) as node:
@@ -179,8 +179,8 @@ def test_code_that_is_edited_under_a_node(tmp_path: Path) -> None:
 
 
 def test_the_code_that_a_fingerprint_covers(tmp_path: Path, modules: Path) -> None:
-    """The module with all its helpers, and what it imports of its package; neither other files, nor the line endings,
-    nor where it is installed. It is that of the code that runs, not of a later edit.
+    """It covers the module with all its helpers, and the modules of its package that it imports; not other files,
+    line endings, or the folder. It is that of the code that runs, not of a later edit.
     """
     other = "from . import other\n" + STEPS
     windows = install(tmp_path / "windows")
@@ -210,7 +210,7 @@ def test_the_code_that_a_fingerprint_covers(tmp_path: Path, modules: Path) -> No
 
 @pytest.mark.parametrize("how", [["skewed/data.py"], ["-m", "skewed.data"]], ids=["file", "module"])
 def test_the_main_module_is_the_module_that_nodes_import(how: list[str], modules: Path) -> None:
-    """As with workers="shared". Where it is run as a file, it is in no package."""
+    """This is needed for workers="shared". A module that is run as a file is in no package."""
     path = modules / "skewed" / "data.py"
     show = "\nif __name__ == '__main__': print(data.fingerprint())\n"
     path.write_text((DATA if how[0] == "-m" else DATA.replace("from skewed import steps", "")) + show)
@@ -220,7 +220,7 @@ def test_the_main_module_is_the_module_that_nodes_import(how: list[str], modules
 
 
 def fingerprint_in(folder: Path) -> str:
-    """The fingerprint of the definition in this folder."""
+    """Return the fingerprint of the definition in this folder."""
     forget()
     sys.path.insert(0, str(folder))
     try:

@@ -14,7 +14,7 @@ from tests.helpers.running import ROOT, environment
 
 PAGE = ROOT / "docs" / "how-to" / "serve-on-slurm.md"
 
-# `srun` passes its signals on to what it runs, here as there; of its own options it knows those of the page.
+# The stand-in for `srun` accepts only the options of the page, and passes signals to its command as Slurm's does.
 SRUN = """#!/bin/bash
 while [[ "$1" == --het-group=* || "$1" == --kill-on-bad-exit=0 ]]; do shift; done
 exec "$@"
@@ -72,7 +72,9 @@ def free_port() -> int:
 
 
 def test_the_script(tmp_path: Path) -> None:
-    """Starts a node and the trainer, which finds it and proves its token; at the end both and the token are gone."""
+    """It starts a node and the trainer, which finds the node and proves its token; at the end the token has been
+    removed.
+    """
     (script,) = [block.text for block in blocks(PAGE.read_text()) if block.language == "bash"]
     programs = {"srun": SRUN, "scontrol": SCONTROL, "asyncloader": ASYNCLOADER, "torchrun": TORCHRUN}
     (tmp_path / "bin").mkdir()
@@ -81,7 +83,7 @@ def test_the_script(tmp_path: Path) -> None:
         program.write_text(text)
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     for name, text in {"data.py": DATA, "train.py": TRAIN, "train.sbatch": script}.items():
-        # Three names of one machine, and a port that is free.
+        # Two names of this machine, and a free port.
         (tmp_path / name).write_text(text.replace("7070", str(free_port())))
     groups = {"HET_GROUP_0": "localhost", "HET_GROUP_1": "localhost,127.0.0.1"}
     slurm = {f"SLURM_JOB_NODELIST_{name}": hosts for name, hosts in groups.items()} | {"SLURM_JOB_ID": "77"}

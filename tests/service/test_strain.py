@@ -1,5 +1,5 @@
-"""Several trainers at one node of which some are slow, stand still, or leave: the others have their batches, and all of
-them exactly.
+"""Several trainers at one node, some of which are slow, stopped, or leave: each other trainer gets exactly its
+batches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if "serve" in sys.orig_argv:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[NodeProcess]:
-    """One process for all, and a cache of some eight batches."""
+    """Start a node with one process for all loaders, and a cache of some eight batches."""
     (tmp_path / "sitecustomize.py").write_text(SMALL_CACHE)
     within = ["env", f"PYTHONPATH={tmp_path}{os.pathsep}{ROOT}"]
     opened = [part for name in ("counted", "numbers") for part in ("--open", name)]
@@ -45,8 +45,8 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 def test_a_slow_trainer_among_those_that_share(place: str, node: NodeProcess, tmp_path: Path) -> None:
-    """One is far behind, one stands still, one leaves in the middle, and one is an epoch ahead: the fast ones do not
-    wait, and what the node has forgotten is made again.
+    """One trainer is far behind, one has stopped, one leaves in mid-epoch, and one is an epoch ahead: the fast
+    trainers do not wait for them, and batches that the node has forgotten are made again.
     """
     log = tmp_path / "log"
     defined = definitions.counted(LENGTH, str(log))
@@ -61,7 +61,8 @@ def test_a_slow_trainer_among_those_that_share(place: str, node: NodeProcess, tm
             for batch in loader:
                 got.append(batch)
                 if len(got) == 3 or (not still and not fast_are_done.is_set() and len(got) % 10 == 0):
-                    assert fast_are_done.wait(PATIENCE_S)  # that they end shows that they do not wait for this one
+                    # the fast loaders end only if they do not wait for this loader
+                    assert fast_are_done.wait(PATIENCE_S)
             return got
 
     def leaving() -> None:
@@ -93,13 +94,15 @@ def test_a_slow_trainer_among_those_that_share(place: str, node: NodeProcess, tm
             assert_same(each.result(PATIENCE_S), first)
     made = Counter(log.read_text().split())
     assert len(made) == LENGTH
-    assert sum(made.values()) > 2 * LENGTH  # of the two epochs, and what was forgotten
+    assert sum(made.values()) > 2 * LENGTH  # both epochs, and the samples of forgotten batches again
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 def test_time_is_shared_by_trainers_and_not_by_workers(place: str, node: NodeProcess) -> None:
-    """Of two trainers, one has eight workers and the other has one; a third has stopped reading, and takes nothing."""
+    """A trainer with eight workers gets no more than its share beside a trainer with one; a third that has stopped
+    uses none.
+    """
     address = getattr(node, place)
     defined = definitions.numbers(4000)
     options: dict[str, Any] = {**OPTIONS, "batch_size": 16}

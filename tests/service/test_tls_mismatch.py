@@ -1,4 +1,4 @@
-"""One side with TLS, and one without: both say so at once, and what to set."""
+"""One side with TLS, and one without: both report it at once, with the setting to change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "num_workers": 1}
     ],
 )
 def test_one_side_speaks_tls(node_has_it: bool, told: str, logged: str, tmp_path: Path) -> None:
-    """The loader's wait for a node that is away, a minute, is not spent on it."""
+    """The error does not wait for `wait`, the time for which a loader waits for an absent node."""
     files = make_authority(tmp_path)
     flags = ["--tls-cert", files["node_cert"], "--tls-key", files["node_key"]] if node_has_it else []
     with serving(tmp_path, ["numbers"], *flags, listen=["127.0.0.1:0", f"unix:{tmp_path}/node"]) as node:
@@ -41,7 +41,7 @@ def test_one_side_speaks_tls(node_has_it: bool, told: str, logged: str, tmp_path
             DataLoader[Any](definitions.numbers(), **OPTIONS, workers=service) as loader,
         ):
             list(loader)
-        with DataLoader[Any](definitions.numbers(), **OPTIONS, workers=node.unix) as loader:  # needs none
+        with DataLoader[Any](definitions.numbers(), **OPTIONS, workers=node.unix) as loader:  # it needs no TLS
             assert len(list(loader)) == 10
     log = "".join(path.read_text() for path in tmp_path.glob("*.log"))
     assert logged in log

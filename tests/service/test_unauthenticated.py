@@ -1,4 +1,6 @@
-"""Peers that have proved nothing: other users of the machine, senders of long lines, and of texts for the log."""
+"""Peers that have proved nothing: other users of the machine, senders of long lines, and of forged texts for the
+log.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="plays another user, whic
 
 @contextmanager
 def another_user(play: Callable[[], bool]) -> Generator[int]:
-    """Context in which a process of another user calls this function; the function must have returned true."""
+    """Context in which a process of another user calls this function; the function must return true."""
     pid = os.fork()
     if not pid:
         code = 2
@@ -55,7 +57,7 @@ def another_user(play: Callable[[], bool]) -> Generator[int]:
 
 @as_root
 async def test_another_user_at_root_s_node() -> None:
-    """The other user is refused at once, and does not count as the first loader that a node waits for."""
+    """The other user is refused at once, and does not count as the first loader for which a node waits."""
     name = f"\0asyncloader-{uuid.uuid4().hex}"
     node = Node([], 1)
     listener = socket.socket(socket.AF_UNIX)
@@ -86,7 +88,7 @@ async def test_another_user_at_root_s_node() -> None:
 @as_root
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_name_that_another_user_has_taken(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error at once, which says whose the name is and what to do; that user would not serve us either."""
+    """The loader gets an error at once that names the socket's owner and the remedy; that user would refuse us, too."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
     defined = definitions.numbers()
     url = shared_service(defined).url if shared else f"unix:@asyncloader-{uuid.uuid4().hex}"
@@ -110,7 +112,7 @@ def test_a_name_that_another_user_has_taken(shared: bool, monkeypatch: pytest.Mo
     os.close(begun)
     os.close(begins)
     text = str(caught.value)
-    assert text.startswith(f"no node of {url} serves this loader: ")  # and not: was there for 60 seconds
+    assert text.startswith(f"no node of {url} serves this loader: ")  # and not: no node for 60 seconds
     assert "is a process of user 65534, and this is one of user 0: each user needs a node of its own" in text
 
 
@@ -120,7 +122,7 @@ FORGED = "x\n2026-01-01 00:00:00,000 ERROR forged\x1b]0;title\x07\u202e\x9b31m\r
 
 
 def test_writers_to_the_log(tmp_path: Path) -> None:
-    """They can neither forge a line nor fill a disk: 300 refusals make some short lines."""
+    """They can neither forge a line nor fill a disk: 300 refusals cause some short lines."""
     hello = Hello(PROTOCOL, "numbers", "{}", "", FORGED[:64], FORGED[:64], bytes(32))
     with serving(tmp_path, ["numbers"], listen=["127.0.0.1:0"], workers=1) as node:
         host, _, port = node.tcp.removeprefix("tcp://").rpartition(":")
@@ -146,7 +148,7 @@ def test_writers_to_the_log(tmp_path: Path) -> None:
 
 
 def test_what_a_node_says_reaches_the_terminal_escaped() -> None:
-    """The reason why a node refuses a loader is escaped."""
+    """The reason for which a node refuses a loader is escaped."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def refuse() -> None:
@@ -170,7 +172,7 @@ def test_what_a_node_says_reaches_the_terminal_escaped() -> None:
 
 
 def test_errors_of_a_node_s_workers() -> None:
-    """They keep their line ends, and lose all that a terminal obeys."""
+    """They keep their line ends, and lose all characters that a terminal obeys."""
     wrapper = MSGPACK.load_error(pack_record((False, FORGED, "", f"Traceback:\n\t{FORGED}\n", 0, [FORGED])))
     assert wrapper.exc_msg.startswith("Traceback:\n\tx\n2026")
     ours = MSGPACK.load_error(pack_record((True, "LoaderError", FORGED, FORGED, 0, [])))
@@ -195,7 +197,7 @@ REQUESTS = {
 
 
 def test_raw_requests_for_metrics(tmp_path: Path) -> None:
-    """They end with an answer or without; nothing is logged, and a probe is answered at the same time."""
+    """Each request ends, answered or not; no error is logged, and a probe is answered at the same time."""
     with serving(tmp_path, ["numbers"], "--metrics", "127.0.0.1:0", listen=["127.0.0.1:0"], workers=1) as node:
         address = node.said["metrics"]
         host, _, port = address.removeprefix("http://").rpartition(":")

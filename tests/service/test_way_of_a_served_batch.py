@@ -1,9 +1,9 @@
 """The way of a batch from a node's worker process over TCP to a loader's user is bounded: calls, and changes of file.
 
-The node runs in a thread of this process, and its worker process counts for itself. Between two batches the loader
-waits until all tasks are answered. So there is one batch in each round of the three: from a delivery, or a task, to the
-next. The bounds are the figures that were reached. A change that exceeds them has put calls on the way of each served
-batch: the failed assertion lists the functions that were called, and how often.
+The node runs in a thread of this process, and its worker process counts its own calls. Between two batches the loader
+waits until all tasks are answered, so that each round of the three parts, from a delivery or a task to the next, has
+one batch. The bounds are the figures that were reached. A change that exceeds them has put calls on the way of each
+served batch: the failed assertion lists the functions that were called, and how often.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OUTSTANDING = 3  # `prefetch_factor`, and two on the way
 
 
 class CountedRows(Dataset[torch.Tensor]):
-    """Small samples. The first counts from there on; the last writes the count of each task to a file."""
+    """Small samples. The first sample starts a count of calls; the last writes the count of each task to a file."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -56,13 +56,13 @@ class CountedRows(Dataset[torch.Tensor]):
 
 @asyncloader.definition
 def counted_rows(path: str) -> Any:
-    """What the node serves."""
+    """The dataset that the node serves."""
     return CountedRows(path)
 
 
 @contextmanager
 def node_thread() -> Generator[tuple[str, int]]:
-    """A node in a thread: its address, and the thread's id."""
+    """Run a node in a thread. Gives its address, and the thread's id."""
     begun: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
@@ -89,7 +89,7 @@ async def turn_of_the_loop() -> None:
 
 
 async def read(address: str, path: Path, calls: Calls) -> None:
-    """Read an epoch; take each batch when nothing is on the way."""
+    """Read an epoch; take each batch when all tasks under way are answered."""
     options: dict[str, Any] = {"batch_size": SIZE, "seed": 1, "num_workers": 1, "prefetch_factor": 1}
     taken = 0
     async with AsyncDataLoader[Any](counted_rows(path=str(path)), **options, workers=address) as loader:
@@ -100,14 +100,14 @@ async def read(address: str, path: Path, calls: Calls) -> None:
 
 
 def least(rounds: list[Count]) -> Count:
-    """The count of a steady batch: now and then a round has a ping, a figure for the statistics, or a closer look. At
-    the epoch's beginning and end some steps are missing.
+    """Return the count of a steady batch: some rounds also have a ping, a figure for the statistics, or a closer
+    look, and some steps are missing at the epoch's beginning and end.
     """
     return min(rounds[BATCHES // 8 : BATCHES // 2])
 
 
 def test_the_way_of_a_served_batch_is_short(tmp_path: Path) -> None:
-    """No more calls of our code, changes of file, and files, than were needed when the bound was set."""
+    """It needs no more calls of our code, changes of file, and files, than when the bounds were set."""
     calls, path = Calls(), tmp_path / "rounds"
     with calls.installed(), node_thread() as (address, node):
         asyncio.run(read(address, path, calls))
