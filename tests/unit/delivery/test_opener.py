@@ -21,12 +21,12 @@ def new_ring() -> Ring:
 
 
 def answer(ring: Ring | None, value: object, *, pickled: int = 0) -> Answer:
-    """What the pool gives for a batch: in a slot, in a segment of its own (no ring), or without bytes."""
+    """The pool's answer for a batch: in a slot, in a segment of its own (without a ring), or without bytes."""
     return answers.answer(0, ring, value, pickled=pickled)
 
 
 def test_a_view_while_the_ring_can_spare_it() -> None:
-    """The first batch is a view of its slot, which comes back with the batch's end."""
+    """The first batch is a view of its slot, which is released when the batch is freed."""
     ring, statistics = new_ring(), Statistics()
     batch = Opener(statistics).open(answer(ring, torch.arange(5)))
     assert (ring.leased, statistics.ring_copies) == (1, 0)
@@ -36,7 +36,7 @@ def test_a_view_while_the_ring_can_spare_it() -> None:
 
 
 def test_a_copy_when_the_ring_cannot_spare_it() -> None:
-    """A batch beyond what may be lent is a private copy, counted, and its slot is free at once."""
+    """A batch beyond the number that may be lent is a private copy, is counted, and its slot is free at once."""
     ring, statistics = new_ring(), Statistics()
     opener = Opener(statistics)
     held = opener.open(answer(ring, torch.zeros(5)))
@@ -44,7 +44,7 @@ def test_a_copy_when_the_ring_cannot_spare_it() -> None:
     assert Opener(Statistics()).will_copy(second)
     copy = opener.open(second)
     assert (ring.leased, len(ring._free), statistics.ring_copies) == (1, 2, 1)
-    for _ in range(2):  # every free slot is written again
+    for _ in range(2):  # each free slot is written again
         assert opener.open(answer(ring, torch.full((5,), 9.0))).tolist() == [9.0] * 5
     assert (held.tolist(), copy.tolist()) == ([0.0] * 5, [1.0] * 5)
 
@@ -62,7 +62,7 @@ def test_a_segment_of_its_own_needs_no_copy() -> None:
 
 
 def test_segments_that_a_consumer_hoards_are_bounded() -> None:
-    """Each held one-off batch costs a mapping, so from some number on they are copied, until others are dropped."""
+    """Each held one-off batch costs a mapping, so beyond a limit batches are copied until held ones are dropped."""
     statistics = Statistics()
     opener = Opener(statistics)
     held = [opener.open(answer(None, torch.zeros(4))) for _ in range(_MOST_ONEOFFS)]
@@ -78,12 +78,12 @@ def test_segments_that_a_consumer_hoards_are_bounded() -> None:
 
 
 def test_a_batch_without_bytes() -> None:
-    """Strings and other small things need no memory at all."""
+    """Strings and other small values need no shared memory."""
     assert Opener(Statistics()).open(answer(None, {"a": ["x", 1]})) == {"a": ["x", 1]}
 
 
 def test_discarding_gives_back_slot_and_descriptor() -> None:
-    """A batch that nobody wants leaves nothing behind (the leak check looks)."""
+    """A discarded batch leaves nothing behind (the leak check verifies that)."""
     ring = new_ring()
     answer(ring, torch.zeros(3)).discard()
     answer(None, torch.zeros(3)).discard()
@@ -92,7 +92,7 @@ def test_discarding_gives_back_slot_and_descriptor() -> None:
 
 
 def test_large_pickles_are_warned_about_once() -> None:
-    """Megabytes of Python objects are named, with the way out, once an iterator."""
+    """Megabytes of Python objects are warned about once per iterator, with advice."""
     opener = Opener(Statistics())
     with pytest.warns(UserWarning, match=r"2,000,000 bytes of Python objects.*tensors or numpy arrays"):
         opener.open(answer(None, "x", pickled=2_000_000))
@@ -103,7 +103,7 @@ def test_large_pickles_are_warned_about_once() -> None:
 
 
 def test_a_copy_of_a_batch_that_cannot_be_built_frees_its_slot() -> None:
-    """An object that does not unpickle in the main process costs no slot."""
+    """A slot is freed if an object of the batch cannot be unpickled in the main process."""
     ring = new_ring()
     opener = Opener(Statistics())
     held = opener.open(answer(ring, torch.zeros(5)))
@@ -119,7 +119,7 @@ def test_a_copy_of_a_batch_that_cannot_be_built_frees_its_slot() -> None:
 
 
 def test_a_view_of_a_batch_that_cannot_be_built_frees_its_slot() -> None:
-    """The same where the batch would have been a view."""
+    """The slot is freed as well if the batch would have been a view."""
     ring = new_ring()
     item = answer(ring, [torch.zeros(5), Broken()])
     with pytest.raises(KeyError, match="broken"):
@@ -139,7 +139,7 @@ def _break() -> None:
 
 
 def test_worker_errors_are_raised_as_they_were() -> None:
-    """A user's error keeps its type and tells where it was raised; one of ours is raised as it is."""
+    """A user's error keeps its type and says where it was raised; one of our own errors is raised unchanged."""
     try:
         raise KeyError("missing")
     except KeyError as error:

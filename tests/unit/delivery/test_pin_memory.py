@@ -17,7 +17,7 @@ from tests.delivery.stages import closing
 
 
 class Stage:
-    """A stage with a list behind it, and an event that tells when the last item has come out."""
+    """A stage with a list behind it, and an event that is set when the last item has arrived."""
 
     def __init__(self, pin: Any) -> None:
         self.out: list[Action] = []
@@ -33,12 +33,12 @@ class Stage:
 
 
 def clone(batch: torch.Tensor) -> torch.Tensor:
-    """What pinning does, as far as this stage can tell: a copy elsewhere."""
+    """A copy elsewhere: this stage expects no more of pinning."""
     return batch.clone()
 
 
 def test_items_keep_their_order_and_carry_the_pinned_batch() -> None:
-    """Batches, failures of tasks and the end come out in the order in which they went in."""
+    """Batches, failures of tasks and the end leave the stage in the order in which they entered it."""
     ring = new_ring()
     stage = Stage(clone)
     failure = Deliver(1, 0, "a task's error")
@@ -73,7 +73,7 @@ def test_the_slot_is_free_once_the_batch_is_pinned() -> None:
 
 
 def test_an_error_becomes_a_failure() -> None:
-    """What pinning raises reaches the consumer instead of the batch, and the slot comes back."""
+    """An error of pinning is delivered instead of the batch, and the slot is released."""
 
     def refuse(batch: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no page-locked memory left")
@@ -94,7 +94,7 @@ def test_an_error_becomes_a_failure() -> None:
 
 @pytest.mark.parametrize("oneoff", [False, True], ids=["slot", "segment"])
 def test_closing_gives_back_what_was_not_pinned(oneoff: bool) -> None:
-    """`close` lets the present copy end; slots and descriptors of the rest come back."""
+    """`close` waits for the copy in progress; the slots and descriptors of the other batches are released."""
     ring = new_ring()
     begun, go = threading.Event(), threading.Event()
 
@@ -120,7 +120,7 @@ def test_closing_gives_back_what_was_not_pinned(oneoff: bool) -> None:
 
 
 def test_closing_an_idle_stage_ends_its_thread() -> None:
-    """No thread is left (the leak check looks), whether or not anything was ever put."""
+    """No thread is left (the leak check looks), whether or not an item was ever put."""
     Stage(clone).stage.close()
     stage = Stage(clone)
     stage.stage.put(Finish())

@@ -1,4 +1,4 @@
-"""What an epoch without workers spends on a batch besides fetching it."""
+"""The work that an epoch without workers does for a batch besides fetching it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROW = torch.zeros(3)  # 12 bytes
 
 
 class Reads(dict[str, Any]):
-    """Reads a file for each of its values."""
+    """A dict whose `values` must not be called."""
 
     def values(self) -> Any:
         raise AssertionError("code of the user's")
@@ -35,19 +35,19 @@ class Reads(dict[str, Any]):
     ],
 )
 def test_bytes_are_those_of_the_tensors(batch: Any, nbytes: int) -> None:
-    """In plain containers, however many there are, and without the user's code."""
+    """Tensors in plain containers are found, however many there are, without calling the user's code."""
     assert _batch_nbytes(batch) == nbytes
 
 
 def test_token_ids_are_not_read_to_their_end() -> None:
-    """Neither the ids of a sequence, nor the sequences: their number costs nothing."""
+    """Neither the ids of a sequence nor the sequences are all read: their number costs nothing."""
     ids: list[Any] = [*range(500), ROW]
     assert _batch_nbytes([ids] * 500) == 0
     assert _batch_nbytes([*[[1]] * 500, ROW]) == 0
 
 
 def test_containers_within_themselves() -> None:
-    """Each is looked at once; and one below a thousand others does not end the epoch with a RecursionError."""
+    """Each container is visited once, and deep nesting raises no RecursionError."""
     batch: list[Any] = [ROW]
     batch += [batch, {"batch": batch, "row": ROW}]
     assert _batch_nbytes(batch) == 24
@@ -66,6 +66,6 @@ def within_itself(samples: list[torch.Tensor]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
 def test_a_batch_within_itself_is_delivered(kind: str) -> None:
-    """As by torch's loader."""
+    """A batch that refers to itself is delivered, as by torch's loader."""
     batches = collect(kind, torch.zeros(4, 2), batch_size=2, collate_fn=within_itself)
     assert [(batch[0].shape, batch[1] is batch) for batch in batches] == [((2, 2), True)] * 2

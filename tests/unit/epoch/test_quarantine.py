@@ -25,7 +25,7 @@ def settled(
 
 
 class Asked:
-    """An `on_error` function that gives ten times the index."""
+    """An `on_error` function that returns ten times the index and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Exception]] = []
@@ -40,7 +40,7 @@ class Asked:
 
 @pytest.mark.parametrize("index", [[3, 4], 3])
 def test_it_is_raised_with_the_indices_and_the_deaths(index: Any) -> None:
-    """By default: what the sampler gave, which workers died how, and the last one's last words."""
+    """By default the error has the sampler's indices, how each worker died, and the stderr of the last."""
     with pytest.raises(TaskQuarantined) as caught:
         settled(index, "raise", batched=isinstance(index, list), trace="assertion failed in libfoo")
     assert caught.value.indices == index
@@ -49,7 +49,7 @@ def test_it_is_raised_with_the_indices_and_the_deaths(index: Any) -> None:
 
 
 def test_the_position_is_no_part_of_the_indices() -> None:
-    """In seeded mode tasks carry their position; the error shows the dataset's indices alone."""
+    """In seeded mode tasks carry their position; the error has only the dataset's indices."""
     with pytest.raises(TaskQuarantined) as caught:
         settled(PositionedIndex(40, [3, 4]), "raise")
     assert caught.value.indices == [3, 4]
@@ -59,7 +59,7 @@ def test_the_position_is_no_part_of_the_indices() -> None:
 
 
 def test_skip_leaves_out_the_batch_and_records_each_sample() -> None:
-    """No batch; a record for each index, with the last worker's number and pid, and its last words."""
+    """There is no batch, but a record per index, with the last worker's number, pid and stderr."""
     batch, records = settled([3, 4, 5], "skip", trace="last words")
     assert batch is None
     assert [record.index for record in records] == [3, 4, 5]
@@ -73,7 +73,7 @@ def test_skip_leaves_out_the_batch_and_records_each_sample() -> None:
 
 @pytest.mark.parametrize(("replicas", "positions"), [(1, [40, 41, 42]), (4, [40, 44, 48])])
 def test_records_have_the_samples_positions(replicas: int, positions: list[int]) -> None:
-    """In seeded mode each sample has its position in the global order, of which this rank has every so manieth."""
+    """In seeded mode each record has the sample's position in the global order, of which this rank has every n-th."""
     _, records = settled(PositionedIndex(40, [3, 4, 5]), "skip", replicas=replicas)
     assert [record.position for record in records] == positions
     assert [record.index for record in records] == [3, 4, 5]
@@ -82,7 +82,7 @@ def test_records_have_the_samples_positions(replicas: int, positions: list[int])
 
 @pytest.mark.parametrize("placed", [False, True])
 def test_without_batches_a_task_is_one_sample(placed: bool) -> None:
-    """With batch_size=None the index is a sample's, even where it looks like several."""
+    """With batch_size=None the index is that of one sample, even if it is a tuple."""
     index = (3, 4)
     batch, (record,) = settled(PositionedIndex(6, index) if placed else index, "skip", batched=False)
     assert batch is None
@@ -91,7 +91,7 @@ def test_without_batches_a_task_is_one_sample(placed: bool) -> None:
 
 
 def test_records_are_bounded() -> None:
-    """They keep to the lengths that `SkippedSample` promises, whatever the workers wrote."""
+    """The records' texts are at most as long as `SkippedSample` promises, however much the workers wrote."""
     _, records = settled(list(range(1000)), "skip", trace="x" * 100_000)
     assert max(len(record.error) for record in records) <= 1000
     assert max(len(record.traceback) for record in records) <= 16_000
@@ -101,7 +101,7 @@ def test_records_are_bounded() -> None:
 
 
 def test_a_function_gives_substitutes() -> None:
-    """It is asked for each index, with the error; what it gives is collated to the batch."""
+    """The function is called with each index and the error; its results are collated to the batch."""
     ask = Asked()
     batch, records = settled(PositionedIndex(40, [3, 4]), ask)
     assert batch == (30, 40)
@@ -115,7 +115,7 @@ def test_a_function_gives_substitutes() -> None:
 
 
 def test_without_batches_the_substitute_is_collated_alone() -> None:
-    """`collate_fn` gets a sample, as it does from a worker then."""
+    """`collate_fn` then gets a single sample, as it does in a worker."""
     collated: list[Any] = []
     quarantine = Quarantine(Asked(), collated.append, batched=False, replicas=1)
     _, records = quarantine.settle(poisoned(5))
@@ -124,7 +124,7 @@ def test_without_batches_the_substitute_is_collated_alone() -> None:
 
 
 def test_what_the_function_raises_is_raised() -> None:
-    """It may refuse; with the error that it was given, or one of its own."""
+    """The function may refuse by raising the given error or its own."""
 
     def refuse(index: int, error: Exception) -> Any:
         if index == 4:
@@ -147,13 +147,13 @@ class _AwaitedCall:
 
 @pytest.mark.parametrize("ask", [_awaited, _AwaitedCall()], ids=["function", "object"])
 def test_a_coroutine_function_cannot_be_asked(ask: OnError) -> None:
-    """There is no worker whose loop could await it: the error is raised, and no coroutine is left unawaited."""
+    """No worker's event loop could await it here: the quarantine is raised, and no coroutine is left unawaited."""
     with pytest.raises(TaskQuarantined):
         settled([3, 4], ask)
 
 
 def test_what_collation_raises_is_raised() -> None:
-    """Substitutes that do not go together fail as they would in a worker."""
+    """Substitutes that cannot be collated together fail as they would in a worker."""
 
     def collate(samples: Sequence[Any]) -> Any:
         raise TypeError(f"cannot collate {len(samples)} samples")

@@ -1,4 +1,4 @@
-"""Wake-ups of tasks that share an iterator: whoever is cancelled passes its own on."""
+"""Wake-ups of tasks that share an iterator: a cancelled task passes its wake-up on."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from asyncloader.events import Finish
 
 
 async def waiting(queue: ReadyQueue, count: int) -> list[asyncio.Task[None]]:
-    """Tasks that wait."""
+    """Tasks that are waiting on the queue."""
     tasks = [asyncio.ensure_future(queue.wait()) for _ in range(count)]
     await asyncio.sleep(0)
     return tasks
 
 
 async def test_a_cancelled_waiter_passes_its_wake_up_on() -> None:
-    """Also if there is no item: it was woken for a batch that is being copied."""
+    """This holds also if the queue is empty: the waiter may have been woken for a batch that is being copied."""
     queue = ReadyQueue()
     first, second, third = await waiting(queue, 3)
     queue.wake_one()
@@ -30,7 +30,7 @@ async def test_a_cancelled_waiter_passes_its_wake_up_on() -> None:
 
 
 async def test_a_waiter_that_was_not_woken_leaves_nothing() -> None:
-    """A wake-up goes to one that still waits; and a program that waits with a deadline, again and again, keeps none."""
+    """A wake-up goes to a task that still waits; a task that waits with a deadline, over and over, leaves no waiter."""
     queue = ReadyQueue()
     first, second = await waiting(queue, 2)
     first.cancel()
@@ -42,7 +42,7 @@ async def test_a_waiter_that_was_not_woken_leaves_nothing() -> None:
 
 
 async def test_an_item_that_is_given_back_wakes_a_waiter() -> None:
-    """It is the next one, before those that came later."""
+    """An item that is given back is the next, before items that were put later."""
     queue = ReadyQueue()
     items: list[Any] = [Finish(), Finish()]
     for item in items:

@@ -10,7 +10,7 @@ from asyncloader.events import Died
 
 
 class Deaths:
-    """Makes deaths, each of another process."""
+    """Makes deaths, each of a process of its own."""
 
     def __init__(self) -> None:
         self.pid = 100
@@ -34,7 +34,7 @@ def concurrent(workers: int = 2, max_restarts: int = 3) -> Reassignment:
 
 
 def replaced(recovery: Reassignment, worker: int, lost: list[int]) -> list[int]:
-    """The worker is replaced, and `lost` waits for it. Returns what it is sent at once."""
+    """The worker is replaced while the lost tasks wait for it. Returns the tasks sent to the replacement at once."""
     recovery.down(worker)
     for seq in lost:
         recovery.wait(worker, seq)
@@ -53,7 +53,7 @@ def sent(recovery: Reassignment, worker: int, in_hand: int) -> list[int]:
 
 
 def test_a_blocking_worker_died_of_its_first_task(death: Deaths) -> None:
-    """One that works on its tasks in turn can have died of the first only."""
+    """A worker that processes its tasks in order can have died of the first only."""
     recovery = blocking()
     assert recovery.died(death(), [4, 6, 8]) == []
     assert [seq for seq in (4, 6, 8) if recovery.suspected(seq)] == [4]
@@ -62,7 +62,7 @@ def test_a_blocking_worker_died_of_its_first_task(death: Deaths) -> None:
 
 
 def test_a_concurrent_worker_died_of_any_of_its_tasks(death: Deaths) -> None:
-    """One that has several tasks in hand may have died of each."""
+    """A worker that has several tasks in hand may have died of each of them."""
     recovery = concurrent()
     assert recovery.died(death(), [4, 6, 8]) == []
     assert all(recovery.suspected(seq) for seq in (4, 6, 8))
@@ -70,7 +70,7 @@ def test_a_concurrent_worker_died_of_any_of_its_tasks(death: Deaths) -> None:
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
 def test_what_had_not_been_sent_is_no_suspect(kind: Callable[[], Reassignment], death: Deaths) -> None:
-    """Tasks that still waited for the worker cannot have killed it."""
+    """Tasks that were not yet sent to the worker cannot have killed it."""
     recovery = kind()
     recovery.down(0)
     for seq in (4, 6):
@@ -83,7 +83,7 @@ def test_what_had_not_been_sent_is_no_suspect(kind: Callable[[], Reassignment], 
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
 def test_a_death_at_start_up_blames_no_task(kind: Callable[[], Reassignment], death: Deaths) -> None:
-    """The user's start-up code ran, and no task: any number of such deaths poisons nothing."""
+    """Only the user's start-up code had run: any number of such deaths poisons no task."""
     recovery = kind()
     for _ in range(KILLS + 1):
         assert recovery.died(death(at_work=False), [0, 1]) == []
@@ -93,7 +93,7 @@ def test_a_death_at_start_up_blames_no_task(kind: Callable[[], Reassignment], de
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
 def test_retirement_blames_nobody(kind: Callable[[], Reassignment], death: Deaths) -> None:
-    """A worker that left by itself was killed by nothing; a task that was suspected before stays so."""
+    """A worker that left by itself was killed by no task; earlier suspects remain suspects."""
     recovery = kind()
     recovery.died(death(), [0])
     replaced(recovery, 0, [0])
@@ -104,7 +104,7 @@ def test_retirement_blames_nobody(kind: Callable[[], Reassignment], death: Death
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
 def test_a_death_without_tasks_blames_nobody(kind: Callable[[], Reassignment], death: Deaths) -> None:
-    """An idle worker was killed by nothing of ours."""
+    """An idle worker was not killed by a task."""
     assert kind().died(death(), []) == []
 
 
@@ -113,7 +113,7 @@ def test_a_death_without_tasks_blames_nobody(kind: Callable[[], Reassignment], d
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
 def test_three_deaths_poison_a_task(kind: Callable[[], Reassignment], death: Deaths) -> None:
-    """The third death over a task, on whichever worker, is the last; all are told, in their order."""
+    """The third death over a task poisons it, on any worker; all three deaths are reported in their order."""
     recovery = kind()
     assert recovery.died(death(0), [5]) == []
     assert recovery.died(death(1), [5]) == []
@@ -123,7 +123,10 @@ def test_three_deaths_poison_a_task(kind: Callable[[], Reassignment], death: Dea
 
 @pytest.mark.parametrize("kind", [blocking, concurrent])
 def test_deaths_from_outside_poison_nothing(kind: Callable[[], Reassignment], death: Deaths) -> None:
-    """However many, before and between its own; the task is a suspect all the same, and the restarts are used up."""
+    """Any number of them, before and between the task's own deaths, poisons nothing.
+
+    The task is a suspect nevertheless, and the restarts are used up.
+    """
     recovery = kind()
     for _ in range(KILLS + 1):
         assert recovery.died(death(outside=True), [5]) == []
@@ -138,7 +141,7 @@ def test_deaths_from_outside_poison_nothing(kind: Callable[[], Reassignment], de
 
 
 def test_it_is_known_what_a_worker_was_at(death: Deaths) -> None:
-    """The head of a blocking worker's tasks, all that a concurrent one had in hand, and nothing for one at no task."""
+    """`struck` has a blocking worker's first task, all tasks in hand of a concurrent worker, none of an idle worker."""
     for recovery, struck in ((blocking(), [4]), (concurrent(), [4, 6])):
         recovery.died(death(outside=True), [4, 6])
         assert list(recovery.struck) == struck
@@ -147,7 +150,7 @@ def test_it_is_known_what_a_worker_was_at(death: Deaths) -> None:
 
 
 def test_a_blocking_worker_may_die_of_one_task_after_another(death: Deaths) -> None:
-    """Each task has its own deaths: two each poison none of them."""
+    """Each task has its own deaths: two per task poison none."""
     recovery = blocking()
     for _ in range(KILLS - 1):
         assert recovery.died(death(), [0, 1]) == []
@@ -159,7 +162,7 @@ def test_a_blocking_worker_may_die_of_one_task_after_another(death: Deaths) -> N
 
 
 def test_an_answer_clears_a_suspect(death: Deaths) -> None:
-    """A task that was answered is no suspect any more, and nothing is kept of its death."""
+    """A task that was answered is no suspect any more, and its deaths are forgotten."""
     recovery = blocking()
     recovery.died(death(), [0, 1])
     recovery.answered(0, 0)
@@ -171,11 +174,11 @@ def test_an_answer_clears_a_suspect(death: Deaths) -> None:
 
 
 def test_suspects_of_a_concurrent_worker_are_tried_alone(death: Deaths) -> None:
-    """One at a time, in their order; the tasks behind them come together, when the last suspect has been answered."""
+    """Suspects are sent one at a time, in order; the tasks behind them together, after the last suspect's answer."""
     recovery = concurrent()
     recovery.died(death(), [0, 1])
     recovery.down(0)
-    for seq in (0, 1, 2, 3):  # 2 and 3 came while it was down
+    for seq in (0, 1, 2, 3):  # 2 and 3 arrived while it was down
         recovery.wait(0, seq)
     recovery.up(0)
     assert sent(recovery, 0, in_hand=0) == [0]
@@ -189,7 +192,7 @@ def test_suspects_of_a_concurrent_worker_are_tried_alone(death: Deaths) -> None:
 
 
 def test_a_suspect_waits_for_the_tasks_in_hand() -> None:
-    """Alone means that nothing else is in hand: not before those are answered."""
+    """A suspect is sent only when every other task in hand has been answered."""
     recovery = concurrent()
     recovery.died(Deaths()(), [7])
     recovery.wait(0, 7)
@@ -199,7 +202,7 @@ def test_a_suspect_waits_for_the_tasks_in_hand() -> None:
 
 
 def test_a_suspect_of_a_blocking_worker_is_sent_with_the_others(death: Deaths) -> None:
-    """A blocking worker leaves no doubt about what it died of: nothing has to be alone."""
+    """It is certain which task killed a blocking worker, so a suspect need not be alone."""
     recovery = blocking()
     recovery.died(death(), [0, 1, 2])
     assert replaced(recovery, 0, [0, 1, 2]) == [0, 1, 2]
@@ -207,7 +210,7 @@ def test_a_suspect_of_a_blocking_worker_is_sent_with_the_others(death: Deaths) -
 
 
 def test_a_death_over_a_suspect_that_is_tried_blames_it_alone(death: Deaths) -> None:
-    """The others that waited meanwhile are not struck a second time, and it is tried alone once more."""
+    """The death does not count against the suspects that waited, and the task is tried alone once more."""
     recovery = concurrent()
     recovery.died(death(), [0, 1, 2])
     assert replaced(recovery, 0, [0, 1, 2]) == [0]
@@ -219,7 +222,7 @@ def test_a_death_over_a_suspect_that_is_tried_blames_it_alone(death: Deaths) -> 
 
 
 def test_other_workers_are_free_meanwhile(death: Deaths) -> None:
-    """A worker that is down, or tries a suspect, holds no other back."""
+    """A worker that is down, or tries a suspect, does not hold up other workers."""
     recovery = concurrent()
     recovery.died(death(0), [0])
     recovery.down(0)
@@ -231,11 +234,11 @@ def test_other_workers_are_free_meanwhile(death: Deaths) -> None:
     assert recovery.next_for(1, 1) is None
 
 
-# -------------------------------------------------------------------------------------------- who waits
+# -------------------------------------------------------------------------------------------- waiting tasks
 
 
 def test_all_is_normal_until_a_death_and_again_after_the_recovery(death: Deaths) -> None:
-    """The scheduler need not ask while nothing is out of the way."""
+    """`active` is False before any death and after the recovery, so the scheduler need not ask."""
     recovery = blocking()
     assert not recovery.active
     recovery.died(death(), [0])
@@ -252,7 +255,7 @@ def test_all_is_normal_until_a_death_and_again_after_the_recovery(death: Deaths)
 
 
 def test_a_suspect_keeps_the_books_open(death: Deaths) -> None:
-    """As long as a task is suspected its answer must be told: the books are not closed before."""
+    """`active` stays True while a task is suspected, since its answer must be recorded."""
     recovery = blocking()
     recovery.died(death(), [0])
     assert replaced(recovery, 0, [0]) == [0]
@@ -260,7 +263,7 @@ def test_a_suspect_keeps_the_books_open(death: Deaths) -> None:
 
 
 def test_a_worker_that_ended_gets_nothing(death: Deaths) -> None:
-    """What waited for it is void, a suspect on trial, too."""
+    """Tasks that waited for the worker are void, and so is a suspect on trial."""
     recovery = concurrent()
     recovery.died(death(), [0, 1])
     assert replaced(recovery, 0, [0, 1]) == [0]
@@ -274,7 +277,7 @@ def test_a_worker_that_ended_gets_nothing(death: Deaths) -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_each_worker_has_its_own_restarts(most: int, death: Deaths) -> None:
-    """A worker is replaced `max_restarts` times, whatever becomes of the others."""
+    """A worker is replaced `max_restarts` times, however often the others are."""
     recovery = blocking(max_restarts=most)
     for _ in range(most):
         recovery.died(death(0), [])
@@ -285,7 +288,7 @@ def test_each_worker_has_its_own_restarts(most: int, death: Deaths) -> None:
 
 
 def test_retirement_costs_no_restart(death: Deaths) -> None:
-    """A worker that leaves by itself is replaced however often it does, without any restarts, too."""
+    """A worker that leaves by itself is always replaced, even with a `max_restarts` of 0."""
     recovery = blocking(max_restarts=0)
     for _ in range(5):
         recovery.died(death(left=True), [3])
@@ -295,7 +298,7 @@ def test_retirement_costs_no_restart(death: Deaths) -> None:
 
 
 def test_advice_says_which_option_heals() -> None:
-    """Without restarts it names the option and what makes it exact; with restarts how many there were."""
+    """Without restarts the advice names the option and `seed=`, which makes it exact; else the number of restarts."""
     advice = blocking(max_restarts=0).advice(0)
     assert "max_worker_restarts" in advice
     assert "seed=" in advice

@@ -6,14 +6,14 @@ from asyncloader.epoch.reorder import ReorderBuffer
 
 
 def test_in_order_items_pass_through() -> None:
-    """What comes in order is given back at once."""
+    """Items that arrive in order are returned at once."""
     buffer: ReorderBuffer[str] = ReorderBuffer()
     assert [buffer.push(0, "a"), buffer.push(1, "b")] == [["a"], ["b"]]
     assert len(buffer) == 0
 
 
 def test_early_items_wait() -> None:
-    """An item waits for all before it, and the missing one sets it free."""
+    """An item waits for all items before it, and is released by the missing item."""
     buffer: ReorderBuffer[str] = ReorderBuffer()
     assert buffer.push(2, "c") == []
     assert buffer.push(1, "b") == []
@@ -23,7 +23,7 @@ def test_early_items_wait() -> None:
 
 
 def test_skip_sets_later_items_free() -> None:
-    """A number that never comes does not hold up the line."""
+    """A skipped number does not hold up the items after it."""
     buffer: ReorderBuffer[str] = ReorderBuffer()
     assert buffer.push(1, "b") == []
     assert buffer.skip(0) == ["b"]
@@ -36,7 +36,7 @@ def test_skip_sets_later_items_free() -> None:
 @pytest.mark.parametrize("second", ["push", "skip"])
 @pytest.mark.parametrize("seq", [0, 3])
 def test_a_number_comes_once(first: str, second: str, seq: int) -> None:
-    """A repeated number is an error that names it, whether it was passed on already or still waits."""
+    """A repeated number is an error that names it, whether its item was passed on already or still waits."""
     buffer: ReorderBuffer[str] = ReorderBuffer()
 
     def take(way: str) -> list[str]:

@@ -31,7 +31,7 @@ def answer(where: ResumePoints, *cursors: PackedCursor | None, worker: int = 0) 
 
 
 def test_a_stream_goes_on_at_its_last_cursor() -> None:
-    """The replacement begins with the cursor of the last answer; the epoch is the same."""
+    """The replacement begins with the cursor of the last answer, in the same epoch."""
     where = resume_points()
     answer(where, pickle_cursor(cursor(1)), pickle_cursor(cursor(2)))
     assert where.obstacle(0) == ""
@@ -39,7 +39,7 @@ def test_a_stream_goes_on_at_its_last_cursor() -> None:
 
 
 def test_batches_since_the_cursor_are_read_and_dropped() -> None:
-    """Where cursors are taken now and then, what was answered since is skipped."""
+    """Where only some answers have cursors, the batches answered since the last cursor are skipped."""
     where = resume_points()
     answer(where, pickle_cursor(cursor(0)), None, pickle_cursor(cursor(3)), None, None)
     assert where.obstacle(0) == ""
@@ -47,7 +47,7 @@ def test_batches_since_the_cursor_are_read_and_dropped() -> None:
 
 
 def test_a_worker_that_answered_nothing_begins_again() -> None:
-    """Nothing was read that anybody has: the replacement begins as the worker before did, stateful or not."""
+    """No batch was delivered: the replacement begins as the worker before did, stateful or not."""
     began = BEGIN._replace(cursor=cursor(7), skip=2)
     for start in (BEGIN, began):
         where = resume_points(start)
@@ -56,7 +56,7 @@ def test_a_worker_that_answered_nothing_begins_again() -> None:
 
 
 def test_a_resumed_stream_counts_from_where_it_was_resumed() -> None:
-    """Cursor and skipped batches of the state that was loaded count, too."""
+    """The cursor and the skipped batches of the loaded state count, too."""
     where = resume_points(BEGIN._replace(cursor=cursor(10), skip=3))
     answer(where, None, None)
     assert where.obstacle(0) == ""
@@ -66,7 +66,7 @@ def test_a_resumed_stream_counts_from_where_it_was_resumed() -> None:
 
 
 def test_each_worker_has_its_own_resume_point() -> None:
-    """One worker's answers move no other."""
+    """The answers of one worker do not move the others."""
     where = resume_points(BEGIN, BEGIN._replace(epoch=5))
     answer(where, pickle_cursor(cursor(1)), worker=1)
     assert where.start(0) == BEGIN
@@ -77,7 +77,7 @@ def test_each_worker_has_its_own_resume_point() -> None:
 
 
 def test_a_stream_without_a_state_is_an_obstacle() -> None:
-    """What was read cannot be read on from: the text says what is missing, and the two ways out."""
+    """The stream cannot be read on: the text names the missing methods and the two ways out."""
     where = resume_points()
     answer(where, None)
     text = where.obstacle(0)
@@ -91,7 +91,7 @@ def test_a_stream_without_a_state_is_an_obstacle() -> None:
 
 
 def test_a_state_that_could_not_be_taken_is_an_obstacle() -> None:
-    """The text says why there is none."""
+    """The text has the error of `state_dict()`."""
     where = resume_points()
     answer(where, pickle_cursor(cursor(1, "TypeError: cannot pickle 'generator' object")))
     text = where.obstacle(0)
@@ -100,7 +100,7 @@ def test_a_state_that_could_not_be_taken_is_an_obstacle() -> None:
 
 
 def test_replay_reads_from_the_beginning() -> None:
-    """All that was answered is read again and dropped."""
+    """All batches that were answered are read again and dropped."""
     where = resume_points(replays=True)
     answer(where, None, None, None)
     assert where.obstacle(0) == ""
@@ -108,14 +108,14 @@ def test_replay_reads_from_the_beginning() -> None:
 
 
 def test_replay_in_a_resumed_epoch_skips_what_was_delivered_before_too() -> None:
-    """The stream is read from its very beginning: the batches of the run before count."""
+    """The stream is read from its beginning, so the batches of the run before count, too."""
     where = resume_points(BEGIN._replace(skip=8), replays=True)
     answer(where, None, None)
     assert where.start(0) == BEGIN._replace(skip=10)
 
 
 def test_replay_ignores_a_state_that_could_not_be_taken() -> None:
-    """It is as if there were none, also behind one that could be."""
+    """The state is treated as missing, even after an earlier state that could be taken."""
     where = resume_points(BEGIN._replace(cursor=cursor(4), skip=1), replays=True)
     answer(where, pickle_cursor(cursor(6, "ValueError: no")))
     assert where.obstacle(0) == ""
@@ -123,7 +123,7 @@ def test_replay_ignores_a_state_that_could_not_be_taken() -> None:
 
 
 def test_replay_goes_on_at_a_cursor_where_there_is_one() -> None:
-    """What has a state is not read again from its beginning."""
+    """A stream with a state is not read again from its beginning."""
     where = resume_points(replays=True)
     answer(where, pickle_cursor(cursor(1)), None)
     assert where.start(0) == BEGIN._replace(cursor=cursor(1), skip=1)
@@ -133,7 +133,7 @@ def test_replay_goes_on_at_a_cursor_where_there_is_one() -> None:
 
 
 def test_batches_that_raised_count_as_answers() -> None:
-    """Those since the cursor are read again and dropped, like the others."""
+    """Batches that raised since the cursor are read again and dropped, like the others."""
     where = resume_points()
     where.failed(0)  # before the cursor, which counts it
     answer(where, pickle_cursor(cursor(2)))
@@ -144,8 +144,9 @@ def test_batches_that_raised_count_as_answers() -> None:
 
 
 def test_a_stream_of_which_only_errors_came() -> None:
-    """Without a state it cannot be read on. With one it can: from the state that it began with, or from its beginning
-    if that is not known, as a state of its own comes with the first batch.
+    """Without a state such a stream cannot be read on. With states it can, from the state that it began with.
+
+    If that is not known, because a state of its own is sent with the first batch, it is read from its beginning.
     """
     where = resume_points()
     where.failed(0)
@@ -167,7 +168,7 @@ def test_a_stream_of_which_only_errors_came() -> None:
 
 
 def test_errors_of_assigned_shards_are_no_batches() -> None:
-    """Those behind the last batch are passed where they come again; those before it are, in any case."""
+    """Errors since the last batch are passed over when they are repeated; earlier errors are part of its cursor."""
     where = ResumePoints([BEGIN], iterable=True, replays=False, assigns=True)
     answer(where, pickle_cursor(cursor(1)))
     where.failed(0)
@@ -186,12 +187,10 @@ def test_errors_of_assigned_shards_are_no_batches() -> None:
 def test_replacements_of_replacements_miss_and_repeat_nothing(
     every: int, began: int, skip: int, steps: list[str]
 ) -> None:
-    """A stream that is read on by one replacement after the other gives each batch, and each error, once, whenever
-    cursors are taken.
-    """
+    """Several replacements, one after the other, give each batch and each error once, whenever cursors are taken."""
     start = BEGIN._replace(cursor=cursor(began) if began else None, skip=skip)
     where = resume_points(start, replays=True)
-    position = expected = began + skip  # in the stream: answers
+    position = expected = began + skip  # in the stream, counted in answers
     for step in steps:
         if step == "death":
             again = where.start(0)
@@ -210,7 +209,7 @@ def test_replacements_of_replacements_miss_and_repeat_nothing(
 
 
 def test_a_map_dataset_begins_anywhere() -> None:
-    """Its tasks say what is to be read: nothing stands in the way, and nothing is skipped."""
+    """The tasks of a map dataset name the samples: there is no obstacle, and nothing is skipped."""
     where = resume_points(iterable=False)
     answer(where, None, None)
     assert where.obstacle(0) == ""
@@ -218,7 +217,7 @@ def test_a_map_dataset_begins_anywhere() -> None:
 
 
 def test_a_map_datasets_state_goes_with_it() -> None:
-    """A stateful one is restored to its last state; one that could not be taken is left out."""
+    """A stateful map dataset is restored to its last state; a state that could not be taken is left out."""
     where = resume_points(iterable=False)
     answer(where, pickle_cursor(cursor(1)), pickle_cursor(cursor(2)), None)
     assert where.start(0) == BEGIN._replace(cursor=cursor(2))
@@ -229,7 +228,7 @@ def test_a_map_datasets_state_goes_with_it() -> None:
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_starts_are_not_changed(iterable: bool) -> None:
-    """Asking where a replacement begins changes nothing: it may be asked again."""
+    """`start` changes nothing: a second call gives the same result."""
     random = Random(3)
     where = resume_points(BEGIN, BEGIN, iterable=iterable, replays=True)
     for _ in range(9):

@@ -35,12 +35,12 @@ def started(workers: int = 2, credits: int = 2, offers: int = 0, **options: Any)
 
 
 def test_start_asks_for_all_credits() -> None:
-    """At the start the sampler is asked for credits x workers indices, as torch draws them."""
+    """At the start the sampler is asked for credits x workers indices, the number that torch draws."""
     assert Scheduler(workers=3, credits=2).handle(Started()) == [Pull(6)]
 
 
 def test_round_robin_takes_turns() -> None:
-    """The next worker in turn gets the next task, numbered from 0."""
+    """Each task goes to the next worker in turn; tasks are numbered from 0."""
     s = started(epoch=7)
     assert s.handle(Offered("a")) == [Assign(0, Task(7, 0, "a"))]
     assert s.handle(Offered("b")) == [Assign(1, Task(7, 1, "b"))]
@@ -48,7 +48,7 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_delivery_waits_for_the_head_of_the_line() -> None:
-    """An answer that came early is delivered right after the one before it."""
+    """An early answer is delivered right after the answer before it."""
     s = started(offers=3)
     assert s.handle(Completed(0, 2, "C")) == []
     assert s.handle(Completed(1, 1, "B")) == []
@@ -56,34 +56,34 @@ def test_delivery_waits_for_the_head_of_the_line() -> None:
 
 
 def test_in_order_false_delivers_at_once() -> None:
-    """With in_order=False an answer goes to the consumer as it comes."""
+    """With in_order=False an answer is delivered as soon as it arrives."""
     s = started(offers=3, in_order=False)
     assert s.handle(Completed(0, 2, "C")) == [Deliver(2, 0, "C")]
 
 
 def test_credit_returns_at_delivery_not_at_completion() -> None:
-    """Only a batch that the consumer took makes room for another one."""
+    """Only a batch that the consumer took makes room for the next."""
     s = started(workers=1, credits=1, offers=1)
     assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A")]
     assert s.handle(Delivered(0)) == [Pull(1)]
 
 
 def test_least_loaded_prefers_the_worker_with_fewest_unanswered() -> None:
-    """Answered tasks do not count as load, delivered or not."""
+    """Answered tasks do not count as load, whether delivered or not."""
     s = started(offers=2, assignment="least_loaded")
     s.handle(Completed(1, 1, "B"))
     assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
 
 
 def ahead(reorder_window: int, credits: int = 1) -> Scheduler:
-    """Two workers, of which worker 0 has not answered task 0 yet, and worker 1 is through with its first tasks."""
+    """Two workers: worker 0 has not answered task 0 yet, and worker 1 has answered its first tasks."""
     return started(
         workers=2, credits=credits, offers=2 * credits, assignment="least_loaded", reorder_window=reorder_window
     )
 
 
 def test_held_back_batches_let_others_run_ahead() -> None:
-    """While the head of the line is slow, each batch that waits makes room for one more, up to `reorder_window`."""
+    """While the head of the line is slow, each waiting batch makes room for one more, up to `reorder_window`."""
     s = ahead(2)
     assert s.handle(Completed(1, 1, "B")) == [Pull(1)]
     assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
@@ -94,13 +94,13 @@ def test_held_back_batches_let_others_run_ahead() -> None:
 
 
 def test_without_run_ahead_the_head_of_the_line_stops_all() -> None:
-    """`reorder_window` 0 gives out no more than the credits."""
+    """With a `reorder_window` of 0 no more tasks than the credits are assigned."""
     s = ahead(0)
     assert s.handle(Completed(1, 1, "B")) == []
 
 
 def test_what_ran_ahead_is_made_up_for() -> None:
-    """Once the head has come, credits are given back only when fewer than all of them are undelivered."""
+    """Once the head was answered, a credit returns only when fewer batches than the credits are undelivered."""
     s = ahead(2)
     s.handle(Completed(1, 1, "B"))
     s.handle(Offered("c"))
@@ -115,7 +115,7 @@ def test_what_ran_ahead_is_made_up_for() -> None:
 
 
 def test_what_was_asked_for_counts() -> None:
-    """Indices that the sampler has not given yet are not asked for twice."""
+    """Indices that were asked for, but not yet given by the sampler, are not asked for again."""
     s = ahead(3)
     assert s.handle(Completed(1, 1, "B")) == [Pull(1)]
     s = ahead(3, credits=2)
@@ -124,7 +124,7 @@ def test_what_was_asked_for_counts() -> None:
 
 
 def test_run_ahead_may_be_lowered() -> None:
-    """Less memory for what waits means fewer tasks from then on; what is outstanding stays."""
+    """A smaller window, for less memory, means fewer tasks from then on; outstanding tasks stay."""
     s = ahead(2)
     s.handle(Completed(1, 1, "B"))
     s.handle(Offered("c"))
@@ -144,7 +144,7 @@ def test_nobody_runs_ahead_past_the_samplers_end() -> None:
 
 
 def test_nobody_runs_ahead_out_of_order_or_in_turn() -> None:
-    """Nothing is held back with in_order=False; in torch's turns batches are bound to workers."""
+    """With in_order=False no batch is held back; in torch's turns batches are bound to workers."""
     s = started(workers=2, credits=1, offers=2, assignment="least_loaded", in_order=False, reorder_window=2)
     assert s.handle(Completed(1, 1, "B")) == [Deliver(1, 1, "B")]
     s = started(workers=2, credits=1, offers=2, reorder_window=2)
@@ -152,7 +152,7 @@ def test_nobody_runs_ahead_out_of_order_or_in_turn() -> None:
 
 
 def test_one_worker_does_not_hold_everything() -> None:
-    """A worker has at most its credits, and `reorder_window`, undelivered: as many slots its ring has."""
+    """A worker has at most its credits plus `reorder_window` undelivered batches: its ring has that number of slots."""
     s = started(workers=2, credits=1, offers=2, assignment="least_loaded", reorder_window=1)
     s.handle(Completed(1, 1, "B"))
     assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
@@ -164,7 +164,7 @@ def test_one_worker_does_not_hold_everything() -> None:
 
 
 def test_an_offer_beyond_what_may_run_ahead_is_refused() -> None:
-    """The error says how many may be undelivered at most."""
+    """The error has the number of undelivered batches and the limits."""
     s = ahead(1)
     s.handle(Offered("c"))
     with pytest.raises(ValueError, match="3 undelivered, 1 credits x 2 workers, 1 ahead"):
@@ -172,7 +172,7 @@ def test_an_offer_beyond_what_may_run_ahead_is_refused() -> None:
 
 
 def test_the_first_turn_may_be_anybodys() -> None:
-    """A stream that goes on in its middle begins with the worker whose turn it was."""
+    """A stream that is resumed in its middle begins with the worker whose turn it was."""
     s = Scheduler(workers=3, credits=1, iterable=True, first_worker=2)
     assert s.handle(Started()) == [
         Assign(2, Task(0, 0, None)),
@@ -184,7 +184,7 @@ def test_the_first_turn_may_be_anybodys() -> None:
 
 
 def test_round_robin_goes_on_to_a_loaded_worker_in_order() -> None:
-    """In order, torch's turn is kept even if that worker is behind."""
+    """In order, torch's turns are kept even if the worker in turn is behind."""
     s = started(offers=2)
     s.handle(Completed(1, 1, "B"))
     assert s.handle(Offered("c")) == [Assign(0, Task(0, 2, "c"))]
@@ -202,7 +202,7 @@ def test_round_robin_out_of_order_skips_a_worker_at_its_share() -> None:
 
 
 def test_finish_comes_after_the_last_delivery() -> None:
-    """The epoch ends when the sampler has ended and the consumer took everything."""
+    """The epoch ends when the sampler has ended and the consumer has taken every batch."""
     s = started(offers=1)
     assert s.handle(SamplerEnded()) == []
     s.handle(Completed(0, 0, "A"))
@@ -212,12 +212,12 @@ def test_finish_comes_after_the_last_delivery() -> None:
 
 
 def test_empty_sampler_finishes_at_once() -> None:
-    """No index, no batch."""
+    """Without an index no batch is made."""
     assert started().handle(SamplerEnded()) == [Finish()]
 
 
 def test_sampler_is_not_asked_after_its_end() -> None:
-    """Deliveries after the sampler's end pull nothing."""
+    """Deliveries after the sampler's end ask for no index."""
     s = started(workers=1, offers=2)
     s.handle(SamplerEnded())
     s.handle(Completed(0, 0, "A"))
@@ -225,7 +225,7 @@ def test_sampler_is_not_asked_after_its_end() -> None:
 
 
 def test_iterable_offers_itself_tasks() -> None:
-    """Without a sampler every credit becomes a task with no index."""
+    """Without a sampler every credit becomes a task without an index."""
     actions = Scheduler(workers=2, credits=1, iterable=True).handle(Started())
     assert actions == [Assign(0, Task(0, 0, None)), Assign(1, Task(0, 1, None))]
 
@@ -239,7 +239,7 @@ def test_exhausted_worker_gets_no_more_and_its_tasks_are_void() -> None:
 
 
 def test_answers_of_a_worker_that_ended_later_are_still_delivered() -> None:
-    """What a worker gave before its end stays in line."""
+    """A batch that a worker gave before its end is still delivered."""
     s = started(workers=1, credits=3, iterable=True)
     s.handle(Completed(0, 0, "A"))
     assert s.handle(Exhausted(0, 1)) == []
@@ -247,14 +247,14 @@ def test_answers_of_a_worker_that_ended_later_are_still_delivered() -> None:
 
 
 def test_iterable_finishes_when_every_copy_ended() -> None:
-    """Finish waits for the last copy."""
+    """`Finish` is sent when the last copy has ended."""
     s = started(credits=1, iterable=True)
     assert s.handle(Exhausted(0, 0)) == [Assign(1, Task(0, 2, None))]
     assert s.handle(Exhausted(1, 1)) == [Finish()]
 
 
 def test_death_ends_the_epoch_with_its_error() -> None:
-    """A worker's death is a `Fail`, and after it nothing is done any more."""
+    """A worker's death is a `Fail`; later events have no effect."""
     s = started(offers=2)
     error = WorkerDied(0, 17, -9)
     (fail,) = s.handle(Died(0, error))
@@ -268,7 +268,7 @@ def test_death_ends_the_epoch_with_its_error() -> None:
 
 
 def test_outstanding_tasks_survive_a_death() -> None:
-    """Unanswered tasks are known after a death, with all that is needed to give them to another worker."""
+    """After a death, unanswered tasks are known with everything needed to give them to another worker."""
     s = started(offers=3)
     s.handle(Completed(0, 0, "A"))
     s.handle(Died(1, WorkerDied(1, 17, -9)))
@@ -276,7 +276,7 @@ def test_outstanding_tasks_survive_a_death() -> None:
 
 
 def test_abandon_gives_what_nobody_will_take() -> None:
-    """Answers that wait for the head of the line are handed out when the epoch is abandoned, once; then it is over."""
+    """Abandoning the epoch returns the answers that wait for the head of the line, once; then the epoch is over."""
     s = started(offers=4)
     s.handle(Completed(1, 1, "B"))
     s.handle(Completed(1, 3, "D"))
@@ -287,7 +287,7 @@ def test_abandon_gives_what_nobody_will_take() -> None:
 
 
 def test_outstanding_is_a_copy() -> None:
-    """A caller cannot change the scheduler through what it reads."""
+    """A caller cannot change the scheduler through the returned dictionary."""
     s = started(offers=1)
     s.outstanding.clear()
     assert s.outstanding == {0: Task(0, 0, 0)}
@@ -303,19 +303,19 @@ def test_undelivered_counts_until_the_consumer_takes() -> None:
 
 
 def test_repr_is_one_short_line() -> None:
-    """The repr names the epoch and what is outstanding."""
+    """The repr has the epoch and the counts of outstanding tasks."""
     assert repr(started(offers=3)) == "<Scheduler epoch=0 sent=3 unanswered=3 undelivered=3 next=0 over=False>"
 
 
 @pytest.mark.parametrize(("workers", "credits"), [(0, 1), (1, 0), (-1, 2)])
 def test_sizes_must_be_positive(workers: int, credits: int) -> None:
-    """No workers or no credits cannot load anything; the error names both values."""
+    """Without workers or credits nothing can be loaded; the error has both values."""
     with pytest.raises(ValueError, match=f"workers={workers}, credits={credits}"):
         Scheduler(workers=workers, credits=credits)
 
 
 def test_offer_beyond_the_credits_is_refused() -> None:
-    """An index that nobody may work on is an error of the shell, and says by how much."""
+    """An index beyond the credits is an error of the caller; the message has the counts."""
     s = started(workers=2, credits=1, offers=2)
     with pytest.raises(ValueError, match="beyond the credits: 2 undelivered, 1 credits x 2 workers, 0 ahead"):
         s.handle(Offered("c"))
@@ -332,7 +332,7 @@ def test_answer_that_nobody_waits_for_is_refused() -> None:
 
 
 def test_answer_to_a_void_task_is_refused() -> None:
-    """A worker that ended answers none of its later tasks."""
+    """A worker that ended must not answer its later tasks."""
     s = started(iterable=True)
     s.handle(Exhausted(0, 0))
     with pytest.raises(ValueError, match="task 2 was answered but not outstanding"):
@@ -340,7 +340,7 @@ def test_answer_to_a_void_task_is_refused() -> None:
 
 
 def test_second_delivery_is_refused() -> None:
-    """A credit returns once."""
+    """A batch is delivered once: its credit returns once."""
     s = started(offers=1)
     s.handle(Completed(0, 0, "A"))
     s.handle(Delivered(0))
@@ -349,7 +349,7 @@ def test_second_delivery_is_refused() -> None:
 
 
 def test_delivery_of_an_unanswered_task_is_refused() -> None:
-    """Nobody can have taken a batch that was not made yet; the task stays outstanding."""
+    """A batch that was not made yet cannot be delivered; its task stays outstanding."""
     s = started(offers=1)
     with pytest.raises(ValueError, match="task 0"):
         s.handle(Delivered(0))
@@ -357,14 +357,14 @@ def test_delivery_of_an_unanswered_task_is_refused() -> None:
 
 
 def test_a_late_task_goes_to_a_second_worker_and_its_first_answer_counts() -> None:
-    """Whoever that is from; the other answer is dropped, and then neither has the task."""
+    """Either worker's answer may be the first; the second answer is dropped, and then neither has the task."""
     for first, second in ((0, 1), (1, 0)):
         s = started(offers=4, assignment="least_loaded")
         assert s.handle(Completed(1, 1, "B")) == []
         assert s.starved
         assert s.handle(Late([1])) == [Assign(1, Task(0, 0, 0))]
         assert s.hedged(0)
-        assert s.handle(Late([1])) == []  # it is given twice, not thrice
+        assert s.handle(Late([1])) == []  # it is given twice, not three times
         assert s.handle(Completed(first, 0, first)) == [Deliver(0, first, first), Deliver(1, 1, "B")]
         assert s.handle(Completed(second, 0, second)) == [Drop(second)]
         assert not s.hedged(0)
@@ -374,7 +374,7 @@ def test_a_late_task_goes_to_a_second_worker_and_its_first_answer_counts() -> No
 
 
 def test_a_late_task_goes_where_it_is_made_soonest() -> None:
-    """To the worker with the fewest tasks; to none with others, if it should be idle; and never in turn."""
+    """It goes to the worker with the fewest tasks; to none if only an idle worker may; and to none in torch's turns."""
     s = started(workers=3, offers=5, assignment="least_loaded")
     assert s.handle(Late([1, 2], idle=True)) == []
     assert s.handle(Late([1, 2])) == [Assign(2, Task(0, 0, 0))]
@@ -383,7 +383,7 @@ def test_a_late_task_goes_where_it_is_made_soonest() -> None:
 
 
 def test_a_late_task_stays_with_the_one_who_lives() -> None:
-    """The others of a worker that is lost are assigned again."""
+    """Only the lost worker's other tasks are assigned again."""
     error = WorkerDied(0, 17, None)
     for lost in (0, 1):
         s = started(offers=4, assignment="least_loaded")

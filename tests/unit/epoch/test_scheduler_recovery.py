@@ -42,7 +42,7 @@ def death(worker: int, pid: int = 17, **options: Any) -> Died:
 
 
 def dies(scheduler: Scheduler, worker: int, *pids: int, **options: Any) -> None:
-    """The worker dies so often, and is replaced each time."""
+    """The worker dies once per pid, and is replaced each time."""
     for pid in pids:
         scheduler.handle(death(worker, pid, **options))
         scheduler.handle(Replaced(worker))
@@ -59,14 +59,14 @@ def failure(actions: list[Action]) -> BaseException:
 
 
 def test_a_bound_workers_tasks_wait_for_its_replacement() -> None:
-    """Round robin: the same worker number makes them again, under the same numbers, the first as a suspect."""
+    """Round robin: the replacement gets the same tasks under the same numbers, the first as a suspect."""
     s = started(offers=4)
     assert s.handle(death(0)) == [Replace(0)]
     assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
 
 
 def test_a_free_workers_tasks_go_to_the_living() -> None:
-    """Least loaded: who lives has them at once, but for the suspect, which waits."""
+    """Least loaded: living workers get the tasks at once, but for the suspect, which waits."""
     s = started(workers=3, offers=6, assignment="least_loaded")
     s.handle(Completed(1, 1, "B"))
     assert s.handle(death(0)) == [Replace(0), Assign(1, task(3))]
@@ -74,7 +74,7 @@ def test_a_free_workers_tasks_go_to_the_living() -> None:
 
 
 def test_without_anybody_alive_tasks_wait() -> None:
-    """Least loaded with all workers down: nothing is sent, and everything is once they are there."""
+    """Least loaded with all workers down: no task is sent before a replacement exists."""
     s = started(offers=4, assignment="least_loaded")
     assert s.handle(death(0)) == [Replace(0), Assign(1, task(2))]
     assert s.handle(death(1)) == [Replace(1)]
@@ -83,7 +83,7 @@ def test_without_anybody_alive_tasks_wait() -> None:
 
 
 def test_new_tasks_for_a_worker_that_is_down_wait_behind_the_old_ones() -> None:
-    """The sampler is read on meanwhile, and the order of each worker's tasks is kept."""
+    """The sampler is still read, and the order of each worker's tasks is kept."""
     s = started(credits=2, offers=2)
     s.handle(death(0))
     assert s.handle(Offered(2)) == []
@@ -92,7 +92,7 @@ def test_new_tasks_for_a_worker_that_is_down_wait_behind_the_old_ones() -> None:
 
 
 def test_answers_after_a_recovery_are_delivered_in_order() -> None:
-    """What was held back for the lost task comes right after it."""
+    """Batches that were held back for the lost task are delivered right after it."""
     s = started(offers=3)
     s.handle(Completed(1, 1, "B"))
     s.handle(death(0))
@@ -101,7 +101,7 @@ def test_answers_after_a_recovery_are_delivered_in_order() -> None:
 
 
 def test_suspects_of_a_concurrent_worker_come_one_at_a_time() -> None:
-    """Each is tried alone, then the others follow together."""
+    """Each suspect is tried alone, then the other tasks follow together."""
     s = started(workers=1, credits=3, offers=2, concurrent=True)
     s.handle(death(0))
     s.handle(Offered(2))
@@ -111,7 +111,7 @@ def test_suspects_of_a_concurrent_worker_come_one_at_a_time() -> None:
 
 
 def test_the_third_death_over_a_task_delivers_it_as_poisoned() -> None:
-    """Instead of the batch, with all its deaths; the others are made by the replacement."""
+    """`Poisoned` with all three deaths is delivered instead of the batch; the replacement makes the others."""
     s = started(workers=1, offers=2)
     dies(s, 0, 17, 18)
     again = s.handle(death(0, 19))
@@ -126,8 +126,9 @@ def test_the_third_death_over_a_task_delivers_it_as_poisoned() -> None:
 
 
 def test_what_is_pulled_for_a_poisoned_task_comes_behind_what_was_lost() -> None:
-    """A pull may be answered while the other actions are still to be done: it is the last, so that each worker has its
-    tasks in the order that tells over which of them it died.
+    """A pull may be answered before the actions behind it are done, so the pull is the last action.
+
+    Otherwise a worker's tasks would not be in the order that shows over which of them it died.
     """
     s = started(workers=2, credits=2, offers=4, assignment="least_loaded", reorder_window=4)
     # Worker 0 has tasks 0 and 2; worker 1 has 1 and 3.
@@ -140,7 +141,7 @@ def test_what_is_pulled_for_a_poisoned_task_comes_behind_what_was_lost() -> None
 
 
 def test_nothing_is_replaced_that_has_nothing_to_do() -> None:
-    """At the epoch's end a worker may die in peace, if it owed nothing."""
+    """At the epoch's end a dead worker is not replaced if it had no task."""
     s = started(offers=2)
     s.handle(SamplerEnded())
     s.handle(Completed(1, 1, "B"))
@@ -151,7 +152,7 @@ def test_nothing_is_replaced_that_has_nothing_to_do() -> None:
 
 
 def test_a_worker_that_died_in_peace_gets_nothing() -> None:
-    """Nobody is there any more: another one's tasks wait for that one's own replacement."""
+    """That worker has exited and is not replaced: the other worker's tasks wait for that worker's own replacement."""
     s = started(offers=4, assignment="least_loaded")
     s.handle(SamplerEnded())
     for seq in (1, 3):
@@ -162,14 +163,14 @@ def test_a_worker_that_died_in_peace_gets_nothing() -> None:
 
 
 def test_a_copy_that_has_ended_is_not_replaced() -> None:
-    """Nor is a worker of an iterable dataset whose stream was read to its end."""
+    """A worker whose stream was read to its end is not replaced."""
     s = started(iterable=True)
     s.handle(Exhausted(0, 0))
     assert s.handle(death(0)) == []
 
 
 def test_an_obstacle_ends_the_epoch() -> None:
-    """A stream that cannot be read on is not replaced: the death is raised, with why."""
+    """If the stream cannot be read on, the worker is not replaced: the death is raised with the reason."""
     s = started(iterable=True)
     error = failure(s.handle(death(0, obstacle="It was not replaced, because ...")))
     assert isinstance(error, WorkerDied)
@@ -179,14 +180,14 @@ def test_an_obstacle_ends_the_epoch() -> None:
 
 
 def test_an_obstacle_is_none_for_a_worker_that_is_not_needed() -> None:
-    """Where nothing is to be read on, nothing stands in the way."""
+    """Where no more is to be read, the obstacle does not matter."""
     s = started(iterable=True)
     s.handle(Exhausted(0, 0))
     assert s.handle(death(0, obstacle="It was not replaced, because ...")) == []
 
 
 def test_without_restarts_the_advice_names_the_option() -> None:
-    """And with restarts used up it says how many there were."""
+    """With restarts used up the advice has their number."""
     assert "set max_worker_restarts" in str(failure(started(offers=2, max_restarts=0).handle(death(0))))
     s = started(offers=2, max_restarts=1)
     s.handle(death(0, at_work=False))
@@ -195,14 +196,14 @@ def test_without_restarts_the_advice_names_the_option() -> None:
 
 
 def test_retirement_needs_no_restarts() -> None:
-    """A worker that leaves by itself is replaced without restarts after deaths, and its tasks are no suspects."""
+    """A worker that leaves by itself is replaced even if no restarts are allowed, and its tasks are no suspects."""
     s = started(offers=4, max_restarts=0)
     assert s.handle(death(0, left=True)) == [Replace(0)]
     assert s.handle(Replaced(0)) == [Assign(0, task(0)), Assign(0, task(2))]
 
 
 def test_a_quarantine_says_why_we_killed_its_workers() -> None:
-    """What is known of the last death beyond its exit code is told after its last words, and then the advice."""
+    """The reason of the last death follows the worker's stderr, and then the advice."""
     first = WorkerDied(0, 17, -9)
     last = WorkerDied(0, 18, -9, "The loader killed it: it was at one task for 5.0 seconds.", trace="a stack")
     text = str(quarantined(Poisoned(task(4), (first, last))))
@@ -213,7 +214,7 @@ def test_a_quarantine_says_why_we_killed_its_workers() -> None:
 
 @pytest.mark.parametrize("index", [[3, 4], PositionedIndex(40, [3, 4])], ids=["plain", "placed"])
 def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
-    """The error is the quarantine's, which says more than the last death; its indices are the dataset's."""
+    """The error is the quarantine, which says more than the last death; it has the dataset's indices."""
     s = started(workers=1, max_restarts=2)
     s.handle(Offered(index))
     dies(s, 0, 17, 18)
@@ -226,7 +227,7 @@ def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
 
 @pytest.mark.parametrize("index", [[3, 4], PositionedIndex(40, [3, 4])], ids=["plain", "placed"])
 def test_beyond_the_restarts_a_death_from_outside_names_the_indices(index: Any) -> None:
-    """It is no quarantine, however often one task was struck: but what the worker was at is told."""
+    """Such a death is no quarantine, however often the task was struck; the advice names the worker's task."""
     s = started(workers=1, max_restarts=3)
     s.handle(Offered(index))
     dies(s, 0, 17, 18, 19, outside=True)
@@ -239,13 +240,13 @@ def test_beyond_the_restarts_a_death_from_outside_names_the_indices(index: Any) 
 
 
 def test_a_death_over_several_tasks_tells_how_many() -> None:
-    """Which of them it was nobody knows: their number, and the first one's indices."""
+    """It is unknown over which task the worker died: the advice has their number and the indices of the first."""
     s = started(workers=1, credits=3, offers=3, concurrent=True, max_restarts=0)
     assert "It was at 3 tasks, the first of them for indices 0. To have a worker" in str(failure(s.handle(death(0))))
 
 
 def test_a_stream_cannot_go_on_behind_a_poisoned_task() -> None:
-    """With restarts left, too: what comes after it cannot be reached."""
+    """Even with restarts left the epoch ends: the samples behind the task cannot be reached."""
     s = started(workers=1, iterable=True, max_restarts=9)
     dies(s, 0, 17, 18)
     error = failure(s.handle(death(0, 19)))
@@ -255,7 +256,7 @@ def test_a_stream_cannot_go_on_behind_a_poisoned_task() -> None:
 
 
 def test_a_stream_that_ends_on_trial_leaves_no_suspects() -> None:
-    """The tasks of a copy that has ended are void, and so is all that was suspected of them."""
+    """The tasks of a copy that has ended are void, and none of them is a suspect any more."""
     s = started(workers=1, credits=2, iterable=True, concurrent=True)
     s.handle(death(0))
     assert s.handle(Replaced(0)) == [Assign(0, Task(0, 0, None), suspect=True)]
@@ -264,7 +265,7 @@ def test_a_stream_that_ends_on_trial_leaves_no_suspects() -> None:
 
 
 def test_run_ahead_goes_on_beside_a_trial() -> None:
-    """An answer that is held back lets a worker run ahead, also where it sends a suspect off."""
+    """An answer that is held back lets a worker run ahead, also if it lets the next suspect be sent."""
     s = started(workers=2, credits=2, offers=4, assignment="least_loaded", reorder_window=2, concurrent=True)
     s.handle(death(1, 17))  # over tasks 1 and 3
     assert s.handle(Replaced(1)) == [Assign(1, task(1), suspect=True)]

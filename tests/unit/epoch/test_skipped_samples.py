@@ -15,7 +15,7 @@ def bad(*indices: int) -> list[SkippedSample]:
 
 
 def test_samples_are_kept_in_the_order_of_their_batches() -> None:
-    """Each record stays as it is, and none is lost."""
+    """Each record is kept unchanged, and none is lost."""
     log = SkippedSampleLog(10, Statistics())
     assert log.samples == []
     log.add(bad(5, 3))
@@ -25,7 +25,7 @@ def test_samples_are_kept_in_the_order_of_their_batches() -> None:
 
 
 def test_the_limit_may_be_reached() -> None:
-    """So many may raise; one more is too many, and the error names the limit and the last one."""
+    """`limit` samples may raise; one more is too many, and the error has the limit and the last sample."""
     log = SkippedSampleLog(3, Statistics())
     log.add(bad(0, 1, 2))
     with pytest.raises(TooManySkippedSamples, match=r"max_skipped_samples=3 .* index 7, ValueError: 7") as caught:
@@ -34,7 +34,7 @@ def test_the_limit_may_be_reached() -> None:
 
 
 def test_the_batch_beyond_the_limit_is_recorded_whole() -> None:
-    """Who looks at the log afterwards finds all that is known."""
+    """All samples of that batch are in the log afterwards."""
     log = SkippedSampleLog(1, Statistics())
     with pytest.raises(TooManySkippedSamples, match="index 3"):
         log.add(bad(1, 2, 3))
@@ -42,7 +42,7 @@ def test_the_batch_beyond_the_limit_is_recorded_whole() -> None:
 
 
 def test_none_at_all_may_raise() -> None:
-    """With a limit of 0 the first is too many; no record is none too many."""
+    """With a limit of 0 the first sample is too many; an empty list of records is not."""
     log = SkippedSampleLog(0, Statistics())
     log.add([])
     with pytest.raises(TooManySkippedSamples, match="max_skipped_samples=0"):
@@ -50,7 +50,7 @@ def test_none_at_all_may_raise() -> None:
 
 
 def test_without_a_limit_there_is_no_end() -> None:
-    """None means any number."""
+    """With a limit of None any number of samples may raise."""
     log = SkippedSampleLog(None, Statistics())
     for start in range(0, 5000, 100):
         log.add(bad(*range(start, start + 100)))
@@ -58,7 +58,7 @@ def test_without_a_limit_there_is_no_end() -> None:
 
 
 def test_the_error_pickles() -> None:
-    """It comes out of another process with its text."""
+    """The unpickled error has the same type and text."""
     log = SkippedSampleLog(0, Statistics())
     with pytest.raises(TooManySkippedSamples) as caught:
         log.add(bad(1))

@@ -37,7 +37,7 @@ DEFAULTS = {
 
 
 def arguments(loader: Any, **changes: Any) -> dict[str, Any]:
-    """Without the dataset, and without what says what the default says."""
+    """The constructor's arguments without the dataset and without those that equal a default."""
     found = constructor_arguments(loader, changes)
     del found["dataset"]
     return {name: value for name, value in found.items() if DEFAULTS.get(name, ...) != value}
@@ -47,14 +47,14 @@ def arguments(loader: Any, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_default_loader_needs_its_dataset_only() -> None:
-    """Nothing that torch made by itself is passed back."""
+    """Objects that torch made by itself, such as the sampler, are not passed back."""
     dataset = Numbers(4)
     assert constructor_arguments(Torchs(dataset), {})["dataset"] is dataset
     assert arguments(Torchs(dataset)) == {}
 
 
 def test_every_option_is_kept() -> None:
-    """Each option of torch's and ours, as it is now, also if it was set after construction."""
+    """Each option of torch's and of ours is passed with its present value, also if set after construction."""
     options: dict[str, Any] = {
         "num_workers": 2,
         "pin_memory": True,
@@ -85,7 +85,7 @@ def test_every_option_is_kept() -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_seeded_loader_gets_its_sampler_anew(shuffle: bool) -> None:
-    """The seed's own sampler is made again, for the dataset that the new loader gets."""
+    """The seed's own sampler is made again, for the dataset of the new loader."""
     loader = DataLoader[Any](Numbers(9), batch_size=2, shuffle=shuffle, seed=3, rank=1, world_size=2)
     again = loader.clone(dataset=Numbers(20))
     sampler = again.sampler
@@ -95,14 +95,14 @@ def test_a_seeded_loader_gets_its_sampler_anew(shuffle: bool) -> None:
 
 
 def test_a_loader_of_torchs_has_none_of_our_options() -> None:
-    """They are then left to the constructor's defaults; `changes` may give them."""
+    """Our options are then left to the constructor's defaults, unless `changes` has them."""
     assert not {"tuning", "concurrency"} & set(constructor_arguments(Torchs(Numbers(3)), {}))
     loader = DataLoader[Any].from_torch(Torchs(Numbers(3)), concurrency=9)
     assert (loader.tuning, loader.concurrency) == (Tuning(), 9)
 
 
 def test_changes_replace() -> None:
-    """What is in `changes` is given as it is, None too."""
+    """Values in `changes` are passed as they are, including None."""
     loader = Torchs(Numbers(9), batch_size=4, collate_fn=len, generator=torch.Generator())
     changed = constructor_arguments(loader, {"collate_fn": None, "batch_size": 2, "generator": None})
     assert (changed["collate_fn"], changed["batch_size"], changed["generator"]) == (None, 2, None)
@@ -111,13 +111,13 @@ def test_changes_replace() -> None:
 @pytest.mark.parametrize("batch_size", [2, None])
 @pytest.mark.parametrize("collate_fn", [default_collate, default_convert, None])
 def test_collations_of_torchs(batch_size: int | None, collate_fn: Any) -> None:
-    """The default follows the batch size; a default function that was given for the other case is kept."""
+    """The default function follows the batch size; a default function that was given for the other case is kept."""
     loader = Torchs(Numbers(4), batch_size=batch_size, collate_fn=collate_fn)
     assert DataLoader[Any].from_torch(loader).collate_fn is loader.collate_fn
 
 
 def test_the_default_collation_follows_a_changed_batch_size() -> None:
-    """From batches to single samples and back the function is the constructor's choice again."""
+    """When the change is between batches and single samples, the constructor chooses the default function again."""
     assert DataLoader[Any].from_torch(Torchs(Numbers(4)), batch_size=None).collate_fn is default_convert
     assert DataLoader[Any].from_torch(Torchs(Numbers(4), batch_size=None), batch_size=2).collate_fn is default_collate
 
@@ -126,7 +126,7 @@ def test_the_default_collation_follows_a_changed_batch_size() -> None:
 
 
 def test_without_workers_what_needs_them_is_dropped() -> None:
-    """``num_workers=0`` would be refused together with prefetch_factor, persistent_workers or a context."""
+    """prefetch_factor, persistent_workers and a context, which ``num_workers=0`` would refuse, are dropped."""
     loader = DataLoader[Any](
         Numbers(4),
         num_workers=2,
@@ -144,7 +144,7 @@ def test_without_workers_what_needs_them_is_dropped() -> None:
 
 
 def test_workers_for_a_loader_that_had_none() -> None:
-    """It gets torch's defaults, or what is asked for."""
+    """The clone gets torch's defaults, or the given options."""
     loader = DataLoader[Any](Numbers(4))
     assert loader.clone(num_workers=2).prefetch_factor == 2
     clone = loader.clone(num_workers=2, prefetch_factor=5, persistent_workers=True)
@@ -154,7 +154,7 @@ def test_workers_for_a_loader_that_had_none() -> None:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_another_number_of_workers() -> None:
-    """What needs workers is kept while there are any."""
+    """Options that need workers are kept as long as the number of workers is not 0."""
     clone = DataLoader[Any](Numbers(4), num_workers=2, prefetch_factor=4, persistent_workers=True).clone(num_workers=3)
     assert (clone.num_workers, clone.prefetch_factor, clone.persistent_workers) == (3, 4, True)
 
@@ -163,7 +163,7 @@ def test_another_number_of_workers() -> None:
 
 
 def test_shuffling_is_made_anew() -> None:
-    """A default RandomSampler becomes ``shuffle=True``: of the clone's dataset, with the clone's generator."""
+    """A default RandomSampler becomes ``shuffle=True``, for the clone's dataset and with the clone's generator."""
     generator = torch.Generator()
     loader = DataLoader[Any](Numbers(4), shuffle=True, generator=generator)
     assert arguments(loader)["shuffle"] is True
@@ -174,7 +174,7 @@ def test_shuffling_is_made_anew() -> None:
 
 
 def test_the_plain_order_is_made_anew() -> None:
-    """A default SequentialSampler is left out: the clone of another dataset has that one's length."""
+    """A default SequentialSampler is left out: a clone with another dataset has the length of that dataset."""
     clone = DataLoader[Any](Numbers(4), batch_size=2).clone(dataset=Numbers(9))
     assert type(clone.sampler) is SequentialSampler
     assert [float(batch[0, 0]) for batch in clone] == [0.0, 200.0, 400.0, 600.0, 800.0]
@@ -191,7 +191,7 @@ OWN_SAMPLERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OWN_SAMPLERS)
 def test_own_samplers_are_passed_on(name: str) -> None:
-    """The user's sampler is the clone's, by identity."""
+    """The user's sampler is passed to the clone as the same object."""
     sampler = OWN_SAMPLERS[name]
     loader = Torchs(Numbers(4), sampler=sampler, batch_size=2, drop_last=True)
     assert arguments(loader) == {"sampler": sampler, "batch_size": 2, "drop_last": True}
@@ -199,7 +199,7 @@ def test_own_samplers_are_passed_on(name: str) -> None:
 
 
 def test_random_samplers_with_options_of_their_own() -> None:
-    """A RandomSampler of the very dataset is the user's if it replaces, has a number, or another generator."""
+    """A RandomSampler of the same dataset is the user's if it has `replacement`, `num_samples` or its own generator."""
     dataset = Numbers(4)
     own: list[RandomSampler] = [
         RandomSampler(dataset, replacement=True),
@@ -213,7 +213,7 @@ def test_random_samplers_with_options_of_their_own() -> None:
 @pytest.mark.parametrize("change", [{"sampler": [2, 1]}, {"shuffle": True}, {"shuffle": False}], ids=str)
 @pytest.mark.parametrize("before", [{}, {"shuffle": True}, {"sampler": [3, 3]}], ids=str)
 def test_sampler_and_shuffle_replace_each_other(before: dict[str, Any], change: dict[str, Any]) -> None:
-    """Whichever is changed, the other is left out, and the constructor takes what is left."""
+    """If `sampler` or `shuffle` is changed, the other is left out, and the constructor accepts the rest."""
     found = arguments(Torchs(Numbers(4), batch_size=2, **before), **change)
     assert found == {"batch_size": 2, **change}
     DataLoader[Any](Numbers(4), **found)
@@ -223,7 +223,7 @@ def test_sampler_and_shuffle_replace_each_other(before: dict[str, Any], change: 
 
 
 def test_own_batch_sampler_is_passed_on() -> None:
-    """The user's batch sampler is the clone's, alone: torch refuses all else that speaks of batches beside it."""
+    """The user's batch sampler is passed alone: torch refuses every other option about batches beside it."""
     every: list[Any] = [[[0, 1], [2]], BatchSampler(range(4), 3, drop_last=True)]
     for batch_sampler in every:
         loader = Torchs(Numbers(4), batch_sampler=batch_sampler)
@@ -250,7 +250,7 @@ def test_a_new_batch_sampler_replaces_everything(before: dict[str, Any]) -> None
     ids=str,
 )
 def test_leaving_an_own_batch_sampler(change: dict[str, Any]) -> None:
-    """Any other word on batches takes its place; what is not said is the constructor's default."""
+    """Any other option about batches replaces the batch sampler; options not given have the constructor's defaults."""
     loader = Torchs(Numbers(4), batch_sampler=[[0, 1]])
     assert arguments(loader, **change) == change
     clone = DataLoader[Any].from_torch(loader, **change)
@@ -258,7 +258,7 @@ def test_leaving_an_own_batch_sampler(change: dict[str, Any]) -> None:
 
 
 def test_single_samples() -> None:
-    """batch_size=None is kept, with the order; it excludes drop_last, which is then dropped."""
+    """batch_size=None and the order are kept; drop_last, which batch_size=None excludes, is dropped."""
     single = Torchs(Numbers(4), batch_size=None, shuffle=True)
     assert arguments(single) == {"batch_size": None, "shuffle": True}
     assert arguments(single, batch_size=2) == {"batch_size": 2, "shuffle": True}
@@ -276,7 +276,7 @@ class Stream(IterableDataset[Any]):
 
 
 def test_streams() -> None:
-    """An iterable dataset has a batch size and drop_last, and no sampler that could be passed on."""
+    """For an iterable dataset batch_size and drop_last are passed, and no sampler."""
     loader = Torchs(Stream(), batch_size=2, drop_last=True)
     assert arguments(loader) == {"batch_size": 2, "drop_last": True}
     clone = DataLoader[Any].from_torch(loader)
@@ -286,7 +286,7 @@ def test_streams() -> None:
 
 
 def test_from_one_kind_to_the_other() -> None:
-    """Another dataset may be of the other kind, as long as nothing asks for an order of a stream."""
+    """Another dataset may be of the other kind, as long as no option asks for an order of a stream."""
     assert len(list(DataLoader[Any](Numbers(5), batch_size=2).clone(dataset=Stream()))) == 3
     assert len(list(DataLoader[Any](Stream(), batch_size=2).clone(dataset=Numbers(5)))) == 3
     with pytest.raises(ValueError, match="expected unspecified shuffle option"):
@@ -294,7 +294,7 @@ def test_from_one_kind_to_the_other() -> None:
 
 
 def test_datapipes() -> None:
-    """torch keeps a datapipe in a wrapper; the clone gets the pipe itself, and wraps it again."""
+    """torch keeps a datapipe in a wrapper; the clone gets the pipe itself and wraps it again."""
     every: list[tuple[Any, str]] = [(IterableWrapper(range(5)), "Iter"), (SequenceWrapper(range(5)), "Map")]
     for pipe, kind in every:
         loader = Torchs(pipe, batch_size=2)
@@ -308,7 +308,7 @@ def test_datapipes() -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_another_map_datapipe(shuffle: bool) -> None:
-    """A default sampler of a datapipe is made anew for another, as for any dataset."""
+    """A default sampler of a datapipe is made again for another dataset, as for any dataset."""
     loader = DataLoader[Any](SequenceWrapper(range(3)), shuffle=shuffle)
     clone = loader.clone(dataset=SequenceWrapper(range(6)))
     assert sorted(int(batch) for batch in clone) == [0, 1, 2, 3, 4, 5]
@@ -316,7 +316,7 @@ def test_another_map_datapipe(shuffle: bool) -> None:
 
 @pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 def test_async_datasets(make: Any) -> None:
-    """An async stream, which torch would not know as one, keeps its kind; an async map dataset its sampler."""
+    """An async stream, which torch does not recognise as iterable, stays iterable; an async map keeps its sampler."""
     stream = AsyncStream([5])
     loader = make(stream, batch_size=2, drop_last=True)
     clone = loader.clone()
@@ -328,7 +328,7 @@ def test_async_datasets(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 def test_clones_are_of_the_loaders_class(make: Any) -> None:
-    """`clone` and `from_torch` give the class they are called on, each from either loader's options."""
+    """`clone` and `from_torch` return the class they are called on, from the options of either loader."""
     own = type("Own", (make,), {})
     assert type(own(Numbers(3)).clone()) is own
     assert type(own.from_torch(Torchs(Numbers(3)))) is own

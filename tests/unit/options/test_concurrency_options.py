@@ -1,4 +1,4 @@
-"""Options for samples in flight: which are refused, and how many batches are outstanding."""
+"""Options for samples in flight: which values are refused, and how many batches are outstanding."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Decodes:
 
 
 def described(value: Any) -> str:
-    """An id without an address: the same in every process."""
+    """An id without a memory address, so that it is equal in every process."""
     if isinstance(value, dict):
         return ",".join(f"{name}={described(each)}" for name, each in value.items()) or "-"
     return str(value) if isinstance(value, (int, str, list, type(None))) else type(value).__name__
@@ -65,14 +65,14 @@ def described(value: Any) -> str:
     ids=described,
 )
 def test_what_is_refused(dataset: Any, options: dict[str, Any], words: str) -> None:
-    """The error has the value, and says why."""
+    """The error has the option's value."""
     with pytest.raises(ValueError, match=words):
         DataLoader[Any](dataset, **grouped(options))
 
 
 @pytest.mark.parametrize("function", [decode, Decodes(), 3], ids=["coroutine function", "coroutine call", "number"])
 def test_decode_is_called(function: Any) -> None:
-    """What would have to be awaited, or cannot be called, is a TypeError."""
+    """A function that would have to be awaited, or an object that cannot be called, is a TypeError."""
     with pytest.raises(TypeError, match="decode"):
         DataLoader[Any](Numbers(3), decode=function)
 
@@ -105,15 +105,17 @@ def credits(dataset: Any, **options: Any) -> int:
     ids=described,
 )
 def test_batches_in_hand(dataset: Any, options: dict[str, Any], expected: int) -> None:
-    """Enough for `concurrency` samples, or for all threads, and one more; torch's where samples are not concurrent, a
-    state would be saved further ahead, or the batches' size is not known.
+    """Per worker: enough batches for `concurrency` samples, or for all threads, and one batch more.
+
+    It is torch's default of 2 where samples are not concurrent, where a state would be saved further ahead, and where
+    the batch size is unknown.
     """
     assert credits(dataset, num_workers=2, **options) == expected
 
 
 @given(size=st.integers(1, 600), concurrency=st.integers(1, 2000), prefetch=st.integers(1, 12))
 def test_there_is_work_for_every_place_in_flight(size: int, concurrency: int, prefetch: int) -> None:
-    """With one batch finished and waiting, the others still have `concurrency` samples; and no batch more than that."""
+    """With one batch finished and waiting, the others have `concurrency` samples; not one batch more is outstanding."""
     found = credits(AsyncNumbers(9), batch_size=size, concurrency=concurrency, prefetch_factor=prefetch, num_workers=1)
     assert found >= prefetch
     assert (found - 1) * size >= concurrency
@@ -121,7 +123,7 @@ def test_there_is_work_for_every_place_in_flight(size: int, concurrency: int, pr
 
 
 def test_without_workers() -> None:
-    """The same number, without torch's two at least."""
+    """Without workers the number is the same, except that torch's minimum of 2 does not apply."""
     assert credits(AsyncNumbers(9), batch_size=64) == 5
     assert credits(Numbers(9), batch_size=64) == 1
     assert credits(Stateful(9)) == 1
@@ -161,7 +163,7 @@ class Plain(Dataset[Any]):
 
 
 def test_plain_methods_that_return_awaitables() -> None:
-    """They are told by their annotation, by what they wrap, or by the dataset's `__aenter__`."""
+    """A method counts as async by its return annotation, by the function it wraps, or by the dataset's `__aenter__`."""
     assert is_async_dataset(Wrapped())
     assert is_async_dataset(Annotated())
     assert is_async_dataset(Opened())

@@ -1,4 +1,4 @@
-"""The options of an epoch: resolved when iteration begins, and then fixed."""
+"""The options of an epoch: resolved when iteration begins, and fixed from then on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(dataset: Any = None, kind: Any = DataLoader, **options: Any) -> Epoch
 
 
 def test_it_is_fixed() -> None:
-    """What torch lets a user change on the loader is read once."""
+    """Attributes that torch lets a user change on the loader are read once."""
     loader = DataLoader[Any](Numbers(6), num_workers=1)
     found = EpochConfig.of(loader)
     loader.num_workers, loader.collate_fn = 3, len
@@ -43,7 +43,7 @@ def test_it_is_fixed() -> None:
 
 
 def test_it_does_not_hold_the_loader() -> None:
-    """An iterator that is kept does not keep its loader."""
+    """An iterator that stays alive does not keep its loader alive."""
     loader = DataLoader[Any](Numbers(6), seed=1, num_workers=1)
     found, reference = EpochConfig.of(loader), weakref.ref(loader)
     del loader
@@ -53,7 +53,7 @@ def test_it_does_not_hold_the_loader() -> None:
 
 
 def test_ranks_wait_for_each_other_over_map_datasets_with_a_seed() -> None:
-    """In torch mode sharding is the sampler's business, and the ranks of a stream agree on its end."""
+    """Without a seed the sampler does the sharding; over a stream ranks do not wait for equal numbers of batches."""
     ranks = {"rank": 1, "world_size": 3}
     assert (config().topology, config().even_ranks) == (Topology(0, 1), 1)
     assert (config(seed=1, **ranks).topology, config(seed=1, **ranks).even_ranks) == (Topology(1, 3), 3)
@@ -71,13 +71,13 @@ def test_ranks_wait_for_each_other_over_map_datasets_with_a_seed() -> None:
     ids=str,
 )
 def test_batches_run_ahead_in_seeded_order_only(options: dict[str, Any], ahead: int) -> None:
-    """Elsewhere torch says which worker makes which batch, or there is no order to keep."""
+    """In other modes torch's rules fix the worker of each batch, or no order has to be kept."""
     assert config(num_workers=2, **options).reorder_window == ahead
     assert config(CountedStream(6, said=6), num_workers=2, **options).reorder_window == 0
 
 
 def test_what_is_resumed_exactly() -> None:
-    """`resume` decides; torchdata's loader replays whatever it says."""
+    """`allow_replay` decides between exact resuming and replay; torchdata's loader never resumes exactly."""
     exact, replay = config(), config(recovery=Recovery(allow_replay=True))
     assert [(each.exact, each.replays) for each in (exact, replay)] == [(True, False), (False, True)]
     assert not config(kind=StatefulDataLoader).exact
@@ -85,7 +85,7 @@ def test_what_is_resumed_exactly() -> None:
 
 
 def test_how_shards_that_are_assigned_are_resumed() -> None:
-    """They are read again: the same shards give the same samples, unless they come out of order."""
+    """Shards are read again: they give the same samples. Out of order, the dataset's state is saved at every step."""
     shards = RemoteIterableDataset("none.tar")
     found = [config(shards, seed=1, snapshot_every_n_steps=5, in_order=in_order) for in_order in (True, False)]
     assert [(each.exact, each.replays) for each in found] == [(True, True)] * 2
@@ -99,13 +99,13 @@ def test_how_shards_that_are_assigned_are_resumed() -> None:
     [(Numbers(6), 4, True), (AsyncNumbers(6), 0, True), (CountedStream(6, said=6), 0, False)],
 )
 def test_what_reads_several_samples_at_a_time(dataset: Any, threads: int, concurrent: bool) -> None:
-    """Threads read a blocking map dataset, an event loop an awaited one, and nothing a blocking stream."""
+    """Threads read a blocking map dataset, an event loop an async map dataset; a blocking stream is not concurrent."""
     found = config(dataset, num_workers=1, concurrency=4)
     assert (found.fetch_threads, found.concurrent) == (threads, concurrent)
 
 
 class Watched(DataLoader[Any]):
-    """Notes what is read from it while somebody listens."""
+    """Records the names of the attributes that are read from it within `listening`."""
 
     asked: ClassVar[list[str] | None] = None
 
@@ -135,7 +135,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_loader_is_asked_nothing_after_iter(workers: int, options: dict[str, Any]) -> None:
-    """To the end of the epoch, with workers and without."""
+    """To the end of the epoch the loader's attributes are not read."""
     with Watched(Numbers(6), num_workers=workers, **options) as loader:
         iterator = iter(loader)
         with listening() as asked:
@@ -146,7 +146,7 @@ def test_the_loader_is_asked_nothing_after_iter(workers: int, options: dict[str,
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_asynchronous_loader_is_asked_nothing_either(workers: int, options: dict[str, Any]) -> None:
-    """The same of the loader of torch's kind that it has."""
+    """The asynchronous loader does not read the attributes of its inner loader either."""
 
     async def run() -> list[str]:
         async with AsyncDataLoader[Any](Numbers(6), num_workers=workers, **options) as loader:

@@ -92,7 +92,7 @@ GOOD: list[tuple[str, Any]] = [
     ("name", "value"), BAD, ids=[f"{name}={getattr(value, '__name__', value)!r}" for name, value in BAD]
 )
 def test_bad_values_are_refused(loader: Any, name: str, value: Any) -> None:
-    """A ValueError with the option's name and value, from both loaders, with workers or without."""
+    """Both loaders raise a ValueError with the option's name and value, with workers and without."""
     for workers in (0, 2):
         with pytest.raises(ValueError, match=f"^{name} should be .*, but got {re.escape(f'{name}={value!r}')}$"):
             loader(Map(), num_workers=workers, **grouped({name: value}))
@@ -104,7 +104,7 @@ def test_bad_values_are_refused(loader: Any, name: str, value: Any) -> None:
     ("name", "value"), GOOD, ids=[f"{name}={getattr(value, '__name__', value)!r}" for name, value in GOOD]
 )
 def test_good_values_are_stored_as_they_are(loader: Any, dataset: Any, name: str, value: Any) -> None:
-    """Under their own names, for either kind of dataset."""
+    """The values are stored under the options' names, for either kind of dataset."""
     made = loader(dataset, **grouped({name: value}))
     assert getattr(made if hasattr(made, name) else made.recovery, name) is value
 
@@ -112,7 +112,7 @@ def test_good_values_are_stored_as_they_are(loader: Any, dataset: Any, name: str
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("seed", [None, 7])
 def test_defaults(loader: Any, seed: int | None) -> None:
-    """Nothing is killed, left out or retired unless asked for; the number of restarts depends on the mode."""
+    """By default no worker is killed or retired and no sample left out; the number of restarts depends on the mode."""
     made = loader(Map(), seed=seed)
     assert made.max_worker_restarts is None
     assert made.on_error == "raise"
@@ -125,7 +125,7 @@ def test_defaults(loader: Any, seed: int | None) -> None:
     ("given", "seeded", "number"), [(None, True, 3), (None, False, 0), (0, True, 0), (5, False, 5)]
 )
 def test_restarts(given: int | None, seeded: bool, number: int) -> None:
-    """As often as asked for; else three times where a recovered run is exact, and never where it is not."""
+    """The number given; else 3 in seeded mode, where a recovered run is exact, and 0 without a seed."""
     assert max_restarts(given, seeded=seeded) == number
 
 
@@ -134,7 +134,7 @@ def test_restarts(given: int | None, seeded: bool, number: int) -> None:
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_refill_with_all_that_it_needs(loader: Any) -> None:
-    """The order is seeded, and the dataset is a map with a length."""
+    """`refill` is accepted with a seed and a map dataset that has a length."""
     assert loader(Map(), seed=1, on_error="refill").on_error == "refill"
 
 
@@ -148,7 +148,7 @@ def test_refill_without_a_seed_is_refused(loader: Any) -> None:
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("dataset", [Endless(), Stream(), SizedStream()], ids=["endless", "stream", "sized stream"])
 def test_refill_without_a_length_to_draw_from_is_refused(loader: Any, dataset: Any) -> None:
-    """Substitutes are other samples of a map dataset, which must say how many there are."""
+    """Substitutes are other samples of a map dataset, so its length must be known."""
     options: dict[str, Any] = {"sampler": range(4)} if isinstance(dataset, Endless) else {}
     with pytest.raises(ValueError, match="on_error='refill' needs a map dataset with a length"):
         loader(dataset, seed=1, on_error="refill", **options)

@@ -1,4 +1,4 @@
-"""Options that can do nothing: one warning that names both options, at the line that makes the loader."""
+"""Options without an effect: one warning that names both options, at the line that makes the loader."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def warnings_of(make: Any, *args: Any, **options: Any) -> list[warnings.WarningM
 @pytest.mark.parametrize("loader", [DataLoader, AsyncDataLoader])
 @pytest.mark.parametrize(("dataset", "options", "words"), WITHOUT_EFFECT, ids=[each[2] for each in WITHOUT_EFFECT])
 def test_what_is_warned_of(loader: Any, dataset: Any, options: dict[str, Any], words: str) -> None:
-    """Once, with the options' names and values, and at the line that makes the loader."""
+    """The warning is given once, with the options' names and values, at the line that makes the loader."""
     caught = warnings_of(loader, dataset, **options)
     assert [str(warning.message)[: len(words)] for warning in caught] == [words]
     made_at = inspect.getsourcelines(warnings_of)[1] + 3
@@ -108,12 +108,12 @@ def test_what_is_warned_of(loader: Any, dataset: Any, options: dict[str, Any], w
 
 @pytest.mark.parametrize(("dataset", "options"), WITH_EFFECT, ids=[str(list(each[1])) for each in WITH_EFFECT])
 def test_what_is_not_warned_of(dataset: Any, options: dict[str, Any]) -> None:
-    """Options that act, and those whose wish is met all the same: a bound that holds, or something switched off."""
+    """Options that act are not warned of, nor is a bound that holds anyway, or a switch that is off."""
     assert not warnings_of(DataLoader, dataset, **options)
 
 
 def test_what_is_taken_over_is_not_warned_of() -> None:
-    """A clone, or a loader made from another one, warns of what it changes, at the line that asks for it."""
+    """A clone, or a loader made from another, warns only of options that it changes, at the line that changes them."""
     loader = DataLoader(Stream(), num_workers=1, recovery=Recovery(worker_timeout=5), concurrency=64)
     assert not warnings_of(loader.clone, num_workers=0)
     assert not warnings_of(AsyncDataLoader.from_torch, loader)

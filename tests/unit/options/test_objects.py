@@ -1,4 +1,4 @@
-"""The options that are objects: checked when they are made, changed by their fields."""
+"""The options that are objects: checked when they are constructed, changed by their fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.datasets import Numbers
 
 
 def test_few_options_are_flat() -> None:
-    """Of ours at most 12 beside the objects, one of them torchdata's; a field's name is no other option's."""
+    """At most 12 of our options are no objects, without torchdata's one; no field has the name of an option."""
     flat = set(OUR_OPTION_NAMES) - set(OPTION_OBJECTS) - {"snapshot_every_n_steps"}
     assert len(flat) <= 12
     assert not set(FIELD_NAMES) & set(OPTION_NAMES)
@@ -24,7 +24,7 @@ def test_few_options_are_flat() -> None:
 
 
 def test_they_are_fixed_and_can_be_copied() -> None:
-    """Frozen, equal by their fields, and picklable; the text shows what differs from the defaults."""
+    """The objects are frozen, equal by their fields, and picklable; the repr shows the fields that are not defaults."""
     given = Recovery(worker_timeout=5, worker_memory_limit="8GiB")
     assert repr(given) == "Recovery(worker_timeout=5, worker_memory_limit='8GiB')"
     assert repr(Tuning()) == "Tuning()"
@@ -43,7 +43,7 @@ def test_they_are_fixed_and_can_be_copied() -> None:
     ],
 )
 def test_they_are_checked_where_they_are_made(make: Any, words: str) -> None:
-    """So the error's line is the one with the mistake."""
+    """The error is raised at the line with the mistake: where the object is constructed."""
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -63,13 +63,13 @@ def test_clone_changes_single_fields(kind: Any) -> None:
 
 
 def test_grouped_changes_nothing_else() -> None:
-    """What is no field stays; without fields no object is made."""
+    """Options that are no fields stay as they are; without fields no object is made."""
     assert grouped({"seed": 1, "recovery": None}) == {"seed": 1, "recovery": None}
     assert grouped(DEFAULTS) == DEFAULTS
 
 
 def test_sizes_are_resolved_when_iteration_begins() -> None:
-    """The object keeps the text, the epoch has the bytes."""
+    """The object keeps the text; the epoch's options have the number of bytes."""
     given: dict[str, Any] = {"tuning": Tuning(ring_bytes="2MiB"), "recovery": Recovery(worker_memory_limit="1GB")}
     config = EpochConfig.of(DataLoader(Numbers(3), num_workers=1, **given))
     assert (config.ring_bytes, config.worker_memory_limit) == (2 << 20, 10**9)

@@ -47,7 +47,7 @@ class Batches:
 
 
 class ShardOfBatches(Batches):
-    """One that gives one process's batches, and says so as Accelerate's do."""
+    """A batch sampler that gives the batches of one process and has the attributes that Accelerate's have."""
 
     process_index = 1
     num_processes = 3
@@ -82,7 +82,7 @@ ALLOWED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", ALLOWED, ids=lambda given: re.sub(r"<.*?>", "generator", str(given)))
 def test_options_that_are_allowed(changes: dict[str, Any]) -> None:
-    """At the ends of each range, too."""
+    """The values at the ends of each range are allowed, too."""
     check(**changes)
 
 
@@ -115,14 +115,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda given: re.sub(r"<.*?>", "generator", str(given)))
 def test_options_that_are_refused(changes: dict[str, Any], words: str) -> None:
-    """The error names the option and its value, and both options where two exclude one another."""
+    """The error has the option and its value, and both options where they exclude one another."""
     with pytest.raises(ValueError, match=words):
         check(**changes)
 
 
 @pytest.mark.parametrize("loader", [DataLoader, AsyncDataLoader])
 def test_both_loaders_check(loader: Any) -> None:
-    """In their constructors."""
+    """The checks are made by both constructors."""
     with pytest.raises(ValueError, match="seed=-1"):
         loader(DATA, seed=-1)
     with pytest.raises(ValueError, match="need seed="):
@@ -133,14 +133,14 @@ def test_both_loaders_check(loader: Any) -> None:
 
 @pytest.mark.parametrize("shuffle", [None, False, True])
 def test_the_default_sampler_is_ours(shuffle: Any) -> None:
-    """With a seed, and where the user gave none; shuffled when asked to."""
+    """With a seed and without a sampler of the user's, the sampler is a SeededSampler, shuffled if asked for."""
     sampler = default_sampler(DATA, 5, shuffle, None, None)
     assert isinstance(sampler, SeededSampler)
     assert (sampler.seed, sampler.shuffle, len(sampler)) == (5, bool(shuffle), 20)
 
 
 def test_a_users_sampler_keeps_its_place() -> None:
-    """There is no default sampler beside another, for a stream, or without a seed."""
+    """No default sampler is made beside a sampler of the user's, for a stream, or without a seed."""
     for arguments in (
         (DATA, None, True, None, None),
         (DATA, 5, True, SequentialSampler(DATA), None),
@@ -155,7 +155,7 @@ def test_a_users_sampler_keeps_its_place() -> None:
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """As in process 2 of 5 that train together."""
+    """This process is rank 2 of 5 of torch.distributed."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=2, world_size=5)
     try:
         yield
@@ -164,19 +164,19 @@ def process_group() -> Iterator[None]:
 
 
 def test_a_process_alone_is_rank_0_of_1() -> None:
-    """Without torch.distributed and without options."""
+    """Without torch.distributed and without options, the topology is one rank."""
     assert topology(DataLoader(DATA, seed=1)) == Topology(0, 1)
 
 
 def test_torch_distributed_says_who_we_are(process_group: None) -> None:
-    """Where it is initialized, at the time of asking; the options go before."""
+    """If torch.distributed is initialized, its rank is used; the options take precedence."""
     assert topology(DataLoader(DATA, seed=1)) == Topology(2, 5)
     assert topology(DataLoader(DATA, seed=1, rank=0, world_size=3)) == Topology(0, 3)
     assert len(DataLoader(DATA, seed=1, batch_size=2)) == 2
 
 
 def test_a_group_says_who_we_are(process_group: None) -> None:
-    """Of its ranks alone, as a process group or as a mesh's dimension; it goes before torch.distributed's own."""
+    """The topology is that of the group, a process group or a one-dimensional mesh, before torch.distributed's own."""
     some: Any = torch.distributed.new_group([0, 2])
     assert topology(DataLoader(DATA, seed=1, group=some)) == Topology(1, 2)
     mesh = init_device_mesh("cpu", (5,), mesh_dim_names=("dp",))
@@ -187,7 +187,7 @@ def test_a_group_says_who_we_are(process_group: None) -> None:
 
 
 def test_groups_that_are_refused(process_group: None) -> None:
-    """The error says which ranks the group has, or which dimension to take."""
+    """The error names the rank that the group lacks, the dimension to take, or the other option."""
     others: Any = torch.distributed.new_group([0, 1])
     with pytest.raises(ValueError, match="made it of other ranks than this one, 2"):
         DataLoader(DATA, seed=1, group=others)
@@ -207,20 +207,20 @@ def share_of(loader: DataLoader[Any]) -> Share:
 
 
 def test_the_default_order_is_shared_out() -> None:
-    """Batches of the loader's size, cut from the sampler's single indices."""
+    """Batches of the loader's size are cut from the sampler's single indices."""
     loader = DataLoader(DATA, seed=1, batch_size=4, drop_last=True, rank=1, world_size=2, on_uneven="pad")
     assert share_of(loader) == Share(4, True, Topology(1, 2), "pad")
     assert rank_view(loader, loader.batch_sampler).sampler is loader.sampler
 
 
 def test_without_batches_indices_are_shared_out() -> None:
-    """`batch_size=None`: an index is a step."""
+    """With `batch_size=None` an index is a step."""
     loader = DataLoader(DATA, seed=1, batch_size=None, rank=1, world_size=2)
     assert share_of(loader) == Share(None, False, Topology(1, 2), "drop")
 
 
 def test_a_users_batches_are_dealt_out_whole() -> None:
-    """A batch sampler of their own gives items; torch's plain BatchSampler is seen through."""
+    """A user's batch sampler gives whole batches; torch's plain BatchSampler is replaced by its sampler and size."""
     loader = DataLoader(DATA, seed=1, batch_sampler=Batches(), rank=1, world_size=2)
     assert share_of(loader) == Share(None, False, Topology(1, 2), "drop", of_batches=True)
     plain = BatchSampler(RandomSampler(DATA), 3, drop_last=False)
@@ -244,7 +244,7 @@ SHARDED: dict[str, tuple[dict[str, Any], int, int]] = {
 @pytest.mark.parametrize("given_topology", [{}, {"rank": 1, "world_size": 4}], ids=["alone", "ranks"])
 @pytest.mark.parametrize("kind", SHARDED)
 def test_what_is_sharded_already_is_not_sharded_again(kind: str, given_topology: dict[str, Any]) -> None:
-    """A sampler that gives one rank's items gives all of them to this loader; their positions stay the global ones."""
+    """All items of a sampler that is sharded already are this loader's; their positions are still counted globally."""
     arguments, replica, replicas = SHARDED[kind]
     loader = DataLoader(DATA, seed=1, **arguments, **given_topology)
     share = share_of(loader)
@@ -257,7 +257,7 @@ def test_what_is_sharded_already_is_not_sharded_again(kind: str, given_topology:
         assert indices == list(distributed())
 
 
-# ---------------------------------------------------------------------------- what a state must agree with
+# ---------------------------------------------------------------------------- options that a state must agree with
 
 
 def expected(dataset: Any = DATA, **arguments: Any) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def expected(dataset: Any = DATA, **arguments: Any) -> dict[str, Any]:
 
 
 def test_what_a_state_names() -> None:
-    """Mode, kind, seed, length, the global batch, drop_last, and where the order comes from."""
+    """A state has the mode, kind, seed, length, global batch, drop_last, and the source of the order."""
     assert expected(seed=3, batch_size=4, shuffle=True, drop_last=True) == {
         "mode": "seeded",
         "kind": "map",
@@ -287,7 +287,10 @@ def test_what_a_state_names() -> None:
 
 
 def test_all_ranks_of_all_layouts_expect_the_same() -> None:
-    """The global batch counts: as many ranks as divide it, each with its part of it, by ours or by torch's sampler."""
+    """Only the global batch counts: every number of ranks that divides it expects the same state.
+
+    The ranks' parts are cut by our own sampler or by torch's DistributedSampler.
+    """
     whole = expected(seed=3, batch_size=12, shuffle=True)
     for ranks in (1, 2, 3, 4):
         for rank in range(ranks):
@@ -306,20 +309,20 @@ ORDERS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_where_the_order_comes_from(order: str) -> None:
-    """The kind of sampler, by its nature and not by who made it."""
+    """The order is named after the kind of sampler, whether the user or the loader made it."""
     for arguments in ORDERS[order]:
         assert expected(**arguments)["order"] == order
 
 
 def test_a_plain_batch_sampler_is_its_parts() -> None:
-    """A user's torch BatchSampler expects what the loader would that has its sampler, size and drop_last."""
+    """A torch BatchSampler expects the state that a loader with its sampler, size and drop_last expects."""
     sampler = RandomSampler(DATA)
     one = expected(seed=1, batch_sampler=BatchSampler(sampler, 4, drop_last=True))
     assert one == expected(seed=1, sampler=sampler, batch_size=4, drop_last=True)
 
 
 def test_a_users_seed_is_part_of_the_order() -> None:
-    """A SeededSampler of the user's, with a seed of its own: another seed is another order."""
+    """With a SeededSampler of the user's, another seed is another order."""
     for seed in (None, 1):
         one, other = (expected(seed=seed, sampler=SeededSampler(DATA, own)) for own in (5, 6))
         assert one != other
@@ -328,7 +331,7 @@ def test_a_users_seed_is_part_of_the_order() -> None:
 
 
 def test_an_unsized_dataset_has_no_length() -> None:
-    """Without `__len__` the length is unknown, and says nothing."""
+    """Without `__len__` the length is None."""
 
     class Endless:
         def __getitem__(self, index: int) -> int:

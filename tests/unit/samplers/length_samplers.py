@@ -59,6 +59,6 @@ def padded(lengths: npt.NDArray[np.int64], batches: Iterable[list[int]]) -> int:
 
 
 def some_lengths(size: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    """Spread as those of texts are: most are short, and a few are long."""
+    """Lengths distributed as those of texts: most are short, and a few are long."""
     drawn = np.random.default_rng(seed).lognormal(4, 0.8, size)
     return np.clip(drawn, 1, 1000).astype(np.int64)

@@ -19,7 +19,7 @@ SIZE = 23
 
 
 class Plain:
-    """Its iterators are generators; counts the indices that were read."""
+    """A sampler whose iterators are generators; counts the indices that were read."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -34,7 +34,7 @@ class Plain:
 
 
 class Eager:
-    """Draws its order when it is asked for an iterator, not when that is first read."""
+    """Draws its order when ``iter`` is called, not when the iterator is first read."""
 
     def __init__(self, batch_size: int | None = None) -> None:
         self.batch_size = batch_size
@@ -48,7 +48,7 @@ class Eager:
 
 
 class Stateful:
-    """Another order in each epoch; its own state says which, and how far it is. Counts the indices that were read."""
+    """A sampler with another order in each epoch; its state has the epoch and the position. Counts the indices read."""
 
     def __init__(self) -> None:
         self.epoch = -1
@@ -90,14 +90,14 @@ class Pages:
         return self.position["next"] - 1
 
     def state_dict(self) -> dict[str, Any]:
-        return self.position  # the very dictionary that it goes on to change
+        return self.position  # the same dictionary is changed by later steps
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state
 
 
 class StatefulIterators:
-    """Not stateful itself; its iterators are."""
+    """A sampler without a state whose iterators are stateful."""
 
     def __len__(self) -> int:
         return SIZE
@@ -107,7 +107,7 @@ class StatefulIterators:
 
 
 class Needy(Stateful):
-    """Its state_dict wants an argument."""
+    """A sampler whose `state_dict` requires an argument, so that it cannot be used."""
 
     def state_dict(self, step: int) -> dict[str, Any]:  # type: ignore[override]
         return {"step": step}
@@ -156,14 +156,14 @@ WRAPPERS = {"alone": alone, "batches": batched, "rank": shared}
 
 
 def stream(index_sampler: Any, **options: Any) -> IndexStream:
-    """As the loader makes it: what ``iter`` itself draws is noted."""
+    """A stream made as the loader makes it, with a record of the numbers that ``iter`` itself draws."""
     before = generator_states(None)
     made = iter(index_sampler)
     return IndexStream(index_sampler, made, drawn=find_drawn(before, generator_states(None)), **options)
 
 
 def numbered(running: IndexStream) -> list[tuple[int, Any]]:
-    """All that is left, with the steps' numbers."""
+    """All remaining indices, with the numbers of their steps."""
     found: list[tuple[int, Any]] = []
     with contextlib.suppress(StopIteration):
         while True:
@@ -172,5 +172,5 @@ def numbered(running: IndexStream) -> list[tuple[int, Any]]:
 
 
 def after(steps: int, running: IndexStream, every: int = 1) -> dict[str, Any]:
-    """What a state keeps of a stream of which `steps` steps were delivered."""
+    """The part of a state that restores a stream of which `steps` steps were delivered."""
     return {"step": steps, "every": every, "saved": running.state(steps), "generators": running.drawn()}

@@ -14,7 +14,7 @@ from asyncloader.samplers.index_stream import StateLog
 
 
 class Counting:
-    """An async sampler of 0 to ``count - 1`` that tells when it was closed."""
+    """An async sampler of 0 to ``count - 1`` that counts how often it was closed."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -43,7 +43,7 @@ class Both(Endless):
 
 @dataclass
 class ReadPosition:
-    """A position to read from, and what the reader tells of it."""
+    """A position to read from, which records the steps that the reader reports."""
 
     first_step: int = 0
     skipped: frozenset[int] = frozenset()
@@ -64,7 +64,7 @@ async def read(source: AsyncIndexSource, position: ReadPosition | None = None) -
 
 
 def test_only_what_cannot_be_read_plainly_is_async() -> None:
-    """A sampler that offers both ways is read plainly, as torch reads it."""
+    """A sampler that can be iterated both ways is read plainly, as torch reads it."""
     assert is_async_sampler(Endless())
     assert not is_async_sampler(Both())
     assert not is_async_sampler([1, 2])
@@ -73,7 +73,7 @@ def test_only_what_cannot_be_read_plainly_is_async() -> None:
 
 
 async def test_indices_are_gathered_into_batches() -> None:
-    """Single indices become lists; the last one may be short."""
+    """Single indices become lists; the last list may be short."""
     assert await read(AsyncIndexSource(Counting(5), 2, drop_last=False)) == [[0, 1], [2, 3], [4]]
 
 
@@ -83,24 +83,24 @@ async def test_drop_last_leaves_out_the_short_batch() -> None:
 
 
 async def test_without_batch_size_indices_pass_through() -> None:
-    """What the sampler gives is given on, be it an index or a list."""
+    """Without a batch size the sampler's items are passed on unchanged."""
     assert await read(AsyncIndexSource(Counting(3), None, drop_last=False)) == [0, 1, 2]
 
 
 async def test_empty_sampler_gives_no_batch() -> None:
-    """No index makes no batch, not an empty one."""
+    """Without an index there is no batch, not an empty batch."""
     assert await read(AsyncIndexSource(Counting(0), 2, drop_last=False)) == []
 
 
 async def test_length_is_the_number_of_batches() -> None:
-    """`len` says how many come."""
+    """`len` is the number of batches that reading gives."""
     for count, batch_size, drop_last in product(range(7), [None, 1, 3], [False, True]):
         source = AsyncIndexSource(Counting(count), batch_size, drop_last)
         assert len(await read(source)) == len(source), (count, batch_size, drop_last)
 
 
 async def test_reading_goes_on_at_a_position() -> None:
-    """From any step on the rest comes; steps that were delivered beyond it are left out."""
+    """Reading from any step gives the rest; steps beyond it that were delivered are left out."""
     source = AsyncIndexSource(Counting(7), 2, drop_last=False)
     for first in range(5):
         position = ReadPosition(first_step=first)
@@ -112,7 +112,7 @@ async def test_reading_goes_on_at_a_position() -> None:
 
 
 class Remembering(Counting):
-    """One that can begin in its middle."""
+    """A sampler that can begin in its middle."""
 
     start = 0
 
@@ -129,7 +129,7 @@ class Remembering(Counting):
 
 
 async def test_a_stateful_sampler_goes_on_by_its_state() -> None:
-    """Its state after each step is kept, and from there it reads on without the items before."""
+    """The sampler's state after each step is kept; restored from it, reading goes on without the items before."""
     for step in range(1, 4):
         source = AsyncIndexSource(Remembering(7), 2, drop_last=False)
         again = ReadPosition(log=source.first_log(1))
@@ -145,14 +145,14 @@ async def test_a_stateful_sampler_goes_on_by_its_state() -> None:
 
 
 def test_length_of_an_unsized_sampler_is_a_type_error() -> None:
-    """A sampler without a length has none here either."""
+    """The source of a sampler without a length has no length either."""
     with pytest.raises(TypeError):
         len(AsyncIndexSource(Endless(), 2, drop_last=False))
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
 async def test_closing_the_source_closes_the_sampler(batch_size: int | None) -> None:
-    """A sampler that is left early is closed then and there, not when garbage is collected."""
+    """A sampler that is left early is closed at once, not when garbage is collected."""
     sampler = Counting(10)
     indices = AsyncIndexSource(sampler, batch_size, drop_last=False).read(ReadPosition())
     await anext(indices)
@@ -161,7 +161,7 @@ async def test_closing_the_source_closes_the_sampler(batch_size: int | None) -> 
 
 
 def test_batch_sampler_around_an_async_sampler_is_taken_apart() -> None:
-    """torch wraps a `sampler` in its BatchSampler; the async one inside is found, with its batch size."""
+    """torch wraps a `sampler` in its BatchSampler; the async sampler in it is found, with its batch size."""
     sampler = Counting(5)
     source = as_async_source(BatchSampler(sampler, 2, drop_last=True))  # type: ignore[arg-type]
     assert source is not None
@@ -177,7 +177,7 @@ def test_async_batch_sampler_is_taken_as_it_is() -> None:
 
 
 def test_plain_samplers_are_torchs_business() -> None:
-    """Plain samplers are not wrapped, nor is a user's own kind of batch sampler."""
+    """Plain samplers are not wrapped, and neither is a user's own kind of batch sampler."""
 
     class Mine(BatchSampler):
         pass
@@ -188,5 +188,5 @@ def test_plain_samplers_are_torchs_business() -> None:
 
 
 def test_source_has_a_plain_iterator_of_nothing() -> None:
-    """torch's machinery asks for a plain iterator at the start; it gets an empty one."""
+    """torch's code asks for a plain iterator at the start; it gets an empty iterator."""
     assert list(AsyncIndexSource(Counting(3), 2, drop_last=False)) == []

@@ -1,4 +1,4 @@
-"""The plan of batches by length: a minimal number in each window, and fixed for all versions."""
+"""The plan of batches by length: the fewest batches in each window, and equal in all versions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def allowed(limits: Limits, costs: list[int]) -> bool:
 
 
 def fewest(limits: Limits, costs: list[int]) -> int:
-    """Fewest allowed batches of neighbours, by trying every cut."""
+    """The least number of allowed batches of neighbours, found by trying every cut."""
     best = [0]
     for stop in range(1, len(costs) + 1):
         best.append(1 + min(best[start] for start in range(stop) if allowed(limits, costs[start:stop])))
@@ -34,12 +34,12 @@ def fewest(limits: Limits, costs: list[int]) -> int:
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), LIMITS, st.integers(0, 2**64 - 1) | st.none())
 def test_a_window_makes_the_fewest_batches(lengths: list[int], limits: Limits, seed: int | None) -> None:
-    """Wherever the batch is that could be fuller, no cut of the window's order has fewer batches than the plan."""
+    """Wherever the batch that could be fuller is, no cut of the window's order has fewer batches than the plan."""
     plan = BatchPlan(np.array(lengths), limits, 40, drop_last=False, seed=seed, epoch=0)
     batches = list(plan.batches(0))
     window = plan._window(0)
     assert len(plan) == len(batches) == fewest(limits, window.costs.tolist())
-    # In the window's order again, the batches are its pieces.
+    # Sorted into the window's order, the batches are its pieces.
     offset = {index: offset for offset, index in enumerate(window.indices.tolist())}
     pieces = sorted([offset[index] for index in batch.tolist()] for batch in batches)
     assert [index for piece in pieces for index in piece] == list(range(len(lengths)))
@@ -48,7 +48,7 @@ def test_a_window_makes_the_fewest_batches(lengths: list[int], limits: Limits, s
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), LIMITS, st.integers(0, 2**64 - 1))
 def test_only_the_last_batch_of_a_window_could_be_fuller(lengths: list[int], limits: Limits, seed: int) -> None:
-    """No batch but that can take in its neighbour, on the side from which it was not cut."""
+    """Every other batch is full: it cannot take in its neighbour on the side from which it was not cut."""
     plan = BatchPlan(np.array(lengths), limits, 40, drop_last=False, seed=seed, epoch=0)
     window = plan._window(0)
     costs, size = window.costs.tolist(), len(lengths)
@@ -63,7 +63,7 @@ def test_only_the_last_batch_of_a_window_could_be_fuller(lengths: list[int], lim
 
 
 def test_batches_are_for_ever() -> None:
-    """Written down here: a run that is resumed with a later version must go on with the same batches."""
+    """The batches are written down here: a run resumed with a later version must go on with the same batches."""
     lengths = np.array([3, 9, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], np.uint8)
 
     def batches(limits: Limits, seed: int | None = 7, epoch: int = 2) -> list[list[int]]:
@@ -77,7 +77,7 @@ def test_batches_are_for_ever() -> None:
 
 
 def test_samples_of_one_length_stay_in_the_shuffled_order() -> None:
-    """The sorting is stable, so there is one answer, whatever the machine's way to sort."""
+    """The sorting is stable, so the order does not depend on the machine's way to sort."""
     lengths = np.tile(np.array([1, 2], np.uint8), 1000)
     plan = BatchPlan(lengths, Limits(10), 2000, drop_last=False, seed=3, epoch=1)
     shuffled = Permutation(2000, 3, 1)(np.arange(2000))
@@ -86,7 +86,7 @@ def test_samples_of_one_length_stay_in_the_shuffled_order() -> None:
 
 
 def test_places_beyond_the_end() -> None:
-    """The number of batches is the position after the last one; there is none after that."""
+    """The number of batches is the position after the last batch; there is no position after that."""
     for limits in (Limits(2), Limits(None, 4)):
         for drop_last in (False, True):
             plan = BatchPlan(np.full(9, 2), limits, 4, drop_last=drop_last, seed=1, epoch=0)
@@ -109,9 +109,12 @@ def test_places_beyond_the_end() -> None:
 def test_the_batches_of_a_step_are_neighbours(
     lengths: list[int], limits: Limits, seed: int, ranks: int, drop_last: bool
 ) -> None:
-    """In one window's order; or the last ones of a window and of those after it, where it has too few left."""
+    """The batches of a step are neighbours in one window's order.
+
+    Where a window has too few left, a step has its last batches and the last batches of the windows after it.
+    """
     plan = BatchPlan(np.array(lengths), limits, 16, drop_last, seed, epoch=0, ranks=ranks)
-    places: list[tuple[int, int]] = []  # of each batch: its window, and which it is there
+    places: list[tuple[int, int]] = []  # the window of each batch, and its number there
     samples: list[int] = []
     counts = []
     for window in range(plan.windows):
@@ -137,7 +140,7 @@ def test_the_batches_of_a_step_are_neighbours(
 
 
 def test_a_step_does_not_favour_a_rank() -> None:
-    """The longest batch of a step is each rank's in its turn."""
+    """The ranks take turns in getting the longest batch of a step."""
     plan = BatchPlan(np.arange(1, 241), Limits(5), 240, drop_last=False, seed=3, epoch=0, ranks=4)
     longest = [int(batch.max()) for batch in plan.batches(0)]
     turns = [int(np.argmax(longest[start : start + 4])) for start in range(0, 48, 4)]
@@ -145,7 +148,7 @@ def test_a_step_does_not_favour_a_rank() -> None:
 
 
 def test_steps_are_the_same_in_every_version() -> None:
-    """As the order without ranks, which `ranks=1` leaves as it is."""
+    """The order of the steps is written down here, with two ranks and with one."""
     lengths = np.arange(1, 41) * 7 % 41
     one, two = (BatchPlan(lengths, Limits(4), 40, False, 5, epoch=2, ranks=ranks) for ranks in (1, 2))
     assert [int(batch[0]) for batch in one.batches(0)] == [27, 3, 10, 13, 37, 6, 23, 20, 34, 30]

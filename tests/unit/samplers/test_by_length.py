@@ -1,4 +1,4 @@
-"""Length-aware batches: every sample once, the same plan in every process, and any batch found directly."""
+"""Length-aware batches: every sample once, an equal plan in every process, and any batch found directly."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from asyncloader import DataLoader
 from asyncloader.samplers.by_length import BucketBatchSampler, TokenBudgetBatchSampler
 from tests.unit.samplers.length_samplers import AnySampler, buckets, budgets, joined, padded, some_lengths
 
-# -------------------------------------------------------------------------------------------- what holds for both
+# ---------------------------------------------------------------------------------------------- both samplers
 
 
 @settings(deadline=None)
 @given(buckets() | budgets())
 def test_the_rest_of_an_epoch_from_any_batch(sampler: AnySampler) -> None:
-    """`iter_from(k)` is the epoch without its first k batches, and `len` their number; both also when asked first."""
+    """`iter_from(k)` is the epoch without its first k batches, and `len` their number; so also in a fresh copy."""
     batches = list(sampler)
     assert len(sampler) == len(batches)
     for start in range(len(batches) + 1):
@@ -40,7 +40,7 @@ def test_the_rest_of_an_epoch_from_any_batch(sampler: AnySampler) -> None:
 @settings(deadline=None)
 @given(buckets() | budgets())
 def test_start_out_of_range(sampler: AnySampler) -> None:
-    """It is refused at once, not at the first batch."""
+    """A bad start is refused at once, not at the first batch."""
     for start in (-1, len(sampler) + 1):
         with pytest.raises(ValueError, match=f"between 0 and {len(sampler)}, but got start={start}"):
             sampler.iter_from(start)
@@ -75,7 +75,7 @@ def test_batches_are_a_function_of_seed_and_epoch(make: Callable[..., AnySampler
 
 @BOTH
 def test_an_iterator_stays_in_its_epoch(make: Callable[..., AnySampler]) -> None:
-    """`set_epoch` and other iterators do not reach those that have begun."""
+    """`set_epoch` and other iterators do not affect an iterator that has begun."""
     sampler = make(some_lengths(500))
     expected = list(sampler)
     begun = iter(sampler)
@@ -101,7 +101,7 @@ def test_unshuffled(make: Callable[..., AnySampler]) -> None:
 
 @BOTH
 def test_later_changes_of_the_lengths_change_nothing(make: Callable[..., AnySampler]) -> None:
-    """The lengths are copied, into few bytes."""
+    """The lengths are copied, into the smallest integer type."""
     lengths = some_lengths(1000)
     sampler = make(lengths)
     expected = list(sampler)
@@ -112,7 +112,7 @@ def test_later_changes_of_the_lengths_change_nothing(make: Callable[..., AnySamp
 
 @BOTH
 def test_samples_of_a_batch_are_alike_and_batches_are_not(make: Callable[..., AnySampler]) -> None:
-    """Within a batch the longest comes first; from batch to batch lengths go up and down. Unpadded, none is sorted."""
+    """A batch has similar lengths, the longest first; batches have different lengths. Unpadded, none is sorted."""
     lengths = some_lengths(5000)
     sampler = make(lengths, window=5000)
     batches = list(sampler)
@@ -127,9 +127,9 @@ def test_samples_of_a_batch_are_alike_and_batches_are_not(make: Callable[..., An
 @pytest.mark.thorough
 @BOTH
 def test_samples_of_every_length_are_dropped_now_and_then(make: Callable[..., AnySampler]) -> None:
-    """Of what `drop_last` leaves out over many epochs, each quarter of the lengths has its part.
+    """Each quarter of the lengths has its part in the samples that `drop_last` leaves out over many epochs.
 
-    Also with a single window, whose greedy cut would always leave over the shortest.
+    This holds also with a single window, whose greedy cut would always leave over the shortest samples.
     """
     lengths = some_lengths(205, seed=3)
     sampler = make(lengths, drop_last=True, window=1000)
@@ -143,7 +143,7 @@ def test_samples_of_every_length_are_dropped_now_and_then(make: Callable[..., An
 
 @BOTH
 def test_they_are_samplers_of_torch(make: Callable[..., AnySampler]) -> None:
-    """They are of torch's class, pickle with their epoch, and feed torch's loader and ours as `batch_sampler`."""
+    """They are of torch's class, pickle with their epoch, and work as `batch_sampler` of torch's loader and ours."""
     lengths = some_lengths(100)
     sampler = make(lengths)
     sampler.set_epoch(2)
@@ -170,7 +170,7 @@ def test_no_samples(make: Callable[..., AnySampler]) -> None:
 
 @BOTH
 def test_memory_is_that_of_a_window(make: Callable[..., AnySampler]) -> None:
-    """For a million samples, an epoch's first batch takes less than 1 MB beside the lengths' two bytes each."""
+    """For a million samples, an epoch's first batch takes less than 1 MB beside two bytes per length."""
     lengths = some_lengths(1_000_000)
     sampler = make(lengths, window=4000)
     tracemalloc.start()
@@ -196,14 +196,14 @@ def test_memory_is_that_of_a_window(make: Callable[..., AnySampler]) -> None:
 def test_lengths_out_of_range(
     make: Callable[..., AnySampler], lengths: Any, error: type[Exception], message: str
 ) -> None:
-    """They are refused with the index and the value."""
+    """Bad lengths are refused; the error has the index and the value."""
     with pytest.raises(error, match=message):
         make(lengths)
 
 
 @BOTH
 def test_options_out_of_range(make: Callable[..., AnySampler]) -> None:
-    """They are refused with the value."""
+    """Bad options are refused; the error has the value."""
     with pytest.raises(ValueError, match="window should be positive, but got window=0"):
         make([1], window=0)
     with pytest.raises(ValueError, match="seed=-1"):
@@ -233,7 +233,7 @@ def test_buckets_hold_every_sample_once(sampler: BucketBatchSampler) -> None:
 
 
 def test_buckets_pad_little() -> None:
-    """With the default window, a tenth of what random batches pad."""
+    """With the default window, batches have less than a tenth of the padding of random batches."""
     lengths = some_lengths(20_000)
     batches = list(BucketBatchSampler(lengths, 16, seed=1))
     order = np.random.default_rng(0).permutation(20_000).reshape(-1, 16)
@@ -242,7 +242,7 @@ def test_buckets_pad_little() -> None:
 
 
 def test_buckets_find_any_batch_at_once() -> None:
-    """The middle of ten million samples is as near as the beginning: only its own window is made."""
+    """The middle of ten million samples is found as fast as the beginning: only its own window is computed."""
     sampler = BucketBatchSampler(np.ones(10**7, np.uint8), 8, seed=1)
     tracemalloc.start()
     try:

@@ -21,7 +21,7 @@ EVEN: tuple[OnUneven, ...] = ("drop", "pad", "repeat")
 
 
 class Seekable:
-    """Items that can be sought; counts those that it produced."""
+    """Items that can be sought; counts the items that were produced."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
@@ -66,12 +66,12 @@ def views(sampler: Any, batch_size: int | None, ranks: int, rule: OnUneven, **mo
 
 
 def steps(view: RankView) -> list[PositionedIndex]:
-    """Not ``list(view)``, which would ask for its length."""
+    """The view's steps, without the call of `len` that ``list(view)`` makes."""
     return [*view.iter_from(0)]
 
 
 def joined(shares: list[list[PositionedIndex]]) -> list[list[Any]]:
-    """At each step the ranks' batches one after the other."""
+    """For each step the ranks' batches, one after the other."""
     return [list(itertools.chain.from_iterable(placed.index for placed in step)) for step in zip(*shares, strict=True)]
 
 
@@ -85,7 +85,7 @@ kinds = st.sampled_from(sorted(KINDS))
 def test_ranks_together_are_one_rank_with_a_large_batch(
     size: int, batch_size: int, ranks: int, rule: OnUneven, drop_last: bool, kind: str
 ) -> None:
-    """Full steps join to the single rank's batches; only the last, incomplete one is as `on_uneven` says."""
+    """The full steps are the single rank's batches; only the last, incomplete step depends on `on_uneven`."""
     items = [100 + i for i in range(size)]
     all_views = views(KINDS[kind](items), batch_size, ranks, rule, drop_last=drop_last)
     together = joined([steps(view) for view in all_views])
@@ -112,7 +112,7 @@ def test_ranks_together_are_one_rank_with_a_large_batch(
 
 @given(sizes, batches, worlds, st.sampled_from(EVEN))
 def test_seeded_orders_are_shared_out_like_any_other(size: int, batch_size: int, ranks: int, rule: OnUneven) -> None:
-    """The computed way to a rank's indices gives what cutting the whole order gives, positions and tail, too."""
+    """A computed share equals the share that is cut from the whole order, positions and tail included."""
     sampler = SeededSampler(range(size), seed=3)
     for computed, plain in zip(
         views(sampler, batch_size, ranks, rule), views(list(sampler), batch_size, ranks, rule), strict=True
@@ -123,7 +123,7 @@ def test_seeded_orders_are_shared_out_like_any_other(size: int, batch_size: int,
 
 
 def test_seeded_orders_of_several_blocks() -> None:
-    """Blocks in which steps are computed leave no seam, at any first step, also with batches larger than a block."""
+    """The blocks of computed steps join without a seam, at any first step, also with batches larger than a block."""
     sampler = SeededSampler(range(30_001), seed=5)
     order = list(sampler)
     for batch_size in (1, 3, 5000):
@@ -151,7 +151,7 @@ def test_iteration_goes_on_at_any_step(
 def test_positions_are_unique_over_all_ranks(
     size: int, batch_size: int, ranks: int, rule: OnUneven, of_batches: bool
 ) -> None:
-    """No two samples of an epoch have the same position; that of a sample that is not repeated is its place."""
+    """No two samples of an epoch have the same position; a sample that is not repeated has its place as position."""
     items: list[Any] = [[i, i] for i in range(size)] if of_batches else list(range(size))
     found: list[int] = []
     for view in views(items, None if of_batches else batch_size, ranks, rule, of_batches=of_batches):
@@ -167,7 +167,7 @@ def test_positions_are_unique_over_all_ranks(
 
 @pytest.mark.parametrize("of_batches", [False, True])
 def test_positions_are_unique_where_the_sampler_shards(of_batches: bool) -> None:
-    """Ranks whose sampler gives each its own items have positions of their own, too."""
+    """Ranks whose sampler gives each its own items have distinct positions, too."""
     found: list[int] = []
     for replica in range(3):
         rules = share(None if of_batches else 2, of_batches=of_batches, replicas=3, replica=replica)
@@ -179,7 +179,7 @@ def test_positions_are_unique_where_the_sampler_shards(of_batches: bool) -> None
 
 
 def test_single_indices() -> None:
-    """Without batches, an index goes to each rank in turn, bare."""
+    """Without batches, the ranks get single indices in turn."""
     assert [steps(view) for view in views(["a", "b", "c", "d"], None, 2, "drop")] == [
         [PositionedIndex(0, "a"), PositionedIndex(2, "c")],
         [PositionedIndex(1, "b"), PositionedIndex(3, "d")],
@@ -187,7 +187,7 @@ def test_single_indices() -> None:
 
 
 def test_whole_batches_are_dealt_out() -> None:
-    """A user's batch sampler: rank r gets its batch number ``step * world_size + r``, of any length."""
+    """With a user's batch sampler, rank r gets the batches ``step * world_size + r``, of any length."""
     items = [[0], [1, 2], [3, 4, 5], [], [6]]
     shares = [steps(view) for view in views(items, None, 2, "repeat", of_batches=True)]
     assert [[placed.index for placed in one] for one in shares] == [[[0], [3, 4, 5], [6]], [[1, 2], [], [6]]]
@@ -210,20 +210,20 @@ TAILS: dict[tuple[OnUneven, int], Tail] = {
 
 @pytest.mark.parametrize(("rule", "left"), TAILS)
 def test_tail_by_rule(rule: OnUneven, left: int) -> None:
-    """Three ranks, batches of four: what becomes of the last few samples."""
+    """The last samples of three ranks with batches of four, by rule."""
     assert tail_of(left, share(4, 3, 0, rule)) == TAILS[rule, left]
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_drop_last_goes_before_the_rule(rule: OnUneven) -> None:
-    """With drop_last the incomplete step is left out, whatever the rule; "error" has nothing to complain of."""
+    """With drop_last the incomplete step is left out, whatever the rule; "error" then has nothing to refuse."""
     assert tail_of(7, share(4, 3, 0, rule, drop_last=True)) == Tail(0, 7, 0)
     assert [len(placed.index) for placed in steps(RankView(range(31), share(4, 3, 2, rule, drop_last=True)))] == [4, 4]
 
 
 @given(st.integers(1, 59), st.integers(1, 6), st.integers(1, 10), st.sampled_from(EVEN))
 def test_tail_counts_balance(left: int, ranks: int, batch_size: int, rule: OnUneven) -> None:
-    """What is given out is what was left, without what was dropped, and with what was repeated."""
+    """The samples given are those left, minus the dropped, plus the repeated."""
     left %= ranks * batch_size
     tail = tail_of(left, share(batch_size, ranks, 0, rule))
     assert tail.each * ranks == left - tail.dropped + tail.repeated
@@ -234,7 +234,7 @@ def test_tail_counts_balance(left: int, ranks: int, batch_size: int, rule: OnUne
 
 
 def test_error_rule_names_what_is_left() -> None:
-    """on_uneven="error" stops when the end is reached, and says what could be done; `len` says it at once."""
+    """on_uneven="error" raises when the end is reached, and names the ways out; `len` raises at once."""
     view = RankView(range(7), share(2, 3, 0, "error"))
     iterator = view.iter_from(0)
     assert next(iterator) == PositionedIndex(0, [0, 1])
@@ -251,7 +251,7 @@ def test_error_rule_names_what_is_left() -> None:
 def test_padding_says_which_samples_are_there_for_evenness(
     size: int, batch_size: int, ranks: int, rule: OnUneven
 ) -> None:
-    """The ranks' paddings are at the ends of their last batches, and together are what was repeated."""
+    """The ranks' paddings are at the ends of their last batches; together they are all the repeated samples."""
     padded = 0
     for view in views(list(range(size)), batch_size, ranks, rule):
         batches_of_rank = steps(view)
@@ -269,7 +269,7 @@ def test_padding_says_which_samples_are_there_for_evenness(
 
 
 def test_seekable_samplers_produce_nothing_in_vain() -> None:
-    """A sampler that seeks gives nothing before the first step; one beyond a short end is no error."""
+    """A sampler that seeks gives no item before the first step; a position beyond a short end is no error."""
     sampler = Seekable(list(range(10)))
     assert isinstance(sampler, SeekableSampler)
     view = RankView(sampler, share(2, 2, 1, "pad"))
@@ -279,7 +279,7 @@ def test_seekable_samplers_produce_nothing_in_vain() -> None:
 
 
 def test_found_items_are_taken_as_they_come() -> None:
-    """Items from a position that was found already are cut from there, with that position's numbers."""
+    """Items that begin at a position found by the caller are cut from there, and numbered from that position."""
     view = RankView([], share(2, 2, 1, "repeat"))
     assert [*view.iter_from(3, iter([12, 13, 14, 15, 16]))] == [
         PositionedIndex(14, [14, 15]),
@@ -288,7 +288,7 @@ def test_found_items_are_taken_as_they_come() -> None:
 
 
 def test_sampler_without_a_length() -> None:
-    """`len` is its TypeError; what was left out or repeated is known once the end is reached."""
+    """`len` raises the sampler's TypeError; the dropped and repeated samples are known once the end is reached."""
     view = RankView(Unsized(list(range(5))), share(1, 2, 0, "repeat"))
     with pytest.raises(TypeError):
         len(view)
@@ -298,7 +298,7 @@ def test_sampler_without_a_length() -> None:
 
 
 def test_one_view_many_epochs() -> None:
-    """Each iteration asks the sampler anew: its next epoch."""
+    """Each iteration reads the sampler again, in its present epoch."""
     sampler = SeededSampler(range(12), seed=1)
     view = RankView(sampler, share(2, 2, 0))
     first = steps(view)

@@ -1,4 +1,4 @@
-"""Walks over samplers end, and do not call `bool` on samplers."""
+"""Walks over nested samplers terminate, and do not call `bool` on samplers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncloader.samplers.generators import own_generator, samplers_within
 
 
 class Itself:
-    """A batch sampler that refers to itself under the name by which frameworks look for an inner sampler."""
+    """A batch sampler that refers to itself by the attribute in which frameworks look for an inner sampler."""
 
     def __init__(self) -> None:
         self.sampler = self
@@ -30,7 +30,7 @@ class Itself:
 
 
 class Wordless:
-    """Neither true nor false, and no number of items."""
+    """Raises an error for `bool` and `len`."""
 
     def __init__(self, **parts: Any) -> None:
         vars(self).update(parts)
@@ -45,11 +45,11 @@ class Wordless:
 @pytest.mark.parametrize("options", [{}, {"seed": 3}])
 @pytest.mark.parametrize("ring", [1, 2])
 def test_a_sampler_that_refers_to_itself(ring: int, options: dict[str, Any]) -> None:
-    """Iterated, told the epoch, saved and resumed, in both modes."""
+    """Such a sampler is iterated, gets its epoch, is saved and is resumed, in both modes."""
     sampler = Itself()
     if ring == 2:
         outer = Itself()
-        outer.sampler, sampler.sampler = sampler, outer  # a longer way round
+        outer.sampler, sampler.sampler = sampler, outer  # a cycle of two
     loader = DataLoader[Any](range(4), batch_sampler=sampler, **options)  # type: ignore[arg-type]
     loader.set_epoch(2)
     assert sampler.epoch == 2
@@ -61,7 +61,7 @@ def test_a_sampler_that_refers_to_itself(ring: int, options: dict[str, Any]) -> 
 
 
 def test_parts_are_asked_for_their_presence_only() -> None:
-    """Each part once, inner samplers before inner batch samplers; arrays and the like have no truth."""
+    """Each part is found once, inner samplers before inner batch samplers; arrays and the like have no truth value."""
     generator = torch.Generator()
     inner = Wordless(generator=generator)
     middle = Wordless(sampler=torch.ones(3), batch_sampler=inner)

@@ -1,4 +1,4 @@
-"""A plain sampler's indices from any position on: sought, restored, or read and dropped."""
+"""A plain sampler's indices from any position: sought, restored, or read and dropped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.unit.samplers.stream_samplers import (
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_iteration_goes_on_at_any_step(kind: str, wrapper: str) -> None:
-    """A new sampler, where the generators stand elsewhere, goes on with the order that was begun, as delivered."""
+    """A new sampler, with the generators in another state, goes on with the order that was begun."""
     make, wrap = SAMPLERS[kind], WRAPPERS[wrapper]
     torch.manual_seed(1)
     whole = [*stream(wrap(make()))]
@@ -49,7 +49,7 @@ def test_iteration_goes_on_at_any_step(kind: str, wrapper: str) -> None:
 
 
 def test_eager_batch_samplers_go_on_too() -> None:
-    """Also an order that is drawn with ``iter(batch_sampler)`` itself comes again."""
+    """An order that is drawn by ``iter(batch_sampler)`` itself is repeated, too."""
     torch.manual_seed(1)
     whole = [*stream(Eager(3))]
     torch.manual_seed(1)
@@ -62,7 +62,7 @@ def test_eager_batch_samplers_go_on_too() -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_without_a_position_the_sampler_is_read_as_it_is(wrapper: str) -> None:
-    """From the beginning the indices, and what is drawn for them, are those of the bare sampler."""
+    """From the beginning the indices, and the random numbers drawn for them, are those of the bare sampler."""
     torch.manual_seed(3)
     expected = [*WRAPPERS[wrapper](RandomSampler(range(SIZE)))]
     state = torch.get_rng_state()
@@ -83,7 +83,7 @@ def test_batches_are_those_of_torch(kind: str, drop_last: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "weighted", "eager"])
 def test_resuming_leaves_the_global_generators_alone(kind: str) -> None:
-    """The generators from which the order came are set for the sampler only."""
+    """The generators' states from which the order was drawn are set for the sampler only."""
     running = stream(batched(SAMPLERS[kind]()))
     running.pull()
     assert running.generators is not None
@@ -97,7 +97,7 @@ def test_resuming_leaves_the_global_generators_alone(kind: str) -> None:
 
 
 def test_own_generator_goes_on_with_the_next_epoch() -> None:
-    """A sampler's own generator stands after a resumed epoch where it would have stood; only it is kept."""
+    """After a resumed epoch the sampler's own generator has the state as if not stopped; no other generator is kept."""
     sampler = own_generator()
     first, second = [*sampler], [*sampler]
     running = stream(own_generator())
@@ -110,7 +110,7 @@ def test_own_generator_goes_on_with_the_next_epoch() -> None:
 
 
 def test_before_the_first_index_the_epoch_is_known() -> None:
-    """A stream that nothing was taken from yet goes on with the order that its sampler's generator will give it."""
+    """A state taken before the first index resumes the order that the sampler's generator is about to give."""
     sampler = own_generator()
     assert len([*sampler]) == SIZE
     running = stream(batched(sampler))
@@ -127,7 +127,7 @@ def test_nothing_is_kept_where_nothing_was_drawn() -> None:
 
 
 def test_indices_are_read_and_dropped_once_and_late() -> None:
-    """Nothing is read before the first pull; then what came before is read once."""
+    """No index is read before the first pull; then the indices before the position are read once."""
     sampler = Plain()
     resumed = stream(batched(sampler), step=5)
     assert sampler.read == 0
@@ -137,7 +137,7 @@ def test_indices_are_read_and_dropped_once_and_late() -> None:
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_steps_delivered_out_of_order_are_left_out(kind: str) -> None:
-    """Steps beyond the position that were delivered are passed over; the numbers of the others stay theirs."""
+    """Steps beyond the position that were delivered are passed over; the others keep their numbers."""
     torch.manual_seed(1)
     whole = [*stream(batched(SAMPLERS[kind]()))]
     torch.manual_seed(1)
@@ -157,7 +157,7 @@ def test_last_step_delivered_out_of_order() -> None:
 
 
 def test_an_error_of_the_sampler_is_its_own() -> None:
-    """What the sampler raises comes through, and what was drawn before it is put back for a resumed order."""
+    """The sampler's error is raised unchanged, and numbers it drew from the global generators are put back."""
 
     class Failing(Eager):
         def __iter__(self) -> Iterator[Any]:
@@ -173,7 +173,7 @@ def test_an_error_of_the_sampler_is_its_own() -> None:
 
 
 def test_a_generator_that_is_missing_is_refused() -> None:
-    """An order that came from a sampler's own generator needs one again."""
+    """An order from a sampler's own generator cannot be resumed without one."""
     running = stream(batched(own_generator()))
     running.pull()
     with pytest.raises(StateError, match="pass generator= as before"):
@@ -190,7 +190,7 @@ def test_an_iterator_keeps_its_epoch() -> None:
 
 
 def test_base_sampler_is_the_users_part() -> None:
-    """torch's own wrapping and a rank's view are seen through; a user's batch sampler is their own part."""
+    """torch's own wrapping and a rank's view are seen through; a user's batch sampler is the base itself."""
 
     class Mine(BatchSampler):
         pass

@@ -1,4 +1,4 @@
-"""Stateful samplers: their states are kept until delivery, and lead back to where they were taken."""
+"""Stateful samplers: their states are kept until delivery, and restore the position where they were taken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.samplers.stream_samplers import (
 
 
 class Yielded(RandomSampler):
-    """Its state says how many indices it gave; its order comes from its generator."""
+    """A sampler whose state has the number of indices it gave; its order is drawn from its generator."""
 
     given = 0
 
@@ -43,7 +43,7 @@ class Yielded(RandomSampler):
 
 @pytest.mark.parametrize("every", [0, 1, 2])
 def test_a_state_need_not_hold_the_generator(every: int) -> None:
-    """A stateful sampler's order comes again also if its state only counts, and if no state of it is taken."""
+    """The order is repeated also if the sampler's state only counts, and if no state of it is taken."""
 
     def make() -> Yielded:
         return Yielded(range(SIZE), generator=torch.Generator().manual_seed(6))
@@ -61,7 +61,7 @@ def test_a_state_need_not_hold_the_generator(every: int) -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_stateful_sampler_reads_nothing_again(wrapper: str) -> None:
-    """From its state it goes on where it was, for every way in which its indices become steps."""
+    """From its state the sampler goes on where it was, for every way in which its indices become steps."""
     wrap = WRAPPERS[wrapper]
     whole = [*stream(wrap(Stateful()))]
     running = stream(wrap(Stateful()))
@@ -73,7 +73,7 @@ def test_a_stateful_sampler_reads_nothing_again(wrapper: str) -> None:
 
 
 def test_a_saved_state_stays_as_it_was() -> None:
-    """States are copies: the sampler that goes on changes neither the one that was taken nor the one that was given."""
+    """States are copies: a sampler that goes on changes neither the taken state nor the loaded state."""
     running = stream(batched(StatefulIterators()))
     for _ in range(5):
         running.pull()
@@ -85,7 +85,7 @@ def test_a_saved_state_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
 def test_between_snapshots_indices_are_read_and_dropped(every: int) -> None:
-    """With states taken only every few steps the newest one before the position is used, and the rest dropped."""
+    """With states taken every few steps, the last state before the position is used; the rest is read and dropped."""
     whole = [*stream(batched(Stateful()))]
     for steps in range(len(whole) + 1):
         running = stream(batched(Stateful()), every=every)
@@ -97,7 +97,7 @@ def test_between_snapshots_indices_are_read_and_dropped(every: int) -> None:
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_later_epoch_is_resumed_as_that_epoch(wrapper: str, every: int) -> None:
-    """Before a stateful sampler's first snapshot of an epoch, too, the epoch that goes on is the one it is in."""
+    """Also before its first snapshot of an epoch, a stateful sampler is resumed in the epoch it is in."""
     wrap = WRAPPERS[wrapper]
     reference, sampler = Stateful(), Stateful()
     assert [*reference] == [*sampler]
@@ -111,7 +111,7 @@ def test_a_later_epoch_is_resumed_as_that_epoch(wrapper: str, every: int) -> Non
 
 
 def test_resumed_twice() -> None:
-    """A resumed stream's states lead on as well as those of the first."""
+    """The states of a resumed stream can be resumed from like those of the first."""
     whole = [*stream(batched(Stateful()))]
     first = stream(batched(Stateful()))
     for _ in range(4):
@@ -125,7 +125,7 @@ def test_resumed_twice() -> None:
 
 
 def test_state_log_keeps_what_delivery_may_still_want() -> None:
-    """`at` gives the newest state that is not beyond the position; `forget` drops what a step back cannot want."""
+    """`at` gives the newest state not beyond the position; `forget` drops states that no step back can need."""
     sampler = Stateful()
     log = StateLog(2, None)
     iterator = iter(sampler)
@@ -151,7 +151,7 @@ def test_state_log_keeps_what_delivery_may_still_want() -> None:
 
 
 def test_state_log_begins_with_what_was_loaded() -> None:
-    """Until the first snapshot the loaded state is the one to go on from; `every` 0 takes none."""
+    """Until the first snapshot the loaded state is the newest state; with `every` 0 no other is taken."""
     loaded = {"at": 4, "ended": False, "sampler": {"x": 1}, "iterator": None}
     for every in (0, 3):
         log = StateLog(every, loaded)
@@ -161,12 +161,12 @@ def test_state_log_begins_with_what_was_loaded() -> None:
 
 
 def test_state_log_says_when_there_is_no_state_to_be_had() -> None:
-    """A `state_dict` that fails is no error of the iteration."""
+    """A `state_dict` that fails is no error of the iteration: `note` returns False."""
     assert not StateLog(1, None).note(1, Needy())
 
 
 class Ordered:
-    """Its state has the whole order of the epoch, and more."""
+    """A sampler whose state has the whole order of the epoch, and more."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"order": [*range(1000)], "at": 0, "nested": {"pairs": [[1, 2]], "few": (1, "a")}}
@@ -179,7 +179,7 @@ class Ordered:
 
 
 def test_a_state_shares_what_did_not_change_with_the_one_before() -> None:
-    """An order is copied once for an epoch; and what does change, in its place or not, is in its own state alone."""
+    """An order is copied once per epoch; a changed part, in place or replaced, is in its own state alone."""
     sampler, log, states = Ordered(), StateLog(1, None), list[dict[str, Any]]()
 
     def note() -> dict[str, Any]:

@@ -16,7 +16,7 @@ FIBONACCI = [1, 1, 2, 3, 5, 8, 13, 21, 34, 55]
 
 
 def sources(mixed: Interleave, first: int, size: int) -> list[int]:
-    """The block as one list."""
+    """The sources of a block's items, as one list."""
     found = np.full(size, -1)
     for source, before, offsets in mixed.block(first, size):
         assert before == mixed.counts(first)[source]
@@ -28,7 +28,7 @@ def sources(mixed: Interleave, first: int, size: int) -> list[int]:
 
 
 def furthest(mixed: Interleave, items: int) -> Fraction:
-    """The largest deviation of a source from its share, after any of so many items."""
+    """The largest deviation of a source from its share, after any number of items up to `items`."""
     return max(
         abs(count - Fraction(weight * first, mixed.period))
         for first in range(items + 1)
@@ -39,7 +39,7 @@ def furthest(mixed: Interleave, items: int) -> Fraction:
 @settings(deadline=None)
 @given(WEIGHTS)
 def test_no_source_is_far_from_its_share(weights: list[int]) -> None:
-    """After every item: within 1.68 for any weights, within 1/2 for two sources and within 1 for three."""
+    """After every item the deviation is at most 1.68 for any weights, 1/2 for two sources, and 1 for three."""
     mixed = Interleave(weights)
     number = len([weight for weight in weights if weight])
     bound = {1: 0, 2: 0.5, 3: 1}.get(number, DEVIATION)
@@ -48,7 +48,7 @@ def test_no_source_is_far_from_its_share(weights: list[int]) -> None:
 
 @pytest.mark.parametrize("weights", [FIBONACCI, [1] * 9, [1000, *[1] * 20], [512, 256, 128, 64, 32, 16, 8, 4, 2, 1]])
 def test_whole_periods_of_hard_weights(weights: list[int]) -> None:
-    """The same bound where the tree is a chain, or one source has nearly all."""
+    """The bound of 1.68 also holds where the tree is a chain, or one source has nearly all of the weight."""
     mixed = Interleave(weights)
     assert furthest(mixed, mixed.period) <= DEVIATION
 
@@ -56,7 +56,7 @@ def test_whole_periods_of_hard_weights(weights: list[int]) -> None:
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 10**30))
 def test_shares_are_exact_after_each_period(weights: list[int], periods: int) -> None:
-    """However many periods: no error adds up."""
+    """No error adds up, however many periods there are."""
     mixed = Interleave(weights)
     assert mixed.counts(periods * mixed.period) == [periods * weight for weight in weights]
 
@@ -64,7 +64,7 @@ def test_shares_are_exact_after_each_period(weights: list[int], periods: int) ->
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 10**4) | st.integers(0, 10**30), st.integers(0, 200))
 def test_blocks_are_what_is_counted(weights: list[int], first: int, size: int) -> None:
-    """Item by item, a block has the source whose count goes up; anywhere, with numbers beyond 64 bits too."""
+    """A block has at each item the source whose count goes up; anywhere, also with numbers beyond 64 bits."""
     mixed = Interleave(weights)
     counts = mixed.counts(first)
     assert sum(counts) == first
@@ -74,7 +74,7 @@ def test_blocks_are_what_is_counted(weights: list[int], first: int, size: int) -
 
 
 def test_largest_period() -> None:
-    """Nothing overflows at the largest sum of weights; above it there is an error."""
+    """The largest sum of weights does not overflow; a larger sum is an error."""
     mixed = Interleave([LARGEST - 5, 2, 3])
     first = 10 * LARGEST - 500
     assert sources(mixed, first, 1000).count(0) == mixed.counts(first + 1000)[0] - mixed.counts(first)[0]
@@ -86,7 +86,7 @@ def test_largest_period() -> None:
 @settings(deadline=None)
 @given(WEIGHTS, st.data())
 def test_the_first_that_reaches_its_amount(weights: list[int], data: st.DataObject) -> None:
-    """After the number found some source has its amount, and one item earlier none had."""
+    """After the found number of items some source has its amount; one item earlier none had."""
     amounts = [data.draw(st.integers(0, 50)) for _ in weights]
     mixed = Interleave(weights)
     found = mixed.first_reached(amounts)
@@ -100,7 +100,7 @@ def test_the_first_that_reaches_its_amount(weights: list[int], data: st.DataObje
 
 
 def test_the_interleaving_is_for_ever() -> None:
-    """Written down here: a run that is resumed with a later version must go on with the same mixture."""
+    """The order is written down here: a run resumed with a later version must go on with the same mixture."""
     assert sources(Interleave([1, 1]), 0, 6) == [0, 1, 0, 1, 0, 1]
     assert sources(Interleave([7, 2, 1]), 0, 10) == [0, 1, 0, 0, 0, 2, 0, 0, 1, 0]
     assert sources(Interleave([3, 0, 3, 1]), 0, 7) == [0, 2, 0, 2, 3, 2, 0]
@@ -119,12 +119,12 @@ def test_the_interleaving_is_for_ever() -> None:
     ],
 )
 def test_weights_become_integers(weights: list[float], whole: list[int]) -> None:
-    """In exactly the proportions that were written."""
+    """The integers have exactly the proportions that were written."""
     assert whole_weights(weights) == whole
 
 
 def test_weights_without_a_small_common_denominator_are_rounded() -> None:
-    """To one part in 2**30 of all; none that is above 0 becomes 0."""
+    """Weights are rounded to one part in 2**30 of the sum; no weight above 0 becomes 0."""
     weights = [0.123456789012345, 0.98765432109876, 1e-30, 0.0]
     whole = whole_weights(weights)
     assert 0 < sum(whole) <= LARGEST
@@ -145,6 +145,6 @@ def test_weights_without_a_small_common_denominator_are_rounded() -> None:
     ],
 )
 def test_weights_out_of_range(weights: list[float], message: str) -> None:
-    """They are refused with the index and the value."""
+    """Bad weights are refused; the error has the index and the value."""
     with pytest.raises(ValueError, match=message):
         whole_weights(weights)

@@ -23,7 +23,7 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 
 class Rows:
-    """Only a length, however large."""
+    """A dataset with a length, however large, and nothing else."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -63,7 +63,7 @@ def by_source(sampler: MixtureSampler, indices: list[int]) -> list[list[int]]:
 
 
 def epochs(sampler: MixtureSampler, number: int) -> list[int]:
-    """The first epochs, in one list."""
+    """The indices of the first epochs, in one list."""
     found: list[int] = []
     for epoch in range(number):
         sampler.set_epoch(epoch)
@@ -82,7 +82,7 @@ def furthest(sampler: MixtureSampler, indices: list[int]) -> Fraction:
     return worst
 
 
-# ------------------------------------------------------------------------------------------------ whatever the end
+# ------------------------------------------------------------------------------------------------ every `on_exhausted`
 
 
 @pytest.mark.thorough
@@ -110,7 +110,7 @@ def test_proportions_hold_at_every_prefix(sampler: MixtureSampler) -> None:
 @settings(deadline=None)
 @given(mixtures("repeat") | mixtures("stop"))
 def test_each_pass_over_a_dataset_is_complete(sampler: MixtureSampler) -> None:
-    """Through several epochs, a dataset's samples come all once before one comes again; passes are shuffled apart."""
+    """Over several epochs a dataset's samples are all given before one is repeated; each pass has its own shuffle."""
     for source, given_indices in enumerate(by_source(sampler, epochs(sampler, 3))):
         size, offset = sampler._sizes[source], sampler._offsets[source]
         passes = [given_indices[first : first + size] for first in range(0, len(given_indices), size)]
@@ -144,7 +144,7 @@ def test_order_is_a_function_of_seed_and_epoch(on_exhausted: Literal["repeat", "
 
 
 def test_datasets_are_shuffled_apart() -> None:
-    """Datasets of one length have different orders, and so have the passes over one."""
+    """Datasets of one length have different orders, and so have the passes over one dataset."""
     sampler = MixtureSampler([range(500), range(500)], [1, 1], seed=1)
     one, other = by_source(sampler, epochs(sampler, 2))
     assert one[:500] != [index - 500 for index in other[:500]]
@@ -153,16 +153,16 @@ def test_datasets_are_shuffled_apart() -> None:
 
 
 def test_the_mixture_is_for_ever() -> None:
-    """Written down here: a run that is resumed with a later version must go on in the same order."""
+    """The order is written down here: a run resumed with a later version must go on in the same order."""
     sampler = MixtureSampler([range(6), range(3)], [2, 1], seed=3)
     assert epochs(sampler, 2) == [2, 7, 4, 1, 8, 5, 3, 6, 0, 0, 8, 1, 3, 6, 2, 5, 7, 4]
 
 
-# ------------------------------------------------------------------------------------------------------- each end
+# ------------------------------------------------------------------------------------------------ each `on_exhausted`
 
 
 def test_repeat() -> None:
-    """Epochs have `num_samples`, by default as many as there are samples, and go on where the one before ended."""
+    """Epochs have `num_samples`, by default the number of all samples; each goes on where the epoch before ended."""
     assert len(sampler_of_two()) == 5000
     short = sampler_of_two(num_samples=7)
     long = sampler_of_two(num_samples=70)
@@ -172,7 +172,7 @@ def test_repeat() -> None:
 
 
 def test_repeat_far_away() -> None:
-    """The last epoch, in the middle of datasets of 10**15 samples, is as near as the first."""
+    """The last epoch, in the middle of datasets of 10**15 samples, is found as fast as the first."""
     sampler = MixtureSampler([Rows(10**15), Rows(7), Rows(10**15)], [0.6, 0.3, 0.1], seed=1, num_samples=10**15)
     sampler.set_epoch(2**64 - 1)
     middle = list(itertools.islice(sampler.iter_from(5 * 10**14), 10_000))
@@ -184,7 +184,7 @@ def test_repeat_far_away() -> None:
 @settings(deadline=None)
 @given(mixtures("stop"))
 def test_stop_ends_when_the_first_dataset_is_used_up(sampler: MixtureSampler) -> None:
-    """Its last sample is the epoch's last, every epoch; nothing comes twice in an epoch."""
+    """That dataset's last sample is the last of every epoch; no sample is repeated within an epoch."""
     indices = list(sampler)
     counts = [len(each) for each in by_source(sampler, indices)]
     last = source_of(sampler, indices[-1])
@@ -196,14 +196,14 @@ def test_stop_ends_when_the_first_dataset_is_used_up(sampler: MixtureSampler) ->
 @settings(deadline=None)
 @given(mixtures("drop"))
 def test_drop_gives_every_sample_once(sampler: MixtureSampler) -> None:
-    """Of the datasets that have a weight; the others go on in proportion when one has left."""
+    """Every sample of datasets with a weight is given once; when a dataset is used up, the others keep proportion."""
     indices = list(sampler)
     groups = by_source(sampler, indices)
     shares = list(sampler.proportions)
     for source, group in enumerate(groups):
         first = sampler._offsets[source]
         assert sorted(group) == (list(range(first, first + sampler._sizes[source])) if shares[source] else [])
-    # From one departure to the next, the proportions of those present hold at every prefix.
+    # From one dataset's end to the next, the proportions of the remaining datasets hold at every prefix.
     left = [len(group) for group in groups]
     counts, number = [0] * len(left), 0
     for index in indices:
@@ -219,13 +219,13 @@ def test_drop_gives_every_sample_once(sampler: MixtureSampler) -> None:
 
 
 def test_drop_leaves_out_empty_datasets() -> None:
-    """They are used up from the beginning."""
+    """Empty datasets are used up from the beginning."""
     sampler = MixtureSampler([[], range(4), []], [1, 1, 1], seed=0, on_exhausted="drop")
     assert sorted(sampler) == [0, 1, 2, 3]
     assert list(MixtureSampler([[], []], [1, 1], seed=0, on_exhausted="drop")) == []
 
 
-# ------------------------------------------------------------------------------------------------------ the outside
+# ------------------------------------------------------------------------------------------------ in loaders; options
 
 
 def test_in_every_loader() -> None:
@@ -259,13 +259,13 @@ def test_in_every_loader() -> None:
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
-    """They are refused with the value."""
+    """Bad options are refused; the error has the value."""
     arguments: dict[str, Any] = {"datasets": [range(4), range(5)], "weights": [1, 2], "seed": 0, **options}
     with pytest.raises(ValueError, match=message):
         MixtureSampler(**arguments)
 
 
 def test_epoch_out_of_range() -> None:
-    """It has 64 bits."""
+    """Epoch numbers have at most 64 bits."""
     with pytest.raises(ValueError, match=f"epoch={2**64}"):
         sampler_of_two().set_epoch(2**64)

@@ -1,4 +1,4 @@
-"""The keyed permutation: a bijection for every size, the same for ever, and as random as `torch.randperm`."""
+"""The keyed permutation: a bijection for every size, equal in all versions, and as random as `torch.randperm`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pairwise import quickly
 
 
 def inverse(permutation: Permutation, elements: Indices) -> Indices:
-    """The positions of these elements: each round undone, from the last to the first."""
+    """The positions of these elements: each round is undone, from the last to the first."""
 
     def backward(cells: Cells) -> Cells:
         rows, columns = permutation._rows, permutation._columns
@@ -44,7 +44,7 @@ def assert_bijection(n: int, seed: int, epoch: int = 0) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("step", quickly([1, 13], 13))
 def test_every_small_size(step: int) -> None:
-    """Each element comes once, and `inverse` finds its position, for every size up to 4,096."""
+    """Each element occurs once, and `inverse` finds its position, for every size up to 4,096."""
     for n in range(0, 4097, step):
         assert_bijection(n, seed=n * 7919, epoch=n % 3)
 
@@ -56,20 +56,20 @@ def near_powers(first: int, last: int) -> list[int]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("n", near_powers(12, 20))
 def test_sizes_near_powers_of_two(n: int) -> None:
-    """Where the rectangle changes its shape, and the number of rounds changes."""
+    """At these sizes the rectangle changes its shape, and the number of rounds changes."""
     assert_bijection(n, seed=n)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", near_powers(21, 24))
 def test_large_sizes_near_powers_of_two(n: int) -> None:
-    """The same, up to 2**24."""
+    """Like the sizes near smaller powers of two, up to 2**24."""
     assert_bijection(n, seed=n)
 
 
 @pytest.mark.parametrize("n", [*(2**power + delta for power in range(25, 41, 3) for delta in (-1, 0, 1)), LARGEST])
 def test_huge_sizes_by_sampling(n: int) -> None:
-    """`inverse` undoes the permutation at a thousand positions, and the other way round; different positions differ."""
+    """At a thousand positions `inverse` undoes the permutation and the reverse; different positions differ."""
     permutation = Permutation(n, seed=n)
     positions = np.unique(np.random.default_rng(n).integers(0, n, 1000))
     elements = permutation(positions)
@@ -80,7 +80,7 @@ def test_huge_sizes_by_sampling(n: int) -> None:
 
 
 def test_the_order_is_for_ever() -> None:
-    """Written down here: a run that is resumed with a later version must go on in the same order."""
+    """The order is written down here: a run resumed with a later version must go on in the same order."""
     assert Permutation(10, seed=0)(np.arange(10)).tolist() == [4, 7, 8, 6, 3, 0, 5, 2, 1, 9]
     assert Permutation(10, seed=0, epoch=1)(np.arange(10)).tolist() == [5, 0, 9, 2, 7, 1, 4, 6, 3, 8]
     huge = Permutation(10**9, seed=2**64 - 1, epoch=5)
@@ -88,7 +88,7 @@ def test_the_order_is_for_ever() -> None:
 
 
 def test_any_place_is_found_by_itself() -> None:
-    """A block, a single position and a shape of two axes give what the whole order has there."""
+    """A block, a single position and a shape of two axes give the whole order's elements at these positions."""
     permutation = Permutation(5000, seed=3, epoch=2)
     whole = permutation(np.arange(5000))
     assert np.array_equal(permutation(np.arange(1234, 1300)), whole[1234:1300])
@@ -111,7 +111,7 @@ def test_no_memory_for_a_thousand_million() -> None:
     ("n", "seed", "epoch"), [(-1, 0, 0), (LARGEST + 1, 0, 0), (1, -1, 0), (1, 2**64, 0), (1, 0, -1), (1, 0, 2**64)]
 )
 def test_arguments_out_of_range(n: int, seed: int, epoch: int) -> None:
-    """They are refused with the value."""
+    """Bad arguments are refused; the error has the value."""
     value = next(each for each in (n, seed, epoch) if not 0 <= each < 2**62 + 1 or each == 2**64)
     with pytest.raises(ValueError, match=str(value)):
         Permutation(n, seed, epoch)
@@ -119,19 +119,19 @@ def test_arguments_out_of_range(n: int, seed: int, epoch: int) -> None:
 
 @pytest.mark.parametrize("positions", [10, -1, [3, 10], [[-5]]])
 def test_positions_out_of_range(positions: npt.ArrayLike) -> None:
-    """They are refused."""
+    """Positions beyond either end are refused."""
     with pytest.raises(IndexError, match="out of range for a permutation of 10"):
         Permutation(10, 1)(positions)
 
 
 def test_positions_are_integers() -> None:
-    """Fractions are a mistake."""
+    """Fractions are refused."""
     with pytest.raises(TypeError, match="float64"):
         Permutation(10, 1)([0.5])
 
 
 # --------------------------------------------------------------------------------------------- as random as torch's
-# Each figure is a mean over so many keys; the bounds are five standard errors of what theory and torch.randperm give.
+# Each figure is a mean over KEYS orders; the bounds are five standard errors around the value that theory gives.
 KEYS, SIZE = 400, 1000
 
 
@@ -161,7 +161,7 @@ def test_position_tells_nothing(source: str, orders: dict[str, list[npt.NDArray[
 
 @SOURCES
 def test_neighbours_tell_nothing(source: str, orders: dict[str, list[npt.NDArray[np.int64]]]) -> None:
-    """An element is followed by its successor (n-1)/n times an order, and next to it twice as often."""
+    """An element is followed by its successor (n-1)/n times per order, and is next to it twice as often."""
     steps = [np.diff(order) for order in orders[source]]
     assert abs(np.mean([(step == 1).sum() for step in steps]) - 1) < 5 / math.sqrt(KEYS)
     assert abs(np.mean([(abs(step) == 1).sum() for step in steps]) - 2) < 5 * math.sqrt(2 / KEYS)
@@ -169,7 +169,7 @@ def test_neighbours_tell_nothing(source: str, orders: dict[str, list[npt.NDArray
 
 @SOURCES
 def test_fixed_points(source: str, orders: dict[str, list[npt.NDArray[np.int64]]]) -> None:
-    """Their number has mean 1 and variance 1."""
+    """The number of fixed points has mean 1 and variance 1."""
     found = np.array([(order == np.arange(SIZE)).sum() for order in orders[source]])
     assert abs(found.mean() - 1) < 5 / math.sqrt(KEYS)
     assert abs(found.var() - 1) < 5 * math.sqrt(3 / KEYS)
@@ -177,7 +177,7 @@ def test_fixed_points(source: str, orders: dict[str, list[npt.NDArray[np.int64]]
 
 @SOURCES
 def test_neighbouring_keys_have_nothing_in_common(source: str, orders: dict[str, list[npt.NDArray[np.int64]]]) -> None:
-    """Two orders one after the other agree at one position on average, as any two orders."""
+    """Two consecutive orders agree at one position on average, like any two orders."""
     pairs = itertools.pairwise(orders[source])
     assert abs(np.mean([(a == b).sum() for a, b in pairs]) - 1) < 5 / math.sqrt(KEYS)
 

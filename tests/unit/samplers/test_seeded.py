@@ -1,4 +1,4 @@
-"""The sampler of the keyed permutation: pure in seed and epoch, sought in O(1), at home in any loader."""
+"""The sampler of the keyed permutation: a function of seed and epoch, sought in O(1), usable in any loader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.running import run_async
 
 
 def test_every_index_once() -> None:
-    """Over several blocks, and for the smallest sizes."""
+    """This holds over several blocks, and for the smallest sizes."""
     for size in (0, 1, 2, 4095, 4096, 4097, 10_000):
         order = list(SeededSampler(range(size), seed=5))
         assert sorted(order) == list(range(size))
@@ -32,7 +32,7 @@ def test_every_index_once() -> None:
 
 
 def test_order_is_a_function_of_seed_and_epoch() -> None:
-    """The same again, whatever the global generators do; another one for another epoch or seed."""
+    """The order is repeated, whatever the global generators do; another epoch or seed gives another order."""
     sampler = SeededSampler(range(100), seed=1)
     first = list(sampler)
     torch.manual_seed(3)
@@ -47,7 +47,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 
 
 def test_unshuffled() -> None:
-    """shuffle=False is the order of the dataset in every epoch."""
+    """shuffle=False gives the order of the dataset in every epoch."""
     sampler = SeededSampler(range(10), seed=1, shuffle=False)
     sampler.set_epoch(4)
     assert list(sampler) == list(range(10))
@@ -63,7 +63,7 @@ def test_resuming_at_any_position(start: int) -> None:
 
 
 def test_huge_datasets_begin_at_once() -> None:
-    """Nothing is stored: the middle of 10**15 indices is as near as the beginning."""
+    """Nothing is stored: the middle of 10**15 indices is found as fast as the beginning."""
     sampler = SeededSampler(range(10**15), seed=1)
     beginning = list(itertools.islice(sampler, 5))
     middle = list(itertools.islice(sampler.iter_from(5 * 10**14), 5))
@@ -73,13 +73,13 @@ def test_huge_datasets_begin_at_once() -> None:
 
 @pytest.mark.parametrize("start", [-1, 11])
 def test_start_out_of_range(start: int) -> None:
-    """It is refused at once, not at the first index."""
+    """A bad start is refused at once, not at the first index."""
     with pytest.raises(ValueError, match=f"between 0 and 10, but got start={start}"):
         SeededSampler(range(10), seed=1).iter_from(start)
 
 
 def test_values_out_of_range() -> None:
-    """Seed and epoch have 64 bits."""
+    """Seed and epoch have at most 64 bits."""
     with pytest.raises(ValueError, match="seed=-1"):
         SeededSampler(range(10), seed=-1)
     with pytest.raises(ValueError, match=f"epoch={2**64}"):
@@ -98,7 +98,7 @@ def test_it_is_a_sampler_of_torch() -> None:
 
 
 def test_in_every_loader() -> None:
-    """torch's loader and both of ours read it: the same batches."""
+    """torch's loader and both of ours read the same batches from it."""
     data: Any = list(range(20))
     sampler = SeededSampler(data, seed=4)
     expected = [batch.tolist() for batch in torch.utils.data.DataLoader(data, 3, sampler=sampler)]

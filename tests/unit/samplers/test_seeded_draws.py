@@ -1,4 +1,4 @@
-"""torch's random samplers in seeded mode: one order for all ranks, whatever they have drawn, and found at any place."""
+"""torch's random samplers in seeded mode: one order for all ranks, found at any position, whatever they have drawn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 
 
 def disturb(seed: int) -> None:
-    """Seed all that a process may have seeded otherwise than another one."""
+    """Seed all global generators, which two processes may have seeded differently."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -53,7 +53,7 @@ def epochs_of(name: str, rank: int, world_size: int, **options: Any) -> list[lis
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_ranks_share_one_order(name: str) -> None:
-    """What the ranks read is what one process reads; each epoch has its own order, which the same seed gives again."""
+    """The ranks together read the order of one process; each epoch has its own order, which the same seed repeats."""
     whole = epochs_of(name, 0, 1)
     assert whole == epochs_of(name, 0, 1)
     assert whole[0] != whole[1]
@@ -67,7 +67,7 @@ def test_ranks_share_one_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_it_is_found_at_any_place(name: str) -> None:
-    """A state taken anywhere leads to the rest, whatever was drawn meanwhile."""
+    """A state taken anywhere restores the rest, whatever was drawn in between."""
 
     def loader() -> DataLoader[Any]:
         return DataLoader[Any](DATASET, batch_size=4, sampler=SAMPLERS[name](), seed=5)
@@ -85,13 +85,13 @@ def test_it_is_found_at_any_place(name: str) -> None:
 
 
 def test_a_plain_permutation_is_that_of_shuffle() -> None:
-    """So nothing is kept in memory for it."""
+    """A RandomSampler without replacement gives the order of ``shuffle=True``."""
     shuffled = DataLoader[Any](DATASET, batch_size=4, shuffle=True, seed=5)
     assert [int(index) for batch in shuffled for index in batch] == epochs_of("shuffled", 0, 1)[0]
 
 
 def test_a_batch_sampler_of_torch_is_as_its_sampler() -> None:
-    """The same order in batches."""
+    """The order is that of its sampler, cut into batches."""
     batches = BatchSampler(SAMPLERS["weighted"](), 4, drop_last=False)
     loader = DataLoader[Any](DATASET, batch_sampler=batches, seed=5)
     disturb(3)
@@ -104,7 +104,7 @@ class Mine(RandomSampler):
 
 
 def test_what_is_left_alone() -> None:
-    """Samplers with a generator of their own, of other classes, and all of them in torch mode."""
+    """Samplers with their own generator, samplers of other classes, and in torch mode all samplers are left alone."""
     kept: list[Sampler[int]] = [
         RandomSampler(range(4), generator=torch.Generator()),
         SequentialSampler(range(4)),
@@ -124,7 +124,7 @@ def test_what_is_left_alone() -> None:
 
 
 def test_clones_take_their_own_seed() -> None:
-    """A clone with another seed has another order, and the same one as a loader that was made with it."""
+    """A clone with another seed has another order: that of a loader made with that seed."""
     first = DataLoader[Any](DATASET, batch_size=4, sampler=SAMPLERS["weighted"](), seed=5)
     other = first.clone(seed=6)
     fresh = DataLoader[Any](DATASET, batch_size=4, sampler=SAMPLERS["weighted"](), seed=6)
@@ -134,7 +134,7 @@ def test_clones_take_their_own_seed() -> None:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_default_device_changes_nothing(name: str) -> None:
-    """As "cuda" is set by many programs; here "meta", which every machine has."""
+    """Many programs set the default device "cuda"; here it is "meta", which every machine has."""
     sampler = SeededDraws(SAMPLERS[name](), 5)
     expected = list(sampler)
     with torch.device("meta"):
@@ -142,7 +142,7 @@ def test_a_default_device_changes_nothing(name: str) -> None:
 
 
 def test_another_random_sampler_warns_where_ranks_share_its_order() -> None:
-    """Once it has drawn from the global generator; not for one rank, nor with a generator of its own."""
+    """It warns once the sampler has drawn from the global generator; not for one rank, nor with its own generator."""
     for world_size, generator, warns in ((2, None, True), (1, None, False), (2, torch.Generator(), False)):
         sampler = Mine(DATASET, generator=generator)
         loader = DataLoader[Any](DATASET, batch_size=4, sampler=sampler, seed=5, rank=0, world_size=world_size)

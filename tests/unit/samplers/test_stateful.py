@@ -1,4 +1,4 @@
-"""The samplers with a state: resumed anywhere they go on as if never stopped; what is not their state is refused."""
+"""The samplers with a state: resumed anywhere they go on as if never stopped; other states are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTS = st.none() | st.integers(1, 200)
 
 
 def make(size: int = 10, replacement: bool = False, num_samples: int | None = None, seed: int = 5) -> Any:
-    """A sampler whose own generator comes from `seed`, as after ``torch.manual_seed(seed)``."""
+    """A sampler whose own generator is seeded as after ``torch.manual_seed(seed)``."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return StatefulRandomSampler(range(size), replacement, num_samples)
@@ -40,7 +40,7 @@ class TestRandom:
     def test_resumed_anywhere(
         self, size: int, replacement: bool, num_samples: int | None, seed: int, data: st.DataObject
     ) -> None:
-        """From any position of any epoch, by a sampler with another generator: the rest, and the epochs after it."""
+        """Resumed at any position of any epoch, by a sampler with another generator: the rest and later epochs."""
         options = (size, replacement, num_samples)
         sampler = make(*options, seed=seed)
         epochs = [list(sampler) for _ in range(4)]
@@ -67,7 +67,7 @@ class TestRandom:
 
     @given(SIZES, COUNTS, st.integers(0, 2**63))
     def test_permutations_one_after_the_other(self, size: int, num_samples: int | None, seed: int) -> None:
-        """Without replacement each run of a dataset's length has every index at most once, a full one exactly once."""
+        """Without replacement each run of a dataset's length has every index at most once, a full run exactly once."""
         order = list(make(size, num_samples=num_samples, seed=seed))
         assert len(order) == (size if num_samples is None else num_samples)
         for first in range(0, len(order), size):
@@ -76,13 +76,13 @@ class TestRandom:
             assert set(part) <= set(range(size))
 
     def test_with_replacement(self) -> None:
-        """Any index any time: far more draws than indices, all of them in range, all of them Python integers."""
+        """Far more draws than indices, all of them in range and Python integers."""
         order = list(make(3, replacement=True, num_samples=1000))
         assert set(order) == {0, 1, 2}
         assert all(type(index) is int for index in order)
 
     def test_blocks_with_replacement(self) -> None:
-        """Blocks of 32 are drawn, as torchdata draws them; the last one of an epoch is used up."""
+        """Blocks of 32 are drawn, as torchdata draws them; the last block of an epoch is used up."""
         generator = torch.Generator().manual_seed(8)
         blocks = [torch.randint(9, (32,), generator=generator).tolist() for _ in range(4)]
         sampler = StatefulRandomSampler(range(9), True, 40, torch.Generator().manual_seed(8))
@@ -90,7 +90,7 @@ class TestRandom:
         assert list(sampler) == blocks[2] + blocks[3][:8]
 
     def test_draws_from_the_global_generator(self) -> None:
-        """One number when it is made; none in epochs, states and loading."""
+        """One number is drawn when the sampler is made; none in epochs, states and loading."""
         torch.manual_seed(3)
         sampler = StatefulRandomSampler(range(50))
         here = torch.get_rng_state()
@@ -106,7 +106,7 @@ class TestRandom:
         assert torch.equal(torch.get_rng_state(), here)
 
     def test_order_of_torch(self) -> None:
-        """Its first epoch is that of torch's own sampler with the same generator."""
+        """The first epoch is that of torch's own sampler with an equal generator."""
         generator = torch.Generator().manual_seed(8)
         expected = list(RandomSampler(range(20), generator=torch.Generator().manual_seed(8)))
         sampler = StatefulRandomSampler(range(20), generator=generator)
@@ -114,13 +114,13 @@ class TestRandom:
         assert sampler.generator is generator
 
     def test_users_generator_draws_nothing_else(self) -> None:
-        """With `generator=` not even the one number is taken from the global generator."""
+        """With `generator=` not even that number is drawn from the global generator."""
         before = torch.get_rng_state()
         StatefulRandomSampler(range(4), generator=torch.Generator())
         assert torch.equal(torch.get_rng_state(), before)
 
     def test_an_abandoned_iterator_uses_up_one_permutation(self) -> None:
-        """The first block is drawn by ``iter()``."""
+        """``iter()`` draws the first block, so an iterator that is never read uses up a permutation, too."""
         first, second, third = [list(epoch) for epoch in itertools.repeat(make(), 3)]
         sampler = make()
         assert next(iter(sampler)) == first[0]
@@ -128,7 +128,7 @@ class TestRandom:
         assert list(sampler) == third != second
 
     def test_state_is_plain_small_and_detached(self) -> None:
-        """JSON and weights-only pickles keep it; later steps leave it; it is as small for a large dataset."""
+        """The state survives JSON and weights-only pickles, does not change in later steps, and has a constant size."""
         iterator = iter(make(100_000))
         read(iterator, 60_000)
         state = iterator.state_dict()
@@ -145,7 +145,7 @@ class TestRandom:
         assert read(resumed, 5) == following
 
     def test_state_of_the_beginning_and_the_end(self) -> None:
-        """Before the first index: the whole epoch. After the last: nothing more, then the next epoch."""
+        """The state before the first index gives the whole epoch; that after the last nothing, then the next epoch."""
         sampler = make()
         iterator = iter(sampler)
         beginning = iterator.state_dict()
@@ -178,7 +178,7 @@ class TestRandom:
         ],
     )
     def test_refused(self, change: dict[str, Any], message: str) -> None:
-        """What is not a state of this sampler is refused with the values, and nothing has changed then."""
+        """Other states are refused with the values, and the sampler is unchanged."""
         sampler = make()
         expected = [list(epoch) for epoch in itertools.repeat(make(), 2)]
         iterator = iter(sampler)
@@ -188,7 +188,7 @@ class TestRandom:
         assert [start + list(iterator), list(sampler)] == expected
 
     def test_refused_if_cut_or_incomplete(self) -> None:
-        """A truncated generator, zeros in place of it, missing entries, and what is no dictionary."""
+        """A truncated or extended generator, zeros in its place, missing entries, and other types than dictionaries."""
         iterator = iter(make())
         state = iterator.state_dict()
         text = state["generator"]
@@ -204,7 +204,7 @@ class TestRandom:
                 iterator.load_state_dict(junk)
 
     def test_unknown_entries_are_ignored(self) -> None:
-        """A framework may have added some."""
+        """A framework may have added entries to the state."""
         iterator = iter(make())
         head = read(iterator, 4)
         resumed = iter(make(seed=6))
@@ -212,7 +212,7 @@ class TestRandom:
         assert head + list(resumed) == list(make())
 
     def test_arguments(self) -> None:
-        """They are torch's, and so are the errors; it is of torch's class."""
+        """The arguments and errors are torch's, and so is the class."""
         assert isinstance(make(), RandomSampler)
         assert len(make(10, num_samples=25)) == 25
         junk: Any = 1
@@ -222,7 +222,7 @@ class TestRandom:
             StatefulRandomSampler([])
 
     def test_length_is_read_when_an_epoch_begins(self) -> None:
-        """A dataset may grow and shrink between epochs; an empty one has no samples to draw."""
+        """A dataset may grow and shrink between epochs; an empty dataset has no samples to draw."""
         data = [0, 1]
         sampler = StatefulRandomSampler(data)
         data.append(2)
@@ -234,7 +234,7 @@ class TestRandom:
             iter(counted)
 
     def test_pickled(self) -> None:
-        """A copy goes on with the generator as it was."""
+        """A copy goes on with the generator's state as it was."""
         sampler = make()
         list(sampler)
         copy = pickle.loads(pickle.dumps(sampler))
@@ -242,7 +242,7 @@ class TestRandom:
 
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_in_the_loader(self, num_workers: int) -> None:
-        """Our loader reads it as torch's does: the same batches in two epochs."""
+        """Our loader reads it as torch's does: equal batches in two epochs."""
         data: Any = list(range(20))
         expected = [[batch.tolist() for batch in epoch] for epoch in _epochs(data, torch.utils.data.DataLoader, 0)]
         assert sorted(index for batch in expected[0] for index in batch) == data
@@ -261,7 +261,7 @@ class TestDistributed:
     def test_resumed_anywhere(
         self, size: int, replicas: int, shuffle: bool, drop_last: bool, seed: int, data: st.DataObject
     ) -> None:
-        """The order is torch's on every rank; a resumed pass is the rest of it, and the next one is whole."""
+        """The order is torch's on every rank; a resumed pass is the rest of it, and the next pass is whole."""
         if drop_last and size < replicas:
             size = replicas
         rank = data.draw(st.integers(0, replicas - 1), label="rank")
@@ -286,7 +286,7 @@ class TestDistributed:
         assert list(resumed) == expected
 
     def test_attributes(self) -> None:
-        """`yielded` counts the newest iterator's indices; `next_yielded` is what was loaded and is not yet taken."""
+        """`yielded` counts the newest iterator's indices; `next_yielded` is a loaded position until it is used."""
         sampler = StatefulDistributedSampler(range(10), 2, 1, shuffle=False)
         assert (sampler.yielded, sampler.next_yielded) == (0, None)
         assert read(iter(sampler), 2) == [1, 3]
@@ -303,7 +303,7 @@ class TestDistributed:
     @pytest.mark.parametrize("batch_size", [None, 2])
     @pytest.mark.parametrize("loader", [torch.utils.data.DataLoader, DataLoader])
     def test_loaded_by_hand_under_a_loader(self, loader: Any, batch_size: int | None) -> None:
-        """A loader with workers calls ``iter()`` twice before it reads: the position is for the one that it reads."""
+        """A loader with workers calls ``iter()`` twice before it reads: the position is for the iterator it reads."""
         sampler = StatefulDistributedSampler(range(8), 1, 0, shuffle=False)
         sampler.load_state_dict({"yielded": 4})
         made = loader(range(8), batch_size, sampler=sampler, num_workers=1)
@@ -311,7 +311,7 @@ class TestDistributed:
             assert [int(index) for batch in made for index in torch.as_tensor(batch).view(-1)] == expected
 
     def test_a_finished_pass(self) -> None:
-        """Its state leaves nothing of that pass; the pass after it is whole, also if the empty one was never read."""
+        """The state of a finished pass gives an empty pass; the next is whole, even if the empty was never read."""
         sampler = StatefulDistributedSampler(range(6), 2, 0, shuffle=False)
         whole = list(sampler)
         state = sampler.state_dict()
@@ -323,7 +323,7 @@ class TestDistributed:
         assert list(sampler) == whole
 
     def test_state_of_a_new_iterator(self) -> None:
-        """It is at 0 from ``iter()`` on, not where the pass before it ended."""
+        """The state is at 0 from ``iter()`` on, not where the pass before it ended."""
         sampler = StatefulDistributedSampler(range(6), 2, 0)
         list(sampler)
         assert sampler.state_dict() == {"yielded": 3}
@@ -354,7 +354,7 @@ class TestDistributed:
         ],
     )
     def test_refused(self, state: Any, message: str) -> None:
-        """What is not a state of this sampler is refused, and nothing has changed then."""
+        """Other states are refused, and the sampler is unchanged."""
         sampler = StatefulDistributedSampler(range(10), 2, 0, shuffle=False)
         sampler.load_state_dict({"yielded": 3})
         with pytest.raises(ValueError, match=message):
@@ -362,7 +362,7 @@ class TestDistributed:
         assert list(sampler) == [6, 8]
 
     def test_it_is_a_sampler_of_torch(self) -> None:
-        """It is of torch's class, checks the rank as that does, and feeds torch's BatchSampler."""
+        """It is of torch's class, checks the rank like that, and feeds torch's BatchSampler."""
         sampler = StatefulDistributedSampler(range(10), 2, 0, shuffle=False)
         assert isinstance(sampler, DistributedSampler)
         assert len(sampler) == 5

@@ -1,4 +1,4 @@
-"""Ctrl-C in a sampler of ours loses nothing: the indices are those of an undisturbed epoch, wherever it strikes."""
+"""Ctrl-C in one of our samplers loses nothing: the indices are those of an undisturbed epoch, wherever it strikes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FOLDER = str(Path(surviving.__file__).parent)
 
 
 class Striking:
-    """Within it, KeyboardInterrupt is raised now and then where CPython could raise it: at calls, in our samplers."""
+    """Within `next`, raises KeyboardInterrupt now and then where CPython could raise it: at calls, in our samplers."""
 
     def __init__(self, draw: random.Random) -> None:
         self.left = draw.randrange(1, 40)
@@ -70,7 +70,7 @@ def generator() -> torch.Generator:
 
 
 class Pulling(Iterator[Any]):
-    """Pulls indices as the loader does: again for the same task after an interrupt."""
+    """Pulls indices as the loader does: after an interrupt, again for the same task."""
 
     def __init__(self, sampler: Any) -> None:
         self.stream = IndexStream(sampler, iter(sampler))
@@ -99,7 +99,7 @@ SAMPLERS: dict[str, Callable[[], Iterator[Any]]] = {
 
 @pytest.mark.parametrize("name", [*SAMPLERS])
 def test_each_sampler_survives(name: str) -> None:
-    """Struck at drawn calls, again and again."""
+    """The sampler is interrupted at randomly drawn calls, again and again."""
     expected, struck = [*SAMPLERS[name]()], 0
     for seed in range(scaled(20)):
         striking, items, found = Striking(random.Random(seed)), SAMPLERS[name](), []
@@ -116,7 +116,7 @@ def test_each_sampler_survives(name: str) -> None:
 
 
 def failing_once(items: Iterator[int], at: set[int]) -> Iterator[int]:
-    """An iterator that raises before it gives some items, and goes on."""
+    """An iterator that raises before some of its items, and goes on."""
 
     class Failing:
         def __iter__(self) -> Iterator[int]:
@@ -147,7 +147,7 @@ def all_of(items: Iterator[Any]) -> tuple[list[Any], int]:
 
 
 def test_the_parts() -> None:
-    """A generator is begun anew, a block computed again, and a group filled up."""
+    """An interrupted generator is begun again, a block computed again, and a group filled up."""
     bad = {3, 5}
 
     def begin(position: int) -> Iterator[int]:
@@ -174,7 +174,7 @@ def test_the_parts() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_epoch_goes_on_after_it(workers: int) -> None:
-    """In a loader with a seed: what was struck in the sampler is neither the end nor recorded as one."""
+    """In a loader with a seed, an interrupt in the sampler neither ends the epoch nor is recorded as its end."""
     with DataLoader[Any](range(600), batch_size=3, shuffle=True, seed=1, num_workers=workers) as loader:  # type: ignore[arg-type]
         expected = [batch.tolist() for batch in loader]
     with DataLoader[Any](range(600), batch_size=3, shuffle=True, seed=1, num_workers=workers) as loader:  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def test_an_epoch_goes_on_after_it(workers: int) -> None:
         assert striking.struck
         if workers:
             assert found == expected
-        else:  # as with torch, the batch that was asked for when it struck may be gone
+        else:  # as with torch, the batch that was asked for when it struck may be lost
             assert len(found) >= len(expected) - striking.struck
             assert [batch for batch in expected if batch in found] == found
         assert loader.state_dict()["finished"]

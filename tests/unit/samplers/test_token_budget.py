@@ -15,7 +15,7 @@ from tests.unit.samplers.length_samplers import budgets, joined, padded, some_le
 @settings(deadline=None)
 @given(budgets())
 def test_budgets_hold_every_sample_once_and_are_kept(sampler: TokenBudgetBatchSampler) -> None:
-    """No batch is empty or above a limit. What is missing was too long, or in the last batch, if that is dropped."""
+    """No batch is empty or above a limit. Missing samples were too long, or in the last batch, if that is dropped."""
     limits, lengths = sampler._limits, sampler._lengths.astype(int)
     indices = range(len(lengths)) if sampler._kept is None else sampler._kept.tolist()
     costs = {index: -(-int(n) // limits.pad_to) * limits.pad_to for index, n in zip(indices, lengths, strict=True)}
@@ -32,7 +32,7 @@ def test_budgets_hold_every_sample_once_and_are_kept(sampler: TokenBudgetBatchSa
 
 
 def test_the_last_batch_is_dropped_if_it_could_be_fuller() -> None:
-    """By one more sample like its longest. Nine samples of 10 in batches of 30 tokens are three; ten leave one over."""
+    """The last batch is dropped if one more sample like its longest fits: one of ten samples in batches of three."""
     for size, kept in ((9, 3), (10, 3), (11, 3), (12, 4)):
         assert len(TokenBudgetBatchSampler([10] * size, 30, 0, drop_last=True)) == kept
         assert len(TokenBudgetBatchSampler([10] * size, 39, 0, drop_last=True, padding=False)) == kept
@@ -53,7 +53,7 @@ def test_padding_and_its_multiple_are_counted() -> None:
 
 
 def test_budgets_pad_little_and_are_filled() -> None:
-    """By default, at most 5 tokens in 100 are padding or missing; in random batches of as many samples, over 50."""
+    """By default at most 5 of 100 tokens are padding or missing; in random batches of these sizes, over 50."""
     lengths = some_lengths(20_000)
     batches = list(TokenBudgetBatchSampler(lengths, 4000, seed=1))
     assert int(lengths.sum()) > 0.95 * 4000 * len(batches)
@@ -63,7 +63,7 @@ def test_budgets_pad_little_and_are_filled() -> None:
 
 
 def test_larger_windows_are_filled_better() -> None:
-    """The one batch of a window that could be fuller counts less."""
+    """A window has one batch that could be fuller, which counts less in a larger window."""
     lengths = some_lengths(20_000)
     numbers = [len(TokenBudgetBatchSampler(lengths, 4000, seed=1, window=window)) for window in (100, 1000, 20_000)]
     assert numbers == sorted(numbers, reverse=True)
@@ -71,7 +71,7 @@ def test_larger_windows_are_filled_better() -> None:
 
 
 def test_samples_that_are_too_long() -> None:
-    """They are an error that names the first one, or left out and counted."""
+    """They raise an error that names the first of them, or are left out and counted."""
     lengths = [5, 9, 3, 12, 8]
     with pytest.raises(ValueError, match=r"sample 1 has length 9, which is more than max_tokens=8; 2 of 5 .* has 12"):
         TokenBudgetBatchSampler(lengths, 8, 0)
@@ -85,7 +85,7 @@ def test_samples_that_are_too_long() -> None:
 
 
 def test_budget_options_out_of_range() -> None:
-    """They are refused with the value."""
+    """Bad options are refused; the error has the value."""
     for name in ("max_tokens", "pad_to", "max_batch_size"):
         with pytest.raises(ValueError, match=f"{name} should be positive, but got {name}=0"):
             TokenBudgetBatchSampler([1], **{"max_tokens": 8, "seed": 0, name: 0})  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def test_budget_options_out_of_range() -> None:
 
 
 def test_default_window() -> None:
-    """About a hundred batches, by the mean length or the most samples."""
+    """The default window holds about a hundred batches, by the mean length or the largest batch size."""
     assert TokenBudgetBatchSampler([10] * 50, 80, 0).window == 800
     assert TokenBudgetBatchSampler([10] * 50, 80, 0, max_batch_size=3).window == 300
     assert len(TokenBudgetBatchSampler([1] * 50, 2**63, 0)) == 1

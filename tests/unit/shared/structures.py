@@ -1,4 +1,4 @@
-"""Structures in ordinary memory instead of a segment, and the values that tests of them are made of."""
+"""Structures in ordinary memory instead of a segment, and strategies for the values that the tests write."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Bytes:
 
 
 def plain(node: Node) -> Any:
-    """All of a node as plain Python."""
+    """The node's contents as plain lists, tuples and dicts."""
     if isinstance(node, DictNode):
         return {node.key(i): node.value(i) for i in range(node.count)}
     items = [node.item(i) for i in range(node.count)]
@@ -53,7 +53,7 @@ def plain(node: Node) -> Any:
 
 
 def built(value: Any, large: int = 4, shared: tuple[type, ...] = (), wrap: Any = plain) -> Any:
-    """The value's node, written and read back."""
+    """Write the value and return its node, opened for reading."""
     sink = Bytes()
     builder = Builder(sink, shared, large)
     offset = builder.build(value)
@@ -63,7 +63,7 @@ def built(value: Any, large: int = 4, shared: tuple[type, ...] = (), wrap: Any =
 
 
 class Opened(NamedTuple):
-    """What nested nodes become in tests that ask which ones are nodes."""
+    """Stands for a nested node in tests of which values become nodes."""
 
     node: Node
 

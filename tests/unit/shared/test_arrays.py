@@ -36,7 +36,7 @@ TENSORS = {
 
 @pytest.fixture
 def warn_always() -> Iterator[None]:
-    """torch warns each time instead of once a process."""
+    """torch warns each time instead of once per process."""
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     yield
@@ -60,21 +60,21 @@ def test_array_is_an_equal_read_only_array(name: str) -> None:
 
 @pytest.mark.usefixtures("warn_always")
 def test_what_comes_from_an_array_is_plain() -> None:
-    """Rows, slices and results are plain arrays and numpy scalars: collation and arithmetic take them as ever."""
+    """Rows, slices and results are plain arrays and numpy scalars, so collation and arithmetic accept them."""
     shared = share(ARRAYS["rows"])
     for each in (shared[0], shared[1:], shared[:, [1, 2]], shared + 1, np.sqrt(shared), shared.sum(0)):
         assert type(each) is np.ndarray
     assert type(shared[0, 0]) is np.float64
     assert type(shared.sum()) is np.float64
     assert np.shares_memory(shared[1:], shared)
-    with pytest.warns(UserWarning, match="not writable"):  # torch's word on any read-only array, once a process
+    with pytest.warns(UserWarning, match="not writable"):  # torch warns so of any read-only array, once per process
         assert default_collate([shared[0], shared[1]]).tolist() == ARRAYS["rows"][:2].tolist()
     assert [row.tolist() for row in shared] == ARRAYS["rows"].tolist()
     assert pickle.loads(pickle.dumps(shared.T)).tolist() == ARRAYS["rows"].T.tolist()
 
 
 def test_file_backed_array(tmp_path: Path) -> None:
-    """A numpy memmap is taken like any array."""
+    """A numpy memmap is accepted like any array."""
     value = np.memmap(tmp_path / "x", np.int32, "w+", shape=5)
     value[:] = range(5)
     assert share(value).tolist() == [0, 1, 2, 3, 4]
@@ -95,7 +95,7 @@ def test_tensor_is_an_equal_tensor(name: str) -> None:
 
 
 def test_what_comes_from_a_tensor_is_plain() -> None:
-    """Rows, slices and results are plain tensors; so torch's own datasets and collation take a shared one."""
+    """Rows, slices and results are plain tensors, so torch's own datasets and collation accept a shared tensor."""
     shared = share(TENSORS["rows"])
     for each in (shared[0], shared[1:], shared + 1, shared.sum(), shared.view(4, 3), torch.stack([shared, shared])):
         assert type(each) is torch.Tensor
@@ -105,7 +105,7 @@ def test_what_comes_from_a_tensor_is_plain() -> None:
 
 
 def test_original_is_independent() -> None:
-    """What is done to the original afterwards does not show, nor the other way round."""
+    """Later changes of the original do not show in the shared copy, nor the reverse."""
     array, tensor = np.zeros(3), torch.zeros(3)
     shared_array, shared_tensor = share(array), share(tensor)
     array[0] = tensor[0] = 1
@@ -117,7 +117,7 @@ def test_original_is_independent() -> None:
 
 @pytest.mark.parametrize("value", [np.arange(3), torch.arange(3)])
 def test_copies_are_itself(value: Any) -> None:
-    """`copy` and `deepcopy`, say of the dataset, copy no data."""
+    """`copy` and `deepcopy`, for example of the dataset, return the same object and copy no data."""
     shared = share(value)
     assert copy.copy(shared) is shared
     assert copy.deepcopy([shared])[0] is shared
@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    """Other arrays and tensors are refused with what to do."""
+    """Other arrays and tensors are refused; the error says why and what to do."""
     value, text = REFUSED[name]
     with pytest.raises(TypeError, match=rf"share\(\) takes .*{text}"):
         share(value)
@@ -143,7 +143,7 @@ def test_refused(name: str) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 @pytest.mark.parametrize("value", [np.arange(3), torch.arange(3)])
 def test_memory_goes_with_the_last_view(value: Any) -> None:
-    """A row keeps the memory, nothing else does."""
+    """A row keeps the memory mapped; after the row nothing does."""
 
     def segments() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:asyncloader")

@@ -29,20 +29,20 @@ from tests.unit.shared.structures import (
 
 
 def exact(value: Any) -> str:
-    """A text in which 1, 1.0 and True differ, lists and tuples too, and orders of keys."""
+    """A text that differs for 1, 1.0 and True, for lists and tuples, and for other orders of keys."""
     return repr(value)
 
 
 @pytest.mark.thorough
 @given(st.one_of(st.lists(STRUCTURES), st.dictionaries(KEYS, STRUCTURES)), st.integers(1, 6))
 def test_structure_comes_back(value: Any, large: int) -> None:
-    """Any nesting of lists, tuples and dicts is read as it was written, types and order of keys included."""
+    """Any nesting of lists, tuples and dicts is read as it was written, with its types and its order of keys."""
     assert exact(plain(built(value, large))) == exact(value)
 
 
 @given(st.one_of([st.lists(each) for each in (ANY_TEXT, st.binary(), st.integers(), st.floats(), st.booleans())]))
 def test_lists_of_one_type_come_back(value: list[Any]) -> None:
-    """The packed kinds keep every value, infinities, NaNs and huge integers too."""
+    """The packed kinds keep every value, including infinities, NaNs and huge integers."""
     assert exact(plain(built(value))) == exact(value)
 
 
@@ -64,7 +64,10 @@ def test_lists_of_one_type_come_back(value: list[Any]) -> None:
     ],
 )
 def test_bytes_an_item(value: list[Any], kind: str, most: int) -> None:
-    """A packed list takes its bytes and four of a table, numbers as few as their range needs; the rest is pickled."""
+    """A packed item takes its own bytes and four bytes of a table, a number as few as the range needs.
+
+    Lists of other items are pickled.
+    """
     sink = Bytes()
     Builder(sink).build(value)
     assert len(sink.data) <= most * len(value) + 200
@@ -72,13 +75,13 @@ def test_bytes_an_item(value: list[Any], kind: str, most: int) -> None:
 
 
 def test_chunks_of_mixed_text() -> None:
-    """Long lists are encoded in parts, ASCII or not, and no boundary shows."""
+    """Long lists are encoded in parts, ASCII or not, and the boundaries do not show."""
     value = [f"é{i}" if 20_000 < i < 40_000 else str(i) for i in range(60_000)]
     assert plain(built(value)) == value
 
 
 def test_numpys_str_is_text() -> None:
-    """A list made of a numpy array of str is packed like any other, and gives str."""
+    """A list made from a numpy array of str is packed like any other list of text, and gives plain str."""
     node = list_of(list(np.array(["a", "bc"])))
     assert node.kind == "str"
     assert [type(node.item(i)) for i in range(2)] == [str, str]
@@ -93,7 +96,7 @@ def test_kinds_of_dict(make: Any, count: int) -> None:
     assert plain(built(make(value))) == value
 
 
-# --------------------------------------------------------------------------------------------------- what is a node
+# ------------------------------------------------------------------------------------------- values that become nodes
 
 
 BIG = list(range(4))
@@ -108,26 +111,26 @@ BIG = list(range(4))
     ],
 )
 def test_what_leads_to_a_large_one_is_a_node(value: dict[str, Any], nodes: set[str]) -> None:
-    """Inside a small dict: what is large, and what is on the way to something large. A named tuple is a value."""
+    """In a small dict, large values and the containers on the way to them are nodes. A named tuple is a plain value."""
     node = dict_of(value, wrap=Opened)
     assert {node.key(i) for i in range(node.count) if isinstance(node.value(i), Opened)} == nodes
 
 
 def test_rows_are_plain() -> None:
-    """The items of a large list are looked at themselves, not inside: rows come out as they went in."""
+    """Items of a large list become nodes if they are large themselves; containers inside of them stay plain."""
     node = list_of([{"tokens": BIG}, [BIG], BIG, (1,), {1: 1, 2: 2, 3: 3, 4: 4}], wrap=Opened)
     assert [isinstance(node.item(i), Opened) for i in range(5)] == [False, False, True, False, True]
     assert node.item(0) == {"tokens": BIG}
 
 
 def test_one_list_in_two_places_is_written_once() -> None:
-    """The same object twice is one node."""
+    """An object that occurs twice is written as one node."""
     node = dict_of({"a": BIG, "b": BIG}, wrap=Opened)
     assert node.value(0).node.offset == node.value(1).node.offset
 
 
 def test_structure_in_itself_is_refused() -> None:
-    """Such a list has no end."""
+    """Such a list would be written without end."""
     around: list[Any] = [*BIG]
     around.append({"a": around})
     small: list[Any] = [BIG]
@@ -138,7 +141,7 @@ def test_structure_in_itself_is_refused() -> None:
 
 
 def test_failing_item_is_named() -> None:
-    """The error of an item that cannot be pickled says where it is, level by level."""
+    """The error of an item that cannot be pickled names the item at each level."""
     with pytest.raises((AttributeError, pickle.PicklingError, TypeError)) as caught:
         built({"rows": [1, 2, 3, 4, lambda: 0]})
     assert caught.value.__notes__ == ["while sharing item 4", "while sharing item 'rows'"]
@@ -165,7 +168,7 @@ ARRAYS = {
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_array_is_a_read_only_view(name: str) -> None:
-    """Arrays of any layout and dtype come back equal, unwritable, and (unless empty) in the segment's memory."""
+    """Arrays of any layout and dtype are read back equal, read-only, and (unless empty) in the segment's memory."""
     value = ARRAYS[name]
     node = list_of([{"x": value}, value])
     for found in (node.item(0)["x"], node.item(1)):
@@ -179,7 +182,7 @@ def test_array_is_a_read_only_view(name: str) -> None:
 
 
 def test_array_of_objects_is_pickled() -> None:
-    """Python objects in an array are pickled with it."""
+    """Python objects in an array are pickled together with it."""
     found = list_of([np.array(["a", None, 3], object)]).item(0)
     assert found.tolist() == ["a", None, 3]
 
@@ -199,7 +202,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensor_comes_back(name: str) -> None:
-    """Tensors of any layout and dtype come back equal, also inside of items."""
+    """Tensors of any layout and dtype are read back equal, also inside of items."""
     value = TENSORS[name]
     node = list_of([{"x": value}, value])
     for found in (node.item(0)["x"], node.item(1)):
@@ -209,7 +212,7 @@ def test_tensor_comes_back(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
 def test_tensors_of_other_layouts() -> None:
-    """Sparse and quantized tensors are taken apart and put together again."""
+    """Sparse and quantized tensors are written as their parts and rebuilt."""
     sparse = torch.eye(3).to_sparse()
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.5, 1, torch.qint8)
     node = list_of([sparse, quantized])
@@ -218,14 +221,14 @@ def test_tensors_of_other_layouts() -> None:
 
 
 def test_dense_tensor_is_a_view() -> None:
-    """A tensor's bytes are the segment's: what one reading writes, the next reads, in this process."""
+    """A tensor's bytes are the segment's: in this process a write to the tensor shows when it is read again."""
     node = list_of([torch.zeros(3)])
     node.item(0)[1] = 7
     assert node.item(0).tolist() == [0, 7, 0]
 
 
 def test_tensor_elsewhere_is_refused() -> None:
-    """A tensor of another device cannot be in this memory; the error tells what to do and where it was."""
+    """A tensor of another device cannot be in this memory; the error says what to do and where the tensor is."""
     with pytest.raises(TypeError, match=r"on meta: call cpu\(\)") as caught:
         built([1, torch.ones(2, device="meta")])
     assert caught.value.__notes__ == ["while sharing item 1"]
@@ -239,7 +242,7 @@ class Sample:
 
 
 def test_arrays_deep_in_an_object() -> None:
-    """Arrays and tensors are found wherever pickle finds them; the object around them is made anew each time."""
+    """Arrays and tensors are found wherever pickle finds them; the object around them is rebuilt at each reading."""
     node = list_of([Sample("a", np.arange(3), torch.arange(2))])
     one, two = node.item(0), node.item(0)
     assert one is not two
@@ -249,7 +252,7 @@ def test_arrays_deep_in_an_object() -> None:
 
 
 class Buffered:
-    """Pickles a buffer of its own out of band, as third-party array types do."""
+    """Pickles a buffer out of band, as third-party array types do."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -259,7 +262,7 @@ class Buffered:
 
 
 def test_foreign_buffers() -> None:
-    """Out-of-band buffers of other types are read-only views too, writable before or not."""
+    """Out-of-band buffers of other types are read-only views, too, whether they were writable or not."""
     for data in (b"hello", bytearray(b"hello")):
         found = list_of([Buffered(data)]).item(0).data
         assert bytes(found) == b"hello"
@@ -267,11 +270,11 @@ def test_foreign_buffers() -> None:
 
 
 class Token:
-    """Stands for something shared before."""
+    """Stands for an object that was shared before."""
 
 
 def test_what_is_shared_already_is_kept() -> None:
-    """Objects of the given types are not written: the very same objects come out, wherever they were."""
+    """Objects of the given types are not written: reading returns the identical objects, at any depth."""
     one, two = Token(), Token()
     node = dict_of({"a": one, "b": [one, (two, "x")], "c": {"d": [two]}}, shared=(Token,))
     assert node.value(0) is one

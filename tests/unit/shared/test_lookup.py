@@ -20,7 +20,7 @@ from tests.unit.shared.structures import KEYS, Point, built, dict_of
 
 @given(st.dictionaries(KEYS, st.integers(), min_size=4), st.lists(KEYS))
 def test_lookup_finds_what_a_dict_finds(value: dict[Any, int], others: list[Any]) -> None:
-    """With and without a hash table: each key is found at its place, every other one is not there."""
+    """With and without a hash table each key is found at its place, and other keys are not found."""
     for large in (1, 1000):
         node = dict_of(value, large=large)
         for place, key in enumerate(value):
@@ -53,14 +53,14 @@ EQUAL = [
 
 @pytest.mark.parametrize(("one", "other"), EQUAL)
 def test_equal_keys_hash_alike(one: Any, other: Any) -> None:
-    """A key may be looked up by any equal one, as in a dict."""
+    """A key may be looked up by any equal key, as in a dict."""
     assert stable_hash(one) == stable_hash(other)
     assert dict_of({one: 1}, large=1).find(other) == (0 if one == other else -1)
 
 
 @pytest.mark.thorough
 def test_hash_is_the_same_in_every_process() -> None:
-    """Another process, whose hash of str is another, computes the same hashes."""
+    """Processes with different hash seeds compute the same hashes, though their own hashes of str differ."""
     keys = ["a", "é", b"a", 1, -7, 2.5, None, ("a", (1, None)), 1 << 80, math.inf]
     program = "from math import inf\nfrom asyncloader.shared.layout import stable_hash as h\n"
     program += f"print([h(k) for k in {keys!r}])\nprint(hash('a'))"
@@ -84,7 +84,7 @@ class Color(Enum):
 
 @pytest.mark.parametrize("key", [Color.RED, frozenset({1}), object, (1, Color.RED)])
 def test_keys_without_a_stable_hash(key: Any) -> None:
-    """A small dict takes any key; a large one refuses, naming it. Asking for one is no error."""
+    """A small dict takes any key; a large dict refuses such a key and names it. Looking it up is no error."""
     assert dict_of({key: 1, "a": 2}).find(key) == 0
     with pytest.raises(UnstableKeyError):
         stable_hash(key)
@@ -96,7 +96,7 @@ def test_keys_without_a_stable_hash(key: Any) -> None:
 @pytest.mark.parametrize("count", [2, 9])
 @pytest.mark.parametrize("key", [[], {}, (1, [])])
 def test_unhashable_key(count: int, key: Any) -> None:
-    """A key that no dict could have is an error, as in a dict."""
+    """Looking up a key that no dict could have is an error, as in a dict."""
     with pytest.raises(TypeError, match="unhashable"):
         dict_of({str(i): i for i in range(count)}).find(key)
 
@@ -112,10 +112,10 @@ NAMED: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_buckets_are_even(name: str) -> None:
-    """Keys as they occur, numbered or in steps, spread: no bucket of the table has more than a few."""
+    """Keys as they occur in practice, numbered or in steps, are spread: no bucket has more than 12."""
     keys = NAMED[name]
     bits = (len(keys) - 1).bit_length()
     sizes = np.bincount([bucket_of(stable_hash(key), 64 - bits) for key in keys], minlength=1 << bits)
     assert sizes.max() <= 12
-    # A key is found after 1 + (keys before it in its bucket) / 2 comparisons: at random, 1 + 0.76 / 2.
+    # A lookup needs 1 + (keys before it in its bucket) / 2 comparisons: 1 + 0.76 / 2 if keys are spread at random.
     assert (sizes * (sizes + 1) / 2).sum() / len(keys) < 1.6

@@ -30,7 +30,7 @@ def written(*parts: Any) -> SharedSegment:
 
 
 def test_bytes_are_appended_in_order_and_aligned() -> None:
-    """Each write gives its offset, a multiple of what was asked for; small and large ones come out as they went in."""
+    """Each write returns its offset, a multiple of the alignment; small and large writes are read back unchanged."""
     random = np.random.default_rng(1)
     writer = SegmentWriter("a test")
     wanted: list[tuple[int, bytes]] = []
@@ -48,7 +48,7 @@ def test_bytes_are_appended_in_order_and_aligned() -> None:
 
 
 def test_short_writes_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel takes a part only (it takes 2 GiB at most), the rest follows."""
+    """If the kernel writes only a part (2 GiB at most), the rest is written by further calls."""
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:100_001], offset))
     data = np.random.default_rng(1).bytes(3_000_000)
@@ -56,7 +56,7 @@ def test_short_writes_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_any_contiguous_buffer_is_taken() -> None:
-    """Arrays of any dtype, views of bytearrays, empty arrays; what is written is what they held then."""
+    """Arrays of any dtype, views of bytearrays and empty arrays are written with the contents of that moment."""
     buffer = bytearray(b"hello")
     numbers = np.arange(3, dtype=np.uint32)
     writer = SegmentWriter("a test")
@@ -70,7 +70,7 @@ def test_any_contiguous_buffer_is_taken() -> None:
 
 
 def test_no_page_more_than_needed() -> None:
-    """What was reserved ahead is given back in the end, and all that is left was reserved."""
+    """Space reserved ahead is given back at the end, and every page that is left is allocated."""
     segment = written(b"x" * 4_999_000, b"x" * 1000)
     pages = -(-segment.nbytes // 4096) * 4096
     assert os.fstat(segment._fd).st_size == segment.nbytes == 5_000_000
@@ -78,19 +78,19 @@ def test_no_page_more_than_needed() -> None:
 
 
 def test_empty_segment() -> None:
-    """A segment of nothing has one byte: nothing cannot be mapped."""
+    """A segment of no bytes gets one byte: an empty file cannot be mapped."""
     assert written().nbytes == 1
 
 
 def test_write_is_private() -> None:
-    """Writing through one mapping is seen by no other one, and not by the segment."""
+    """A write through a mapping is not seen by other mappings or in the segment."""
     segment = written(b"hello")
     segment.memory[:5] = b"HELLO"
     assert os.pread(segment._fd, 5, 0) == b"hello"
 
 
 def test_abandoned_writer_leaves_nothing() -> None:
-    """Closing an unfinished writer closes its descriptor (the leak check looks); a finished one keeps its segment."""
+    """Closing an unfinished writer closes its descriptor (the leak check verifies that); a finished segment stays."""
     writer = SegmentWriter("a test")
     writer.write(b"x" * 3_000_000)
     writer.close()
@@ -126,7 +126,7 @@ def test_memory_goes_with_the_last_view() -> None:
 
 
 def test_file_without_a_name_where_memfd_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a system without memfd_create a segment is made all the same: it can grow, and has no name."""
+    """Where memfd_create is missing a segment is a file without a name that can grow."""
     monkeypatch.delattr(os, "memfd_create")
     segment = written(b"x" * 3_000_000, b"end")
     assert segment.memory[-3:] == b"end"
@@ -149,7 +149,7 @@ def run_limited(program: str) -> None:
 @pytest.mark.thorough
 @linux
 def test_shortage_is_an_error_and_leaves_nothing() -> None:
-    """Without room for the next part: an error with sizes and purpose, no signal, and no descriptor afterwards."""
+    """If the next part does not fit, an error has the sizes and the purpose; no signal, no descriptor is left open."""
     run_limited(
         """
         import os, resource
@@ -174,7 +174,7 @@ def test_shortage_is_an_error_and_leaves_nothing() -> None:
 @pytest.mark.thorough
 @linux
 def test_no_address_space_is_an_error() -> None:
-    """A segment that cannot be mapped is an error with its size, and is not left behind."""
+    """A segment that cannot be mapped is an error with its size, and its descriptor is closed."""
     run_limited(
         """
         import os, re, resource
@@ -197,7 +197,7 @@ def test_no_address_space_is_an_error() -> None:
 
 @linux
 def test_control_groups_limit_is_checked_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the control group can never hold is refused before it is allocated, where the kernel would kill."""
+    """A write that the control group can never hold is refused before it is allocated: the kernel would kill."""
     (tmp_path / "memory.max").write_text("3000000")
     (tmp_path / "memory.current").write_text("0")
     monkeypatch.setattr("asyncloader.workers.memory.segment._CGROUP_ROOT", tmp_path)
@@ -213,7 +213,7 @@ def test_control_groups_limit_is_checked_first(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.thorough
 @linux
 def test_peak_of_building() -> None:
-    """Beside the data and the segment nothing of the data's size is needed: not for text, rows, arrays or bytes."""
+    """Beside the data and the segment, sharing text, rows, arrays or bytes needs no memory of the data's size."""
     run_limited(
         """
         import re
@@ -245,7 +245,7 @@ def test_peak_of_building() -> None:
 
 
 def test_pickles_for_a_process_being_started_only() -> None:
-    """Elsewhere a descriptor means nothing."""
+    """In other pickles a descriptor would mean nothing."""
     assert not is_spawning()
     with pytest.raises(TypeError, match="only to a process that is being started"):
         pickle.dumps(written(b"hello"))
@@ -261,7 +261,7 @@ def child_reads(number: int, segment: SharedSegment, inode: int) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_children_map_the_same_pages(method: str) -> None:
-    """Children of any kind read the very segment, privately: what they write stays theirs."""
+    """Children of any start method map the same file privately: their writes are not seen here."""
     segment = written(b"hello" + bytes(10_000))
     inode = os.fstat(segment._fd).st_ino
     assert run_children(multiprocessing.get_context(method), child_reads, segment, inode, count=2) == [0, 0]

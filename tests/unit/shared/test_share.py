@@ -36,7 +36,7 @@ SLICES = st.builds(slice, *[st.none() | st.integers(-8, 8)] * 2, st.none() | st.
 
 @pytest.mark.parametrize("name", LISTS)
 def test_list_reads_like_its_original(name: str) -> None:
-    """Length, items from both ends, iteration both ways, membership, counting and searching are the list's."""
+    """Length, items from both ends, iteration both ways, membership, counting and searching are those of the list."""
     value = LISTS[name]
     shared = share(value)
     assert isinstance(shared, SharedList)
@@ -56,7 +56,7 @@ def test_list_reads_like_its_original(name: str) -> None:
 
 @given(st.sampled_from(sorted(LISTS)), st.lists(SLICES, max_size=3))
 def test_slices_are_views(name: str, slices: list[slice]) -> None:
-    """Slices, and slices of slices, are what slices of the list are; they are shared too and copy nothing."""
+    """Slices, and slices of slices, equal the list's slices; they are SharedLists too."""
     value, shared = LISTS[name], share(LISTS[name])
     for each in slices:
         value, shared = value[each], shared[each]
@@ -68,7 +68,7 @@ def test_slices_are_views(name: str, slices: list[slice]) -> None:
 
 @pytest.mark.parametrize("index", [np.int64(1), torch.tensor(1), True])
 def test_index_of_other_types(index: Any) -> None:
-    """Whatever may index a list may index this."""
+    """Every object that may index a list may index a SharedList."""
     assert share(WORDS)[index] == "bc"
 
 
@@ -80,7 +80,7 @@ def test_index_out_of_range(index: int) -> None:
 
 
 def test_index_of_no_kind() -> None:
-    """Other things are no indices."""
+    """Other types are refused as indices."""
     shared: Any = share(WORDS)
     for index in ("1", 1.0, None):
         with pytest.raises(TypeError, match=f"integers or slices, not {type(index).__name__}"):
@@ -88,7 +88,7 @@ def test_index_of_no_kind() -> None:
 
 
 def test_equality_is_the_lists() -> None:
-    """It equals an equal list, or the tuple if it was made of one, and what else was shared from it."""
+    """A SharedList equals an equal list, or an equal tuple if it was made from a tuple, and other shares of those."""
     shared: Any = share(WORDS)
     assert shared == WORDS
     assert shared == WORDS
@@ -103,7 +103,7 @@ def test_equality_is_the_lists() -> None:
 
 
 def test_equality_with_arrays_inside() -> None:
-    """Arrays and tensors are equal as a whole, of one dtype; torch's and numpy's are not each other's."""
+    """Arrays and tensors are compared as a whole, with their dtype; a tensor does not equal an array."""
     value = [np.arange(3), torch.arange(3)]
     assert share(value) == value
     assert share(value) != [np.arange(3.0), torch.arange(3)]
@@ -113,7 +113,7 @@ def test_equality_with_arrays_inside() -> None:
 
 
 def test_array_of_numbers() -> None:
-    """numpy gets the numbers without a copy, of slices too, read-only; other lists as it makes them of a list."""
+    """numpy gets the numbers, also of slices, without a copy and read-only; other lists are converted as lists are."""
     shared = share([1, 2, 3, 4])
     view = np.asarray(shared)
     assert np.shares_memory(view, np.asarray(shared[1:]))
@@ -143,7 +143,7 @@ DICTS: dict[str, dict[Any, Any]] = {
 
 @pytest.mark.parametrize("name", DICTS)
 def test_dict_reads_like_its_original(name: str) -> None:
-    """Length, look-up, order, views and membership are the dict's, with few keys and with many."""
+    """Length, look-up, order, views and membership are those of the dict, with few keys and with many."""
     value = DICTS[name]
     shared = share(value)
     assert isinstance(shared, SharedDict)
@@ -168,7 +168,7 @@ def test_dict_reads_like_its_original(name: str) -> None:
 
 @pytest.mark.parametrize("name", DICTS)
 def test_missing_key(name: str) -> None:
-    """A KeyError with the key; `get` and `in` say no."""
+    """`[]` raises a KeyError with the key; `get` returns its default and `in` is False."""
     shared = share(DICTS[name])
     assert "nowhere" not in shared
     assert shared.get("nowhere", 5) == 5
@@ -177,7 +177,7 @@ def test_missing_key(name: str) -> None:
 
 
 def test_dicts_differ() -> None:
-    """A value, a key or the size makes a difference, the order does not."""
+    """Dicts differ by a value, a key or the size, but not by the order."""
     shared: Any = share({"a": 1, "b": np.arange(3)})
     assert shared == {"b": np.arange(3), "a": 1}
     for other in ({"a": 1}, {"a": 1, "c": 2}, {"a": 2, "b": np.arange(3)}, {"a": 1, "b": np.arange(4)}, [1]):
@@ -198,7 +198,7 @@ def everything() -> dict[str, Any]:
 
 
 def test_what_is_shared_inside() -> None:
-    """Large lists and dicts, and what leads to them, are shared in the one segment; rows and small ones are plain."""
+    """Large lists and dicts, and containers around them, are shared in one segment; rows and small values are plain."""
     shared: Any = share(everything())
     assert isinstance(shared["train"], SharedDict)
     assert isinstance(shared["train"]["paths"], SharedList)
@@ -224,7 +224,7 @@ def plain_types(value: Any) -> bool:
 
 @pytest.mark.thorough
 def test_plain_copies_are_plain_all_through() -> None:
-    """`todict()` and `tolist()` have no shared list or dict in them; tuples are tuples again."""
+    """The results of `todict()` and `tolist()` contain no shared list or dict; tuples are tuples again."""
     shared: Any = share(everything())
     copied = shared.todict()
     assert plain_types(copied)
@@ -235,7 +235,7 @@ def test_plain_copies_are_plain_all_through() -> None:
 
 @pytest.mark.parametrize("value", [WORDS, {"a": 1}, tuple(WORDS), {"train": [LARGE]}])
 def test_pickles_by_value(value: Any) -> None:
-    """pickle and torch.save take the contents along, as the plain list, tuple or dict."""
+    """pickle and torch.save store the contents, as the plain list, tuple or dict."""
     shared = share(value)
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         found = pickle.loads(pickle.dumps(shared, protocol))
@@ -249,13 +249,13 @@ def test_pickles_by_value(value: Any) -> None:
 
 
 def test_slice_pickles_by_value() -> None:
-    """Of a slice, only the slice."""
+    """The pickle of a slice has only the items of the slice."""
     assert pickle.loads(pickle.dumps(share(LARGE)[5:7])) == [5, 6]
 
 
 @pytest.mark.parametrize("value", [WORDS, {"a": 1}])
 def test_copies_are_itself(value: Any) -> None:
-    """Nothing can change it, so a copy need not be another one."""
+    """A shared value cannot change, so a copy is the same object."""
     shared = share(value)
     assert copy.copy(shared) is shared
     assert copy.deepcopy({"x": shared})["x"] is shared
@@ -263,7 +263,7 @@ def test_copies_are_itself(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [WORDS, {"a": 1}])
 def test_cannot_be_changed(value: Any) -> None:
-    """Setting and deleting are errors that say what to do; nothing that changes a list or dict is there."""
+    """Setting and deleting are errors that say what to do; other methods that change a list or dict do not exist."""
     shared: Any = share(value)
     for name, arguments in (("__setitem__", (0, 1)), ("__delitem__", (0,))):
         with pytest.raises(
@@ -279,7 +279,7 @@ def test_cannot_be_changed(value: Any) -> None:
 
 
 def test_abstract_types() -> None:
-    """They are what code that asks for abstract types looks for."""
+    """Shared lists and dicts are recognised by code that checks for abstract types."""
     assert isinstance(share([1]), Sequence)
     assert isinstance(share({}), Mapping)
 
@@ -293,7 +293,7 @@ def test_short_texts() -> None:
 
 @pytest.mark.parametrize("kind", [SharedList, SharedDict])
 def test_made_by_share_only(kind: Any) -> None:
-    """The classes cannot be called."""
+    """Calling the classes is a TypeError."""
     for arguments in ((), ([1],)):
         with pytest.raises(TypeError, match=r"made by share\("):
             kind(*arguments)
@@ -318,7 +318,7 @@ def test_made_by_share_only(kind: Any) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_unsupported_input(value: Any) -> None:
-    """Anything else is refused by its type, with what is supported."""
+    """Any other type is refused; the error names it and the supported types."""
     with pytest.raises(
         TypeError, match=rf"takes a list, tuple, dict, numpy array or torch tensor, not {type(value).__name__}"
     ):
@@ -326,7 +326,7 @@ def test_unsupported_input(value: Any) -> None:
 
 
 def test_shared_objects_are_taken_over() -> None:
-    """What is shared already stays in its own segment, wherever it is put, and travels along."""
+    """Objects that are shared already stay in their own segments, wherever they are put."""
     words, table, array, tensor = share(WORDS), share({"a": 1}), share(np.arange(3)), share(torch.arange(3))
     assert share(words) is words
     assert share(array) is array
@@ -342,6 +342,6 @@ def test_shared_objects_are_taken_over() -> None:
 
 
 def test_default_collate_takes_shared_samples() -> None:
-    """As samples they are a sequence and a mapping like any other."""
+    """Shared samples are collated like any sequence or mapping."""
     assert default_collate([share([1, 2]), share([3, 4])])[0].tolist() == [1, 3]
     assert default_collate([share({"a": 1}), share({"a": 3})])["a"].tolist() == [1, 3]

@@ -18,7 +18,7 @@ LARGE = list(range(2000))
 
 @pytest.mark.thorough
 def test_reading_from_many_threads() -> None:
-    """Threads that read everything at once all read the same."""
+    """Threads that read the same items at once all read the right values."""
     shared: Any = share({"words": [f"é{i}" for i in range(2000)], "ids": {f"{i}": [i] for i in range(2000)}})
     start, wrong = threading.Barrier(8), list[Any]()
 
@@ -43,7 +43,7 @@ def segments() -> int:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 def test_memory_goes_with_the_last_view() -> None:
-    """No cycle keeps it: the segment is gone when the object, the parts and the arrays taken from it are gone."""
+    """No reference cycle keeps the segment: it is unmapped with the last of the object, its parts and their arrays."""
     gc.collect()
     gc.disable()
     try:
@@ -62,7 +62,7 @@ def test_memory_goes_with_the_last_view() -> None:
 
 
 def test_nothing_of_the_original_is_kept() -> None:
-    """The original, its last array, and what was shared inside, are free at once: the builder leaves no cycle."""
+    """The builder leaves no cycle: the original and its arrays are freed at once, shared parts with the new object."""
     gc.collect()
     gc.disable()
     try:

@@ -14,7 +14,7 @@ from asyncloader.state.epoch_counter import EpochClock
 
 
 class Told:
-    """A dataset, or a sampler without a number to be read, that hears of epochs."""
+    """A dataset, or a sampler without a readable epoch number, that records the calls of `set_epoch`."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -33,7 +33,7 @@ def clock(*samplers: Any, dataset: Any = (), seeded: bool = True) -> EpochClock:
 
 @pytest.mark.parametrize("seeded", [False, True])
 def test_epochs_count_from_zero(seeded: bool) -> None:
-    """Each completed epoch is followed by the next; an abandoned one by itself."""
+    """A completed epoch is followed by the next number; an abandoned epoch is repeated."""
     c = clock(None, SequentialSampler(range(3)), seeded=seeded)
     assert c.value == 0
     c.begin()
@@ -45,7 +45,7 @@ def test_epochs_count_from_zero(seeded: bool) -> None:
 
 @pytest.mark.parametrize("make", [distributed, lambda: SeededSampler(range(8), 1)])
 def test_the_number_lives_in_the_sampler(make: Any) -> None:
-    """Setting it at the sampler or at the loader is the same thing."""
+    """Setting the sampler's epoch and setting the loader's epoch have equal effects."""
     sampler = make()
     c = clock(sampler)
     sampler.set_epoch(5)
@@ -57,7 +57,7 @@ def test_the_number_lives_in_the_sampler(make: Any) -> None:
 
 
 def test_all_that_hear_of_epochs_are_told() -> None:
-    """Samplers, batch samplers and the dataset; at each beginning in seeded mode."""
+    """`set_epoch` is called on samplers, batch samplers and the dataset; in seeded mode also when an epoch begins."""
     sampler, batch_sampler, dataset = Told(), Told(), Told()
     c = clock(sampler, batch_sampler, dataset=dataset)
     c.set(3)
@@ -67,7 +67,7 @@ def test_all_that_hear_of_epochs_are_told() -> None:
 
 
 def test_a_sampler_that_was_set_by_hand_carries_the_others_along() -> None:
-    """In seeded mode all parts of an iterator are in one epoch, that of the sampler."""
+    """In seeded mode all parts of a loader are in the same epoch: that of the sampler."""
     sampler, dataset = SeededSampler(range(3), 1), Told()
     c = clock(sampler, Told(), dataset=dataset)
     sampler.set_epoch(9)
@@ -76,7 +76,7 @@ def test_a_sampler_that_was_set_by_hand_carries_the_others_along() -> None:
 
 
 def test_torch_mode_leaves_samplers_and_datasets_to_the_user() -> None:
-    """Beginnings and endings set nothing there; only the user does."""
+    """The begin and the end of an epoch call no `set_epoch`; only the user's own `set` does."""
     sampler, dataset = distributed(), Told()
     c = clock(sampler, dataset=dataset, seeded=False)
     c.begin()
@@ -87,7 +87,7 @@ def test_torch_mode_leaves_samplers_and_datasets_to_the_user() -> None:
 
 
 def test_completion_counts_once() -> None:
-    """An epoch's end that is told twice is one end."""
+    """An epoch that is reported as completed twice counts once."""
     c = clock()
     c.completed(0)
     c.completed(0)
@@ -95,7 +95,7 @@ def test_completion_counts_once() -> None:
 
 
 def test_what_was_set_meanwhile_stays() -> None:
-    """The end of an older epoch does not override what the user set since."""
+    """The end of an older epoch does not override an epoch that the user has set since it began."""
     for other in (0, 7):
         c = clock(SeededSampler(range(3), 1))
         c.set(3)
@@ -106,7 +106,7 @@ def test_what_was_set_meanwhile_stays() -> None:
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_state_sets_the_epoch(finished: bool) -> None:
-    """In seeded mode all parts are told of the state's epoch, or of the next one if that was over."""
+    """In seeded mode all parts are set to the state's epoch, or to the next epoch if the state's is finished."""
     sampler, dataset = SeededSampler(range(3), 1), Told()
     c = clock(sampler, dataset=dataset)
     c.restore(4, finished=finished)
@@ -115,7 +115,7 @@ def test_a_state_sets_the_epoch(finished: bool) -> None:
 
 @pytest.mark.parametrize("seeded", [True, False])
 def test_a_state_that_is_refused_is_taken_back(seeded: bool) -> None:
-    """The epochs are what they were before, and iterators that began before have their say."""
+    """All epochs are as before, and so is the count of loaded states: iterators from before may advance the epoch."""
     sampler, dataset = SeededSampler(range(3), 1) if seeded else distributed(), Told()
     c = clock(sampler, dataset=dataset, seeded=seeded)
     c.set(2)
@@ -131,7 +131,7 @@ def test_a_state_that_is_refused_is_taken_back(seeded: bool) -> None:
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_state_in_torch_mode_touches_a_sampler_only_if_it_must(finished: bool) -> None:
-    """A sampler that is in the state's epoch is left alone, another is set to that; the one after is the user's."""
+    """A sampler is set to the state's epoch unless it is in it already; to set the next epoch is up to the user."""
     sampler, dataset, silent = distributed(), Told(), Told()
     c = clock(sampler, silent, dataset=dataset, seeded=False)
     sampler.set_epoch(2)
@@ -162,7 +162,7 @@ def test_epochs_are_not_negative() -> None:
 
 
 def test_an_epoch_that_a_sampler_refuses_is_not_set() -> None:
-    """If a part cannot be in that epoch, the loader is not in it either."""
+    """If a sampler or the dataset refuses an epoch, the loader's own epoch does not change either."""
     c = clock(SeededSampler(range(3), 1))
     bare = clock(Refusing())
     for one in (c, bare):
@@ -177,7 +177,7 @@ class Refusing:
 
 
 def test_parts_without_epochs_are_left_out() -> None:
-    """A `set_epoch` that is no method, or an `epoch` that is no number, is somebody else's."""
+    """A `set_epoch` that is no method is not called, and an `epoch` that is no number is not read."""
 
     class Odd:
         set_epoch = None
@@ -194,7 +194,7 @@ def test_parts_without_epochs_are_left_out() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["set", "done", "stale", "begin"]), st.integers(0, 5)), max_size=12))
 def test_clock_by_its_rules(moves: list[tuple[str, int]]) -> None:
-    """Whatever happens in whatever order, the value is the last one set, plus the ends of that very epoch."""
+    """After any moves in any order, the value is the last epoch set plus the number of its completions since."""
     sampler, dataset = SeededSampler(range(3), 1), Told()
     clocks = [clock(sampler, dataset=dataset), clock(dataset=dataset), clock(seeded=False)]
     value = 0

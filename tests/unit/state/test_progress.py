@@ -23,7 +23,7 @@ def made(resumed: dict[str, Any] | None = None) -> Progress:
 
 
 def position(done: set[int]) -> tuple[int, list[int]]:
-    """The first step that is not done, and those beyond it that are."""
+    """The first step that is not done, and the done steps beyond it."""
     step = next(each for each in range(len(done) + 1) if each not in done)
     return step, sorted(each for each in done if each > step)
 
@@ -35,7 +35,10 @@ def position_in(state: dict[str, Any]) -> tuple[int, list[int]]:
 @given(st.permutations(range(12)), st.sets(st.integers(0, 11)), st.integers(0, 12))
 @settings(max_examples=scaled(300), deadline=None)
 def test_any_order(order: list[int], failing: set[int], resumed_after: int) -> None:
-    """A step that failed counts with the next batch or error; before the last delivery, the position is that before."""
+    """A failed step counts as done with the next batch or error.
+
+    The state before the last delivery has the position before that delivery.
+    """
     begun = set(order[:resumed_after])
     step, beyond = position(begun)
     progress = made({"step": step, "beyond": beyond, "sampler": None})
@@ -61,7 +64,7 @@ def test_any_order(order: list[int], failing: set[int], resumed_after: int) -> N
 
 
 def test_a_straggler_costs_nothing() -> None:
-    """The steps after it are kept in one set, which no delivery copies, however many there are."""
+    """The steps after a straggler are kept in one set that no delivery copies, however many steps it holds."""
     progress = made()
     beyond = progress._beyond
     for step in range(1, 1000):

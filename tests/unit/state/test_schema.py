@@ -1,5 +1,6 @@
-"""States from outside are accepted if complete, of this layout and of a loader like this one; else refused with a
-reason.
+"""States from outside are accepted if they are complete, in this layout and of an equal loader; others are refused.
+
+The error says why.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def without(name: str) -> dict[str, Any]:
 
 
 def test_a_valid_state_passes_as_a_copy() -> None:
-    """The checked state is equal and shares nothing with what was given."""
+    """The checked state is equal to the given state and shares no object with it."""
     given_state = state()
     checked = check_state(given_state)
     assert checked == {**given_state, "cut": False}
@@ -104,14 +105,14 @@ def test_a_valid_state_passes_as_a_copy() -> None:
     ids=["json", "pickle", "tuples"],
 )
 def test_a_state_survives_its_storage(through: Callable[[Any], Any]) -> None:
-    """JSON, pickle, and savers that turn lists into tuples."""
+    """States survive JSON, pickle, and savers that turn lists into tuples."""
     checked = check_state(through(state()))
     assert list(checked["beyond"]) == [7, 9]
     assert list(checked["workers"]["given"]) == [3, 2]
 
 
 def test_keys_of_others_are_left_out() -> None:
-    """Frameworks add keys to states: they are ignored at every level, and gone from the copy."""
+    """Frameworks add keys to states: these are ignored at every level and left out of the copy."""
     extra = {"extra": 1}
     given_state = state(workers=workers(cursors=[cursor(**extra), None], **extra), **extra)
     checked = check_state(given_state)
@@ -120,7 +121,7 @@ def test_keys_of_others_are_left_out() -> None:
 
 
 def test_accelerates_way_to_say_that_an_epoch_is_over() -> None:
-    """``_iterator_finished`` means finished; False or anything else changes nothing."""
+    """``_iterator_finished=True`` means that the epoch is over; False or any other value changes nothing."""
     checked = check_state(state(_iterator_finished=True))
     assert (checked["finished"], checked["cut"]) == (True, True)
     for value in (False, None, "yes"):
@@ -132,13 +133,13 @@ def test_accelerates_way_to_say_that_an_epoch_is_over() -> None:
 
 @pytest.mark.parametrize("given_state", [None, 3, "state", [1], b"", state().items()])
 def test_what_is_no_dictionary_is_no_state(given_state: Any) -> None:
-    """The error names the type that came."""
+    """The error names the type of the given object."""
     with pytest.raises(StateError, match=f"is a dictionary, but got {type(given_state).__name__}"):
         check_state(given_state)
 
 
 def test_other_loaders_states_are_told_apart() -> None:
-    """A dictionary without a version is not ours; torchdata's is recognised."""
+    """A dictionary without a version is not asyncloader's; torchdata's states are recognised."""
     with pytest.raises(StateError, match=r"not a state of asyncloader: it has no 'version'; give what"):
         check_state({"epoch": 1})
     for name in ("_snapshot", "_num_yielded"):
@@ -154,21 +155,21 @@ def test_version_is_a_positive_integer(version: Any) -> None:
 
 
 def test_newer_states_name_both_versions() -> None:
-    """A state of the future says which version it is, and which one can be read."""
+    """The error for a state of a newer version names that version and the version that can be read."""
     with pytest.raises(StateError, match=f"version {VERSION + 1}, but .* reads version {VERSION};"):
         check_state(state(version=VERSION + 1, mode=None))
 
 
 @pytest.mark.parametrize("name", [name for name in state() if name not in ("version", "world_size")])
 def test_a_truncated_state_names_what_is_missing(name: str) -> None:
-    """Every key is needed but the number of ranks, which states of earlier versions do not have."""
+    """Every key is needed except the number of ranks, which states of earlier versions do not have."""
     with pytest.raises(StateError, match=f"incomplete: '{name}' missing"):
         check_state(without(name))
 
 
 @pytest.mark.parametrize("name", ["at", "ended", "sampler", "iterator"])
 def test_a_truncated_sampler_state(name: str) -> None:
-    """Each of its parts is needed, too."""
+    """Each key of the sampler's state is needed, too."""
     part = {key: value for key, value in state()["sampler"].items() if key != name}
     with pytest.raises(StateError, match=f"'sampler' is incomplete: '{name}' missing"):
         check_state(state(sampler=part))
@@ -176,7 +177,7 @@ def test_a_truncated_sampler_state(name: str) -> None:
 
 @pytest.mark.parametrize("name", workers())
 def test_a_truncated_workers_part(name: str) -> None:
-    """Each of its parts is needed, too."""
+    """Each key of the workers' part is needed, too."""
     part = {key: value for key, value in workers().items() if key != name}
     with pytest.raises(StateError, match=f"'workers' is incomplete: '{name}' missing"):
         check_state(state(workers=part))
@@ -184,7 +185,7 @@ def test_a_truncated_workers_part(name: str) -> None:
 
 @pytest.mark.parametrize("name", cursor())
 def test_a_truncated_cursor(name: str) -> None:
-    """Each of its parts is needed, too."""
+    """Each key of a cursor is needed, too."""
     part = {key: value for key, value in cursor().items() if key != name}
     with pytest.raises(StateError, match=f"a cursor of the state is incomplete: '{name}' missing"):
         check_state(state(workers=workers(cursors=[part, None])))
@@ -230,14 +231,14 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_state_names_what_is_wrong(what: str) -> None:
-    """Values that cannot be are refused, with their names and what they are."""
+    """Impossible values are refused; the error has the name and the value."""
     given_state, words = BROKEN[what]
     with pytest.raises(StateError, match=words):
         check_state(given_state)
 
 
 def test_state_errors_are_value_errors() -> None:
-    """Both the loader's own errors and ValueError catch them."""
+    """`StateError` can be caught as the loader's own error and as a ValueError."""
     assert issubclass(StateError, LoaderError)
     assert issubclass(StateError, ValueError)
 
@@ -270,7 +271,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def mutated(data: st.DataObject, value: Any) -> Any:
-    """The state with a value replaced, left out or put in, somewhere."""
+    """The state with a value replaced, left out or inserted at a random place."""
     path = data.draw(st.sampled_from(paths(value)))
     if not path:
         return data.draw(junk)
@@ -291,7 +292,7 @@ def mutated(data: st.DataObject, value: Any) -> Any:
 
 @given(st.data())
 def test_mutations_are_refused_or_valid(data: st.DataObject) -> None:
-    """However a state was damaged: it is a StateError, or a state from which a loader can be positioned."""
+    """A damaged state raises StateError, or else a loader can be positioned from it."""
     given_state: Any = state(workers=workers(given=[3, 0]))
     for _ in range(data.draw(st.integers(1, 3))):
         if isinstance(given_state, dict):
@@ -319,13 +320,13 @@ def test_mutations_are_refused_or_valid(data: st.DataObject) -> None:
 
 
 def test_a_state_of_the_same_loader_is_accepted() -> None:
-    """What must agree agrees; epochs and positions may be any."""
+    """The expected keys must agree; epochs and positions may be any."""
     compare(state(), {name: state()[name] for name in EXPECTED}, 4)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_mismatch_names_both_values(name: str) -> None:
-    """Another length, seed, order and so on: what was saved, and what is here."""
+    """If the length, seed, order or another expected value differs, the error has the saved and the present value."""
     here = {**state(), name: "other" if isinstance(state()[name], str) else 9}
     with pytest.raises(
         StateError, match=f"saved with {name}={state()[name]!r}, but this loader has {name}={here[name]!r}"
@@ -334,7 +335,10 @@ def test_a_mismatch_names_both_values(name: str) -> None:
 
 
 def test_a_global_batch_that_differs_says_what_to_do() -> None:
-    """With ranks, the global batch, how the run shared it, and the batch_size that gives it here, if there is one."""
+    """With ranks, the error has the global batch, how the saved run divided it, and the batch_size that gives it here.
+
+    If no batch_size does, the error says so.
+    """
     of_four = state(batch_size=32, world_size=4)
     had = r"global batch of 32 samples \(batch_size=8 on 4 ranks\), but this loader.s is"
     for size, ranks, text in (
@@ -347,7 +351,7 @@ def test_a_global_batch_that_differs_says_what_to_do() -> None:
 
 
 def test_a_state_without_its_number_of_ranks() -> None:
-    """States of earlier versions do not have it: then only the global batch is named."""
+    """States of earlier versions do not have the number of ranks: the error then names the global batch only."""
     older = {name: value for name, value in state(batch_size=32).items() if name != "world_size"}
     checked = check_state(older)
     assert checked["world_size"] is None
@@ -363,13 +367,13 @@ def test_a_state_without_its_number_of_ranks() -> None:
 @pytest.mark.parametrize(("saved", "here"), [(8, None), (None, 8)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_batches_of_ours_against_batches_of_the_user(saved: int | None, here: int | None, ranks: int) -> None:
-    """A batch size on one side and a batch sampler on the other is a mismatch like any other."""
+    """A batch size in the state and a batch sampler in the loader, or the reverse, is a mismatch like any other."""
     with pytest.raises(StateError, match=f"{saved}.*{here}"):
         compare(state(batch_size=saved), {**state(), "batch_size": here}, ranks)
 
 
 def test_batch_samplers_want_as_many_ranks() -> None:
-    """With a user's batch sampler a step is a batch a rank: there is no batch size to make up for other ranks."""
+    """With a user's batch sampler a step is one batch per rank: no batch size makes up for other ranks."""
     of_batches = state(order="batch_sampler", batch_size=4)
     with pytest.raises(StateError, match="a step is 4 batches, one a rank, but this loader has world_size=2"):
         compare(of_batches, {**of_batches, "batch_size": 2}, 2)
@@ -378,7 +382,7 @@ def test_batch_samplers_want_as_many_ranks() -> None:
 
 
 def test_another_ranks_stream_is_refused() -> None:
-    """The error names both ranks; more or fewer workers are named, too."""
+    """The error names both ranks; a different number of workers is named, too."""
     with pytest.raises(StateError, match="rank 0 of 1, but this is rank 1 of 2"):
         check_workers(workers(), 2, 1, 2)
     with pytest.raises(StateError, match="rank 0 of 1, but this is rank 0 of 2"):
@@ -389,7 +393,10 @@ def test_another_ranks_stream_is_refused() -> None:
 
 
 def test_exact_resuming_needs_a_place_in_every_stream() -> None:
-    """A copy that gave batches and has no cursor is refused with the way out; one that gave none is at its start."""
+    """A copy that gave batches but has no cursor is refused, and the error says how to resume without.
+
+    A copy that gave no batches resumes at its start.
+    """
     with pytest.raises(StateError, match=r"Recovery\(allow_replay=True\).*5 batches"):
         check_exact(workers(), stream=True)
     check_exact(workers(given=[3, 0]), stream=True)
@@ -397,7 +404,7 @@ def test_exact_resuming_needs_a_place_in_every_stream() -> None:
 
 
 def test_a_map_datasets_state_must_be_that_of_the_last_batch() -> None:
-    """Its batches cannot be read again without their indices."""
+    """A cursor before the last batch is refused: later batches cannot be read again without their indices."""
     with pytest.raises(StateError, match=r"worker 0 had made 3 batches, but .* after 2: with snapshot_every_n_steps=0"):
         check_exact(workers(given=[3, 0]), stream=False)
     with pytest.raises(StateError, match="snapshot_every_n_steps=0"):
@@ -405,7 +412,7 @@ def test_a_map_datasets_state_must_be_that_of_the_last_batch() -> None:
 
 
 def test_a_position_beyond_the_epochs_end_is_refused() -> None:
-    """The error says how many batches were delivered, and how many there are; nobody may know, too."""
+    """The error has the number of delivered batches and the epoch's length; an unknown length refuses nothing."""
     for checked, steps in ((state(), 10), (state(), None), (state(step=5, beyond=[]), 5)):
         check_length(checked, steps)
     with pytest.raises(StateError, match="10 batches of an epoch were delivered that has 9"):
@@ -415,7 +422,7 @@ def test_a_position_beyond_the_epochs_end_is_refused() -> None:
 
 
 def test_a_state_that_could_not_be_saved_says_why() -> None:
-    """The dataset's own error, and the worker."""
+    """The error has the dataset's own error and the worker's number."""
     broken = workers(cursors=[None, cursor(problem="TypeError: no pickle")])
     for stream in (False, True):
         with pytest.raises(StateError, match="in worker 1: TypeError: no pickle"):

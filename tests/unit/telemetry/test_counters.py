@@ -1,4 +1,4 @@
-"""Counts and times of one process: sums, histograms, and whom they count for."""
+"""Counts and times of one process: sums, histograms, and the loader for which they count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SECONDS = st.floats(0, 1800, allow_subnormal=False)
 
 @given(st.lists(SECONDS, min_size=1, max_size=200))
 def test_quantiles_are_exact_to_a_quarter_of_an_octave(seconds: list[float]) -> None:
-    """Each is within its bucket, whose edges are a quarter of an octave apart; below a microsecond there is one."""
+    """A quantile is in the right bucket; the buckets' edges are a quarter of an octave apart.
+
+    All times below a microsecond are in one bucket.
+    """
     recorder = Recorder()
     for each in seconds:
         recorder.time("fetch", each)
@@ -34,7 +37,7 @@ def test_quantiles_are_exact_to_a_quarter_of_an_octave(seconds: list[float]) -> 
 
 
 def test_what_is_too_long_for_the_buckets_counts_in_the_last() -> None:
-    """So does infinity, which no clock gives."""
+    """Times beyond the last bucket are counted in the last bucket."""
     recorder = Recorder()
     recorder.time("wait", 1e9)
     times = stage_times(recorder.block.tolist(), "wait")
@@ -43,7 +46,7 @@ def test_what_is_too_long_for_the_buckets_counts_in_the_last() -> None:
 
 
 def test_blocks_add_up() -> None:
-    """Several processes are merged by adding their blocks, and stages do not touch each other."""
+    """The counts of several processes are merged by adding their blocks; the stages stay separate."""
     one, other = Recorder(), Recorder()
     for number, stage in enumerate(STAGES):
         one.time(stage, number)
@@ -55,7 +58,7 @@ def test_blocks_add_up() -> None:
 
 
 def test_another_process_reads_what_is_written() -> None:
-    """A block in shared memory shows each change at once; kept, it is private and has its values still."""
+    """A block in shared memory shows each change at once; after `keep` it is a private copy with the same values."""
     memory = bytearray(BLOCK_BYTES)
     writer, reader = Recorder(memory), Recorder(memory)
     writer.add("requests")
@@ -66,13 +69,13 @@ def test_another_process_reads_what_is_written() -> None:
 
 
 def test_an_unknown_name_is_a_mistake() -> None:
-    """A misspelt name is not counted somewhere else."""
+    """A misspelt name is a KeyError."""
     with pytest.raises(KeyError):
         Recorder().add("retry")
 
 
 def test_two_loaders_in_one_process_do_not_count_for_each_other() -> None:
-    """Nor do contexts, tasks and threads that began for one of them count for the other."""
+    """Contexts and threads that began for one loader do not count for the other, either."""
     one, other = Recorder(), Recorder()
     with recording(one):
         count("requests")
@@ -88,7 +91,7 @@ def test_two_loaders_in_one_process_do_not_count_for_each_other() -> None:
 
 
 def test_a_transports_counts_are_added_up() -> None:
-    """The counts of each transport count for the loader as well."""
+    """The counts of each transport also count for the loader."""
     recorder, counts = Recorder(), RetryCounts()
     with recording(recorder):
         counts.retry("status 503", 0.25)
@@ -106,7 +109,7 @@ def test_a_transports_counts_are_added_up() -> None:
 
 
 def test_a_histogram_is_monotonous() -> None:
-    """A longer time is never told as a shorter one."""
+    """A longer time never has a smaller median."""
     medians = []
     for tenth in range(-70, 80):
         recorder = Recorder()

@@ -1,4 +1,4 @@
-"""The verdict on what bounds a run, from figures that are made up."""
+"""The verdict on the bottleneck of a run, from made-up figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Stages = Mapping[Stage, float]
 def block(
     stages: Stages, number: int = BATCHES, slow: Mapping[Stage, float] | None = None, **sums: float
 ) -> list[float]:
-    """A process's figures: so many seconds in each stage for each batch, one in fifty slow; and sums."""
+    """A process's figures: the given seconds in each stage for each batch, with one batch in fifty slow; and sums."""
     recorder = Recorder()
     for stage, seconds in stages.items():
         for each in range(number):
@@ -33,7 +33,7 @@ def block(
 
 
 def run(main: Stages, *workers: list[float], **known: Any) -> Run:
-    """A run of a hundred batches in ten seconds, all of it waited for unless said otherwise."""
+    """A run of a hundred batches in ten seconds that waited 9.5 s, unless `known` says otherwise."""
     values: dict[str, Any] = {
         "batches": BATCHES,
         "epochs": 1,
@@ -66,7 +66,7 @@ def worker(
     snapshot: float = 0.0,
     **sums: float,
 ) -> list[float]:
-    """A worker that has fetched half of the batches, and computed for `cpu` seconds in all."""
+    """A worker that has fetched half of the batches, and computed for `cpu` seconds in total."""
     batches = block(
         {"fetch": fetch, "collate": 1e-5, "write": write, "snapshot": snapshot}, number, slow, cpu_s=cpu, **sums
     )
@@ -280,7 +280,7 @@ RUNS: dict[str, tuple[Run, str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_what_bounds_it_and_what_to_change(name: str) -> None:
-    """The verdict, the change, and that the words have the figures."""
+    """The verdict names the bottleneck and the change; its text has the figures and the options to set."""
     of, bound, change, words = RUNS[name]
     found = diagnose(of)
     assert (found.bound, found.change) == (bound, change), found
@@ -305,7 +305,7 @@ def test_what_bounds_it_and_what_to_change(name: str) -> None:
     ],
 )
 def test_what_only_a_trial_can_tell_is_not_promised(name: str, promise: str, most: float) -> None:
-    """Waiting may be for something that is shared, and other programs may go on: the gain is an upper bound."""
+    """Waiting may be for a shared resource, and other programs may go on: the gain is an upper bound."""
     found = diagnose(RUNS[name][0])
     assert found.promise == promise
     assert f": {promise} {found.gain:.1f} times as fast" in found.text
@@ -315,7 +315,7 @@ def test_what_only_a_trial_can_tell_is_not_promised(name: str, promise: str, mos
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("name", RUNS)
 def test_what_is_advised_is_an_option(name: str) -> None:
-    """Which `clone` takes."""
+    """`clone` accepts each advised option."""
     of, _, change, _ = RUNS[name]
     loader = DataLoader[Any](
         Numbers(4), num_workers=of.workers, seed=1, recovery=Recovery(worker_memory_limit=of.memory_limit)
@@ -330,6 +330,6 @@ def test_what_is_advised_is_an_option(name: str) -> None:
     [(0, 0.0, "Nothing was loaded yet."), (3, 9.0, "3 batches in 9.00 s are too few to judge.")],
 )
 def test_too_little_to_judge(batches: int, elapsed: float, text: str) -> None:
-    """Nothing is advised from it."""
+    """The verdict is unknown, without advice."""
     found = diagnose(run({}, batches=batches, elapsed_s=elapsed))
     assert found == Diagnosis("unknown", {}, {}, 1.0, text)

@@ -11,7 +11,7 @@ from tests.unit.telemetry.figures import FIGURES
 
 
 def test_snapshot_of_nothing_is_all_zero() -> None:
-    """Before the first batch every figure is 0.0, none is missing and none is not a number."""
+    """Before the first batch every figure is 0.0; none is missing or not a number."""
     snapshot = Statistics().snapshot(0)
     assert snapshot == dict.fromkeys(FIGURES, 0.0)
     assert all(type(value) is float for value in snapshot.values())
@@ -28,7 +28,7 @@ def test_batches_add_up() -> None:
 
 
 def test_each_batch_counts_the_time_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the workers' time is as much for each of them."""
+    """Each batch adds the time since the batch before, times the number of workers to the workers' time."""
     times = iter([10.0, 11.0, 13.0])
     monkeypatch.setattr("asyncloader.telemetry.statistics.perf_counter", lambda: next(times))
     s = Statistics()
@@ -61,7 +61,7 @@ def test_shares_never_exceed_one() -> None:
 
 
 def test_pauses_between_epochs_do_not_count() -> None:
-    """`begin` sets the clock's mark: time before it is nobody's."""
+    """`begin` sets the clock's mark: the time before it is not counted."""
     s = Statistics()
     s._mark = -math.inf
     s.begin()
@@ -70,7 +70,7 @@ def test_pauses_between_epochs_do_not_count() -> None:
 
 
 def test_first_batch_time_is_that_of_the_newest_iterator() -> None:
-    """The time to the first batch is measured from `begin`."""
+    """The time to the first batch is measured from `begin`, and replaced by each new iterator's."""
     s = Statistics()
     s.first_batch(s.begin() - 100.0)
     assert s.time_to_first_batch_s >= 100.0
@@ -80,7 +80,7 @@ def test_first_batch_time_is_that_of_the_newest_iterator() -> None:
 
 
 def test_a_node_that_workers_leave_keeps_its_counts() -> None:
-    """Batches are those of the node that made them; workers are at their newest one. Exporters get a label for each."""
+    """Batches count for the node that made them, workers for their newest node. Exporters get a label per node."""
     s = Statistics()
     for worker in (0, 1):
         s.add_worker(worker, Recorder(), "tcp://a:1")
@@ -106,7 +106,7 @@ def test_a_node_that_workers_leave_keeps_its_counts() -> None:
 
 
 def test_snapshot_is_a_fresh_dictionary() -> None:
-    """A caller may change what it got."""
+    """A caller may change the returned dictionary."""
     s = Statistics()
     s.snapshot(0).clear()
     assert s.snapshot(0).keys() == FIGURES
