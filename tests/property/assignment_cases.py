@@ -25,9 +25,9 @@ class Case:
         batch_size: samples; None: no batches.
         credits: tasks per worker.
         shuffle: samples per block of the shuffle buffer; 0: no shuffling.
-        unit: bytes per sample; with large ones, workers request an assignment before the end of the current one.
+        unit: bytes per sample; if large, workers request an assignment before the end of the current assignment.
         sized: whether the shards' sizes are known.
-        chunk: samples that come with one read.
+        chunk: samples that one read gives.
         bad: samples that cannot be read and are skipped by the reader.
         broken: samples at which reading a shard fails.
         skips: bad samples are skipped; otherwise they are raised.
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def samples(self) -> int:
-        """Of the whole data set, the bad ones included."""
+        """The number of samples of the whole data set, including bad samples."""
         return sum(map(sum, self.shards))
 
     def lost(self) -> set[int]:
@@ -73,7 +73,7 @@ class Case:
         return lost
 
     def substitutes(self) -> list[int]:
-        """What replaces bad samples and unreadable ends of ranges, ascending."""
+        """Return the replacements of bad samples and of unreadable ends of ranges, ascending."""
         found: list[int] = []
         first = 0
         for shard, shard_ranges in enumerate(self.shards):
@@ -88,25 +88,25 @@ class Case:
         return sorted(found)
 
     def replace(self, _: Any, error: Exception) -> dict[str, int]:
-        """The `on_error` function."""
+        """Used as the `on_error` function."""
         assert isinstance(error, ShardError)
         assert error.offset is not None
         return {"n": substitute_of(int(error.url), error.offset // self.unit)}
 
 
 def substitute_of(shard: int, place: int) -> int:
-    """The replacement of a sample."""
+    """Return the replacement of a sample."""
     return -1 - 1000 * shard - place
 
 
 def plan_of(case: Case) -> list[Assignment]:
-    """The assignments, in the order of the shards."""
+    """Return the assignments, in the order of the shards."""
     shard_ranges = ranges_of(case)
     return [tuple(shard_ranges[first : first + case.group]) for first in range(0, len(shard_ranges), case.group)]
 
 
 def ranges_of(case: Case) -> list[CatalogRange]:
-    """The ranges, in the order of the shards."""
+    """Return the ranges, in the order of the shards."""
     plan: list[CatalogRange] = []
     for shard, shard_ranges in enumerate(case.shards):
         start = 0

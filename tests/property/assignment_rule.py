@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tests.property.assignment_cases import Case, plan_of
 
 AHEAD = 12 << 20
-"""Bytes before an assignment's end at which the next one is requested."""
+"""When this number of bytes is left of an assignment, the next assignment is requested."""
 
 
 class Step(NamedTuple):
@@ -30,7 +30,7 @@ class Given(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """A request; answered in ascending order. `left`: the samples of a batch that cannot be filled."""
+    """A request. Requests are answered in ascending order. `left`: the samples of a batch that cannot be filled."""
 
     batch: int
     number: int
@@ -42,7 +42,7 @@ Answer = Given | str | None
 
 
 def expected(case: Case) -> list[list[int]]:
-    """The batches of an epoch without shuffle buffer and bad samples, in the order of delivery."""
+    """Return the batches of an epoch without shuffle buffer and bad samples, in the order of delivery."""
     supply = _assignments(case)
     made: list[list[list[int]]] = [[] for _ in range(case.workers)]
     streams = [_stream(case, worker, made[worker]) for worker in range(case.workers)]
@@ -96,11 +96,11 @@ def _given_back(case: Case, samples: tuple[int, ...]) -> Given:
 
 
 def _stream(case: Case, worker: int, made: list[list[int]]) -> Generator[Wish, Answer, None]:
-    """Read until blocked, and yield the request that is waited for."""
+    """Read until blocked, and yield the request whose answer is needed."""
     size = case.batch_size or 1
     todo: list[Step] = []
     taken, asked, dry = 0, 0, False
-    wants = True  # it has asked, and the answer was not needed yet
+    wants = True  # it has asked, and has not needed the answer yet
     while True:
         batch: list[int] = []
         while len(batch) < size:

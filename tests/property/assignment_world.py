@@ -55,7 +55,7 @@ HEAD = 5  # bytes of a frame before its body
 
 
 class Worker:
-    """One process: frames sent to it, frames it sends, and its tasks."""
+    """A worker process: frames sent to it, frames that it sends, and its tasks."""
 
     def __init__(self, case: Case, number: int, start: EpochStart) -> None:
         self.outbox: deque[tuple[Any, ...]] = deque()
@@ -89,7 +89,7 @@ class Worker:
         self.outbox.append(("ask", *wire.unpack_ask(frame[HEAD:])))
 
     def receive(self) -> None:
-        """Take one frame."""
+        """Receive a frame."""
         kind, body = self.inbox.popleft()
         if kind == wire.ASSIGNMENT:
             self._assignments.answered(body)
@@ -113,7 +113,7 @@ class Worker:
             self.outbox.append(("error", seq, error, None))
 
     async def kill(self, sent: int) -> None:
-        """Kill it; only the first `sent` of its frames have left the process."""
+        """Kill the worker; only the first `sent` of its frames have left the process."""
         self.alive = False
         while len(self.outbox) > sent:
             self.outbox.pop()
@@ -128,7 +128,7 @@ def _collate(samples: Any) -> list[int]:
 
 
 def passed(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as another process gets it."""
+    """Return the state as another process receives it."""
     again: dict[str, Any] = json.loads(json.dumps(state))
     return again
 
@@ -138,9 +138,9 @@ class World:
 
     Args:
         case: the options.
-        random: chooses the next step. None: always the first that is possible, in the order of the workers.
+        random: chooses the next step. None: always the first possible step, in the order of the workers.
         state: where to resume; None: at the beginning.
-        deaths: how many workers die.
+        deaths: the number of workers that die.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class World:
     ) -> None:
         self.case = case
         self.batches: list[list[int]] = []
-        """What the consumer got."""
+        """The batches that the consumer got."""
         self.errors = 0
         self._random = random
         self._deaths = deaths
@@ -192,7 +192,7 @@ class World:
         self._weights = [10 ** (-3 * random.random()) if random else 1.0 for _ in range(2 * case.workers + 1)]
 
     async def run(self, stop_after: int | None = None) -> dict[str, Any] | None:
-        """Run until the consumer has so many batches, or the epoch ends. Returns the state; None at the end."""
+        """Run until the consumer has `stop_after` batches, or the epoch ends. Returns the state; None at the end."""
         try:
             await self._handle(Started())
             while not self._finished:
@@ -270,7 +270,7 @@ class World:
                 self.batches.append(outcome)
         await self._handle(Delivered(item.seq))
 
-    # ------------------------------------------------------------------------------------------- what follows
+    # ------------------------------------------------------------------------------------------- consequences
 
     def _assignment(self, replies: Sequence[Reply]) -> None:
         for reply in replies:

@@ -1,8 +1,8 @@
-"""Configurations of a loader, for the property that ours gives the same batches as torch's.
+"""Configurations of a loader, for the property that our loader gives the same batches as torch's.
 
-A configuration is plain data, so that a failing one can be read, copied and shrunk. Objects with state (generators,
-samplers, datasets) are made from it again for each loader. Everything that a worker needs is at module level, because
-some are spawned.
+A configuration is plain data, so that a failing configuration can be read, copied and shrunk. Objects with state
+(generators, samplers, datasets) are built from it separately for each loader. Everything that a worker needs is at
+module level, because some workers are spawned.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.utils.data import (
 
 
 def sample(index: int) -> dict[str, Any]:
-    """One sample, augmented from each of the three global generators."""
+    """Return a sample, augmented from each of the three global generators."""
     return {
         "image": torch.rand(2, 3) + index,
         "flipped": random.random() < 0.5,
@@ -93,7 +93,7 @@ class Whole(IterableDataset[Any]):
         return map(sample, range(self.length))
 
 
-# Each is made from its length and the shares of the workers.
+# Each dataset is built from its length and the shares of the workers.
 DATASETS: dict[str, Callable[[int, tuple[int, ...]], Any]] = {
     "rows": lambda length, _: Rows(length),
     "batched": lambda length, _: Batched(length),
@@ -110,7 +110,7 @@ STREAMS = ("shares", "whole")
 
 
 class LazySampler(Sampler[int]):
-    """Draws each index from the global generators when it is asked for; has no length."""
+    """Draws each index from the global generators when the index is asked for; has no length."""
 
     def __init__(self, length: int, count: int) -> None:
         self.length = length
@@ -123,7 +123,7 @@ class LazySampler(Sampler[int]):
 
 
 class EagerSampler(Sampler[int]):
-    """Draws all indices when iteration begins, as a method that is no generator does."""
+    """Draws all indices when iteration begins, since its `__iter__` is no generator function."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -137,7 +137,7 @@ class EagerSampler(Sampler[int]):
 
 @dataclass(frozen=True)
 class Draw:
-    """What an order is made from."""
+    """The values from which an order is built."""
 
     length: int
     count: int
@@ -151,7 +151,7 @@ def _lists(draw: Draw) -> list[list[int]]:
     return [[(i + 3 * j) % draw.length for j in range(size)] for i, size in enumerate(sizes)]
 
 
-# Each gives arguments of a loader's constructor.
+# Each order is arguments of a loader's constructor.
 ORDERS: dict[str, Callable[[Draw], dict[str, Any]]] = {
     "default": lambda _: {},
     "unshuffled": lambda _: {"shuffle": False},
@@ -197,12 +197,12 @@ OF_BATCHES = ("batches", "batches of a lazy one", "lists")
 
 
 def keep(samples: Any) -> Any:
-    """No collation at all."""
+    """Return the samples without collation."""
     return samples
 
 
 def mix(samples: Any) -> Any:
-    """A collation that draws, and gives views and containers."""
+    """Collate with random numbers, into views and containers."""
     batch = default_collate(samples if isinstance(samples, list) else [samples])
     share = torch.rand(()) * random.random()
     image = batch["image"]
@@ -219,7 +219,7 @@ COLLATES: dict[str, Any] = {
 
 
 def seed_again(worker: int) -> None:
-    """A `worker_init_fn` as users write them: numpy gets a seed of its own."""
+    """A `worker_init_fn` as users write it: numpy gets a seed of its own."""
     np.random.seed((torch.initial_seed() + worker) % 2**32)
     random.random()
 
@@ -231,17 +231,17 @@ LOOPS = ("sync", "asyncio", "uvloop")
 
 @dataclass(frozen=True)
 class Configuration:
-    """All that decides what a loader gives."""
+    """All values that decide which batches a loader gives."""
 
     dataset: str = "rows"
     length: int = 10
-    shares: tuple[int, ...] = (3, 1, 4, 2)  # of "shares": what each of four workers has
+    shares: tuple[int, ...] = (3, 1, 4, 2)  # of "shares": the samples of each of four workers
     order: str = "default"
-    count: int = 5  # indices or batches that an order with a number of its own gives
+    count: int = 5  # indices or batches of an order that has its own number of them
     batch_size: int | None = 2
     drop_last: bool = False
-    generator: bool = False  # whether the loader is given one
-    sampler_generator: str = "none"  # "own", or "loader" for the one that the loader has
+    generator: bool = False  # whether the loader is given a generator
+    sampler_generator: str = "none"  # "own", or "loader" for the loader's generator
     num_workers: int = 0
     persistent: bool = False
     prefetch_factor: int | None = None
@@ -249,13 +249,13 @@ class Configuration:
     init: bool = False
     method: str = "fork"
     collate: str = "default"
-    epochs: tuple[int | None, ...] = (None,)  # batches after which each is abandoned; None: never
+    epochs: tuple[int | None, ...] = (None,)  # batches after which each epoch is abandoned; None: never
     trains: bool = False  # whether the consumer draws random numbers between the batches, as a training step does
-    loop: str = "sync"  # which of our loaders
+    loop: str = "sync"  # which of our loaders, and on which event loop
     seed: int = 0
 
     def generators(self) -> dict[str, torch.Generator]:
-        """The generators that arguments refer to, seeded."""
+        """Return the generators that arguments refer to, seeded."""
         made: dict[str, torch.Generator] = {}
         if self.generator:
             made["loader"] = torch.Generator().manual_seed(self.seed + 1)
@@ -264,7 +264,7 @@ class Configuration:
         return made
 
     def arguments(self, generators: dict[str, torch.Generator]) -> dict[str, Any]:
-        """A constructor's keyword arguments, with objects of their own."""
+        """Return a constructor's keyword arguments, built from new objects."""
         arguments: dict[str, Any] = {
             "dataset": DATASETS[self.dataset](self.length, self.shares),
             "generator": generators.get("loader"),
@@ -288,10 +288,11 @@ class Configuration:
         return arguments
 
     def repeats_in_torch(self) -> bool:
-        """Whether torch's own loader gives the same twice.
+        """Whether torch's own loader gives the same batches twice.
 
-        It does not where persistent workers are left in the middle of a stream after one of them has ended: how many
-        tasks the others then carry out depends on when the end was noticed, and with it their random numbers.
+        It does not where persistent workers are left in the middle of a stream after the stream of one of them has
+        ended: the number of tasks that the others then carry out depends on when the end was noticed, and with it
+        their random numbers.
         """
         if self.dataset not in STREAMS or not self.persistent:
             return True
@@ -308,7 +309,9 @@ class Configuration:
 
 @st.composite
 def configurations(draw: st.DrawFn) -> Configuration:
-    """Any configuration that the constructor takes, and a few that it refuses (an empty dataset is not shuffled)."""
+    """Draw any configuration that the constructor accepts, and a few that it refuses (an empty dataset is not
+    shuffled).
+    """
     dataset = draw(st.sampled_from(list(DATASETS)))
     stream = dataset in STREAMS
     length = draw(st.integers(0, 12 if stream else 30))
@@ -317,7 +320,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
     batch_size = draw(st.integers(1, 6) if order in OF_BATCHES else st.none() | st.integers(1, 6))
     generator = draw(st.booleans())
     workers = draw(st.sampled_from([0, 1, 2, 3, 4]))
-    # One configuration in fifty or so: spawned workers take seconds to start.
+    # About one configuration in fifty: spawned workers take seconds to start.
     method = draw(st.sampled_from(["fork"] * 11 + ["spawn"])) if workers in (1, 2) else "fork"
     persistent = workers > 0 and draw(st.booleans())
     loop = draw(st.sampled_from(["sync", "sync", *LOOPS]))
@@ -340,7 +343,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
         in_order=workers > 1 or draw(st.booleans()),
         init=draw(st.booleans()),
         method=method,
-        # torch's collation of batches takes a single sample for one
+        # without batches, torch's default_collate would take a single sample for a batch
         collate=draw(st.sampled_from([name for name in COLLATES if name != "collate" or batch_size is not None])),
         epochs=tuple(epochs),
         trains=draw(st.sampled_from([True, True, False])),

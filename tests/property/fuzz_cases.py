@@ -1,7 +1,7 @@
 """Draws cases for the differential fuzz against torch: batches of any structure, dtype, layout and collation.
 
 A case is a number. Its samples follow from it alone, in any process: they are made where they are fetched, in a worker
-of ours or of torch. The samples of a case have one structure, and now and then a sample that differs.
+of ours or of torch. The samples of a case have the same structure, and now and then a sample has another.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from asyncloader.workers.memory.leaves import DTYPES
 
 SAMPLES = 5  # of a case, at most
 BASE = torch.arange(40_000, dtype=torch.float32).view(200, 200)
-"""Many samples are views of it."""
+"""Many samples are views of this tensor."""
 
-# No arrays of foreign byte order: pickle, as torch's workers use it, makes them native, and ours keep them.
+# No arrays of foreign byte order: pickle, which torch's workers use, makes them native, and ours keep them.
 TENSOR_DTYPES = [*[torch.float32, torch.int64, torch.float64, torch.uint8] * 3, *DTYPES]
 ARRAY_DTYPES = ["f4", "f8", "i8", "u1", "?", "f2", "c8", "i2", "u4", "m8[s]", "M8[D]", "S3", "U2", "f4,i2"]
 
@@ -57,7 +57,7 @@ class Record:
 
 
 Make = Callable[[random.Random], Any]
-"""Makes a part of a sample: the same part of another sample with another stream of numbers."""
+"""Makes a part of a sample; with another stream of numbers, the same part of another sample."""
 
 
 # ------------------------------------------------------------------------------------------- tensors
@@ -129,7 +129,7 @@ def _view_of_base(draw: random.Random) -> Make:
 
 
 def _flagged(draw: random.Random) -> Make:
-    """Tensors that a batch of default collation does not carry as they are: only without collation."""
+    """Make tensors whose flags default collation would drop; used only without collation."""
     dtype, kind = draw.choice([torch.float32, torch.float64, torch.complex64]), draw.randrange(5)
     inner = _view_of_base(draw) if draw.random() < 0.4 else lambda draw: _filled(dtype, (3, 2), draw)
 
@@ -238,18 +238,18 @@ def keep(samples: list[Any]) -> Any:
 
 
 def zipped(samples: list[Any]) -> Any:
-    """The columns of the samples, where these are lists."""
+    """Return the columns of the samples, if these are lists."""
     return tuple(zip(*samples, strict=True)) if all(isinstance(each, list | tuple) for each in samples) else samples[-1]
 
 
 def mixed(samples: list[Any]) -> Any:
-    """Samples twice, and parts of them."""
+    """Return the samples twice, and parts of them."""
     tensors = [each for each in samples if type(each) is torch.Tensor and each.layout is torch.strided]
     return {"samples": samples, "again": samples[:1], "views": [each.reshape(-1)[:2] for each in tensors]}
 
 
 def stacked(samples: list[Any]) -> Any:
-    """Default collation, and views of what it gives."""
+    """Return the default collation, and views of it."""
     batch = default_collate(samples)
     return [batch, batch[1:], batch.transpose(0, -1)] if isinstance(batch, torch.Tensor) else batch
 
@@ -258,7 +258,7 @@ OWN: list[Callable[[list[Any]], Any]] = [keep, zipped, mixed, stacked, default_c
 
 
 def own(samples: list[tuple[int, Any]]) -> Any:
-    """The collation of the case."""
+    """Collate as the case demands."""
     return OWN[samples[0][0] % len(OWN)]([sample for _, sample in samples])
 
 
@@ -266,7 +266,7 @@ COLLATES: dict[str, Any] = {"default": None, "own": own}
 
 
 class Cases(Dataset[Any]):
-    """The samples of all cases. With a collation of ours, each has its case beside it."""
+    """The samples of all cases. With a collation of ours, each sample stands beside its case."""
 
     def __init__(self, seed: int, collate: str) -> None:
         self.seed = seed
@@ -285,5 +285,5 @@ class Cases(Dataset[Any]):
 
 
 def batch_of(case: int) -> list[int]:
-    """The indices of a case's samples."""
+    """Return the indices of a case's samples."""
     return [case * SAMPLES + number for number in range(1 + case % SAMPLES)]

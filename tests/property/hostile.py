@@ -26,7 +26,7 @@ wild = st.one_of(
 
 
 def outcome(call: Callable[[], T]) -> T | ValueError:
-    """What the call gives, or how it refuses; anything else that it raises is an error of the test."""
+    """Return the call's result, or the `ValueError` by which it refuses; any other error is an error of the test."""
     try:
         return call()
     except ValueError as error:
@@ -34,7 +34,7 @@ def outcome(call: Callable[[], T]) -> T | ValueError:
 
 
 def template_of(places: Any, inside: Any = -1, size: Any = 0, structure: bytes | None = None) -> bytes:
-    """A template's bytes. What it builds is the list of its leaves."""
+    """Return a template's bytes. It builds the list of its leaves."""
     head = pickle.dumps((places, inside, size), protocol=5)
     if structure is None:
         buffers = [pickle.PickleBuffer(bytearray()) for _ in range(len(places) if isinstance(places, tuple) else 0)]

@@ -1,6 +1,6 @@
 """Simulates the pipeline around the scheduler, with workers that die, leave and are replaced after a while.
 
-The asserts check invariants at every step. `run` ends with the epoch, or fails if nothing can move any more.
+The asserts check invariants at every step. `run` ends with the epoch, or fails if no part can move any more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PLENTY = 1000  # restarts
 
 
 class Made(NamedTuple):
-    """A batch: who made it, of what; `place` counts the batches of one copy of an iterable dataset."""
+    """A batch: its worker and its task; `place` counts the batches of one copy of an iterable dataset."""
 
     worker: int
     task: Task
@@ -46,8 +46,8 @@ class Made(NamedTuple):
 
 
 class Strike(NamedTuple):
-    """A death over a task: whose, what the worker had in hand, in the order in which it was sent, whether it is known
-    that somebody else caused it, and whether another worker had one of these too.
+    """A death over a task: the process, the tasks that it had in hand, in the order in which they were sent, whether
+    the death is known to come from outside, and whether another worker had one of these tasks, too.
     """
 
     pid: int
@@ -61,31 +61,31 @@ class Worker:
     number: int
     pid: int
     queue: list[Task] = field(default_factory=list)  # in the order in which they were sent
-    up: bool = True  # there is a process
+    up: bool = True  # the process exists
     started: bool = True  # its start-up code has run
-    asked: bool = False  # a replacement was asked for
-    ended: bool = False  # its copy of an iterable dataset
-    made: int = 0  # batches, by whatever process
+    asked: bool = False  # a replacement has been requested
+    ended: bool = False  # whether its copy of an iterable dataset has ended
+    made: int = 0  # batches, counted over its processes
     deaths: int = 0
 
 
 @dataclass
 class World:
-    """Sampler, workers, consumer and fate, each of which moves when `random` says so."""
+    """Sampler, workers, consumer and faults, each of which moves when `random` chooses it."""
 
     scheduler: Scheduler
     random: Random
     concurrent: bool
     max_restarts: int
-    indices: list[int] = field(default_factory=list)  # map datasets: what the sampler gives
+    indices: list[int] = field(default_factory=list)  # map datasets: the sampler's indices
     lengths: list[int] = field(default_factory=list)  # iterable datasets: batches in each worker's copy
     poison: frozenset[Any] = frozenset()  # indices, or (worker, place), over which a worker dies
-    kills: int = 0  # from outside, of which one can tell or not
+    kills: int = 0  # kills from outside, whether recognizable as such or not
     retirements: int = 0
-    late: int = 0  # times that the consumer's task is late
-    hedged: int = 0  # tasks that a second worker got
-    spared: bool = False  # no kill that looks like a task's doing strikes one that was struck before
-    prompt: bool = False  # indices are there when they are asked for
+    late: int = 0  # times that the task at the consumer's head is late
+    hedged: int = 0  # tasks that were also given to a second worker
+    spared: bool = False  # no kill that looks like a task's doing strikes a task that was struck before
+    prompt: bool = False  # indices are offered as soon as they are asked for
     varying: bool = False  # batches turn out larger or smaller: credits are lowered and raised
     depth: int = 0  # events that are being handled
     pulls: int = 0
@@ -93,14 +93,15 @@ class World:
     ended_sampler: bool = False
     pids: int = 100
     workers: list[Worker] = field(default_factory=list)
-    tasks: dict[int, Task] = field(default_factory=dict)  # all that were ever assigned
+    tasks: dict[int, Task] = field(default_factory=dict)  # all tasks that were ever assigned
     whose: dict[int, int] = field(default_factory=dict)  # task -> the worker that it was first given to
     strikes: dict[int, list[Strike]] = field(default_factory=dict)
-    trials: set[tuple[int, int]] = field(default_factory=set)  # a worker's process, and a suspect that it was sent
+    trials: set[tuple[int, int]] = field(default_factory=set)  # a worker's process, and a suspect task that it was sent
     answered: set[int] = field(default_factory=set)
     void: set[int] = field(default_factory=set)
-    dropped: list[int] = field(default_factory=list)  # tasks whose second outcome was
-    killed_by: dict[Any, int] = field(default_factory=dict)  # what is poison -> workers that it killed
+    dropped: list[int] = field(default_factory=list)  # tasks whose second outcome was dropped
+    # poisonous index or place -> number of workers that it killed
+    killed_by: dict[Any, int] = field(default_factory=dict)
     line: deque[Deliver] = field(default_factory=deque)
     delivered: list[Deliver] = field(default_factory=list)
     last: list[Action] = field(default_factory=list)
@@ -144,7 +145,7 @@ class World:
             self.check()
 
     def check(self) -> None:
-        """What holds between any two events."""
+        """Check the invariants that hold between any two events."""
         scheduler = self.scheduler
         credits = scheduler.credits * scheduler.workers
         assert scheduler.undelivered <= self.most_credits * scheduler.workers + scheduler.reorder_window
@@ -168,11 +169,11 @@ class World:
             )  # no credit is idle
 
     def single(self, worker: Worker) -> list[int]:
-        """The tasks that it was sent, and no other worker."""
+        """Return the tasks that were sent to this worker and to no other."""
         return [task.seq for task in worker.queue if not self.scheduler.hedged(task.seq)]
 
     def tries(self, worker: Worker) -> bool:
-        """It is over a task that it was sent as a suspect."""
+        """Whether the worker carries out a task that it was sent as a suspect."""
         return bool(worker.queue) and (worker.pid, worker.queue[0].seq) in self.trials
 
     def assign(self, action: Assign) -> None:
@@ -198,7 +199,7 @@ class World:
     # -------------------------------------------------------------------------------------------- moves
 
     def moves(self) -> list[tuple[str, int]]:
-        """What can happen without any fault: there is something as long as the epoch is not over."""
+        """Return the moves that are possible without a fault; there are some as long as the epoch is not over."""
         found = [("answer", w.number) for w in self.workers if w.up and w.started and w.queue]
         found += [("start", w.number) for w in self.workers if w.up and not w.started]
         found += [("replace", w.number) for w in self.workers if w.asked]
@@ -330,7 +331,7 @@ class World:
             self.check_failure(worker, blamed, sorted(guilty))
 
     def held_against(self, seq: int) -> list[Strike]:
-        """Strikes that the task may have caused."""
+        """Return the strikes that the task may have caused."""
         return [strike for strike in self.strikes.get(seq, ()) if not strike.outside]
 
     # ---------------------------------------------------------------------------------------------- ends
@@ -349,7 +350,9 @@ class World:
                 assert f"for indices {self.tasks[blamed[0]].index}. " in fail.error.advice
 
     def check_delivered(self) -> None:
-        """Whatever the end was: nothing twice, in order, and quarantined is only what was struck thrice."""
+        """However the epoch ended: no task is delivered twice, order is kept, and a quarantined task was struck
+        three times.
+        """
         seqs = [item.seq for item in self.delivered]
         assert len(set(seqs)) == len(seqs)
         if self.scheduler.in_order:
@@ -376,7 +379,7 @@ class World:
         assert not self.spared or task.index in self.poison, "an innocent task in quarantine"
 
     def check_end(self) -> None:
-        """The epoch came to its end by itself: all was delivered, and nothing is kept of what went wrong."""
+        """Check an epoch that ended by itself: all was delivered, and no record of a fault remains."""
         assert self.last == [Finish()]
         assert self.scheduler.over
         assert self.scheduler.undelivered == 0
@@ -415,8 +418,8 @@ def map_world(
     varying: bool = False,
     late: int = 0,
 ) -> World:
-    """A world whose sampler gives the indices below `count`. `reorder_window` and `first_worker` are ignored where they
-    do not apply.
+    """A world whose sampler gives the indices below `count`. `reorder_window` and `first_worker` are ignored where
+    they do not apply.
     """
     scheduler = Scheduler(
         workers=workers,

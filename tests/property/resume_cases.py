@@ -1,7 +1,7 @@
 """Cases of interrupting and resuming a run, for the property that nothing is lost, repeated or changed.
 
-A case is plain data, so that a failing one can be read, copied and shrunk. Datasets and samplers are made from it again
-for each loader, as another process would.
+A case is plain data, so that a failing case can be read, copied and shrunk. Datasets and samplers are built from it
+separately for each loader, as in another process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.property.resume_streams import STREAMS, global_draws, own_draws
 
 
 class Rows(Dataset[Any]):
-    """float64: the index, then random numbers from `draws`."""
+    """Rows of float64: the index, then random numbers from `draws`."""
 
     def __init__(self, length: int, draws: Callable[[], list[float]] = list, first: int = 0) -> None:
         self.length = length
@@ -42,7 +42,7 @@ def all_draws() -> list[float]:
 
 
 class Awaited(Rows):
-    """The same, in coroutines that take turns in the middle of a sample's draws."""
+    """Rows made in coroutines that take turns in the middle of a sample's draws."""
 
     async def __getitem__(self, index: int) -> Any:
         first = own_draws()
@@ -53,7 +53,7 @@ class Awaited(Rows):
 
 
 class Transformed(Dataset[Any]):
-    """A view of the user's own, which draws when the sample was read."""
+    """A user's wrapper of a dataset, which draws after the sample was read."""
 
     def __init__(self, inner: Dataset[Any], length: int) -> None:
         self.inner = inner
@@ -67,13 +67,13 @@ class Transformed(Dataset[Any]):
 
 
 def mix(samples: Any) -> torch.Tensor:
-    """A collation that draws."""
+    """Collate, and add random numbers."""
     batch: torch.Tensor = default_collate(samples) if isinstance(samples, list) else samples
     draws = torch.tensor(all_draws(), dtype=torch.float64)
     return torch.cat([batch, draws.expand(*batch.shape[:-1], -1)], dim=-1)
 
 
-# Each is made from its length.
+# Each dataset is built from its length.
 DATASETS: dict[str, Callable[[int], Any]] = {
     "rows": Rows,
     "augmented": lambda n: Rows(n, all_draws),
@@ -86,28 +86,28 @@ DATASETS: dict[str, Callable[[int], Any]] = {
 }
 
 DRAWLESS = ("rows",)
-"""Those whose samples draw no random numbers, of whatever generator: `sample_rng` seeds its own from the process's."""
+"""Datasets whose samples draw no random numbers at all: `sample_rng`, too, seeds its generators from the process's."""
 
 # ------------------------------------------------------------------------------------------- a case
 
 LOOPS = ("sync", "asyncio")
 PASSAGES = ("as it is", "json", "torch")
-"""How a state gets from one process to the next."""
+"""How a state is passed from one process to the next."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one process does: goes on from the state that it got, until it is killed."""
+    """The part of a run that one process carries out: from the state that it got until it is killed."""
 
     steps: int = 1  # steps from the state on, after which the next state is saved; the last part goes on to the end
-    told: bool = False  # if that is the epoch's end: whether the consumer has asked once more, and knows
-    lost: int = 0  # steps after the state was saved, all in vain
+    told: bool = False  # if the part stops at the epoch's end: whether the consumer has asked once more, and knows
+    lost: int = 0  # steps after the state was saved, which are lost
     workers: int = 0
     prefetch: int | None = None
     world_size: int = 1
     loop: str = "sync"
     persistent: bool = False
-    same: bool = False  # no new process: the loader of the part before goes back to the state
+    same: bool = False  # no new process: the loader of the previous part goes back to the state
     passage: str = "json"
 
 
@@ -123,20 +123,20 @@ class Case:
     drop_last: bool = False
     on_uneven: str = "drop"
     in_order: bool = True
-    mixes: bool = False  # whether the collation draws, too
+    mixes: bool = False  # whether the collation draws random numbers, too
     snapshot_every: int = 1
     seed: int = 1
     first_epoch: int = 0
-    before: int = 0  # epochs that are completed before the one that is interrupted
+    before: int = 0  # epochs that are completed before the interrupted epoch
     parts: tuple[Part, ...] = (Part(2), Part())
 
     @property
     def streams(self) -> bool:
-        """Whether the dataset is iterated."""
+        """Whether the dataset is iterable."""
         return self.dataset in STREAMS
 
     def arguments(self, part: Part, rank: int, generator_seed: int) -> dict[str, Any]:
-        """The keyword arguments of one rank's loader."""
+        """Return the keyword arguments of one rank's loader."""
         arguments: dict[str, Any] = {"snapshot_every_n_steps": self.snapshot_every, "num_workers": part.workers}
         if part.workers:
             arguments |= {
@@ -172,16 +172,16 @@ def _parts(
     drawn: str = "",
     may_persist: bool = True,
 ) -> tuple[Part, ...]:
-    """Two or three parts.
+    """Draw two or three parts.
 
     Args:
         draw: hypothesis's.
         worlds: numbers of ranks to choose from.
         elastic: whether the number of workers may change.
-        out_of_order: whether batches come in any order.
+        out_of_order: whether batches are delivered in any order.
         may_persist: whether there may be persistent workers.
-        drawn: "own" when the order comes from a generator of the sampler's, "global" from the process's: then there is
-            nothing to go back to before the first batch, and for the latter no next epoch that is determined.
+        drawn: "own" when the order comes from a generator of the sampler's, "global" from the process's: then no state
+            exists before the first batch, and for "global" the next epoch is not determined.
     """
     count = draw(st.sampled_from([2, 2, 3]))
     prefetches = st.sampled_from([None, None, 1, 5])
@@ -194,7 +194,7 @@ def _parts(
             workers, world = before.workers, before.world_size
         else:
             workers = draw(st.sampled_from([0, 0, 1, 2, 2, 3]))
-            # Out of order, ranks are not at the same place: each has a state of its own.
+            # Out of order, the ranks do not stand at the same step: each has its own state.
             world = before.world_size if before is not None and out_of_order else draw(st.sampled_from(worlds))
         parts.append(
             Part(
@@ -217,7 +217,7 @@ def _parts(
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any case that can be resumed exactly."""
+    """Draw any case that can be resumed exactly."""
     mode = draw(st.sampled_from(["seeded", "seeded", "torch"]))
     stream = draw(st.sampled_from([False, False, True]))
     in_order = draw(st.sampled_from([True, True, True, False]))
@@ -255,16 +255,16 @@ def cases(draw: st.DrawFn) -> Case:
         if len(worlds) > 1 and draw(st.booleans()):
             size, worlds = draw(st.integers(1, 6)), [1]
     elif len(worlds) > 1:
-        worlds = [draw(st.sampled_from([1, 2, 3]))]  # the number of ranks decides what a step is
+        worlds = [draw(st.sampled_from([1, 2, 3]))]  # the number of ranks decides the size of a step
     common["drop_last"] = size is not None and common["drop_last"]
     shares = drawn == "global" or order == "loader's generator"
     dataset = draw(st.sampled_from(list(DATASETS)))
-    # Persistent workers' iterator draws no base seed for its later epochs, which moves a generator that it shares.
+    # The iterator of persistent workers draws no base seed for later epochs, which would move a shared generator.
     parts = draw(_parts(worlds, out_of_order=not in_order, drawn=drawn, may_persist=not shares))
     if drawn == "global" and dataset not in DRAWLESS and parts[0].workers:
-        # As with torch's loader, an epoch's order depends on what earlier epochs drew in this process: samples that
-        # draw move its generator where there are no workers, as in the run that this one is held against, and do not
-        # where workers make them. So only the first epoch's order is the same with workers and without.
+        # With torch's loader, too, an epoch's order depends on the draws of earlier epochs in this process: samples
+        # that draw move its generator without workers, as in the run used for comparison, and do not where workers make
+        # them. So only the first epoch's order is the same with workers and without.
         common["before"] = 0
     return Case(
         dataset=dataset,

@@ -29,7 +29,7 @@ class Unsized:
 
 
 class Seekable(Unsized):
-    """Seeks; what it was asked for before `start` it would not give. Orders of epochs differ."""
+    """A sampler that seeks: `iter_from` yields no index before `start`. Each epoch has another order."""
 
     def __init__(self, length: int) -> None:
         super().__init__([])
@@ -52,7 +52,7 @@ class Seekable(Unsized):
 
 
 class RoundsState:
-    """Stateful: knows how far it is, and begins a new round with another order when one is over."""
+    """A stateful sampler: knows its place, and begins a new round in another order after each round."""
 
     def __init__(self, length: int, group: int | None = None) -> None:
         self.length = length
@@ -72,7 +72,7 @@ class RoundsState:
 
 
 class Rounds(RoundsState):
-    """A plain sampler."""
+    """`RoundsState` as a plain sampler."""
 
     def __iter__(self) -> Iterator[Any]:
         items = self.items()
@@ -84,7 +84,7 @@ class Rounds(RoundsState):
 
 
 class RoundsAwaited(RoundsState):
-    """The same as an async sampler."""
+    """`RoundsState` as an async sampler."""
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         items = self.items()
@@ -97,7 +97,7 @@ class RoundsAwaited(RoundsState):
 
 
 class Counting:
-    """Its iterators are Stateful, it is not."""
+    """A sampler without a state whose iterators are Stateful."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -134,7 +134,7 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# Each gives arguments of a loader's constructor, from the dataset's length and a seed for generators.
+# Each order is arguments of a loader's constructor, from the dataset's length and a seed for generators.
 ORDERS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "in order": lambda n, _: {},
     "shuffled": lambda n, _: {"shuffle": True},
@@ -160,4 +160,4 @@ ASYNC_ORDERS = ("rounds awaited", "rounds of lists awaited")
 BATCH_ORDERS = ("batches of ours", "lists", "unsized lists", "rounds of lists", "rounds of lists awaited")
 OWN_GENERATOR = ("random", "weighted", "loader's generator")
 FIXED_WORLD = ("distributed",)
-"""Orders that are one rank's already."""
+"""Orders that are those of one rank already."""

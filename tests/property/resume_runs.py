@@ -17,7 +17,7 @@ from tests.property.resume_cases import Case, Part
 
 
 class Run:
-    """One loader, iterated step by step, whichever it is."""
+    """A loader that is iterated step by step, of either kind."""
 
     def __init__(self, case: Case, part: Part, rank: int, generator_seed: int) -> None:
         self._exits = ExitStack()
@@ -30,7 +30,7 @@ class Run:
         self._batches = iter(self.loader) if self._runner is None else aiter(self.loader)
 
     def step(self) -> torch.Tensor | None:
-        """The next batch; None at the end."""
+        """Return the next batch; None at the end."""
         if self._runner is None:
             batch = next(self._batches, None)
         else:
@@ -60,7 +60,7 @@ async def _next(batches: Any) -> Any:
 
 
 def passed(state: dict[str, Any], passage: str) -> dict[str, Any]:
-    """The state as another process gets it."""
+    """Return the state as another process receives it."""
     if passage == "json":
         state = json.loads(json.dumps(state))
     if passage == "torch":

@@ -1,4 +1,4 @@
-"""Iterable datasets for the property about resuming: the iterator has a state, the dataset has one, or neither."""
+"""Iterable datasets for the property about resuming: the iterator has a state, the dataset has a state, or neither."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from asyncloader import sample_rng
 
 
 def global_draws() -> list[float]:
-    """One number of each process-global generator."""
+    """Draw a number from each process-global generator."""
     return [float(torch.rand(())), random.random(), float(np.random.random())]
 
 
 def own_draws() -> list[float]:
-    """One number of each of the present sample's own generators."""
+    """Draw a number from each of the current sample's own generators."""
     rng = sample_rng()
     return [float(torch.rand((), generator=rng.torch)), float(rng.numpy.random()), rng.random.random()]
 
 
 class _Shard:
-    """`length` numbers in all, dealt to the workers; each epoch and rank has others."""
+    """`length` numbers in all, dealt to the workers; each epoch and rank has other numbers."""
 
     def __init__(self, length: int, rank: int) -> None:
         self.length = length
@@ -48,7 +48,7 @@ def _sample(number: int, *, awaited: bool = False) -> torch.Tensor:
 
 
 class PlainStream(_Shard, IterableDataset[Any]):
-    """No state: can be resumed by reading it again."""
+    """A stream without a state: it can be resumed by reading it again."""
 
     def __iter__(self) -> Iterator[Any]:
         for number in self.numbers():
@@ -56,7 +56,7 @@ class PlainStream(_Shard, IterableDataset[Any]):
 
 
 class IteratorStream(_Shard, IterableDataset[Any]):
-    """Its iterators are Stateful."""
+    """A stream whose iterators are Stateful."""
 
     def __iter__(self) -> Iterator[Any]:
         return _Cursor(self.numbers())
@@ -90,7 +90,7 @@ class _Cursor:
 
 
 class DatasetStream(_Shard, IterableDataset[Any]):
-    """Stateful itself: goes on where it stands, and begins anew when it has been at its end."""
+    """A Stateful dataset: it continues at its place, and starts from the beginning after its end."""
 
     def __init__(self, length: int, rank: int) -> None:
         super().__init__(length, rank)
@@ -111,7 +111,7 @@ class DatasetStream(_Shard, IterableDataset[Any]):
 
 
 class OwnIterator(DatasetStream):
-    """Stateful, and its own iterator."""
+    """A Stateful dataset that is its own iterator."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -126,7 +126,7 @@ class OwnIterator(DatasetStream):
 
 
 class AwaitedStream(_Shard):
-    """Asynchronous; its iterators are Stateful."""
+    """An asynchronous stream whose iterators are Stateful."""
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return _AwaitedCursor(self.numbers())
@@ -144,7 +144,7 @@ class _AwaitedCursor(_Cursor):
 
 
 class AwaitedPlainStream(_Shard):
-    """Asynchronous, with a state of its own beside that of a generator."""
+    """An asynchronous Stateful dataset, whose `__aiter__` is a generator function."""
 
     def __init__(self, length: int, rank: int) -> None:
         super().__init__(length, rank)
@@ -164,7 +164,7 @@ class AwaitedPlainStream(_Shard):
         self.next = state["next"]
 
 
-# Each is made from its length and the rank.
+# Each stream is built from its length and the rank.
 STREAMS: dict[str, Callable[[int, int], Any]] = {
     "plain": PlainStream,
     "stateful iterator": IteratorStream,

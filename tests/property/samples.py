@@ -33,7 +33,7 @@ def _array(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
 
 @st.composite
 def tensors(draw: st.DrawFn, count: int) -> list[Any]:
-    """Mostly alike; now and then of another shape or dtype, which torch promotes or refuses."""
+    """Tensors mostly alike; now and then one has another shape or dtype, which torch promotes or refuses."""
     dtype, shape = draw(st.sampled_from(TORCH_DTYPES)), draw(st.sampled_from(SHAPES))
     out = [_tensor(dtype, shape, n) for n in range(count)]
     if draw(st.integers(0, 5)) == 0:
@@ -46,7 +46,7 @@ def tensors(draw: st.DrawFn, count: int) -> list[Any]:
 
 @st.composite
 def arrays(draw: st.DrawFn, count: int) -> list[Any]:
-    """Mostly alike; now and then of another shape or dtype, or a tensor."""
+    """Arrays mostly alike; now and then one has another shape or dtype, or is a tensor."""
     dtype, shape = draw(st.sampled_from(NUMPY_DTYPES)), draw(st.sampled_from(SHAPES))
     out = [_array(dtype, shape, n) for n in range(count)]
     if draw(st.integers(0, 5)) == 0:
@@ -85,7 +85,7 @@ def texts(draw: st.DrawFn, count: int) -> list[Any]:
 
 @st.composite
 def odd(draw: st.DrawFn, count: int) -> list[Any]:
-    """What torch refuses, and leaves of unequal kinds."""
+    """Values that torch refuses, and leaves of unequal kinds."""
     values = [None, 1, 2.5, "s", b"b", torch.zeros(2), np.zeros(2), object, [1], {"a": 1}, np.array(["s"])]
     return [draw(st.sampled_from(values)) for _ in range(count)]
 
@@ -97,7 +97,7 @@ def leaves(count: int) -> st.SearchStrategy[list[Any]]:
 
 @st.composite
 def columns(draw: st.DrawFn, count: int, depth: int) -> list[Any]:
-    """The `count` values that one place of the structure has, one for each sample."""
+    """Values of the same place in `count` samples."""
     if not depth or draw(st.booleans()):
         return draw(leaves(count))
     parts = [draw(columns(count, depth - 1)) for _ in range(draw(st.integers(1, 3)))]

@@ -1,4 +1,4 @@
-"""Simulates the pipeline around the scheduler: sampler, workers and consumer, which move at random.
+"""The asserts check invariants at every step. `recovery_world.py` simulates workers that die.
 
 The asserts check invariants at every step. For workers that die see `recovery_world.py`.
 """
@@ -37,7 +37,7 @@ class World:
 
     scheduler: Scheduler
     random: Random
-    indices: list[int]  # map datasets: what the sampler gives
+    indices: list[int]  # map datasets: the sampler's indices
     lengths: list[int]  # iterable datasets: batches in each worker's copy
     fifo: bool  # workers answer in the order of their tasks
     pulls: int = 0
@@ -51,14 +51,14 @@ class World:
     assigned: dict[int, int] = field(default_factory=dict)
     delivered: list[Deliver] = field(default_factory=list)
     last: list[Action] = field(default_factory=list)
-    answers: int = 0  # in order: answered, whether handed on or held back
+    answers: int = 0  # in order: the number of answers, whether handed on or held back
     handed_on: int = 0
     raised: bool = False  # `reorder_window` was changed: it counts from the next answer or delivery on
     most: int = 0  # the most tasks that were undelivered at one time
 
     def __post_init__(self) -> None:
-        self.ahead = self.scheduler.reorder_window  # the scheduler's own may be lowered meanwhile
-        self.credits = self.scheduler.credits  # ditto
+        self.ahead = self.scheduler.reorder_window  # the scheduler's own may be lowered later
+        self.credits = self.scheduler.credits  # this, too
         self.turn = self.scheduler._next_worker
         self.queues = [deque() for _ in range(self.scheduler.workers)]
         self.made = [0] * self.scheduler.workers
@@ -81,15 +81,15 @@ class World:
         assert self.scheduler.undelivered <= self.credits * self.scheduler.workers + self.ahead
         assert sum(map(len, self.queues)) == len(self.scheduler.outstanding)
         if not (self.scheduler.iterable or self.ended_sampler or self.last or self.raised):
-            assert self.scheduler.undelivered + self.pulls >= self.limit()  # no credit lies idle
+            assert self.scheduler.undelivered + self.pulls >= self.limit()  # no credit is idle
 
     def limit(self) -> int:
-        """Tasks that may be undelivered or asked for now."""
+        """Return the number of tasks that may be undelivered or asked for now."""
         held = self.answers - self.handed_on if self.scheduler.assignment == "least_loaded" else 0
         return self.scheduler.credits * self.scheduler.workers + min(held, self.scheduler.reorder_window)
 
     def loads(self) -> list[int]:
-        """Undelivered tasks of each worker."""
+        """Return the number of undelivered tasks of each worker."""
         taken = self.void.union(item.seq for item in self.delivered)
         found = [0] * self.scheduler.workers
         for seq, worker in self.assigned.items():
@@ -160,7 +160,7 @@ class World:
 
 
 def check_end(world: World) -> None:
-    """The epoch came to its end by itself, with everything delivered once."""
+    """Check an epoch that ended by itself, with everything delivered once."""
     assert world.last == [Finish()]
     assert world.scheduler.over
     assert world.scheduler.undelivered == 0
@@ -173,7 +173,7 @@ def check_end(world: World) -> None:
 
 
 def check_each_once(world: World) -> None:
-    """The epoch came to its end with each index delivered once, in order when asked."""
+    """Check an epoch that ended with each index delivered once, in order when asked."""
     check_end(world)
     given = [item.outcome[1].index for item in world.delivered]
     assert (given if world.scheduler.in_order else sorted(given)) == world.indices

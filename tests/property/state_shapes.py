@@ -1,6 +1,6 @@
 """Datasets of every kind that can have a state, for the property that a resumed loader continues as torchdata's does.
 
-Each sample is its index and a random number. Some datasets save torch's generator in their states; their names say so.
+Each sample is its index and a random number. Some datasets save torch's generator in their states.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def mine(length: int) -> range:
 
 
 class Saving:
-    """Knows its place, and perhaps torch's generator."""
+    """Saves its place, and torch's generator if `draws`."""
 
     draws = False
     at = 0
@@ -49,7 +49,7 @@ class Map(Dataset[Any]):
 
 
 class SavingMap(Saving, Map):
-    """Its samples tell how many it has given."""
+    """A dataset whose samples contain the number of samples made so far."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.at += 1
@@ -57,7 +57,7 @@ class SavingMap(Saving, Map):
 
 
 class Stream(IterableDataset[Any]):
-    """Without a state: a generator function."""
+    """A stream without a state: a generator function."""
 
     def __init__(self, length: int, draws: bool) -> None:
         self.length = length
@@ -69,7 +69,7 @@ class Stream(IterableDataset[Any]):
 
 
 class SavingStream(Saving, Stream):
-    """The dataset has the state; `__iter__` is a generator function, which begins anew after its end."""
+    """The dataset has the state; `__iter__` is a generator function, which starts from the beginning after its end."""
 
     def __iter__(self) -> Iterator[Any]:
         rows = mine(self.length)
@@ -80,7 +80,9 @@ class SavingStream(Saving, Stream):
 
 
 class Itself(Saving, Stream):
-    """Its own iterator. Its place is made by `__iter__`: without that there is none to be saved or restored."""
+    """A stream that is its own iterator. `__iter__` creates its place: before that no place can be saved or
+    restored.
+    """
 
     def __init__(self, length: int, draws: bool) -> None:
         super().__init__(length, draws)
@@ -108,7 +110,7 @@ class Itself(Saving, Stream):
 
 
 class ItselfOnce(Saving, Stream):
-    """Its own iterator; `__iter__` changes nothing, and its end begins it anew."""
+    """A stream that is its own iterator; `__iter__` changes nothing, and after its end it starts from the beginning."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -141,14 +143,14 @@ class Rows(Saving):
 
 
 class SavingIterators(Stream):
-    """Its iterators have the state."""
+    """A stream whose iterators have the state."""
 
     def __iter__(self) -> Iterator[Any]:
         return Rows(self)
 
 
 class Both(Saving, Stream):
-    """The dataset has a state, which its iterators count in, and they have theirs."""
+    """The dataset has a state, in which its iterators count, and the iterators have a state of their own."""
 
     def __iter__(self) -> Iterator[Any]:
         return CountingRows(self)
@@ -162,7 +164,7 @@ class CountingRows(Rows):
 
 
 class PlainRows:
-    """An iterator without a state, over a dataset that has one."""
+    """An iterator without a state, over a dataset that has a state."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -180,7 +182,7 @@ class PlainRows:
 
 
 class SavingOfIterators(Saving, Stream):
-    """The dataset has the state; its iterators are objects without one."""
+    """The dataset has the state; its iterators are objects without a state."""
 
     def __iter__(self) -> Iterator[Any]:
         return PlainRows(self)

@@ -1,4 +1,6 @@
-"""A seeded run goes on with another global batch where one of its batches begins: no sample is lost or repeated."""
+"""A seeded run continues with another global batch where a batch of the new size begins: no sample is lost or
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Layout:
-    """How batches are shared out."""
+    """The batch size of each rank, and the number of ranks."""
 
     each: int
     ranks: int
@@ -51,12 +53,12 @@ def rows(batches: list[Any]) -> list[list[float]]:
 
 
 def joined(ranks: list[list[Any]]) -> list[list[float]]:
-    """The ranks' batches, joined in rank order at each step."""
+    """Return the rows of the ranks' batches, joined in rank order at each step."""
     return rows([torch.cat(step) for step in zip(*ranks, strict=True)])
 
 
 def state_after(kind: str, layout: Layout, rank: int, state: Any, length: int, steps: int, options: Any) -> Any:
-    """The state of a run that begins from a state and takes so many batches; and what those are."""
+    """Begin a run from a state and take `steps` batches. Returns these and the run's state."""
     with Stepwise(kind, AllDraws(length), **layout.options(rank), **options) as run:
         if state is not None:
             run.loader.load_state_dict(state)
@@ -65,7 +67,7 @@ def state_after(kind: str, layout: Layout, rank: int, state: Any, length: int, s
 
 
 def rest_of(kind: str, layout: Layout, state: Any, length: int, options: Any) -> list[list[Any]]:
-    """What each rank gets of the epoch from a state on."""
+    """Return each rank's batches of the epoch from a state on."""
     ranks = []
     for rank in range(layout.ranks):
         with Stepwise(kind, AllDraws(length), **layout.options(rank), **options) as run:
@@ -86,8 +88,9 @@ def rest_of(kind: str, layout: Layout, state: Any, length: int, options: Any) ->
 def test_it_goes_on_in_other_batches(
     layouts: list[Layout], length: int, order: str, kind: str, drop_last: bool, data: st.DataObject
 ) -> None:
-    """Runs of other batch sizes and numbers of ranks, one after the other: each begins where the one before stopped, if
-    one of its batches begins there; else it refuses, and says what to set. The samples, joined, are those of one run.
+    """Runs with other batch sizes and numbers of ranks follow each other. Each begins where the previous run
+    stopped, if a batch of its own begins there; else it refuses, and the error names the setting. The samples,
+    joined, are those of one run.
     """
     made: dict[str, Any] = {**ORDERS[order](length), "drop_last": drop_last}
     samples = length if order != "a sampler of torch's" else length // 2 + 1
@@ -114,7 +117,9 @@ def test_it_goes_on_in_other_batches(
 @given(before=layouts, after=layouts, length=st.integers(1, 40), rule=st.sampled_from(["drop", "repeat", "pad"]))
 @settings(max_examples=scaled(200), deadline=None)
 def test_after_the_last_batch(before: Layout, after: Layout, length: int, rule: str) -> None:
-    """From a state after all batches, the last of which need not be full, nothing comes, and then the next epoch."""
+    """From a state after all batches, the last of which need not be full, no batch is delivered, and then the next
+    epoch.
+    """
     made: dict[str, Any] = {"shuffle": True, "on_uneven": rule}
     with Stepwise("sync", AllDraws(length), **before.options(0), **made) as run:
         assume(len(run.loader) * before.size >= length)
@@ -155,7 +160,7 @@ def test_between_epochs(before: Layout, after: Layout, length: int, epoch: int) 
     ids=["torch mode", "a sampler of the user's", "a generator"],
 )
 def test_other_orders_are_refused(made: dict[str, Any]) -> None:
-    """Where the order is not computed from the seed, the batches must be those of before."""
+    """Where the order is not computed from the seed, the batch size must stay."""
     options: dict[str, Any] = {"seed": SEED, **made}
     with Stepwise("sync", AllDraws(24), batch_size=4, **options) as run:
         run.begin()
@@ -169,7 +174,7 @@ def test_other_orders_are_refused(made: dict[str, Any]) -> None:
 
 
 def test_batches_out_of_order_are_refused() -> None:
-    """A state with later batches than the first that is missing is no number of samples."""
+    """A state in which later batches were delivered before an earlier batch is no number of samples."""
     with Stepwise("sync", AllDraws(24), batch_size=4, seed=SEED) as run:
         run.begin()
         run.take(2)
@@ -182,7 +187,7 @@ def test_batches_out_of_order_are_refused() -> None:
 
 
 def test_a_step_beyond_the_end_is_refused() -> None:
-    """A broken state is not taken for one after the last batch."""
+    """A broken state is not taken for a state after the last batch."""
     with Stepwise("sync", AllDraws(24), batch_size=4, seed=SEED) as run:
         state = run.loader.state_dict() | {"step": 100}
     with Stepwise("sync", AllDraws(24), batch_size=8, seed=SEED) as run, pytest.raises(StateError):

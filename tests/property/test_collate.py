@@ -21,7 +21,7 @@ from tests.unit.workers.memory.through_memory import view
 
 @pytest.fixture(autouse=True)
 def in_a_worker() -> Iterator[None]:
-    """torch's collation decides by this whether it stacks into shared memory, with the first sample's dtype."""
+    """torch's collation depends on it: in a worker it stacks into shared memory, with the first sample's dtype."""
     install_worker_info(0, 1, 0, None)
     yield
     torch_worker._worker_info = None
@@ -29,7 +29,7 @@ def in_a_worker() -> Iterator[None]:
 
 def outcome(collate: Any, samples: list[Any]) -> tuple[Any, Exception | None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, on read-only arrays and the like
+        warnings.simplefilter("ignore")  # warnings of torch's, on read-only arrays and the like
         try:
             return collate(samples), None
         except Exception as error:
@@ -45,7 +45,7 @@ def ours(samples: list[Any]) -> Any:
 
 
 def check(samples: list[Any]) -> tuple[Exception | None, Exception | None]:
-    """Equal batches or two errors, which are given back: ours and torch's."""
+    """Check that both give equal batches, or both an error. Returns our error and torch's."""
     expected, refused = outcome(default_collate, samples)
     got, error = outcome(ours, samples)
     if refused is None:
@@ -59,16 +59,15 @@ def check(samples: list[Any]) -> tuple[Exception | None, Exception | None]:
 @settings(max_examples=scaled(250), deadline=None)
 @given(batches())
 def test_collation_into_the_slot_is_torchs(samples: list[Any]) -> None:
-    """For any structure of samples: torch's values, dtypes and types, and what torch refuses is refused."""
+    """For any structure of samples it gives torch's values, dtypes and types, and refuses what torch refuses."""
     check(samples)
 
 
 @settings(max_examples=scaled(150), deadline=None)
 @given(single_leaves())
 def test_errors_are_torchs(samples: list[Any]) -> None:
-    """A fault is told in torch's type and words: its worker's, or the clearer ones of its main process.
-
-    (Of several faults in one batch another may be found first.)
+    """A fault raises torch's type with torch's words, of a worker or the clearer words of the main process. (Of several
+    faults in one batch another may be found first.)
     """
     error, refused = check(samples)
     torch_worker._worker_info = None
@@ -80,7 +79,7 @@ def test_errors_are_torchs(samples: list[Any]) -> None:
 @settings(max_examples=scaled(60), deadline=None)
 @given(batches(), batches())
 def test_a_refused_batch_leaves_nothing_behind(first: list[Any], second: list[Any]) -> None:
-    """One encoder serves batch after batch, whatever became of the ones before."""
+    """One encoder serves one batch after the other, whether or not earlier batches were refused."""
     encoder = Encoder()
     outcome(lambda samples: view(Collator(encoder).collate(samples)), first)
     fresh, refused = outcome(ours, second)

@@ -20,7 +20,7 @@ LENGTH = 60
 
 
 class Samples(Dataset[Any]):
-    """Indices with a draw of their own; some raise."""
+    """Indices with a random number of their own; some raise."""
 
     def __init__(self, bad: frozenset[int]) -> None:
         self.bad = bad
@@ -48,7 +48,7 @@ class Awaited(Samples):
 
 
 class Decode:
-    """Adds a draw; some samples do not decode."""
+    """Adds a random number; some samples do not decode."""
 
     def __init__(self, bad: frozenset[int]) -> None:
         self.bad = bad
@@ -60,7 +60,7 @@ class Decode:
 
 
 async def outcomes(one: DatasetReader, batches: Sequence[Any]) -> list[Any]:
-    """What comes of each batch, all in hand at a time where that can be."""
+    """Return the outcome of each batch; an asynchronous reader fetches all at a time."""
 
     async def outcome(index: Any) -> Any:
         bad: list[SkippedSample] = []
@@ -69,7 +69,7 @@ async def outcomes(one: DatasetReader, batches: Sequence[Any]) -> list[Any]:
         except NoSamples:
             made = "no samples"
         except Exception as error:
-            # Which of several bad samples raises first is a matter of time.
+            # Which of several bad samples raises first depends on timing.
             made = "error" if isinstance(error, (ValueError, KeyError)) else error
             assert any("while fetching sample index" in note for note in error.__notes__)  # noqa: PT017
             bad = []
@@ -109,7 +109,7 @@ def test_all_ways_agree(
     policy: ErrorPolicy | None,
     replicas: int,
 ) -> None:
-    """In seeded mode, with and without `decode`, whatever is done about samples that raise."""
+    """They agree in seeded mode, with and without `decode`, under each policy for samples that raise."""
     batches, first = [], 0
     for size in sizes:
         batches.append((first * replicas, list(range(first, first + size))))

@@ -30,7 +30,7 @@ CASES = int(os.environ.get("ASYNCLOADER_FUZZ_CASES") or scaled(500))
 SEED = int(os.environ.get("ASYNCLOADER_FUZZ_SEED") or 0)
 
 HELD = 12
-"""Batches that are held while further ones come: then some are copied out, and none may change."""
+"""Batches that are held while more batches are made: then some are copied out, and none may change."""
 
 ONLY_TORCHS = (
     "negative strides",
@@ -39,8 +39,8 @@ ONLY_TORCHS = (
     "has no attribute 'numel'",
     "storage that is not resizable",
 )
-"""Errors of torch's collation in a worker that ours does not have: it stacks such samples or, for the last two, has the
-clearer error of collation in the main process.
+"""Errors of torch's collation in a worker that ours does not raise: it stacks such samples or, for the last two, raises
+the clearer error of collation in the main process.
 """
 
 PLACES = {
@@ -50,13 +50,13 @@ PLACES = {
     "fork, own": 5,
     "spawn, own": 1,  # its workers take seconds to start
 }
-"""Where samples are collated and how, and the place's share of the cases."""
+"""Where and how samples are collated, and the place's share of the cases."""
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, on arrays and dtypes of all kinds
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch's, on arrays and dtypes of all kinds
 
 
 def outcome(batches: Iterator[Any]) -> tuple[Any, Exception | None]:
-    """The next batch, or the error in its place."""
+    """Return the next batch, or the error in its place."""
     try:
         return next(batches), None
     except StopIteration:
@@ -66,7 +66,7 @@ def outcome(batches: Iterator[Any]) -> tuple[Any, Exception | None]:
 
 
 def compare_details(ours: Any, theirs: Any, where: str) -> None:
-    """Fail where strides, flags or attributes differ, at which `assert_same` does not look."""
+    """Fail where strides, flags or attributes differ, which `assert_same` does not compare."""
     if isinstance(theirs, torch.Tensor):
         assert vars(ours) == vars(theirs), where
         assert ours.is_neg() == theirs.is_neg(), where
@@ -86,14 +86,14 @@ def compare_details(ours: Any, theirs: Any, where: str) -> None:
 
 
 def _is_loose(tensor: torch.Tensor) -> bool:
-    """Whether the gaps between its elements are left out on the way, and with them its strides."""
+    """Whether the encoding leaves out the gaps between the tensor's elements, and so changes its strides."""
     sizes = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step and n]
     span = 1 + sum((n - 1) * step for n, step in sizes)
     return span * tensor.itemsize > max(4096, 4 * tensor.itemsize * math.prod(n for n, _ in sizes))
 
 
 def compare(case: int, got: tuple[Any, Exception | None], expected: tuple[Any, Exception | None]) -> None:
-    """Fail if these are not the same batch or the same type of error."""
+    """Fail unless these are the same batch or the same type of error."""
     batch, error = got
     theirs, refused = expected
     if refused is not None and any(text in str(refused) for text in ONLY_TORCHS):
@@ -107,7 +107,7 @@ def compare(case: int, got: tuple[Any, Exception | None], expected: tuple[Any, E
 
 @pytest.mark.parametrize("place", PLACES)
 def test_fuzz(place: str) -> None:
-    """One loader of ours and one of torch are given the same cases, one after the other."""
+    """A loader of ours and a loader of torch's get the same cases in the same order."""
     method, collate = place.split(", ")
     workers = 0 if method == "no workers" else 2
     count = max(1, CASES * PLACES[place] // sum(PLACES.values()))
@@ -120,7 +120,7 @@ def test_fuzz(place: str) -> None:
     }
     with DataLoader[Any](**arguments, multiprocessing_context=method if workers else None) as loader:
         ours = iter(loader)
-        # How torch's workers start shows in nothing.
+        # The start method of torch's workers does not affect batches.
         theirs = iter(torch.utils.data.DataLoader(**arguments, timeout=PATIENCE_S if workers else 0))
         held: deque[tuple[int, Any, Any]] = deque()
         for case in cases:

@@ -2,8 +2,8 @@
 bounds.
 
 Data path: worker -> [wire -> codec -> ring] -> consumer. All of it is Python over struct, pickle, numpy and torch, with
-no C parser of our own, so hypothesis reaches what a coverage-guided fuzzer would. The pickle inside a template comes
-from our own child and is trusted; the numbers in it, and all sizes beside it, are not.
+no C parser of our own, so hypothesis reaches as far as a coverage-guided fuzzer would. The pickle inside a template
+comes from our own child and is trusted; the numbers in it are not.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def body_of(frame: bytes) -> bytes:
 @given(body=st.binary(max_size=80))
 @example(body=b"")
 def test_any_body_is_read_or_refused(name: str, body: bytes) -> None:
-    """An unpacker gives its fields or a `ValueError` that says how long the body is; nothing else."""
+    """An unpacker returns its fields or raises a `ValueError` with the body's length, and nothing else."""
     got = outcome(lambda: UNPACKERS[name](body))
     assert isinstance(got, tuple) or str(len(body)) in str(got)
 
 
 @pytest.mark.parametrize("name", UNPACKERS)
 def test_every_truncated_head_is_refused(name: str) -> None:
-    """A body that ends within its head, wherever, is refused; a whole one is read."""
+    """A body that ends anywhere within its head is refused; a whole body is read."""
     body = body_of(WHOLE[name])
     tails = {"task": 5, "ring": 0, "reset": 5, "answer": 5, "result": 12}
     for length in range(len(body) - tails[name]):
@@ -96,8 +96,8 @@ def _feed(splitter: wire.FrameSplitter, data: bytes) -> list[tuple[int, bytes]]:
 @example([b"\xff\xff\xff\xff\x0b", b"more"])
 @example([b"\x01\0\0\0\x0b", b"\x01", b"\0\0\0"])
 def test_any_stream_gives_frames_waits_or_is_broken(reads: list[bytes]) -> None:
-    """What a splitter gives is what the bytes say, whatever the cuts; a length that no frame has breaks the stream, and
-    the stream stays broken.
+    """A splitter returns the frames that the bytes contain, whatever the cuts; a length that no frame has breaks the
+    stream, and the stream stays broken.
     """
     splitter = wire.FrameSplitter()
     frames: list[tuple[int, bytes]] = []
@@ -120,11 +120,11 @@ def test_any_stream_gives_frames_waits_or_is_broken(reads: list[bytes]) -> None:
 
 
 def test_a_long_frame_is_put_together_once() -> None:
-    """A frame that comes in very many reads costs a copy or two of its bytes, not one a read."""
+    """A frame that arrives in very many reads is copied once or twice, not once per read."""
     read = bytes(1 << 12)
     splitter = wire.FrameSplitter()
     assert list(splitter.feed(struct.pack("=IB", 1 + 8192 * len(read), wire.ERROR))) == []
-    for _ in range(8191):  # 32 MiB: copied anew with every read, 128 GiB would pass through memory
+    for _ in range(8191):  # 32 MiB: if copied with every read, 128 GiB would pass through memory
         assert list(splitter.feed(read)) == []
     ((kind, body),) = splitter.feed(read)
     assert (kind, len(body), splitter.pending) == (wire.ERROR, 8192 * len(read), 0)
@@ -140,8 +140,8 @@ def test_a_long_frame_is_put_together_once() -> None:
 @example((1 << 31).to_bytes(4, "little") + pickle.dumps(((), -1, 0)))
 @example((3).to_bytes(4, "little") + pickle.dumps(3)[:3])
 def test_bytes_that_are_no_template_are_refused(data: bytes) -> None:
-    """Not a crash and not pickle's own error, but a `ValueError` that says whose fault it is."""
-    # Pickle itself is trusted, and some opcodes import: what begins a pickle of ours is not drawn here.
+    """No crash and no error of pickle's own, but a `ValueError` that names the worker's answer."""
+    # Pickle itself is trusted, and some of its opcodes import: bytes that may begin a pickle are not drawn here.
     if b"c" in data or b"\x93" in data or b"i" in data:
         return
     with pytest.raises(ValueError, match="a worker's answer is broken"):
@@ -163,14 +163,14 @@ def test_structure_inside_of_the_slot_stays_inside(inside: int, size: int) -> No
     if inside >= 0 and size and inside + size > NBYTES:
         with pytest.raises(ValueError, match=f"byte {inside + size} of {NBYTES}"):
             template.build(WALLED.anchor())
-    else:  # no pickle is there: what it would be is the unpickler's to say
+    else:  # no pickle stands there: the unpickler's error is right
         with pytest.raises((pickle.UnpicklingError, EOFError)):
             template.build(WALLED.anchor())
 
 
 @pytest.mark.parametrize("table", [None, 3, (), ((),), ((), -1), ((), None, None), (((0,),), -1, 0), ("ab", -1, 0)])
 def test_a_table_of_another_kind_is_refused(table: Any) -> None:
-    """The table pickles well, but is none."""
+    """The table can be unpickled, but is no table."""
     head = pickle.dumps(table, protocol=5)
     with pytest.raises(ValueError, match="a worker's answer is broken"):
         Template(len(head).to_bytes(4, "little") + head)
@@ -187,7 +187,7 @@ def test_a_table_of_another_kind_is_refused(table: Any) -> None:
 @example(slot=7, nbytes=8192)
 @example(slot=0, nbytes=1 << 63)
 def test_a_ring_shows_its_own_slots_and_no_more_of_each(slot: int, nbytes: int) -> None:
-    """A slot that the ring has not, or more bytes than a slot has, is refused before memory is looked at."""
+    """A slot that the ring does not have, or more bytes than a slot has, is refused before memory is read."""
     ring = Ring(8, 8192, 2)
     try:
         if 0 <= slot < 8 and 0 <= nbytes <= 8192:
@@ -202,7 +202,7 @@ def test_a_ring_shows_its_own_slots_and_no_more_of_each(slot: int, nbytes: int) 
 
 
 def test_a_slot_is_not_lent_twice() -> None:
-    """A slot that the consumer holds cannot be lent again, and comes back once."""
+    """A slot that the consumer holds cannot be lent again, and is released once."""
     ring = Ring(8, 4096, 2)
     slot = ring.take()
     assert slot is not None
@@ -216,7 +216,7 @@ def test_a_slot_is_not_lent_twice() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, -1, 4097, 1 << 20, 1 << 40, 1 << 63, 1 << 64])
 def test_a_segment_that_is_shorter_than_it_says_is_not_mapped(nbytes: int) -> None:
-    """Bytes beyond a segment's end would be a SIGBUS when touched."""
+    """Touching bytes beyond a segment's end would raise SIGBUS."""
     fd = os.memfd_create("asyncloader-test") if hasattr(os, "memfd_create") else os.open("/dev/zero", os.O_RDWR)
     if hasattr(os, "memfd_create"):
         os.ftruncate(fd, 4096)
@@ -226,7 +226,7 @@ def test_a_segment_that_is_shorter_than_it_says_is_not_mapped(nbytes: int) -> No
 
 
 def test_a_descriptor_that_is_no_segment_is_refused() -> None:
-    """A pipe, say."""
+    """A pipe is an example."""
     ours, theirs = os.pipe()
     with pytest.raises(ValueError, match="segment of 0"):
         oneoff_anchor(ours, 64)

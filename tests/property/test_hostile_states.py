@@ -36,7 +36,7 @@ class Indices(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Counts, and can save where it stands."""
+    """A stream of numbers that can save its place."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -65,7 +65,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def state_of(name: str) -> dict[str, Any]:
-    """The state after two batches."""
+    """Return the state after two batches."""
     with MAKERS[name](DataLoader) as loader:
         batches = iter(loader)
         next(batches)
@@ -85,7 +85,7 @@ def nested(depth: int) -> list[Any]:
 
 
 def changed(name: str, path: str, value: Any) -> dict[str, Any]:
-    """That loader's state with another value at the path (keys and numbers, with dots)."""
+    """Return that loader's state with another value at the path (keys and numbers, with dots)."""
     state = copy.deepcopy(STATES[name])
     *inner, last = [int(key) if key.isdigit() else key for key in path.split(".")]
     place: Any = state
@@ -96,13 +96,13 @@ def changed(name: str, path: str, value: Any) -> dict[str, Any]:
 
 
 def generator_text(left: int, place: int) -> str:
-    """The text of a torch generator that stands there in its block of 624 numbers."""
+    """Return the text of a torch generator that stands at this place in its block of 624 numbers."""
     content = bytearray(torch.Generator().get_state().numpy().tobytes())
     struct.pack_into("=QiiQ", content, 0, 5, left, 1, place)
     return base64.b64encode(content).decode()
 
 
-# ------------------------------------------------------------------------------------------- what was found
+# -------------------------------------------------------------------------------------------------- findings
 
 FOUND: dict[str, tuple[dict[str, Any], str]] = {
     "a version of very many digits": (changed("seeded", "version", HUGE), "version should be .* but is <int>"),
@@ -155,7 +155,7 @@ FOUND: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 @pytest.mark.parametrize("what", FOUND)
 def test_what_was_found(what: str, make: Any) -> None:
-    """Each is refused in words of bounded length, and the loader is as it was."""
+    """Each state is refused with a message of bounded length, and the loader is unchanged."""
     state, words = FOUND[what]
     name = next(
         name
@@ -180,7 +180,7 @@ def test_what_was_found(what: str, make: Any) -> None:
 @example(1, 624)
 @example(1, (1 << 32) + 5)
 def test_a_generators_place_is_in_its_block(left: int, place: int) -> None:
-    """What is accepted draws its `left` numbers from within torch's block of 624, whatever the two numbers are."""
+    """An accepted generator draws its `left` numbers from within torch's block of 624, whatever the two numbers are."""
     text = generator_text(left, place)
     try:
         generator_state(text)
@@ -202,7 +202,7 @@ def test_every_place_of_a_true_generator_is_accepted(drawn: int) -> None:
     assert torch.equal(generator_state(text), generator.get_state())
 
 
-# ------------------------------------------------------------------------------------------- anything at all
+# ------------------------------------------------------------------------------------------------- any value
 
 numbers = st.one_of(
     st.integers(-3, 15),
@@ -228,7 +228,9 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @st.composite
 def hostile_states(draw: st.DrawFn) -> tuple[str, Any]:
-    """A loader's state with one to three values replaced, left out or added, anywhere; or no state at all."""
+    """Draw a loader's state with one to three values replaced, left out or added, anywhere; or a value that is no
+    state.
+    """
     name = draw(st.sampled_from(list(STATES)))
     if not draw(st.integers(0, 30)):
         return name, draw(values)
@@ -255,8 +257,8 @@ def hostile_states(draw: st.DrawFn) -> tuple[str, Any]:
 @example(("seeded", STATES["seeded"] | {"epoch": 1, "step": 8}))
 @example(("torch", changed("torch", "sampler", {"at": 1, "ended": True, "sampler": None, "iterator": None})))
 def test_any_state_is_refused_or_gone_on_from(drawn: tuple[str, Any]) -> None:
-    """`load_state_dict` says `StateError` and changes nothing, or takes the state: then an epoch comes to its end, with
-    samples of the dataset only, or with an error, and the next one too.
+    """`load_state_dict` raises `StateError` and changes nothing, or accepts the state: then two epochs end, each
+    with samples of the dataset only, or with an error.
     """
     name, state = drawn
     given_state = copy.copy(state)
@@ -275,7 +277,7 @@ def test_any_state_is_refused_or_gone_on_from(drawn: tuple[str, Any]) -> None:
             try:
                 seen = [int(index) for batch in loader for index in batch]
             except (ValueError, TypeError, AttributeError, KeyError, RuntimeError):
-                continue  # what the user's own sampler or dataset says to a state of its own
+                continue  # raised by the user's own sampler or dataset for a state of its own
             assert set(seen) <= set(range(LENGTH))
             assert len(seen) == len(set(seen)) or name == "torch"
 
@@ -284,20 +286,20 @@ def test_any_state_is_refused_or_gone_on_from(drawn: tuple[str, Any]) -> None:
 @given(values)
 @example({"version": VERSION})
 def test_no_value_is_a_state_by_chance(value: Any) -> None:
-    """Whatever the value, it is a `StateError`, with a text of bounded length."""
+    """Every value raises a `StateError` with a text of bounded length."""
     with pytest.raises(StateError) as caught:
         check_state(value)
     assert 5 < len(str(caught.value)) < 1000
 
 
-# Not among the values drawn: hypothesis writes those into its reports, which nobody can with these.
+# These are not among the values drawn: hypothesis writes drawn values into its reports, which fails for these.
 @pytest.mark.parametrize(
     "value",
     [nested(DEEP), HUGE, {"version": HUGE}, {"version": -HUGE}, {1: 2, None: HUGE, "version": nested(DEEP)}],
     ids=["nested", "huge", "huge version", "negative", "nested version"],
 )
 def test_what_cannot_be_written_is_refused_in_words(value: Any) -> None:
-    """The error's text does without the value."""
+    """The error's text does not contain the value."""
     with pytest.raises(StateError) as caught:
         check_state(value)
     assert 5 < len(str(caught.value)) < 1000

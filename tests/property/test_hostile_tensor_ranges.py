@@ -31,7 +31,7 @@ junk = st.one_of(st.none(), st.text(max_size=2), st.floats(), st.booleans(), st.
 
 @st.composite
 def near_specs(draw: st.DrawFn) -> tuple[Any, ...]:
-    """Places that are right, or wrong in one number."""
+    """Draw specs that are right, or wrong in one number."""
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
     count = int(np.prod(shape))
     code = draw(st.integers(0, len(DTYPES) - 1))
@@ -66,13 +66,13 @@ any_specs = st.one_of(
 
 
 def seen(leaf: Any) -> bytes:
-    """Every byte that a leaf shows."""
+    """Return every byte that a leaf shows."""
     if isinstance(leaf, torch.Tensor):
         assert leaf.untyped_storage().nbytes() <= NBYTES
         if not leaf.numel():
             return b""
         if leaf.dtype is torch.bool:
-            leaf = leaf.view(torch.uint8)  # else the copy would make one of every byte that is not zero
+            leaf = leaf.view(torch.uint8)  # else the copy would write 1 for every byte that is not zero
         return leaf.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()  # type: ignore[no-any-return]
     if isinstance(leaf, torch.UntypedStorage):
         return bytes(leaf.tolist())
@@ -111,7 +111,7 @@ REFUSED: list[tuple[Any, ...]] = [
 
 @pytest.mark.parametrize("specs", REFUSED, ids=str)
 def test_what_was_found(specs: tuple[Any, ...]) -> None:
-    """Each is no place at all, or lies elsewhere, and is refused in words."""
+    """Each is malformed or lies outside, and is refused with a message."""
     with pytest.raises(ValueError, match="a worker's answer is broken"):
         Template(template_of(specs)).build(WALLED.anchor())
 
@@ -119,7 +119,7 @@ def test_what_was_found(specs: tuple[Any, ...]) -> None:
 @settings(deadline=None)
 @given(st.lists(any_specs, max_size=4).map(tuple), st.sampled_from([NBYTES, NBYTES, 64, 1000]))
 def test_no_leaf_lies_outside_of_the_anchor(specs: tuple[Any, ...], nbytes: int) -> None:
-    """Whatever numbers the places have: a `ValueError`, or leaves that show nothing but the anchor's bytes."""
+    """Whatever numbers the specs have: a `ValueError`, or leaves that show nothing but the anchor's bytes."""
     leaves = outcome(lambda: Template(template_of(specs)).build(WALLED.anchor(nbytes)))
     if isinstance(leaves, ValueError):
         assert "broken" in str(leaves)
@@ -134,7 +134,7 @@ def test_no_leaf_lies_outside_of_the_anchor(specs: tuple[Any, ...], nbytes: int)
 @settings(deadline=None)
 @given(st.lists(near_specs(), max_size=3).map(tuple))
 def test_what_is_accepted_builds_on_memory_of_its_extent_and_on_no_less(specs: tuple[Any, ...]) -> None:
-    """The extent is exact: a template builds on as many bytes, as a view or a copy, and not on one byte less."""
+    """The extent is exact: a template builds on that number of bytes, as a view or a copy, and not on one byte less."""
     template = outcome(lambda: Template(template_of(specs)))
     if isinstance(template, ValueError):
         return
@@ -162,7 +162,7 @@ def test_leaves_of_the_same_bytes_take_them_once() -> None:
 
 
 def test_what_the_encoder_writes_is_accepted() -> None:
-    """The check refuses nothing of ours: every kind of leaf, empty, odd and shared ones, on the bytes written."""
+    """The check refuses nothing of ours: leaves of every kind, empty, odd and shared, on the bytes written."""
     base = torch.arange(60.0).view(3, 4, 5)
     value = {
         "views": [base, base[1:, ::2], base.permute(2, 0, 1), base[0, 0, 0]],

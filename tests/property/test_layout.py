@@ -17,7 +17,7 @@ def test_align_is_the_next_multiple(nbytes: int, boundary: int) -> None:
 
 @given(sizes)
 def test_grown_slot_holds_the_batch(nbytes: int) -> None:
-    """A grown slot fits the batch it grew for, in whole pages, with no more than an eighth and a page to spare."""
+    """A grown slot fits the batch that it grew for, in whole pages, with no more than an eighth and a page to spare."""
     grown = grown_slot_bytes(nbytes)
     assert grown % PAGE == 0
     assert nbytes <= grown < nbytes + nbytes // 8 + PAGE

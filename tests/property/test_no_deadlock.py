@@ -1,8 +1,8 @@
 """A model test of the rule that prevents deadlocks of the rings: credits, slots and copies.
 
-The real scheduler, ring managers, rings and opener run between a model worker, which is a queue of tasks, and a model
-consumer, which is a set of batches that it holds arbitrarily long. Every batch is filled with its own number, so a slot
-that is overwritten while a view of it exists is detected at once.
+The real scheduler, ring managers, rings and opener run between a model worker, which is a queue of tasks, and a
+model consumer, which is a set of batches that it holds arbitrarily long. Every batch is filled with its own number,
+so a slot that is overwritten while a view of it exists is detected at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
 
 class Machine(RuleBasedStateMachine):
-    """One loader's life: epochs that come to an end or are abandoned, with a consumer that keeps what it wants."""
+    """One loader's life: epochs that end or are abandoned, with a consumer that keeps any batches."""
 
     @initialize(
         workers=st.integers(1, 3),
@@ -92,7 +92,7 @@ class Machine(RuleBasedStateMachine):
                 self.line.append(action)
 
     def assign(self, action: Assign) -> None:
-        """What the pool does: a grown ring first, then a slot, then the task."""
+        """Assign as the pool does: a grown ring first, then a slot, then the task."""
         worker, task, _ = action
         manager = self.managers[worker]
         fresh = manager.replacement()
@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
         assert ring.number == number
         mine = [seq for seq, owner in self.scheduler._owner.items() if owner == worker]
         if slot == wire.NO_SLOT:
-            # THE RULE: within its credits a task finds a slot, whatever the consumer holds.
+            # THE RULE: within its credits a task gets a slot, whatever the consumer holds.
             assert worker in self.draining or len(mine) > self.credits
         self.jobs[worker].append(Job(task.epoch, task.seq, ring, slot))
 
@@ -113,14 +113,14 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.jobs))
     @rule(data=st.data(), count=st.sampled_from([SMALL, SMALL, SMALL, SMALL, LARGE, HUGE, 0]))
     def answer_one(self, data: st.DataObject, count: int) -> None:
-        """A worker answers one of its tasks; an asynchronous one in any order."""
+        """A worker answers any of its tasks, as an asynchronous worker may."""
         worker = data.draw(st.sampled_from([w for w, jobs in enumerate(self.jobs) if jobs]))
         self.answer(worker, data.draw(st.integers(0, len(self.jobs[worker]) - 1)), count)
 
     @precondition(lambda self: any(self.jobs))
     @rule(slow=st.integers(-2, 2))
     def answer_all_but(self, slow: int) -> None:
-        """Every worker answers all that it has, except for a slow one, which may hold the head of the line."""
+        """Every worker answers all its tasks, except for a slow worker, whose task may be the first in order."""
         for worker, jobs in enumerate(self.jobs):
             while jobs and worker != slow:
                 self.answer(worker, 0, SMALL)
@@ -153,7 +153,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.draining)
     @rule(data=st.data())
     def reset_done(self, data: st.DataObject) -> None:
-        """A worker has dropped the tasks of older epochs, and says so."""
+        """A worker has dropped the tasks of older epochs, and reports it."""
         worker = data.draw(st.sampled_from(sorted(self.draining)))
         self.jobs[worker] = deque(job for job in self.jobs[worker] if job.epoch == self.epoch)
         self.managers[worker].reset_done(self.epoch)
@@ -194,25 +194,25 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(every=st.integers(1, 4))
     def drop_many(self, every: int) -> None:
-        """The consumer lets go of all its batches, or of every second, third, fourth one."""
+        """The consumer drops all its batches, or every second, third or fourth of them."""
         del self.held[::every]
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        """The consumer lets go of any of its batches."""
+        """The consumer drops any of its batches."""
         del self.held[data.draw(st.integers(0, len(self.held) - 1))]
 
     @precondition(lambda self: len(self.held) > 1)
     @rule(sure=st.integers(0, 2))
     def fork(self, sure: int) -> None:
-        """The process forks (as far as the rings can tell): what is lent is never used again."""
+        """The process forks, or the rings are made to believe so: lent slots are never used again."""
         for ring in (ring for rings in self.rings for ring in rings if not sure):
             ring.retire()
 
     @rule(sure=st.integers(0, 2))
     def abandon(self, sure: int) -> None:
-        """The consumer breaks off and begins anew; the workers still have tasks of the old epoch."""
+        """The consumer leaves the epoch and begins another; the workers still have tasks of the old epoch."""
         if sure:
             return
         for answer in self.answered.values():
@@ -222,7 +222,7 @@ class Machine(RuleBasedStateMachine):
         self.draining = set(range(self.workers))
         self.begin()
 
-    # ------------------------------------------------------------------------------------------ what must hold
+    # ---------------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def held_batches_never_change(self) -> None:
@@ -256,7 +256,7 @@ class Machine(RuleBasedStateMachine):
         return getattr(self, "epoch", -1) >= 0
 
     def teardown(self) -> None:
-        """Once the consumer drops all and the epoch is over, every slot that was not retired is free."""
+        """Once the consumer has dropped all batches and the epoch is over, every slot that was not retired is free."""
         if not self.epoch_began():
             return
         for answer in self.answered.values():

@@ -43,8 +43,8 @@ class Case:
     """A loader over small shards, and where it is interrupted.
 
     Attributes:
-        stops: of each part but the last, after how many more batches its state is saved.
-        kinds: of the loaders of the parts, used in turn.
+        stops: for each part but the last, the number of further batches after which its state is saved.
+        kinds: the loaders of the parts, used in turn.
         deaths: numbers of samples whose worker is killed, once. (Two deaths over one batch would end the run.)
     """
 
@@ -94,7 +94,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @contextmanager
 def folder_of(case: Case) -> Generator[tuple[str, Path]]:
-    """The shards' URL, and a folder for what struck."""
+    """Make the shards' URL, and a folder for marks of the deaths that happened."""
     with tempfile.TemporaryDirectory() as folder:
         shards, struck = Path(folder) / "shards", Path(folder) / "struck"
         shards.mkdir()
@@ -103,7 +103,7 @@ def folder_of(case: Case) -> Generator[tuple[str, Path]]:
 
 
 def check(case: Case) -> None:
-    """Run the case; fail at the first batch that is not the uninterrupted run's."""
+    """Run the case; fail at the first batch that differs from the uninterrupted run's."""
     with folder_of(case) as (url, struck):
         decode = Killing(Faults(struck, dict.fromkeys(case.deaths, "SIGKILL"))) if case.deaths else number_of
         epochs = []
@@ -144,7 +144,7 @@ def check(case: Case) -> None:
 @settings(max_examples=max(6, EXAMPLES // 4), **SETTINGS)
 @given(cases())
 def test_an_interrupted_run_gives_what_it_would_have_given(case: Case) -> None:
-    """Killed, saved and resumed, by whichever loader: the same batches in the same order."""
+    """Killed, saved and resumed, by whichever loader, it gives the same batches in the same order."""
     event(f"{case.ending}, {case.workers} workers")
     check(case)
 
@@ -154,5 +154,5 @@ def test_an_interrupted_run_gives_what_it_would_have_given(case: Case) -> None:
 @settings(max_examples=4 * EXAMPLES, **SETTINGS)
 @given(cases())
 def test_many_interrupted_runs_give_what_they_would_have_given(case: Case) -> None:
-    """The same for many more cases."""
+    """This holds for many more cases."""
     check(case)

@@ -8,7 +8,7 @@ from asyncloader.epoch.reorder import ReorderBuffer
 
 @given(st.permutations(range(12)), st.sets(st.integers(0, 11)))
 def test_any_arrival_order_becomes_task_order(arrivals: list[int], skipped: set[int]) -> None:
-    """Every pushed item comes out once, in order, and no later than when the last one before it is known."""
+    """Every pushed item is released once, in order, and no later than when the last item before it is known."""
     buffer: ReorderBuffer[int] = ReorderBuffer()
     out: list[int] = []
     known: set[int] = set()

@@ -1,6 +1,6 @@
 """A run that is killed and resumed gives exactly the uninterrupted batches, in order and bytes, for random cases.
 
-The uninterrupted run to compare with is made without workers; in torch mode by torch's own loader, if that can read the
+The uninterrupted run for comparison has no workers; in torch mode torch's own loader makes it, if that can read the
 dataset. 100 cases per run, 1,000 in the slow part. For more:
 
     ASYNCLOADER_CONFIGURATIONS=5000 make test ARGS="--timeout=0 tests/property/test_resume.py"
@@ -29,7 +29,7 @@ EACH_ONCE = ("in order", "shuffled", "seekable", "rounds", "rounds awaited", "co
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-# A rank's epochs, each a list of batches (float64, a row a sample; without automatic batching one row).
+# A rank's epochs, each a list of batches (float64, a row per sample; without automatic batching a batch is a row).
 Epochs = list[list[torch.Tensor]]
 
 
@@ -37,7 +37,7 @@ Epochs = list[list[torch.Tensor]]
 
 
 def uninterrupted(case: Case, part: Part, rank: int, epochs: int) -> Epochs:
-    """What this rank gets if nobody interrupts it, in a world of the part's size."""
+    """Return this rank's epochs if no interruption occurs, in a world of the part's size."""
     seed_everything(5)
     workers = part.workers if case.streams else 0
     plain = replace(part, workers=workers, prefetch=None, loop="sync", persistent=False)
@@ -74,7 +74,7 @@ class Expected:
         return self._made[key]
 
     def check(self) -> None:
-        """The runs of all numbers of ranks agree with one another, and with what an epoch is."""
+        """Check that the runs of all numbers of ranks agree with one another, and that their epochs are complete."""
         case = self.case
         worlds = sorted({part.world_size for part in case.parts})
         if case.streams or case.mode == "torch":
@@ -90,7 +90,7 @@ class Expected:
             self._check_completeness(whole[0])
 
     def _check_completeness(self, epochs: Epochs) -> None:
-        """Every index of the dataset, once."""
+        """Check that every epoch has each index of the dataset once, except for a short last batch that is dropped."""
         case = self.case
         for epoch in epochs:
             rows = [row for batch in epoch for row in batch[..., 0].reshape(-1).tolist()]
@@ -101,7 +101,7 @@ class Expected:
 
 
 def _joined(ranks: list[Epochs]) -> list[list[torch.Tensor]]:
-    """Each epoch's steps: the ranks' batches of a step, joined in rank order."""
+    """Return each epoch's steps: the ranks' batches of a step, joined in rank order."""
     epochs: list[list[torch.Tensor]] = []
     for number in range(len(ranks[0])):
         assert len({len(rank[number]) for rank in ranks}) == 1, "every rank gets as many batches"
@@ -111,7 +111,7 @@ def _joined(ranks: list[Epochs]) -> list[list[torch.Tensor]]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor, columns: int | None = None) -> bool:
-    """To the bit; in torch mode the indices only."""
+    """Whether both are equal to the bit, or in the first `columns`: in torch mode only the indices are compared."""
     a, b = a[..., :columns].contiguous(), b[..., :columns].contiguous()
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.int64), b.view(torch.int64))
 
@@ -120,7 +120,7 @@ def same(a: torch.Tensor, b: torch.Tensor, columns: int | None = None) -> bool:
 
 
 class Place:
-    """Where one rank is, and what it must still get."""
+    """The place of one rank, and the batches that it must still get."""
 
     def __init__(self, case: Case, epochs: Epochs, epoch: int, position: int, left: list[torch.Tensor] | None) -> None:
         self.case = case
@@ -131,7 +131,7 @@ class Place:
         self.told = False
 
     def got(self, batch: torch.Tensor | None) -> None:
-        """The consumer got this batch, or was told of the end."""
+        """The consumer got this batch, or None for the epoch's end."""
         if batch is None:
             assert not self.left, f"epoch {self.epoch} ended with {len(self.left)} batches to come"
             self.told = True
@@ -146,7 +146,7 @@ class Place:
         raise AssertionError(f"epoch {self.epoch}, step {self.position}: got {batch}, expected one of {window}")
 
     def turn_page(self) -> None:
-        """The next iterator begins."""
+        """Begin the next epoch."""
         self.epoch += 1
         self.position = 0
         self.left = self.epochs[self.epoch][:]
@@ -159,12 +159,12 @@ class Place:
 
 
 def follows(case: Case) -> bool:
-    """Whether the epochs after the interrupted one are determined, too: torch draws them from the global generator."""
+    """Whether the epochs after the interrupted epoch are determined: torch draws them from the global generator."""
     return case.mode == "seeded" or case.streams or case.order != "shuffled"
 
 
 def check(case: Case) -> None:
-    """Run the case; fail at the first batch that is not the uninterrupted run's."""
+    """Run the case; fail at the first batch that differs from the uninterrupted run's."""
     expected = Expected(case)
     expected.check()
     states: list[Any] = []
@@ -197,7 +197,7 @@ def check(case: Case) -> None:
 def _part(
     case: Case, number: int, runs: list[Run], places: list[Place], states: list[Any]
 ) -> tuple[list[Place], list[Any]]:
-    """Run a part; returns where each rank is then, and the states."""
+    """Run a part. Returns each rank's place after it, and the states."""
     part = case.parts[number]
     after: list[Place] = []
     saved: list[Any] = []
@@ -282,7 +282,7 @@ def _exact(case: Case) -> None:
     )
 )
 def test_an_interrupted_run_gives_what_it_would_have_given(case: Case) -> None:
-    """Killed once or twice, resumed with other numbers of workers and ranks: the same batches, to the byte."""
+    """Killed once or twice, resumed with other numbers of workers and ranks, it gives the same batches, to the byte."""
     _exact(case)
 
 
@@ -291,11 +291,11 @@ def test_an_interrupted_run_gives_what_it_would_have_given(case: Case) -> None:
 @settings(max_examples=1000, **SETTINGS)
 @given(cases())
 def test_many_interrupted_runs_give_what_they_would_have_given(case: Case) -> None:
-    """The same for a thousand cases."""
+    """This holds for a thousand cases."""
     _exact(case)
 
 
-# ------------------------------------------------------------------------------------------- of the property itself
+# ------------------------------------------------------------------------------------- tests of the property itself
 
 
 SPOILED: dict[str, dict[str, Any]] = {
@@ -307,7 +307,7 @@ SPOILED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_the_comparison_bites(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state that is one step off, or of another epoch, does not pass."""
+    """A state that is one step off, or of another epoch, fails the comparison."""
     case = Case(dataset="augmented", length=16, parts=(Part(2), Part()))
     check(case)
     real = passed
@@ -327,7 +327,7 @@ def _draw(case: Case) -> None:
 
 @pytest.mark.thorough
 def test_every_dimension_is_drawn() -> None:
-    """The property does meet each dataset, order, kind of loader, number of workers and ranks, and change of them."""
+    """The property draws each dataset, order, kind of loader, number of workers and ranks, and changes of them."""
     DRAWN.clear()
     _draw()
     assert {c.mode for c in DRAWN} == {"seeded", "torch"}

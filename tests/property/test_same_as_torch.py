@@ -32,12 +32,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 @dataclass
 class Outcome:
-    """What came of a run."""
+    """The outcome of a run."""
 
-    refusal: str  # the constructor's
+    refusal: str  # the constructor's error
     length: int | None
     epochs: list[list[Any]]
-    states: dict[str, Any]  # of the generators, afterwards
+    states: dict[str, Any]  # the generators' states after the run
 
 
 def run(kind: str, configuration: Configuration) -> Outcome:
@@ -48,7 +48,7 @@ def run(kind: str, configuration: Configuration) -> Outcome:
     generators = configuration.generators()
     arguments = configuration.arguments(generators)
     if kind == "torch" and configuration.method == "spawn":
-        arguments["multiprocessing_context"] = "fork"  # the start method shows in nothing
+        arguments["multiprocessing_context"] = "fork"  # the start method does not affect batches
     make: Any = {"torch": torch.utils.data.DataLoader, "sync": DataLoader}.get(kind, AsyncDataLoader)
     epochs: list[list[Any]] = []
     length: int | None = None
@@ -162,7 +162,9 @@ def compare(got: Outcome, expected: Outcome) -> None:
 @example(Configuration(num_workers=2, persistent=True, epochs=(1, None)))
 @example(Configuration(dataset="shares", num_workers=3, persistent=True, epochs=(None, None), loop="uvloop"))
 def test_batches_and_generators_are_torchs(configuration: Configuration) -> None:
-    """Same seeds: same batches in the same order, as many, and every generator in the same state afterwards."""
+    """With the same seeds both give the same number of batches, with the same content and order, and leave every
+    generator in the same state.
+    """
     event(f"start method {configuration.method}")  # for --hypothesis-show-statistics
     compare(run(configuration.loop, configuration), run("torch", configuration))
 
@@ -170,10 +172,9 @@ def test_batches_and_generators_are_torchs(configuration: Configuration) -> None
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_iterator_that_was_never_asked(loop: str, persistent: bool) -> None:
-    """An epoch that is left before its first batch counts as one in torch: numbers were drawn, and tasks given out.
-
-    Persistent workers of an async loader have not been started by then, and carry nothing out: what comes is what comes
-    from new ones.
+    """In torch, an epoch that is left before its first batch counts: numbers were drawn, and tasks assigned. An
+    async loader has not started its persistent workers by then, so that no task was assigned: it gives the batches
+    of new workers.
     """
     configuration = Configuration(order="shuffle", num_workers=2, persistent=persistent, epochs=(0, None), loop=loop)
     expected = run("torch", replace(configuration, persistent=persistent and loop == "sync"))
@@ -182,7 +183,7 @@ def test_an_iterator_that_was_never_asked(loop: str, persistent: bool) -> None:
 
 @pytest.mark.thorough
 def test_a_spawned_worker_gives_torchs_batches() -> None:
-    """The same under the start method that the property rarely draws, for each loader."""
+    """The start method "spawn", which the property rarely draws, is tested here for each loader."""
     configuration = Configuration(
         order="shuffle", num_workers=1, persistent=True, epochs=(1, None), method="spawn", generator=True, init=True
     )
@@ -207,7 +208,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", quickly(DIFFERENCES, "another order", "no generator"))
 def test_the_comparison_bites(name: str) -> None:
-    """Of two configurations that differ in anything that counts, the outcomes differ."""
+    """The outcomes of two configurations that differ in any relevant value differ."""
     one = Configuration(order="shuffle", num_workers=2, generator=True, epochs=(2, None))
     other = replace(one, **DIFFERENCES[name])
     expected = run("torch", one)
@@ -227,7 +228,7 @@ def _draw(configuration: Configuration) -> None:
 
 @pytest.mark.thorough
 def test_every_dimension_is_drawn() -> None:
-    """The property does meet each dataset, order, collation, loop and number of workers, and epochs left early."""
+    """The property draws each dataset, order, collation, loop and number of workers, and epochs left early."""
     DRAWN.clear()
     _draw()
     assert {c.dataset for c in DRAWN} == set(DATASETS)

@@ -65,9 +65,9 @@ def test_workers_run_ahead_within_their_bound(
     slow: int,
     random: Random,
 ) -> None:
-    """As far as batches are held back, and `reorder_window` allows, more tasks are given out; none is lost, none stays.
-
-    The shell may lower and raise `reorder_window` at any time. One worker answers only when nothing else can happen.
+    """As far as batches are held back, and `reorder_window` allows, more tasks are assigned; each index is delivered
+    once. The shell may lower and raise `reorder_window` at any time. One worker answers only when no other move is
+    possible.
     """
     scheduler = Scheduler(workers=workers, credits=credits, assignment="least_loaded", reorder_window=ahead)
     world = World(scheduler, random, list(range(100, 100 + count)), [], fifo)
@@ -84,7 +84,7 @@ def test_workers_run_ahead_within_their_bound(
 @settings(deadline=None)
 @given(workers=st.integers(1, 4), credits=st.integers(1, 3), ahead=st.integers(0, 12), random=randoms)
 def test_a_slow_consumer_holds_nothing_back(workers: int, credits: int, ahead: int, random: Random) -> None:
-    """Answers that come in order are never held back: then `reorder_window` gives nobody another task."""
+    """Answers that arrive in order are never held back, so that `reorder_window` allows no further task."""
     scheduler = Scheduler(workers=workers, credits=credits, assignment="least_loaded", reorder_window=ahead)
     world = World(scheduler, random, list(range(60)), [], fifo=True)
     world.start()
@@ -108,7 +108,7 @@ def test_a_slow_consumer_holds_nothing_back(workers: int, credits: int, ahead: i
 def test_iterable_dataset_delivers_all_of_every_copy(
     lengths: list[int], credits: int, in_order: bool, assignment: Assignment, first_worker: int, random: Random
 ) -> None:
-    """Copies that end at different times are all read to their end; the tasks that an ended one held are void."""
+    """Copies that end at different times are all read to their end; the open tasks of an ended copy are void."""
     scheduler = Scheduler(
         workers=len(lengths),
         credits=credits,
@@ -127,7 +127,7 @@ def test_iterable_dataset_delivers_all_of_every_copy(
 @settings(deadline=None)
 @given(steps=st.integers(0, 30), iterable=st.booleans(), in_order=st.booleans(), random=randoms)
 def test_death_at_any_time_is_the_last_word(steps: int, iterable: bool, in_order: bool, random: Random) -> None:
-    """A death gives one `Fail`; what happens later gives nothing. What was delivered before stays valid."""
+    """A death gives one `Fail`; later events give no action, and the tasks that were open stay open."""
     scheduler = Scheduler(workers=2, credits=2, iterable=iterable, in_order=in_order)
     world = World(scheduler, random, list(range(40)), [40, 40], fifo=True)
     world.start()
@@ -149,7 +149,7 @@ def test_death_at_any_time_is_the_last_word(steps: int, iterable: bool, in_order
 
 
 def test_world_notices_a_second_end() -> None:
-    """The simulation's own check bites."""
+    """The simulation's check against an action after the end works."""
     world = World(Scheduler(workers=1, credits=1), Random(0), [], [], fifo=True)
     world.carry_out([Finish()])
     with pytest.raises(AssertionError, match="after the end"):

@@ -1,4 +1,4 @@
-"""Credits are lowered when batches turn out to be large, and raised again: nothing is lost, and nothing stalls."""
+"""Credits are lowered when batches turn out to be large, and raised again: no batch is lost, and nothing stalls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_credits_may_change_at_any_time(
     first_worker: int,
     random: Random,
 ) -> None:
-    """Each index is delivered once, in order when asked; nothing is pulled beyond what the credits are then."""
+    """Each index is delivered once, in order when asked; no index is pulled beyond the credits of that moment."""
     scheduler = Scheduler(
         workers=workers,
         credits=credits,
@@ -66,7 +66,7 @@ def test_credits_may_change_at_any_time(
 def test_lowered_credits_are_kept_to(
     workers: int, credits: int, low: int, when: int, assignment: Assignment, in_order: bool, random: Random
 ) -> None:
-    """Once what was in hand is delivered, no more than the lowered credits allow is ever in hand again; and that is."""
+    """Once the earlier tasks are delivered, the number of tasks in hand stays at the bound of the lowered credits."""
     scheduler = Scheduler(workers=workers, credits=credits, assignment=assignment, in_order=in_order)
     low = min(low, credits)
     world = World(scheduler, random, list(range(80)), [], fifo=False)
@@ -104,8 +104,8 @@ def test_lowered_credits_are_kept_to(
     random=randoms,
 )
 def test_workers_with_many_tasks_in_hand_may_die(options: dict[str, Any], random: Random) -> None:
-    """Each index comes once, as a batch or as poisoned; suspects are tried alone, and a death of many is
-    nobody's conviction: no task is given up that did not kill twice more when it was alone.
+    """Each index is delivered once, as a batch or as poisoned. Suspects are tried alone, and a death over many tasks
+    convicts none of them: a task is given up only after two more deaths when it was alone.
     """
     world = map_world(random, concurrent=True, **options)
     world.run()

@@ -41,11 +41,11 @@ from tests.property.scheduler_world import assignments, randoms
     random=randoms,
 )
 def test_every_index_comes_once_whatever_dies(options: dict[str, Any], random: Random) -> None:
-    """With restarts enough each index comes once, as a batch or as poisoned, in order when asked, within the credits,
-    also if tasks were given to two workers.
+    """With enough restarts each index is delivered once, as a batch or as poisoned, in order when asked, within the
+    credits, also if tasks were given to two workers.
 
-    What is quarantined was struck thrice by what may have been its doing: at the head of a blocking worker's tasks, or
-    the second time and the third alone.
+    A quarantined task was struck three times by deaths that it may have caused: at the head of a blocking worker's
+    tasks, or the second and third time alone.
     """
     world = map_world(random, **options)
     world.run()
@@ -70,8 +70,8 @@ def test_every_index_comes_once_whatever_dies(options: dict[str, Any], random: R
     random=randoms,
 )
 def test_no_innocent_task_is_quarantined(options: dict[str, Any], random: Random) -> None:
-    """Kills from outside, however many, put nothing in quarantine where one can tell that they are, nor otherwise as
-    long as none strikes a suspect's trial; nor do guilty neighbours. What is poison is found, and has killed three
+    """Kills from outside, however many, quarantine no task if they are recognizable as such, nor otherwise unless
+    they strike a suspect's trial; neither do guilty neighbours. A poisonous task is found, and has killed three
     workers at most.
     """
     world = map_world(random, count=16, spared=True, **options)
@@ -101,11 +101,11 @@ def test_no_innocent_task_is_quarantined(options: dict[str, Any], random: Random
     random=randoms,
 )
 def test_the_epoch_ends_with_the_first_death_beyond_the_restarts(options: dict[str, Any], random: Random) -> None:
-    """A worker may die `max_restarts` times; the next death, and nothing else, is a `Fail`. Leaving by itself does not
-    count. What came before the failure came once, and in order.
+    """A worker may die `max_restarts` times; the next death, and nothing else, is a `Fail`. Leaving by itself does
+    not count. Batches before the failure were delivered once, and in order.
     """
     world = map_world(random, **options)
-    world.run()  # its own checks hold that a Fail comes with that death and no other
+    world.run()  # its own checks hold that a Fail follows that death and no other
     world.check_delivered()
     if any(worker.deaths > options["max_restarts"] for worker in world.workers):
         assert isinstance(world.last[0], Fail)
@@ -142,10 +142,10 @@ def test_every_copy_of_a_stream_is_read_to_its_end(
     spared: bool,
     random: Random,
 ) -> None:
-    """Replacements read on: each batch of each copy comes once, and in its copy's order.
+    """Replacements read on: each batch of each copy is delivered once, in its copy's order.
 
-    A place that nobody can pass ends the epoch, by three deaths over it; no other place does, unless kills of which
-    nobody could tell that they came from outside struck it.
+    A poisonous place ends the epoch, by three deaths over it; another place does only if it was struck by kills that
+    were not recognizable as coming from outside.
     """
     scheduler = Scheduler(
         workers=len(lengths),
@@ -188,32 +188,32 @@ def test_every_copy_of_a_stream_is_read_to_its_end(
         assert any(each.deaths > max_restarts for each in world.workers)
 
 
-# ------------------------------------------------------------------------------ the simulation's own checks bite
+# -------------------------------------------------------------------------- tests of the simulation's own checks
 
 
 class Forgetful(Scheduler):
-    """Gives a dead worker's tasks to nobody."""
+    """A planted bug: a dead worker's tasks are not assigned again."""
 
     def _assign_again(self, seq: int, worker: int) -> list[Action]:
         return []
 
 
 class Hasty(Scheduler):
-    """Sends a dead worker's tasks at once to where it was."""
+    """A planted bug: a dead worker's tasks are sent at once to the worker that is down."""
 
     def _assign_again(self, seq: int, worker: int) -> list[Action]:
         return [Assign(worker, self._unanswered_tasks[seq], self._recovery.suspected(seq))]
 
 
 class Twofold(Scheduler):
-    """Makes a dead worker's tasks under new numbers."""
+    """A planted bug: a dead worker's tasks are also assigned under new numbers."""
 
     def _assign_again(self, seq: int, worker: int) -> list[Action]:
         return [*super()._assign_again(seq, worker), *self._offered(self._unanswered_tasks[seq].index)]
 
 
 class Endless(Scheduler):
-    """Never out of restarts."""
+    """A planted bug: the restarts are never used up."""
 
     def _died(self, event: Died) -> list[Action]:
         self._recovery.max_restarts = PLENTY
@@ -221,7 +221,7 @@ class Endless(Scheduler):
 
 
 class Echo(Scheduler):
-    """Passes on both answers of a task that two workers had."""
+    """A planted bug: both answers to a task that two workers had are delivered."""
 
     def _completed(self, event: Completed) -> list[Action]:
         given = super()._completed(event)
@@ -230,7 +230,9 @@ class Echo(Scheduler):
 
 @pytest.mark.parametrize("kind", [Forgetful, Hasty, Twofold, Endless])
 def test_the_world_notices_a_planted_bug(kind: type[Scheduler]) -> None:
-    """A scheduler that loses, doubles, or sends into the void is found within a few runs."""
+    """A scheduler that loses or doubles tasks, sends them to dead workers, or restarts without limit is found in a
+    few runs.
+    """
     with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - which of them finds it is chance
         for seed in range(20):
             random = Random(seed)
@@ -241,7 +243,7 @@ def test_the_world_notices_a_planted_bug(kind: type[Scheduler]) -> None:
 
 
 def test_the_world_notices_a_batch_that_comes_twice() -> None:
-    """Of two answers to a task that two workers had."""
+    """It is delivered for both answers to a task that two workers had."""
     with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - which of them finds it is chance
         for seed in range(20):
             indices = list(range(12))
@@ -263,7 +265,7 @@ def test_the_world_notices_another_number_of_trials(
 
 
 def test_the_world_notices_suspects_that_are_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suspects of a concurrent worker that are sent together are found."""
+    """Suspects that are sent together to a concurrent worker are found."""
     monkeypatch.setattr(Reassignment, "next_for", lambda self, worker, _: next(iter(popped(self, worker)), None))
     world = map_world(Random(1), concurrent=True, poison=frozenset({3}))
     with pytest.raises(AssertionError, match="alone"):

@@ -1,6 +1,6 @@
 """Assignment of shards: whatever the pace, deaths and interruptions, the run equals that of workers in lockstep.
 
-The parts are real (`assignment_world.py`). The expected batches come from the rule (`assignment_rule.py`) or, with a
+The parts are real (`assignment_world.py`). The expected batches follow from the rule (`assignment_rule.py`) or, with a
 shuffle buffer, from a run in which everything happens at once.
 """
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCh
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any epoch of up to about fifty samples."""
+    """Draw any epoch of up to about fifty samples."""
     size = st.one_of(st.integers(0, 3), st.integers(0, 12))
     shards = draw(st.lists(st.lists(size, min_size=1, max_size=4).map(tuple), min_size=1, max_size=6).map(tuple))
     samples = sum(map(sum, shards))
@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def run(case: Case, seed: int | None = None, deaths: int = 0, stops: tuple[int, ...] = ()) -> list[list[int]]:
-    """All batches, saved and resumed after each of `stops` many more."""
+    """Return all batches of a run that is saved and resumed after each of `stops` further batches."""
 
     async def parts() -> list[list[int]]:
         random = None if seed is None else Random(seed)
@@ -71,7 +71,7 @@ def run(case: Case, seed: int | None = None, deaths: int = 0, stops: tuple[int, 
 
 
 def check_epoch(case: Case, batches: list[list[int]]) -> None:
-    """Each sample that can be read came once, or what replaces it did, in full batches but for the last one."""
+    """Check that each readable sample or its replacement was delivered once, in full batches except for the last."""
     size = case.batch_size or 1
     flat = sorted(number for batch in batches for number in batch)
     there = there_of(case)
@@ -85,7 +85,7 @@ def check_epoch(case: Case, batches: list[list[int]]) -> None:
 
 
 def there_of(case: Case) -> list[int]:
-    """The samples of an epoch, ascending."""
+    """Return the samples of an epoch, ascending."""
     there = [number for number in range(case.samples) if number not in case.lost()]
     return [*case.substitutes(), *there] if case.skips and case.replaces else there
 
@@ -102,7 +102,8 @@ def check(case: Case, seed: int, deaths: int, stops: tuple[int, ...]) -> None:
 
 
 # Worker 3 gives back a sample, and its end is delivered, while workers with lower indices have delivered nothing. When
-# the epoch is resumed they repeat their requests, and must not get what did not exist when they asked first.
+# the epoch is resumed they repeat their requests, and must not get samples that had not been given back when they asked
+# first.
 GIVEN_BACK = Case(
     shards=((1, 7, 0, 2), (0,)), workers=4, batch_size=3, credits=1, sized=False, chunk=1, broken=frozenset({9})
 )
@@ -118,7 +119,7 @@ STOPS = st.lists(st.integers(0, 8), max_size=4).map(tuple)
 @example(GIVEN_BACK, 0, 0, (2,))
 @given(cases(), st.integers(0, 1 << 32), st.integers(0, 4), STOPS)
 def test_an_epoch_is_that_of_workers_in_lockstep(case: Case, seed: int, deaths: int, stops: tuple[int, ...]) -> None:
-    """Each sample once, full batches, and the same ones whatever the pace, the deaths and the interruptions."""
+    """Each sample once, full batches, and equal batches whatever the pace, the deaths and the interruptions."""
     event(f"{case.samples // 10 * 10} samples or more")
     check(case, seed, deaths, stops)
 
@@ -130,7 +131,7 @@ def test_an_epoch_is_that_of_workers_in_lockstep(case: Case, seed: int, deaths: 
 def test_many_epochs_are_those_of_workers_in_lockstep(
     case: Case, seed: int, deaths: int, stops: tuple[int, ...]
 ) -> None:
-    """The same for many more cases."""
+    """This holds for many more cases."""
     check(case, seed, deaths, stops)
 
 
@@ -139,7 +140,7 @@ def test_many_epochs_are_those_of_workers_in_lockstep(
 @example(LOST_BESIDE, 0, 0, ())
 @given(cases(), st.integers(0, 1 << 32), st.integers(0, 4), STOPS)
 def test_out_of_order_every_sample_comes_once(case: Case, seed: int, deaths: int, stops: tuple[int, ...]) -> None:
-    """``in_order=False``: the order depends on the pace; which samples come, and how often, does not."""
+    """With ``in_order=False`` the order depends on the pace; the samples and their number do not."""
     case = replace(case, in_order=False, drop_last=False, every=1)
     batches = run(case, seed, deaths, stops)
     size = case.batch_size or 1
@@ -151,7 +152,9 @@ def test_out_of_order_every_sample_comes_once(case: Case, seed: int, deaths: int
 @settings(max_examples=EXAMPLES // 3, **SETTINGS)
 @given(cases(), st.integers(0, 1 << 32), st.integers(0, 3))
 def test_a_sample_that_raises_costs_its_batch_and_no_other_sample(case: Case, seed: int, deaths: int) -> None:
-    """``on_error="raise"``, and the consumer continues after an error: all others come, in a reproducible order."""
+    """With ``on_error="raise"`` the consumer continues after an error: all other samples follow, in a reproducible
+    order.
+    """
     case = replace(case, skips=False, drop_last=False)
     lockstep = run(case)
     there = [number for number in range(case.samples) if number not in case.lost()]
@@ -160,7 +163,7 @@ def test_a_sample_that_raises_costs_its_batch_and_no_other_sample(case: Case, se
 
 
 def test_a_sample_that_comes_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks work: they fail for a log that assigns a range twice, or drops one."""
+    """The checks fail for a log that assigns a range twice, or drops a range."""
     from asyncloader.remote.assignment import AssignmentLog
 
     case = Case(shards=((4,), (4,), (4,), (4,)))

@@ -1,4 +1,4 @@
-"""A `StatefulDataLoader` gives torchdata's batches, and a resumed one the remaining batches of an undisturbed one.
+"""A `StatefulDataLoader` gives torchdata's batches, and after resuming the remaining batches of an undisturbed loader.
 
 Compared bit for bit, for all kinds of datasets and iterators with a state, for samples that draw from a generator that
 the dataset saves, and for states that are taken before, in and after epochs.
@@ -34,7 +34,7 @@ Batches = list[list[list[float]]]
 
 @dataclass(frozen=True)
 class Case:
-    """When a state is taken of which loader: `step` batches into `epoch`; None: before that epoch's `iter()`."""
+    """When a state of a loader is taken: `step` batches into `epoch`; None: before that epoch's `iter()`."""
 
     shape: str
     draws: bool = False
@@ -46,7 +46,7 @@ class Case:
     every: int = 1
     epoch: int = 0
     step: int | None = 3
-    trains: bool = False  # the consumer draws, too
+    trains: bool = False  # the consumer draws random numbers, too
 
     def loader(self, kind: Any) -> Any:
         dataset = SHAPES[self.shape](self.length, self.draws)
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def next_epoch_too(self) -> bool:
-        """Whether the epoch after the resumed one is determined: new workers' base seed is the main process's."""
+        """Whether the epoch after the resumed epoch is determined: new workers' base seed is the main process's."""
         return not self.draws or not self.workers or self.persistent
 
 
@@ -68,8 +68,8 @@ def cases(draw: st.DrawFn) -> Case:
     shape = draw(st.sampled_from(sorted(SHAPES)))
     workers = draw(st.sampled_from([0, 0, 0, 1, 1, 2]))
     step = draw(st.none() | st.integers(0, 8))
-    # What nobody saves cannot come again, but for numbers that only the base seed decides. Iterators save it as long as
-    # they live: not between epochs.
+    # A draw from a generator that is in no state cannot be repeated, unless only the base seed decides it. Iterators
+    # save it as long as they live: not between epochs.
     draws = shape != "iterators" and draw(st.booleans())
     draws = draws and (not shape.startswith("stateless") or (workers > 0 and not step))
     persistent = workers > 0 and not shape.startswith("stateless") and draw(st.booleans())
@@ -102,7 +102,7 @@ def rest(case: Case, iterator: Any) -> Batches:
 
 
 def run(case: Case, kind: Any) -> tuple[Batches, Any, list[Batches]]:
-    """What comes before the state is taken, the state, and what comes after it."""
+    """Return the batches before the state is taken, the state, and the batches after it."""
     torch.manual_seed(4)
     loader = case.loader(kind)
     before: Batches = []
@@ -154,7 +154,7 @@ def check(case: Case) -> None:
 @example(Case("map", draws=True, epoch=1, step=None, trains=True))
 @example(Case("stateless map", draws=True, workers=2, step=None))
 def test_resumes_as_torchdata_does(case: Case) -> None:
-    """Undisturbed, ours gives torchdata's batches; resumed, what the undisturbed one had left of its epoch, and the
-    next epoch where that is determined.
+    """Undisturbed, our loader gives torchdata's batches; resumed, it gives the rest of the undisturbed epoch, and
+    the next epoch where that is determined.
     """
     check(case)

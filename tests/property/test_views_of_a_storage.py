@@ -1,4 +1,4 @@
-"""Views of one storage travel with the bytes seen through them, and overlap afterwards where they did before."""
+"""Views of one storage are encoded with the bytes seen through them, and overlap afterwards where they did before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = st.sampled_from([0, 1, 1, 2, 3, 7, 64, 1000, 4096, 16384])
 
 @st.composite
 def views(draw: st.DrawFn) -> torch.Tensor:
-    """Any view of the base."""
+    """Draw any view of the base."""
     shape = draw(st.lists(st.integers(1, 4), max_size=3))
     stride = [draw(STEPS) for _ in shape]
     reach = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
@@ -34,19 +34,19 @@ def views(draw: st.DrawFn) -> torch.Tensor:
 
 
 def distinct(tensor: torch.Tensor) -> int:
-    """Bytes of the elements, without repeated ones."""
+    """Return the number of bytes of the elements, without repeated elements."""
     return int(np.prod([n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step])) * tensor.itemsize
 
 
 def array(tensor: torch.Tensor) -> Any:
-    """The same memory, in numpy."""
+    """Return the same memory as a numpy array."""
     return tensor.numpy()
 
 
 @settings(max_examples=scaled(300), deadline=None)
 @given(st.lists(views(), min_size=1, max_size=5))
 def test_views(values: list[torch.Tensor]) -> None:
-    """Values, strides where there is room for them, overlaps; and no byte for what lies between."""
+    """Values, strides where there is room for them, and overlaps are kept; gaps between the views take no bytes."""
     encoded = Encoder().encode(values)
     for got in (view(encoded), copied(encoded)):
         assert_same(got, values)
@@ -64,7 +64,7 @@ def test_views(values: list[torch.Tensor]) -> None:
 
 
 def _injective(tensor: torch.Tensor) -> bool:
-    """Whether no two elements overlap, but for repeated dimensions."""
+    """Whether no two elements overlap, except in repeated dimensions."""
     reach = 1
     for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if step and n > 1:

@@ -54,7 +54,7 @@ def test_task_round_trip(epoch: int, seq: int, slot: int, ring: int, sent: float
 
 @given(frames, st.lists(st.integers(1, 40), max_size=40))
 def test_frames_survive_any_cuts(sent: list[tuple[int, bytes]], cuts: list[int]) -> None:
-    """However the stream is cut into reads, the same frames come out in the same order."""
+    """However the stream is cut into reads, the same frames are returned in the same order."""
     stream = b"".join(wire.pack(kind, payload) for kind, payload in sent)
     splitter, start = wire.FrameSplitter(), 0
     got: list[tuple[int, bytes]] = []
@@ -67,7 +67,7 @@ def test_frames_survive_any_cuts(sent: list[tuple[int, bytes]], cuts: list[int])
 
 @given(frames, st.integers(0, 30))
 def test_a_truncated_stream_gives_its_whole_frames(sent: list[tuple[int, bytes]], missing: int) -> None:
-    """What was received completely is given; the rest stays pending, byte for byte."""
+    """Frames are returned in order; the rest of the bytes stays pending."""
     stream = b"".join(wire.pack(kind, payload) for kind, payload in sent)
     part = stream[: max(0, len(stream) - missing)]
     splitter = wire.FrameSplitter()
@@ -78,7 +78,7 @@ def test_a_truncated_stream_gives_its_whole_frames(sent: list[tuple[int, bytes]]
 
 @given(st.lists(st.binary(max_size=40), max_size=8))
 def test_hostile_bytes_break_the_stream_and_nothing_else(reads: list[bytes]) -> None:
-    """Whatever comes, the splitter gives frames, waits, or says ValueError."""
+    """Whatever the bytes, the splitter returns frames, waits, or raises ValueError."""
     splitter = wire.FrameSplitter()
     with contextlib.suppress(ValueError):
         for data in reads:
@@ -89,7 +89,7 @@ def test_hostile_bytes_break_the_stream_and_nothing_else(reads: list[bytes]) -> 
 
 @given(st.binary(max_size=80))
 def test_hostile_bodies_are_refused_or_read(body: bytes) -> None:
-    """An unpacker of a body of any length gives its fields or says that the body is too short."""
+    """An unpacker returns the fields of a body of any length, or refuses it."""
     for unpack in (wire.unpack_task, wire.unpack_ring, wire.unpack_reset, wire.unpack_answer, wire.unpack_result):
         with contextlib.suppress(ValueError, struct.error):
             assert isinstance(unpack(body), tuple)
