@@ -1,4 +1,4 @@
-"""One of many processes that share a cache directory. Run by `test_cache_processes`; the arguments are its role."""
+"""A process that shares a cache directory with others. Run by `test_cache_processes`; the arguments are its role."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def tell(words: str) -> None:
 
 
 def content(number: int, version: int) -> bytes:
-    """An object's bytes: its length, and each block of it, tell which object and version they are of."""
+    """Return an object's bytes: its length, and each block of it, depend on the object's number and version."""
     block = sha256(f"{number} {version}".encode()).digest()
     return block * (1 + (number * 7919) % 4000)
 
 
 class Changing(MemoryTransport):
-    """The same objects in every process, of versions that the process chooses."""
+    """A store with the same objects in every process, in versions that the process chooses."""
 
     def __init__(self) -> None:
         super().__init__({str(number): content(number, 0) for number in range(OBJECTS)})
@@ -38,7 +38,7 @@ class Changing(MemoryTransport):
 
 
 class Slow(MemoryTransport):
-    """Tells of each chunk of a stream, and of each range, on stdout, and goes on when it is told to on stdin."""
+    """A store that reports each chunk of a stream, and each range, on stdout, and goes on after a line on stdin."""
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
         tell(f"range {start} {length}")
@@ -54,7 +54,7 @@ class Slow(MemoryTransport):
 
 
 async def work(folder: str, limit: int, seed: int, turns: int) -> None:
-    """Read and stream objects as the seed draws it, and compare every byte."""
+    """Read and stream objects in ways drawn from the seed, and compare every byte."""
     draw = random.Random(seed)
     store = Changing()
     async with CachedTransport(store, "memory://shared", folder, limit, threads=4) as transport:
@@ -95,7 +95,7 @@ async def work(folder: str, limit: int, seed: int, turns: int) -> None:
 
 
 async def fill(folder: str) -> None:
-    """Stream one object, waiting for a line at each chunk; tell whether all of it was given."""
+    """Stream one object, waiting for a line at each chunk; report whether it was complete."""
     data = content(1, 0) * 20
     async with CachedTransport(Slow({"a": data}), "memory://fill", folder, threads=2) as transport:
         found = b""
@@ -106,7 +106,9 @@ async def fill(folder: str) -> None:
 
 
 async def read_part(folder: str, start: int, length: int) -> None:
-    """Read a range of an object, waiting for a line at each request; tell whether it was given, and hits and misses."""
+    """Read a range of an object, waiting for a line at each request; report whether it was right, and hits and
+    misses.
+    """
     data = content(1, 0) * 20
     async with CachedTransport(Slow({"a": data}), "memory://fill", folder, threads=2) as transport:
         found = await transport.read_range("a", start, length)

@@ -1,4 +1,4 @@
-"""Equality to the bit, for whatever a batch may be made of."""
+"""Equality to the bit, for values of any type that a batch may contain."""
 
 from __future__ import annotations
 

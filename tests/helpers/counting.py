@@ -1,7 +1,7 @@
 """Counts the calls of our own code, and how often it goes from one file to another, with a profile function.
 
 Only frames of `asyncloader`, `workers` and `transports` count. Comprehensions do not: from Python 3.12 on they have no
-frames of their own. A generator counts each time that it goes on.
+frames of their own. A generator counts each time that it is resumed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
 
 
 class Count(NamedTuple):
-    """What our code did.
+    """The calls of our code during a run.
 
     Attributes:
         calls: frames of ours that were entered.
-        changes: how often the next such frame of a thread was in another file.
-        files: in which those frames were.
-        functions: how often each was entered.
+        changes: the number of times that the next such frame of a thread was in another file.
+        files: the files of those frames.
+        functions: how often each function was entered.
     """
 
     calls: int
@@ -54,35 +54,35 @@ class Count(NamedTuple):
 
 
 class Calls:
-    """The frames of ours that were entered, in this thread and in those that start while it is `installed`."""
+    """Records the frames of ours that are entered, in this thread and in those that start while it is `installed`."""
 
     def __init__(self) -> None:
         self._entered: dict[int, list[CodeType]] = {}  # of each thread
         self._numbers = Counter[str]()  # of each function
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """The profile function."""
+        """Record a call; used as the profile function."""
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(_OURS) and code.co_name not in _COMPREHENSIONS:
             self._entered.setdefault(threading.get_ident(), []).append(code)
             self._numbers[code.co_qualname] += 1
 
     def forget(self) -> None:
-        """Begin to count once more."""
+        """Start counting from zero."""
         for entered in list(self._entered.values()):
             entered.clear()
         self._numbers.clear()
 
     def count(self, thread: int | None = None) -> Count:
-        """The counts, in this thread or over all. Each thread's changes of file are its own."""
+        """Return the counts, in one thread or over all. Each thread's changes of file are its own."""
         return Count.of(*(entered for each, entered in list(self._entered.items()) if thread in (None, each)))
 
     def number(self, function: str) -> int:
-        """How often a function that runs in one thread was entered there."""
+        """Return how often a function that runs in one thread was entered there."""
         return self._numbers[function]
 
     def rounds(self, function: str, thread: int) -> list[Count]:
-        """The counts of a thread from one call of this function to the next, each time."""
+        """Return the counts of a thread between each call of this function and the next."""
         entered = self._entered[thread]
         begins = [number for number, code in enumerate(entered) if code.co_qualname == function]
         return [Count.of(entered[begin:end]) for begin, end in pairwise(begins)]
@@ -101,7 +101,7 @@ class Calls:
 
 
 def counted(run: Callable[[], object]) -> Count:
-    """What our code does while this function runs: in this thread, and in those that it starts."""
+    """Count the calls of our code while this function runs: in this thread, and in those that it starts."""
     calls = Calls()
     with calls.installed():
         run()

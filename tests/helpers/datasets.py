@@ -1,4 +1,6 @@
-"""Datasets, batch types and functions of the integration tests. At module level, so that spawned workers find them."""
+"""Datasets, batch types and functions of the integration tests. At module level, so that spawned workers can import
+them.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ class Pair(NamedTuple):
 
 
 class Images(Dataset[Any]):
-    """A bit of everything that `default_collate` knows."""
+    """Samples with a value of each type that `default_collate` knows."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -94,7 +96,7 @@ class Images(Dataset[Any]):
 
 
 class WholeBatches(Numbers):
-    """Gives a batch's samples at once."""
+    """A dataset that makes a batch's samples in one call."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[i] * len(indices) for i in indices]
@@ -114,7 +116,7 @@ class UnevenStream(IterableDataset[Any]):
 
 
 class CountedStream(IterableDataset[Any]):
-    """Gives `n` samples in each worker, and says it has `said`."""
+    """Gives `n` samples in each worker, while its length is `said`."""
 
     def __init__(self, n: int, said: int) -> None:
         self.n = n
@@ -144,7 +146,7 @@ class Pids(Dataset[Any]):
 
 
 class Custom:
-    """A user's own batch type; tensors lie deep inside."""
+    """A user's own batch type, in which tensors are nested deeply."""
 
     def __init__(self, x: torch.Tensor, meta: Any) -> None:
         self.x = x
@@ -210,7 +212,7 @@ class AsyncStream:
 
 
 class BothStreams(IterableDataset[Any]):
-    """torch's type demands an `__iter__`; the asynchronous one is meant."""
+    """An asynchronous stream of torch's type, which demands an `__iter__`."""
 
     def __init__(self, lengths: list[int]) -> None:
         self._stream = AsyncStream(lengths)

@@ -27,14 +27,14 @@ def _crash() -> None:
 
 def _abort_with_words() -> None:
     assert sys.__stderr__ is not None
-    sys.__stderr__.write("the decoder says: broken header\n")  # pytest's own goes elsewhere
+    sys.__stderr__.write("the decoder says: broken header\n")  # pytest has redirected sys.stderr
     os.write(2, b"and so does its library\n")
     os.abort()
 
 
 def _hang_in_c() -> None:
     reader, _ = os.pipe()
-    ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)  # keeps the GIL; goes on after a signal
+    ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)  # keeps the GIL; returns after a signal
 
 
 WAYS: dict[str, Any] = {
@@ -51,7 +51,7 @@ WAYS: dict[str, Any] = {
 
 
 class Faults:
-    """Says at which places which fault strikes, and how often each; a folder remembers what struck already."""
+    """Fault kinds by place, and how often each strikes; files in a folder record the faults that have struck."""
 
     def __init__(self, folder: Path, places: dict[int, str], times: int = 1) -> None:
         self.folder = str(folder)
@@ -70,7 +70,7 @@ class Faults:
 
 
 def _sample(index: int) -> Any:
-    """A sample with random numbers of all three generators."""
+    """Return a sample with random numbers of all three generators."""
     return {
         "index": index,
         "torch": torch.rand(3),
@@ -80,7 +80,7 @@ def _sample(index: int) -> Any:
 
 
 class Faulty(Dataset[Any]):
-    """`n` samples with random numbers, some of which strike."""
+    """`n` samples with random numbers; at some of them a fault strikes."""
 
     def __init__(self, n: int, faults: Faults) -> None:
         self.n = n
@@ -95,7 +95,7 @@ class Faulty(Dataset[Any]):
 
 
 class AsyncFaulty(Dataset[Any]):
-    """The same, awaited; random numbers are the sample's own."""
+    """Asynchronous `Faulty`; random numbers are from the sample's own generators."""
 
     def __init__(self, n: int, faults: Faults) -> None:
         self.n = n
@@ -111,7 +111,7 @@ class AsyncFaulty(Dataset[Any]):
 
 
 class FaultyStream(IterableDataset[Any]):
-    """Each worker's copy counts to `n`; some of worker 0's samples strike. It has no state."""
+    """Each worker's copy counts to `n`; faults strike at some samples of worker 0. It has no state."""
 
     def __init__(self, n: int, faults: Faults) -> None:
         self.n = n
@@ -127,7 +127,7 @@ class FaultyStream(IterableDataset[Any]):
 
 
 class StatefulFaultyStream(IterableDataset[Any]):
-    """The same with a state: its place."""
+    """`FaultyStream` with a state: its place."""
 
     def __init__(self, n: int, faults: Faults) -> None:
         self.n = n
@@ -152,7 +152,7 @@ class StatefulFaultyStream(IterableDataset[Any]):
 
 
 class AsyncFaultyStream:
-    """A stateful stream that is awaited."""
+    """An asynchronous stream with a state."""
 
     def __init__(self, n: int, faults: Faults) -> None:
         self.n = n
@@ -175,7 +175,7 @@ class AsyncFaultyStream:
 
 
 class RaisingStream(IterableDataset[Any]):
-    """Counts to `n`, as an iterator that can go on after an exception; raises at the places of `bad`."""
+    """An iterator that counts to `n` and can continue after an exception; raises at the places of `bad`."""
 
     def __init__(self, n: int, faults: Faults, bad: set[int]) -> None:
         self.n = n
@@ -198,7 +198,7 @@ class RaisingStream(IterableDataset[Any]):
 
 
 class StatefulRaisingStream(RaisingStream):
-    """The same with a state."""
+    """`RaisingStream` with a state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"place": self.place}
@@ -208,14 +208,14 @@ class StatefulRaisingStream(RaisingStream):
 
 
 def grown(size: int) -> mmap.mmap:
-    """Memory that this process did not have before: not what its parent had freed, and left in the heap."""
+    """Return memory that is new to this process, and not taken from the heap that its parent had freed."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(b"x" * size)
     return memory
 
 
 class Growing(Dataset[Any]):
-    """Keeps a megabyte of each sample for ever; a sample has the pid of the process that made it."""
+    """Keeps a megabyte for each sample; a sample has the pid of the process that made it."""
 
     def __init__(self, n: int) -> None:
         self.n = n

@@ -29,7 +29,7 @@ class Here:
 
 
 def at(steps: tuple[int, ...], act: Callable[[Here], object]) -> Callable[[Here], None]:
-    """A body that does this at these steps."""
+    """Return a body that calls `act` at these steps."""
 
     def body(here: Here) -> None:
         if here.step in steps:
@@ -39,18 +39,20 @@ def at(steps: tuple[int, ...], act: Callable[[Here], object]) -> Callable[[Here]
 
 
 def value(batch: Any) -> int:
-    """The one number that the batch is full of; -1 if it is not."""
-    found = batch.numpy()  # no threads of torch's, which a forked child cannot use
+    """Return the number that fills the batch; -1 if its numbers differ."""
+    found = batch.numpy()  # uses no threads of torch's, which a forked child cannot use
     return int(found.flat[0]) if found.min() == found.max() else -1
 
 
 def expected(n: int) -> list[int]:
-    """The values of an epoch."""
+    """Return the values of an epoch."""
     return [i % 251 for i in range(n)]
 
 
 def epoch(kind: str, body: Callable[[Here], None], *, n: int = 40, nbytes: int = 5000, **options: Any) -> list[int]:
-    """One epoch of this kind of loader; `body` is called with each batch, in the loop. Returns the batches' values."""
+    """Read an epoch with this kind of loader; `body` is called with each batch, in the loop. Returns the batches'
+    values.
+    """
     dataset = Sized([nbytes] * n)
     options = {"num_workers": 2, "timeout": PATIENCE_S, **options}
     values = []
@@ -74,17 +76,18 @@ def epoch(kind: str, body: Callable[[Here], None], *, n: int = 40, nbytes: int =
 
 
 class Child:
-    """A child process that we wait for, and kill if it hangs."""
+    """A child process that is waited for, and killed if it hangs."""
 
     def __init__(self, pid: int, errors: int) -> None:
         self.pid = pid
         self._errors = errors
-        # Becomes readable at the child's end. Where there are no pidfds (macOS) it is the pipe that the child holds the
-        # other end of; that one also waits for whatever the child forked, which its words are waited for anyway.
+        # Becomes readable at the child's end. Where pidfds do not exist (macOS) it is the pipe whose other end the
+        # child holds; that pipe also stays open as long as processes that the child forked, which `wait` waits for in
+        # any event, to read the child's errors.
         self._end = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else os.dup(errors)
 
     def wait(self) -> None:
-        """Until it has ended. Fails, with the child's own words, if it failed or hangs."""
+        """Wait until the child has ended. Fails, with the child's error output, if it failed or hangs."""
         ended = bool(select.select([self._end], [], [], PATIENCE_S)[0])
         if not ended:
             os.kill(self.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The uses that frameworks make of a loader, in a few lines each: they read it, wrap it, copy it, make it again."""
+"""The uses that frameworks make of a loader, in a few lines each: read it, wrap it, copy it, rebuild it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.running import run_async
 
 
 def epoch(loader: Any) -> list[Any]:
-    """All batches of either loader."""
+    """Return all batches of either loader."""
     if not isinstance(loader, AsyncDataLoader):
         return list(loader)
 
@@ -24,12 +24,12 @@ def epoch(loader: Any) -> list[Any]:
 
 
 def public(loader: Any) -> set[str]:
-    """Names of its public instance attributes."""
+    """Return the names of its public instance attributes."""
     return {name for name in vars(loader) if not name.startswith("_")}
 
 
 def rebuilt(loader: Any, **changes: Any) -> Any:
-    """A new loader from another's attributes, those that differ from the constructor's defaults by identity."""
+    """Build a new loader from another's attributes that are not identical with the constructor's defaults."""
     attributes = {name: vars(loader)[name] for name in public(loader)}
     attributes["multiprocessing_context"] = loader.multiprocessing_context
     parameters = inspect.signature(type(loader).__init__).parameters
@@ -55,7 +55,7 @@ class _Endless:
 
 
 class OneIteratorForAllEpochs(DataLoader[Any]):
-    """Exchanges the batch sampler after construction, while torch's guard is down (timm)."""
+    """Replaces the batch sampler after construction, with torch's guard disabled (timm)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -71,7 +71,7 @@ class OneIteratorForAllEpochs(DataLoader[Any]):
 
 
 class DictCopy:
-    """A wrapper that has its loader's `__dict__` (Fabric)."""
+    """A wrapper that copies its loader's `__dict__` (Fabric)."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.__dict__.update(loader.__dict__)
@@ -85,7 +85,7 @@ class DictCopy:
 
 
 class DictCopyOfTorchsType(torch.utils.data.DataLoader[Any]):
-    """The same as a DataLoader of torch's type whose constructor never ran (Ray Train)."""
+    """A wrapper like `DictCopy` that is a torch DataLoader whose constructor never ran (Ray Train)."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.__dict__.update(loader.__dict__)

@@ -18,13 +18,13 @@ from aiohttp import web
 
 from asyncloader.transports import Transport
 
-LISTING = ".listing"  # one path on each line; no object of its own
+LISTING = ".listing"  # one path on each line; no object itself
 
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
 class Asked(NamedTuple):
-    """One request that arrived."""
+    """A request that arrived."""
 
     method: str
     path: str
@@ -50,11 +50,13 @@ class Stored:
 
 
 Fault = Callable[["HttpStore", web.Request], Awaitable[web.StreamResponse | None]]
-"""Gives an answer of its own, or changes something and gives None for the usual answer."""
+"""Returns a response of its own, or changes something and returns None for the usual response."""
 
 
 class HttpStore:
-    """The server. `objects` is what it serves; `faults[path]` what goes wrong, a request each, from the left."""
+    """The server. `objects` has the served objects, `faults[path]` the faults of that path's requests, from the
+    left.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[str, Stored] = {}
@@ -141,7 +143,7 @@ async def serving(tls: ssl.SSLContext | None = None) -> AsyncGenerator[HttpStore
         await runner.cleanup()
 
 
-# -------------------------------------------------------------------------------------------------- the faults
+# ------------------------------------------------------------------------------------------------------ faults
 
 
 def status(code: int, **headers: str) -> Fault:
@@ -215,7 +217,7 @@ def chunked(*, close: bool = False) -> Fault:
 
 
 async def read_behind_a_cancelled_one(store: HttpStore, transport: Transport, path: str) -> bytes:
-    """What a read of `path` gives that waited for the only slot, which a read of "a" had until it was cancelled."""
+    """Return the result of a read of `path` that waited for the only slot, which a cancelled read of "a" had."""
     reading = asyncio.create_task(transport.read("a"))
     waiting = asyncio.create_task(transport.read(path))
     await store.seen(1)

@@ -1,4 +1,4 @@
-"""For the tests of `install`."""
+"""Helpers for the tests of `install`."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ Torchs = torch.utils.data.DataLoader
 
 
 def told(caught: list[warnings.WarningMessage]) -> list[str]:
-    """What `install` said that it does not reach."""
+    """Return the warnings about uses that `install` does not reach."""
     return [str(w.message) for w in caught if "install() does not reach" in str(w.message)]

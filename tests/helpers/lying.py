@@ -1,7 +1,7 @@
-"""Workers that lie: answers of their own making, the dataset that sends them, and what the consumer makes of it.
+"""Workers that lie: the answers that they make up, the dataset that sends them, and the consumer's outcome.
 
-The dataset finds, from within `__getitem__`, the control channel of the worker that it runs in, and sends frames, as
-code gone wild in a worker might. Then the worker sends nothing more until it is asked to stop.
+The dataset finds, from within `__getitem__`, the control channel of its worker, and sends frames, as broken code in a
+worker might. After that the worker sends nothing until it is asked to stop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDTH = 1000  # numbers in a sample
 
 
 class Task(NamedTuple):
-    """What the lying worker was asked, and where to lie to."""
+    """The lying worker's task, and the channel to which it lies."""
 
     channel: Channel
     epoch: int
@@ -35,7 +35,7 @@ class Task(NamedTuple):
     slot: int
 
     def answers(self, template: bytes = b"", fds: tuple[int, ...] = (), cursor: bytes = b"", **changes: Any) -> None:
-        """Send a result with these fields; the others are those of an honest one."""
+        """Send a result with these fields; the others are those of an honest result."""
         length = changes.pop("cursor_bytes", len(cursor))
         honest = wire.Result(self.epoch, self.seq, self.slot, 8 * WIDTH, 50, 1, 0.0, False, length)
         frame = wire.pack_result(honest._replace(**changes), template, cursor)
@@ -57,7 +57,7 @@ def _present_task() -> Task:
 
 
 def template(*places: tuple[int, tuple[Any, ...]], inside: int = -1, size: int = 0) -> bytes:
-    """The bytes of a template whose batch is its one leaf, or the list of its leaves."""
+    """Return the bytes of a template whose batch is its only leaf, or the list of its leaves."""
     head = pickle.dumps((places, inside, size), protocol=5)
     buffers = [pickle.PickleBuffer(bytearray()) for _ in places]
     batch = buffers if len(buffers) != 1 else buffers[0]
@@ -130,9 +130,9 @@ LIES: dict[str, Callable[[Task], object]] = {
 
 
 def say_no_more(channel: Channel) -> NoReturn:
-    """Wait until the main process asks this worker to stop, which it does by shutting down its half; then end."""
+    """Wait until the main process asks this worker to stop, by shutting down its half of the channel; then end."""
     poll = select.poll()
-    # macOS has no POLLRDHUP: its POLLHUP reports a half already.
+    # macOS has no POLLRDHUP: its POLLHUP already reports one closed half.
     poll.register(channel.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
     poll.poll()
     os._exit(0)
@@ -157,7 +157,7 @@ class Liar(Dataset[Any]):
 
 
 def until_error(kind: str, dataset: Any, **options: Any) -> tuple[list[torch.Tensor], Exception]:
-    """The batches, and the error that came after them; the loader is closed, the error's frames are free."""
+    """Return the batches, and the error after them; the loader is closed, and the error's frames are free."""
     options = {"timeout": PATIENCE_S, **options}
     got: list[torch.Tensor] = []
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 
 class Meeting(Dataset[Any]):
-    """No sample is done before `together` of them are in flight in its process."""
+    """No sample is done before `together` samples are in flight in its process."""
 
     def __init__(self, n: int, together: int) -> None:
         self.n = n
@@ -33,7 +33,7 @@ class Meeting(Dataset[Any]):
 
 
 class MeetingBatches(Meeting):
-    """The same for whole batches."""
+    """`Meeting` for whole batches."""
 
     async def __getitems__(self, indices: list[int]) -> list[int]:
         await Meeting.__getitem__(self, 0)

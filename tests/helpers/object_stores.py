@@ -27,9 +27,8 @@ GRACE_S = 20.0
 
 
 class BucketStore(HttpStore):
-    """The bucket ``bucket``, whose objects lie below ``root/``; by the protocol that S3 and Google share.
-
-    `faults` and `objects` go by the whole path of the URL (`key`). A listing's is ``bucket``.
+    """The bucket ``bucket``, whose objects are below ``root/``, by the protocol that S3 and Google share. The keys of
+    `faults` and `objects` are whole paths of URLs (`key`). A listing's path is ``bucket``.
     """
 
     page = 1000
@@ -134,7 +133,7 @@ def moto_server() -> Generator[Moto]:
 
 
 def warm_up() -> None:
-    """Have obstore start its threads, which live as long as the process, before a test is watched for leaks."""
+    """Make obstore start its threads, which live as long as the process, before a test is watched for leaks."""
     import obstore
     from obstore.store import MemoryStore
 
@@ -142,7 +141,7 @@ def warm_up() -> None:
 
 
 def sockets() -> int:
-    """How many sockets this process has open; 0 where there is no /proc. A loop may exchange its own for others."""
+    """Return the number of open sockets; 0 where /proc does not exist. A loop may exchange its own for others."""
     found = 0
     for link in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # the descriptor of this very listing
@@ -151,7 +150,7 @@ def sockets() -> int:
 
 
 async def sockets_closed(before: int) -> None:
-    """Wait until no more sockets are open than `before`. obstore's threads close theirs, and send no notice."""
+    """Wait until no more sockets are open than `before`. obstore's threads close theirs without a notice."""
     deadline = asyncio.get_running_loop().time() + GRACE_S
     while (now := sockets()) > before:
         assert asyncio.get_running_loop().time() < deadline, f"{now} sockets are open, and were {before}"

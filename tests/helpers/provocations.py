@@ -1,7 +1,7 @@
 """Ways to end a loader's life that a program may take, as scripts; see test_shutdown_provocations.py.
 
-One driver imports torch once and runs each case in a forked child, at the child's global level, to the child's own
-normal exit. It reports its end: exit code, output, and whether a process was left behind.
+A driver imports torch once and runs each case in a forked child, at the child's global level, to the child's own normal
+exit. It reports the exit code, the output, and whether a process was left behind.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ exec(compile(body, "case.py", "exec"))
 
 CASES: dict[str, str] = {**ALONE, **TOGETHER}
 
-# torch's loader is not asked there. What it does depends on the moment at which its signal handler raises; its workers
-# are waited for in vain when the collector finds it, and seconds after a hard exit; a child trips over its parent's.
+# torch's loader is not tested with these. Its behaviour depends on the moment at which its signal handler raises; when
+# the collector finds its iterator, the wait for its workers fails, and after a hard exit they live for seconds; a child
+# fails over the workers of its parent.
 OURS_ONLY = {
     "worker killed, then iterated",
     "worker killed, then dropped",

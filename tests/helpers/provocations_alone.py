@@ -1,6 +1,6 @@
 """Ways to drop a loader, to exit with it, and to fail with it, in one thread of one process.
 
-Each prints "True" for what should hold. See provocations.py for what runs them.
+Each script prints "True" for each condition that should hold. `provocations.py` runs them.
 """
 
 from __future__ import annotations

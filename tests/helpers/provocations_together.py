@@ -1,6 +1,6 @@
-"""Ways to end a loader with other processes, threads, exit hooks and finalizers around.
+"""Ways to end a loader beside other processes, threads, exit hooks and finalizers.
 
-Each prints "True" for what should hold. See provocations.py for what runs them.
+Each script prints "True" for each condition that should hold. `provocations.py` runs them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that train together, as seen by a test: asks each for something, and fails when one never answers."""
+"""Processes that train together: a test sends requests to each, and fails if a process never answers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class RankGroup:
 
     Args:
         world: number of ranks.
-        folder: for the file by which they find one another, and what they write to stderr.
+        folder: for the file by which they find one another, and for their stderr.
 
     Attributes:
-        held: of each rank, what it holds without any loader (see `Place.left`).
+        held: for each rank, the resources that it holds without any loader (see `Place.left`).
     """
 
     def __init__(self, world: int, folder: Path) -> None:
@@ -54,17 +54,17 @@ class RankGroup:
             self.processes.append(process)
 
     def __call__(self, name: str, *values: Any, **named: Any) -> list[Any]:
-        """What each rank's `Place` answers to this call, made on all of them at once."""
+        """Call a method of each rank's `Place`, on all ranks at once. Returns the results."""
         self.ask(name, *values, **named)
         return self.answers()
 
     def ask(self, name: str, *values: Any, **named: Any) -> None:
-        """Ask without waiting."""
+        """Send the call without waiting for the results."""
         for pipe in self._pipes:
             pipe.send((name, values, named))
 
     def answers(self, *ranks: int) -> list[Any]:
-        """The next answer of these ranks, of all by default. A rank that never answers shows where it stands."""
+        """Return the next result of these ranks, of all by default. A rank that never answers has its stacks shown."""
         asked = ranks or range(self.world)
         found: dict[int, Any] = {}
         while len(found) < len(asked):
@@ -85,7 +85,7 @@ class RankGroup:
 
     @property
     def alive(self) -> bool:
-        """Whether all ranks still serve."""
+        """Whether all ranks still run."""
         return all(process.poll() is None for process in self.processes)
 
     def errors(self, rank: int) -> str:
@@ -94,7 +94,7 @@ class RankGroup:
 
     def _show(self, ranks: list[int]) -> None:
         for rank in ranks:
-            self.processes[rank].send_signal(signal.SIGUSR1)  # it writes its stacks, and goes on
+            self.processes[rank].send_signal(signal.SIGUSR1)  # it writes its stacks, and continues
         for rank in ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.processes[rank].wait(1)
@@ -103,18 +103,18 @@ class RankGroup:
         raise AssertionError(f"ranks {ranks} hang\n" + "\n".join(texts))
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kill all ranks."""
         for process in self.processes:
             process.kill()
         self._closed()
 
     def end(self, rank: int) -> None:
-        """Let it end by itself, and check that it can."""
+        """Let a rank end by itself, and check that it exits with code 0."""
         self._pipes[rank].close()
         assert self.processes[rank].wait(PATIENCE_S) == 0, f"rank {rank}: {self.errors(rank)}"
 
     def close(self) -> None:
-        """Let all end by themselves, and check that they can."""
+        """Let all ranks end by themselves, and check their exit codes."""
         for pipe in self._pipes:
             pipe.close()
         try:

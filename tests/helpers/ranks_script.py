@@ -1,7 +1,7 @@
-"""One rank of a group of processes that train together: does what its parent asks, again and again.
+"""A rank of a group of processes that train together: serves its parent's requests.
 
 Started by `rank_group.py`. A real torch.distributed group (gloo, on this machine) of 2 or 3 processes is shared by many
-tests: each asks all ranks for one of the functions below, and gets each rank's answer.
+tests: each calls one of the functions below on all ranks, and gets each rank's result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Ended = tuple[list[list[float]], str]
 
 
 class Shard(IterableDataset[Any]):
-    """A rank's part of a stream: float64 scalars ``1000 * rank + i``, its workers taking turns.
+    """A rank's part of a stream: float64 scalars ``1000 * rank + i``, dealt to its workers in turn.
 
     Args:
         rank: of the process.
@@ -82,7 +82,7 @@ SHARDS = {"unsized": Shard, "sized": SizedShard, "lengthless": Lengthless}
 
 
 class Place:
-    """This process's rank, and what may be asked of it."""
+    """This process's rank, with the functions that a test may call."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -114,18 +114,18 @@ class Place:
         train: bool = False,
         **options: Any,
     ) -> list[Ended]:
-        """Epochs of a loader over this rank's shard: of each one the batches, and how it ended.
+        """Read epochs of a loader over this rank's shard. Returns the batches of each, and how it ended.
 
         Args:
             lengths: each rank's samples.
             kind: of loader, as for `Stepwise`.
             epochs: how many.
             shard: "unsized", "sized" or "lengthless".
-            promised: what a sized shard says that its length is, by rank.
+            promised: the length that a sized shard reports, by rank.
             fail_at: sample that raises, by rank.
             die_at: sample that kills its process, by rank.
             leave_at: steps after which a rank drops its iterator.
-            leaves: epochs that it leaves, from the first one on; all unless told.
+            leaves: the number of epochs that a rank leaves at `leave_at`, from the first on; None: all.
             train: reduce over all ranks at each step, as a trainer does, and check the sum.
             options: the loader's.
         """
@@ -165,13 +165,13 @@ class Place:
         cache_dir: str | None = None,
         **options: Any,
     ) -> list[Ended]:
-        """Epochs of a loader over shards in a store, numbers in them; with `steps`, saved there and resumed. The text
-        ``{rank}`` in `cache_dir` is replaced.
+        """Read epochs of a loader over shards of numbers in a store; with `steps`, one epoch, saved there and
+        resumed. The text ``{rank}`` in `cache_dir` is replaced.
         """
         folder = None if cache_dir is None else cache_dir.format(rank=self.rank)
         dataset = dataset_of(url, shuffle_buffer=buffer, cache_dir=folder)
         options = with_method({"batch_size": 2, "seed": 3, **options})
-        torch.manual_seed(1000 + self.rank)  # the ranks of a torch-mode run draw what they will
+        torch.manual_seed(1000 + self.rank)  # the ranks of a torch-mode run draw different numbers
         with Stepwise(kind, dataset, **options) as run:
             if not steps:
                 return [self._epoch(run, None, False) for _ in range(epochs)]
@@ -186,13 +186,13 @@ class Place:
     def shards_and_dropped(
         self, url: str, *, epochs: int, buffer: int = 0, **options: Any
     ) -> tuple[list[Ended], float]:
-        """The result of `shards`, and the number of samples that were counted as dropped."""
+        """Return the result of `shards`, and the number of samples that were counted as dropped."""
         torch.manual_seed(1000 + self.rank)
         with Stepwise("sync", dataset_of(url, shuffle_buffer=buffer), **with_method(options)) as run:
             return [self._epoch(run, None, False) for _ in range(epochs)], run.loader.stats()["data/dropped_samples"]
 
     def stream_until_killed(self, victim: int, steps: int, kind: str, **options: Any) -> list[Ended]:
-        """As `stream`, but one rank is killed after so many steps; the others try two epochs."""
+        """Read two epochs like `stream`; the rank `victim` is killed after a number of steps."""
         with Stepwise(kind, Shard(self.rank, 400), batch_size=2, seed=3, **options) as run:
             if self.rank != victim:
                 return [self._epoch(run, None, False) for _ in range(2)]
@@ -202,7 +202,7 @@ class Place:
             raise AssertionError("alive")
 
     def keep(self, keeper: int, **options: Any) -> None:
-        """Each rank takes two steps; one keeps its iterator as long as it lives, the others drop theirs and go on."""
+        """Take two steps on each rank; `keeper` keeps its iterator as long as it lives, the other ranks drop theirs."""
         run = Stepwise("sync", Shard(self.rank, 400), batch_size=2, seed=3, **options)
         run.begin()
         run.take(2)
@@ -212,20 +212,24 @@ class Place:
             run.iterator = None
 
     def two_iterators(self, length: int, kind: str, **options: Any) -> tuple[int, str]:
-        """A second iterator while the first one is alive: its steps, and what the first one says then."""
+        """Read an epoch with a second iterator while the first lives. Returns its steps, and the first iterator's
+        error.
+        """
         with Stepwise(kind, Shard(self.rank, length), batch_size=2, seed=3, **options) as run:
             first = run.begin()
             run.step()
             steps = len(run.epoch())
             try:
-                for _ in range(length):  # batches that were ready before may still come
+                for _ in range(length):  # batches that were ready before may still be delivered
                     run.step(first)
             except Exception as error:
                 return steps, f"{type(error).__name__}: {error}"
             return steps, "nothing"
 
     def stream_resumed(self, lengths: list[int], steps: int, shard: str, **options: Any) -> tuple[list[Any], list[Any]]:
-        """An epoch in one go; and the batches of one that another loader goes on with after so many steps."""
+        """Return an epoch read without interruption, and an epoch that another loader continues after a number of
+        steps.
+        """
         dataset = self._shard(lengths, shard, None)
         options = {"batch_size": 2, "seed": 3, "recovery": Recovery(allow_replay=True), **options}
         with Stepwise("sync", dataset, **options) as run:
@@ -239,11 +243,11 @@ class Place:
             return whole, parts + [batch.tolist() for batch in run.epoch()]
 
     def state(self) -> dict[str, Any]:
-        """That `stream_resumed` made."""
+        """Return the state that `stream_resumed` took."""
         return self.kept
 
     def grouped(self, url: str, members: list[list[int]], **options: Any) -> list[Ended]:
-        """`shards` where each of these groups of ranks has all shards for itself."""
+        """Call `shards` where each of these groups of ranks has all shards for itself."""
         groups: list[Any] = [torch.distributed.new_group(ranks) for ranks in members]
         own = next(group for group, ranks in zip(groups, members, strict=True) if self.rank in ranks)
         try:
@@ -252,7 +256,7 @@ class Place:
             torch.distributed.destroy_process_group(own)
 
     def refusal(self, state: dict[str, Any]) -> str:
-        """The answer of a loader over this rank's shard to a state."""
+        """Load a state into a loader over this rank's shard. Returns the error, or "accepted"."""
         with Stepwise("sync", Shard(self.rank, 9), batch_size=2, seed=3, recovery=Recovery(allow_replay=True)) as run:
             try:
                 run.loader.load_state_dict(state)
@@ -261,7 +265,9 @@ class Place:
             return "accepted"
 
     def anew(self, store: str) -> list[int]:
-        """A loader's epochs before and after torch.distributed was shut down and initialized again: their steps."""
+        """Return a loader's steps in an epoch before and an epoch after torch.distributed was shut down and
+        initialized again.
+        """
         with Stepwise("sync", Shard(self.rank, 6 + 4 * self.rank), batch_size=2, seed=3, num_workers=2) as run:
             before = len(run.epoch())
             torch.distributed.destroy_process_group()
@@ -281,7 +287,7 @@ class Place:
         steps: int | None = None,
         **options: Any,
     ) -> tuple[list[list[Any]], int, dict[str, Any]]:
-        """Epochs of a loader over a map dataset, its ``len`` and its state afterwards.
+        """Read epochs of a loader over a map dataset. Returns them, its ``len`` and its state afterwards.
 
         Args:
             length: samples.
@@ -307,7 +313,7 @@ class Place:
             return found, len(run.loader), run.loader.state_dict()
 
     def dealt_by_torch(self, length: int, epochs: int, batch_size: int) -> list[list[Any]]:
-        """Epochs of torch's own loader with its `DistributedSampler`: the indices."""
+        """Return the indices of epochs of torch's own loader with its `DistributedSampler`."""
         sampler: Any = DistributedSampler(Rows(length), seed=4)
         loader = torch.utils.data.DataLoader(Rows(length), batch_size, sampler=sampler)
         found = []
@@ -319,7 +325,7 @@ class Place:
     # ------------------------------------------------------------------------------------------- the group
 
     def left(self) -> dict[str, Any]:
-        """The loaders' resources that still exist, after all that ends by itself has had its time."""
+        """Return the loaders' resources that still exist, once everything that ends by itself has had time to."""
         gc.collect()
         for thread in threading.enumerate():
             if thread.name.startswith("asyncloader"):
@@ -342,13 +348,13 @@ def _descriptors() -> list[str]:
 
 
 def join(store: str, rank: int, world: int) -> None:
-    """Join the group, and let all connections be made."""
+    """Join the group, and open all connections."""
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     torch.distributed.barrier()
 
 
 def main(arguments: list[str]) -> None:
-    """Serve requests (name, values, named), each with an answer (whether it worked, what).
+    """Serve calls (name, values, named), each with a result (whether it succeeded, value or traceback).
 
     Args:
         arguments: descriptor of the connection, store, rank, world size.
@@ -359,7 +365,7 @@ def main(arguments: list[str]) -> None:
     place = Place(int(rank), int(world))
     join(store, place.rank, place.world)
     gc.collect()
-    gc.freeze()  # the imports' objects are large, and no loader's
+    gc.freeze()  # the imports' objects are large, and belong to no loader
     with Connection(int(fd)) as parent:
         parent.send((True, "ready"))
         while True:
@@ -375,7 +381,8 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method("fork")  # where a test asks for none: three fork servers import torch for long
+    # for tests that set no method: three fork servers would take long to import torch
+    multiprocessing.set_start_method("fork")
     from tests.helpers import ranks_script  # so that workers of any start method find the classes
 
     ranks_script.main(sys.argv[1:])

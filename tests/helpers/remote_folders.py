@@ -28,14 +28,14 @@ __all__ = [
 
 
 SIZES = (7, 11, 5)
-"""Samples of each shard of a small data set, which `tars` makes: see the conftest."""
+"""The number of samples of each shard of a small data set, which `tars` makes: see the conftest."""
 
 ALL = list(range(sum(SIZES)))
-"""Its samples."""
+"""The samples of that data set."""
 
 
 def make_shards(folder: Path, sizes: Sequence[int], *, ending: str = "tar") -> str:
-    """Shards of this ending whose samples count from 0 on; returns the URL of all of them."""
+    """Make shards of this ending whose samples count from 0 on. Returns the URL of all of them."""
     first = 0
     made: list[bytes] = []
     make: Callable[[Sequence[int]], bytes] = mds if ending == "mds" else MAKERS[f"a.{ending}"]
@@ -51,7 +51,7 @@ def make_shards(folder: Path, sizes: Sequence[int], *, ending: str = "tar") -> s
 
 
 class Killing:
-    """`number_of` for `decode`, with a number at which a fault strikes."""
+    """`number_of` for `decode`, with faults that strike at some numbers."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -63,7 +63,7 @@ class Killing:
 
 
 def dataset_of(url: Any, **options: Any) -> RemoteIterableDataset:
-    """A dataset whose samples are numbers once decoded; `Stepwise` gives its `decode` to the loader."""
+    """Return a dataset whose samples are numbers once decoded; `Stepwise` gives its `decode` to the loader."""
     decode = options.pop("decode", number_of)
     dataset: Any = RemoteIterableDataset(url, **options)
     dataset.decode = decode
@@ -71,23 +71,23 @@ def dataset_of(url: Any, **options: Any) -> RemoteIterableDataset:
 
 
 def epochs_of(kind: str, dataset: Any, epochs: int = 1, **options: Any) -> list[list[list[int]]]:
-    """The batches of each epoch, by default in forked workers."""
+    """Return the batches of each epoch, by default from forked workers."""
     with Stepwise(kind, dataset, **with_method(options)) as run:
         return [[plain(batch) for batch in run.epoch()] for _ in range(epochs)]
 
 
 def plain(batch: Any) -> list[int]:
-    """The numbers of a batch, or of a sample."""
+    """Return the numbers of a batch, or of a sample."""
     return [batch] if isinstance(batch, int) else batch.tolist()
 
 
 def with_method(options: dict[str, Any]) -> dict[str, Any]:
-    """Local files may be read in forked workers, which start ten times as fast."""
+    """Use forked workers, which start ten times as fast, and can read local files."""
     return {"multiprocessing_context": "fork", **options} if options.get("num_workers") else options
 
 
 def resumed(kind: str, dataset: Any, steps: int, **options: Any) -> list[list[int]]:
-    """An epoch that another loader continues after a number of batches; the state goes through JSON."""
+    """Return an epoch that another loader continues after a number of batches; the state goes through JSON."""
     with Stepwise(kind, dataset, **with_method(options)) as run:
         run.begin()
         head = [plain(batch) for batch in run.take(steps)]
@@ -99,5 +99,5 @@ def resumed(kind: str, dataset: Any, steps: int, **options: Any) -> list[list[in
 
 
 def flat(batches: Sequence[Sequence[int]]) -> list[int]:
-    """All numbers, in their order."""
+    """Return all numbers, in order."""
     return [number for batch in batches for number in batch]

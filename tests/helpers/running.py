@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0  # reached only by a hang
 BOTH = ["sync", "asyncio"]
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
-with suppress(ImportError):  # tests/gpu runs where there is no more than torch, numpy and pytest
+with suppress(ImportError):  # tests/gpu runs where only torch, numpy and pytest are installed
     import uvloop
 
     LOOPS["uvloop"] = uvloop.new_event_loop
@@ -38,7 +38,7 @@ KINDS = ["sync", *LOOPS]
 
 
 def run_async(coroutine: Coroutine[Any, Any, T], kind: str = "asyncio") -> T:
-    """`asyncio.run` on the loop of this kind, with an end to hangs."""
+    """Like `asyncio.run`, on the loop of this kind, with a time-out for hangs."""
 
     async def bounded() -> T:
         async with asyncio.timeout(PATIENCE_S):
@@ -49,7 +49,7 @@ def run_async(coroutine: Coroutine[Any, Any, T], kind: str = "asyncio") -> T:
 
 
 async def cancelled_after(turns: int, awaitable: Coroutine[Any, Any, Any]) -> None:
-    """Begin it, cancel it when the loop has turned a number of times, and wait for its end, whatever that is."""
+    """Start the coroutine, cancel it after a number of turns of the loop, and wait for its end, whatever that is."""
     task = asyncio.ensure_future(awaitable)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -62,7 +62,7 @@ async def cancelled_after(turns: int, awaitable: Coroutine[Any, Any, Any]) -> No
 
 
 def await_our_threads() -> None:
-    """Dropped objects end by themselves, the loop's thread last: nothing has to be called for it, nor collected."""
+    """Wait until dropped objects have ended by themselves, the loop's thread last: without a call or a collection."""
     for thread in threading.enumerate():
         if thread.name.startswith("asyncloader"):
             thread.join(PATIENCE_S)
@@ -71,7 +71,7 @@ def await_our_threads() -> None:
 
 @dataclass
 class Run:
-    """The result of a run: each epoch's batches, and one draw of each global generator afterwards."""
+    """The result of a run: each epoch's batches, and a number drawn from each global generator afterwards."""
 
     epochs: list[list[Any]]
     after: tuple[float, float, float]
@@ -88,9 +88,9 @@ def _draws() -> tuple[float, float, float]:
 
 
 def run_loader(kind: str, dataset: Any, *, epochs: int = 1, seed: int = 7, **options: Any) -> Run:
-    """Seed everything, make a loader of this kind ("torch" is torch's own) and hoard all batches of all epochs.
+    """Seed everything, make a loader of this kind ("torch" is torch's own) and collect all batches of all epochs.
 
-    An option that is a function marked by `fresh` is called for its value, so that no loader sees another's sampler.
+    An option of type `fresh` is called for its value, so that no loader sees another loader's sampler.
     """
     _seed(seed)
     values = {name: value() if isinstance(value, fresh) else value for name, value in options.items()}
@@ -109,7 +109,7 @@ def run_loader(kind: str, dataset: Any, *, epochs: int = 1, seed: int = 7, **opt
 
 
 class fresh:  # noqa: N801 - reads as a word in a table of options
-    """An option's value that is made for each loader."""
+    """An option's value that is made separately for each loader."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -119,15 +119,15 @@ class fresh:  # noqa: N801 - reads as a word in a table of options
 
 
 def collect(kind: str, dataset: Any, **options: Any) -> list[Any]:
-    """One epoch's batches."""
+    """Return the batches of an epoch."""
     return run_loader(kind, dataset, **options).epochs[0]
 
 
 def assert_like_torch(kind: str, dataset: Any, *, twin: Any = None, epochs: int = 1, **options: Any) -> Run:
-    """Run torch's loader and one of ours from the same seeds: same batches, same generators afterwards.
+    """Run torch's loader and ours from the same seeds: batches must be equal, and generators afterwards.
 
     torch's reads `twin` where it cannot read the dataset itself.
-    torch's workers are always forked: the start method shows in nothing, and the others cost seconds.
+    torch's workers are always forked: the start method does not affect batches, and other methods cost seconds.
     """
     forked: dict[str, Any] = {**options, "multiprocessing_context": None}
     expected = run_loader("torch", dataset if twin is None else twin, epochs=epochs, **forked)
@@ -144,7 +144,7 @@ def _text(error: Exception) -> str:
 
 
 def without_place(text: str) -> str:
-    """The text of an outcome without our note on which samples it was: as torch has it."""
+    """Return the text of an outcome without our note about the samples: torch's text."""
     lines = text.rstrip("\n").split("\n")
     ours = tuple(f"while {doing} " for doing in ("fetching", "reading", "collating", "calling"))
     while len(lines) > 1 and lines[-1].startswith(ours):
@@ -153,7 +153,7 @@ def without_place(text: str) -> str:
 
 
 def outcomes(kind: str, dataset: Any, *, seed: int = 7, seeded: int | None = None, **options: Any) -> list[Any]:
-    """One epoch, going on after errors: each batch, or (type, text) of the error that came in its place.
+    """Read an epoch, continuing after errors. Returns each batch, or (type, text) of the error in its place.
 
     `seeded`: the loader's own seed.
     """
@@ -197,7 +197,7 @@ class Deaths:
         self.fds = {pid: os.pidfd_open(pid) for pid in pids}
 
     def wait(self) -> None:
-        """Until all have ended; fails when one never does."""
+        """Wait until all have ended; fail if a process does not end."""
         try:
             for pid, fd in self.fds.items():
                 assert select.select([fd], [], [], PATIENCE_S)[0], f"process {pid} goes on"
@@ -224,25 +224,25 @@ class Deaths:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a script: finds the package, and turns warnings into errors."""
+    """Return the environment of a script: it finds the package, and turns warnings into errors."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     warnings = "error"
     if not torch_is("2.7"):  # its compiler leaves a TemporaryDirectory to the interpreter's exit
         warnings += ",ignore:Implicitly cleaning up:ResourceWarning"
-    # Debian's torch brings UCX, which writes a page of its own when a process crashes.
+    # Debian's torch contains UCX, which writes a page of text when a process crashes.
     ucx = {"UCX_ERROR_SIGNALS": ""}
     return {**os.environ, **ucx, "PYTHONPATH": path, "PYTHONWARNINGS": warnings, "OMP_NUM_THREADS": "1"}
 
 
 def script_file(folder: Path, source: str) -> Path:
-    """Write a script (spawned workers must be able to import it)."""
+    """Write a script to a file, which spawned workers can import."""
     path = folder / "script.py"
     path.write_text(textwrap.dedent(source))
     return path
 
 
 def run_script(folder: Path, source: str, *, fresh: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run a script to its end, in a fresh interpreter or one with torch imported."""
+    """Run a script to its end, in a fresh interpreter or in a process that has torch imported."""
     command, env = [sys.executable, str(script_file(folder, source))], environment()
     if fresh:
         return subprocess.run(
@@ -257,21 +257,21 @@ def start_script(folder: Path, source: str, *, fresh: bool = False) -> closing[S
 
 
 class Script:
-    """A running script with pipes to it. `close` ends it whatever happened."""
+    """A running script with pipes to it. `close` ends it in every state."""
 
     def __init__(self, folder: Path, source: str, *, fresh: bool = False) -> None:
         command = [sys.executable, "-u", str(script_file(folder, source))]
         self.process = script_server.start(command, env=environment(), cwd=folder, stdin=subprocess.PIPE, fresh=fresh)
 
     def line(self) -> str:
-        """The next line of its output."""
+        """Return the next line of the script's output."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.finish()[1]
         return line.strip()
 
     def finish(self) -> tuple[str, str]:
-        """Wait for its end (and for that of all processes that hold its pipes)."""
+        """Wait for the script's end, and for that of all processes that hold its pipes. Returns its output."""
         return self.process.communicate(timeout=PATIENCE_S)
 
     def close(self) -> None:

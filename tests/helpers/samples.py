@@ -104,11 +104,11 @@ class Number(int):
 
 
 class Named(torch.Tensor):
-    """A tensor of the user's own class."""
+    """A user's own tensor class."""
 
 
 class SimpleBatch:
-    """A user's batch that knows how to be pinned."""
+    """A user's batch with a method `pin_memory`."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -132,7 +132,7 @@ class Slotted:
 
 
 class Reduced:
-    """Pickles by a rule of its own."""
+    """An object with its own pickle rule."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -309,7 +309,7 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
 
 
 class Everything(torch.utils.data.Dataset[Any]):
-    """Index ``2 * n`` and ``2 * n + 1`` are two samples of the `n`-th type."""
+    """A dataset in which indices ``2 * n`` and ``2 * n + 1`` are two samples of the `n`-th type."""
 
     def __init__(self) -> None:
         self.names = [*SAMPLES]
@@ -322,7 +322,7 @@ class Everything(torch.utils.data.Dataset[Any]):
 
 
 def same_stride(a: Any, b: Any) -> bool:
-    """Whether all strided tensors in two equal structures lie in memory alike."""
+    """Whether all strided tensors in two equal structures have the same strides."""
     if isinstance(a, torch.Tensor):
         return a.layout is not torch.strided or a.is_nested or a.stride() == b.stride()
     if isinstance(a, Mapping):

@@ -1,4 +1,6 @@
-"""Datasets, samplers and collations of the tests of seeded mode. At module level, so that spawned workers find them."""
+"""Datasets, samplers and collations of the tests of seeded mode, at module level so that spawned workers can import
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from asyncloader import sample_rng
 
 
 def every_draw() -> list[float]:
-    """One number of each generator that a sample can draw from, the global ones and its own."""
+    """Draw a number from each generator that a sample can use: the global generators and its own."""
     rng = sample_rng()
     return [
         float(torch.rand(())),
@@ -33,7 +35,7 @@ def own_draws() -> list[float]:
 
 
 class Rows(Dataset[Any]):
-    """float64 scalars: the index."""
+    """A dataset of float64 scalars: the index."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -46,11 +48,11 @@ class Rows(Dataset[Any]):
 
 
 class AllDraws(Rows):
-    """float64: the index and six random numbers, then as many random numbers as the index says modulo 3."""
+    """Rows of float64: the index and six random numbers. Then ``index % 3`` times further numbers are drawn."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         row = [index, *every_draw()]
-        for _ in range(index % 3):  # what one sample draws must not show in the next
+        for _ in range(index % 3):  # one sample's draws must not affect the next
             every_draw()
         return torch.tensor(row, dtype=torch.float64)
 
@@ -68,7 +70,7 @@ class AwaitedDraws(Rows):
 
 
 class Threaded(Rows):
-    """Samples are made in threads, several at a time."""
+    """Samples that are made in threads, several at a time."""
 
     async def __getitem__(self, index: int) -> torch.Tensor:
         row = await asyncio.to_thread(own_draws)
@@ -84,7 +86,7 @@ class GlobalAwaited(Rows):
 
 
 class WholeDraws(AllDraws):
-    """Makes a batch's samples at once."""
+    """A dataset that makes a batch's samples in one call."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         noise = torch.rand(len(indices), 1, dtype=torch.float64)
@@ -105,5 +107,5 @@ class Lists:
 
 
 def draw_and_collate(samples: list[Any]) -> Any:
-    """A collation that draws, from the global generators and its own."""
+    """Collate, and add random numbers from the global generators and the batch's own."""
     return default_collate(samples), torch.tensor(every_draw(), dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""Runs either loader in steps, for the tests of seeded mode and of states: one spelling for `for` and ``async for``."""
+"""Runs either loader in steps, for the tests of seeded mode and of states, as if ``for`` and ``async for`` were the
+same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tests.helpers.running import LOOPS, PATIENCE_S
 
 
 class Stepwise:
-    """A loader of the kind ("sync", "asyncio", "uvloop") that is iterated a step at a time; closes itself after `with`.
+    """A loader of the kind ("sync", "asyncio", "uvloop") that is iterated a step at a time, and closed after `with`.
 
     Attributes:
         loader: the loader.
@@ -28,12 +30,12 @@ class Stepwise:
         self.iterator: Any = None
 
     def begin(self) -> Any:
-        """A new iterator, which `step` and `rest` read from then on."""
+        """Make and return a new iterator, which `step` and `rest` read from then on."""
         self.iterator = iter(self.loader) if self._runner is None else aiter(self.loader)
         return self.iterator
 
     def step(self, iterator: Any = None) -> Any:
-        """The next batch of an iterator, by default the newest. StopIteration at the end."""
+        """Return the next batch of an iterator, by default the newest. Raises StopIteration at the end."""
         iterator = self.iterator if iterator is None else iterator
         if self._runner is None:
             return next(iterator)
@@ -43,11 +45,11 @@ class Stepwise:
         return batch
 
     def take(self, count: int) -> list[Any]:
-        """The next `count` batches of the newest iterator."""
+        """Return the next `count` batches of the newest iterator."""
         return [self.step() for _ in range(count)]
 
     def rest(self) -> list[Any]:
-        """All further batches of the newest iterator."""
+        """Return all further batches of the newest iterator."""
         batches: list[Any] = []
         while True:
             try:
@@ -56,12 +58,12 @@ class Stepwise:
                 return batches
 
     def epoch(self) -> list[Any]:
-        """All batches of a new iterator."""
+        """Return all batches of a new iterator."""
         self.begin()
         return self.rest()
 
     def call(self, function: Any, *args: Any) -> Any:
-        """A call where the loader is iterated: for the async one, in its loop."""
+        """Call a function where the loader is iterated: an async loader's in its loop."""
         if self._runner is None:
             return function(*args)
         return self._runner.run(_call(function, args))
@@ -97,12 +99,12 @@ async def _call(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def epochs_of(kind: str, dataset: Any, count: int = 1, **options: Any) -> list[list[Any]]:
-    """The batches of the first epochs."""
+    """Return the batches of the first epochs."""
     with Stepwise(kind, dataset, **options) as run:
         return [run.epoch() for _ in range(count)]
 
 
 def joined(ranks: list[list[Any]]) -> list[Any]:
-    """Of each rank's batches (tensors): those of each step, one after the other in rank order."""
+    """Join the ranks' batches (tensors) of each step in rank order."""
     assert len({len(rank) for rank in ranks}) == 1, "every rank gets as many batches"
     return [torch.cat(list(step)) for step in zip(*ranks, strict=True)]

@@ -1,4 +1,4 @@
-"""Asks torch's loader and ours the same and compares the answers: errors and warnings by type and text."""
+"""Makes the same calls on torch's loader and ours and compares the results: errors and warnings by type and text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAKERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "sync": DataLoad
 
 
 def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of a call, or the type and the text of its exception."""
+    """Return the result of a call, or the type and the text of its exception."""
     try:
         return function(*args, **kwargs)
     except Exception as error:
@@ -22,7 +22,9 @@ def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def messages(function: Callable[[], object]) -> list[tuple[type[Warning], str]]:
-    """Category and text of every warning of a call, in order, but for Python 3.12's about a fork beside threads."""
+    """Return category and text of every warning of a call, in order, except Python 3.12's about a fork beside
+    threads.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
@@ -31,7 +33,7 @@ def messages(function: Callable[[], object]) -> list[tuple[type[Warning], str]]:
 
 
 def steps(make: Any, dataset: Any, limit: int, **options: Any) -> list[Any]:
-    """What `iter` (if it fails) and up to `limit` calls of `next` give or raise; goes on after errors and ends."""
+    """Return the outcomes of `iter` (if it fails) and up to `limit` calls of `next`, also after errors and ends."""
     torch.manual_seed(1)
     batches = outcome(iter, make(dataset, **options))
     if isinstance(batches, tuple):

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 
 class SharedCount:
-    """A count that workers and this process add to, each in a place of its own."""
+    """A count to which workers and this process add, each in a place of its own."""
 
     def __init__(self) -> None:
         self._memory = torch.zeros(16, dtype=torch.int64).share_memory_()
@@ -41,7 +41,7 @@ class Counted(Dataset[Any]):
 
 
 class Failing(Dataset[Any]):
-    """Indices, but for some that raise."""
+    """A dataset of indices, some of which raise."""
 
     def __init__(self, length: int, bad: tuple[int, ...]) -> None:
         self.length = length
@@ -57,7 +57,7 @@ class Failing(Dataset[Any]):
 
 
 class CursorMap(Dataset[Any]):
-    """A map dataset that counts its own reads, and can save that number: (index, how many reads before)."""
+    """A map dataset whose samples are (index, number of its reads so far), and whose state is that number."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -95,7 +95,7 @@ class PlainStream(IterableDataset[Any]):
 
 
 class StreamOfCursors(PlainStream):
-    """Its iterators are Stateful."""
+    """A stream whose iterators are Stateful."""
 
     def __iter__(self) -> Iterator[Any]:
         return _Cursor(self)
@@ -125,7 +125,7 @@ class _Cursor:
 
 
 class Unsaveable(PlainStream):
-    """Stateful, but its state cannot be had."""
+    """A Stateful stream whose `state_dict` raises."""
 
     def state_dict(self) -> dict[str, Any]:
         raise OSError("the shard's index is locked")
@@ -135,7 +135,7 @@ class Unsaveable(PlainStream):
 
 
 class Passes:
-    """A Stateful sampler that is asked for its state after each step: 0, 1, 2, ..., with a log of the calls."""
+    """A Stateful sampler of 0, 1, 2, ... that counts how often its state is asked for."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -160,7 +160,7 @@ class Passes:
 
 
 class _Feeling:
-    """Gives the index that was reported last; its state is the number of reports until then."""
+    """Gives the number of reports received; its state is the number of indices given and the reports."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -182,7 +182,7 @@ class _Feeling:
 
 
 class Curriculum(_Feeling):
-    """Its indices are the number of reports that had reached it."""
+    """A sampler whose indices are the number of reports that had reached it."""
 
     def __iter__(self) -> Iterator[int]:
         while self.given < self.length:
@@ -191,7 +191,7 @@ class Curriculum(_Feeling):
 
 
 class AwaitedCurriculum(_Feeling):
-    """The same as an async sampler."""
+    """`Curriculum` as an async sampler."""
 
     async def __aiter__(self) -> AsyncIterator[int]:
         while self.given < self.length:
@@ -201,7 +201,7 @@ class AwaitedCurriculum(_Feeling):
 
 
 class Replayed:
-    """An async sampler without a state: another index each time it is read, from the beginning."""
+    """An async sampler without a state, which counts the indices that it gave over all its passes."""
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -18,7 +18,7 @@ WORKERS: dict[str, dict[str, Any]] = {
 }
 
 MOMENTS = ("new", "iter", "first", "within", "last", "end", "next iter", "later")
-"""Before any `iter()`; after it; after the first batch; after three; on the last one, in the loop; after the loop;
+"""Before any `iter()`; after it; after the first batch; after three; on the last batch, in the loop; after the loop;
 after the next `iter()`; after a batch of the second epoch."""
 
 
@@ -55,7 +55,9 @@ class Counting(Rows):
 
 
 class Order(Sampler[int]):
-    """A sampler that knows its place and its epoch; its iterators are generators, which set it back at the end."""
+    """A sampler that knows its place and its epoch; its iterators are generators, which reset the place at their
+    end.
+    """
 
     def __init__(self) -> None:
         self.at = 0
@@ -83,7 +85,7 @@ class Order(Sampler[int]):
 
 
 class Batches(Order):
-    """The same for batches of different lengths."""
+    """A batch sampler like `Order`, with batches of different lengths."""
 
     def __len__(self) -> int:
         return 5
@@ -124,7 +126,9 @@ class OrderOfIterators(Sampler[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Rows dealt out to the workers. The dataset has the state; its iterators are generators, which set it back."""
+    """Rows dealt out to the workers. The dataset has the state; its iterators are generators, which reset it at
+    their end.
+    """
 
     def __init__(self) -> None:
         self.at = 0
@@ -153,7 +157,7 @@ class StreamOfIterators(IterableDataset[int]):
 
 
 class Plain(IterableDataset[int]):
-    """The same without a state."""
+    """Rows dealt out to the workers, without a state."""
 
     def __iter__(self) -> Iterator[int]:
         worker, workers = _worker()
@@ -161,7 +165,7 @@ class Plain(IterableDataset[int]):
 
 
 def plain(batches: Any) -> list[Any]:
-    """Batches as lists of numbers."""
+    """Return batches as lists of numbers."""
     return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
 
 
@@ -172,7 +176,7 @@ class Run(NamedTuple):
     states: dict[str, dict[str, Any]]
 
     def left(self, moment: str) -> list[list[Any]]:
-        """The expected batches after this moment, two epochs or more."""
+        """Return the expected batches after this moment, of two epochs or more."""
         first, second, *others = self.epochs
         rest = {"first": first[1:], "within": first[3:], "last": [], "later": second[1:]}
         if moment in ("new", "iter"):
@@ -183,7 +187,7 @@ class Run(NamedTuple):
 
 
 def uninterrupted(make: Callable[[], Any]) -> Run:
-    """Three epochs. Taking the states on the way must not disturb them, nor later steps the states."""
+    """Run three epochs. Taking the states on the way must not disturb them, nor later steps the states."""
     torch.manual_seed(5)
     loader = make()
     states = {"new": loader.state_dict()}
@@ -206,7 +210,7 @@ def uninterrupted(make: Callable[[], Any]) -> Run:
 
 
 def resumed(make: Callable[[], Any], state: dict[str, Any], epochs: int) -> list[list[Any]]:
-    """The batches of a new loader, of another seed, from that state on."""
+    """Return the batches of a new loader with another seed from that state on."""
     torch.manual_seed(77)
     loader = make()
     loader.load_state_dict(copy.deepcopy(state))

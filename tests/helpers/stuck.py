@@ -1,4 +1,4 @@
-"""Workers that do not answer, in every way that a dataset may bring about: for tests of shutdown."""
+"""Workers that do not answer, in every way that a dataset may cause: for tests of shutdown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def _ignore() -> None:
 
 
 def _fork_one_that_holds_everything() -> None:
-    """A grandchild that C code forked runs no hook: it keeps a copy of all that the worker has open."""
+    """Fork a grandchild from C code, so that no hook runs: it keeps a copy of all descriptors that the worker has
+    open.
+    """
     pid = ctypes.CDLL(None).fork()
     if not pid:
         _ignore()
@@ -50,13 +52,13 @@ STUCK: dict[str, tuple[Callable[[], None], ...]] = {
 
 
 def get_stuck(how: str) -> None:
-    """Never return."""
+    """Get stuck in this way, and never return."""
     for act in STUCK[how]:
         act()
 
 
 class Told:
-    """A pipe through which forked workers send lines to their parent: one line each, read with a deadline."""
+    """A pipe through which forked workers send lines to their parent, read with a deadline."""
 
     def __init__(self) -> None:
         self._out, self._in = os.pipe()
@@ -65,7 +67,7 @@ class Told:
         os.write(self._in, f"{text}\n".encode())
 
     def lines(self, count: int) -> list[str]:
-        """So many lines."""
+        """Read `count` lines."""
         got = b""
         while got.count(b"\n") < count:
             assert select.select([self._out], [], [], PATIENCE_S)[0], f"nobody tells; so far {got!r}"
@@ -81,7 +83,7 @@ class Told:
 
 
 class StuckAt(Dataset[Any]):
-    """The worker that is asked for sample `index` or a later sample sends its pid, and gets stuck."""
+    """A dataset whose worker sends its pid and gets stuck at sample `index` or a later sample."""
 
     def __init__(self, how: str, told: Told, index: int = 4) -> None:
         self.how = how
@@ -99,7 +101,7 @@ class StuckAt(Dataset[Any]):
 
 
 class NeverArrives(Dataset[Any]):
-    """Its unpickling does not end. It leaves a file first, named by the pid of the process that it would arrive in."""
+    """Its unpickling never ends. Before, it creates a file named by the pid of the process that unpickles it."""
 
     def __init__(self, here: Path) -> None:
         self.here = here

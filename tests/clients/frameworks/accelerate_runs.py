@@ -1,4 +1,4 @@
-"""Loaders prepared by Accelerate, with the integration and without, and what comes of them."""
+"""Loaders prepared by Accelerate, with the integration and without, and the batches and draws of their epochs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def accelerator(**options: Any) -> Accelerator:
 
 
 def prepared(loader: Any, **options: Any) -> Any:
-    """A loader prepared by Accelerate alone, or with our integration if it is one of ours."""
+    """Prepare a loader by Accelerate alone, or with our integration if the loader is ours."""
     if isinstance(loader, OURS):
         return prepare(accelerator(**options), loader)
     return accelerator(**options).prepare(loader)
 
 
 def both(dataset: Any, *, own: dict[str, Any] = OWN, config: Any = None, **arguments: Any) -> list[Any]:
-    """The same loader prepared twice: torch's by Accelerate, ours with the integration."""
+    """Prepare the same loader twice: torch's by Accelerate, ours with the integration."""
     options = {} if config is None else {"dataloader_config": config}
     return [
         prepared(STOCK(dataset, **arguments), **options),
@@ -38,6 +38,6 @@ def both(dataset: Any, *, own: dict[str, Any] = OWN, config: Any = None, **argum
 
 
 def epochs(loader: Any, number: int = 2) -> tuple[list[list[Any]], Any]:
-    """Whole epochs from given seeds, and draws of the generators afterwards."""
+    """Read whole epochs from given seeds. Returns them, and draws of the generators afterwards."""
     seed_all()
     return [list(loader) for _ in range(number)], draws()

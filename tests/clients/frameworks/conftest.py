@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# Read when the frameworks are imported, the first of them while tests are collected: too early for a fixture.
+# These are read when the frameworks are imported, partly while tests are collected: too early for a fixture.
 os.environ |= {
     "HF_DATASETS_OFFLINE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -19,7 +19,7 @@ os.environ |= {
 
 @pytest.fixture
 def accelerate_state() -> Iterator[None]:
-    """Accelerate keeps its state in the process, and the HF Trainer configures it; a test leaves none."""
+    """Reset Accelerate's state after a test: it lives in the process, and the HF Trainer configures it."""
     from accelerate.state import AcceleratorState, GradientState
 
     yield
@@ -38,6 +38,6 @@ class Framework(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
-    """Every file of this folder."""
+    """Make the module for a file of this folder."""
     module: pytest.Module = Framework.from_parent(parent, path=module_path)
     return module

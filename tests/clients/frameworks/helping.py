@@ -1,4 +1,4 @@
-"""What the tests with frameworks share: seeds, data that draws random numbers, a model, and a check for processes."""
+"""Shared by the tests with frameworks: seeds, data that draws random numbers, a model, and a check for processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def seed_all(seed: int = 7) -> None:
 
 
 def draws() -> tuple[float, float, float]:
-    """One number of each global generator: equal after equal use."""
+    """Draw a number from each global generator: the numbers are equal after equal use."""
     return float(torch.rand(())), random.random(), float(np.random.random())
 
 
@@ -49,7 +49,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 class RowStream(IterableDataset[dict[str, torch.Tensor]]):
-    """The same rows as a stream without a length, dealt out to the workers."""
+    """The rows of `Rows` as a stream without a length, dealt out to the workers."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -61,7 +61,7 @@ class RowStream(IterableDataset[dict[str, torch.Tensor]]):
 
 
 class Line(torch.nn.Module):
-    """A linear model with its loss, in the form that the HF Trainer wants."""
+    """A linear model with its loss, in the form that the HF Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,13 +73,13 @@ class Line(torch.nn.Module):
 
 
 def batches_given(loader: Any) -> int:
-    """How many batches this loader has delivered; it must be one of ours, or it could not tell."""
+    """Return the number of batches that this loader has delivered. It must be ours: others do not count them."""
     assert isinstance(loader, DataLoader), type(loader)
     return int(loader.stats()["data/batches"])
 
 
 def workers_of_now() -> Deaths:
-    """The children that this process has at this moment, except those of multiprocessing itself."""
+    """Return the children that this process has at this moment, except those of multiprocessing itself."""
     helpers: Any = (resource_tracker._resource_tracker, forkserver._forkserver)
     own = {value for helper in helpers for name, value in vars(helper).items() if name.endswith("_pid")}
     return Deaths(set(children_of(os.getpid())) - own)

@@ -1,4 +1,4 @@
-"""Runs Lightning's trainer over a loader, and keeps what it sees."""
+"""Runs Lightning's trainer over a loader, and records the batches that the model sees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OURS: Any = asyncloader.DataLoader
 
 
 class Recorder(LightningModule):
-    """A model that keeps every batch it was given, as it was given."""
+    """A model that keeps every batch that it was given, unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class Recorder(LightningModule):
 
 
 class Validated(Recorder):
-    """The same with validation, without which Lightning does not like to be given a validation step."""
+    """A `Recorder` with a validation step, which Lightning accepts only together with validation data."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._loss("validate", batch)
 
 
 def trainer(**options: Any) -> Trainer:
-    """A trainer that does what is asked for and writes nothing."""
+    """Return a trainer that writes nothing."""
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -68,7 +68,7 @@ def trainer(**options: Any) -> Trainer:
 
 
 def fit(loader: Any, *, val: Any = None, ckpt_path: Any = None, **options: Any) -> tuple[Recorder, Any]:
-    """Train a new model from given seeds; the model and draws of the generators afterwards."""
+    """Train a new model from given seeds. Returns the model, and draws of the generators afterwards."""
     seed_all()
     model = Recorder() if val is None else Validated()
     trainer(**options).fit(model, loader, val, ckpt_path=ckpt_path)
@@ -76,14 +76,14 @@ def fit(loader: Any, *, val: Any = None, ckpt_path: Any = None, **options: Any) 
 
 
 class Saver(Callback):
-    """Saves checkpoints after so many steps, each under its number, when one of its hooks says so."""
+    """Saves checkpoints after the given steps, each under its number, when one of its hooks calls `save_if_due`."""
 
     def __init__(self, folder: Path, *steps: int) -> None:
         self.folder = folder
         self.steps = steps
 
     def save_if_due(self, trainer: Trainer) -> None:
-        """A step's checkpoint, once."""
+        """Save the checkpoint of a step, once."""
         path = self.folder / str(trainer.global_step)
         if trainer.global_step in self.steps and not path.exists():
             trainer.save_checkpoint(path)
@@ -99,7 +99,7 @@ class SaveAt(Saver):
 
 
 class WorkersSeen(Callback):
-    """Takes down which processes there are when the first training batch comes."""
+    """Records the processes that exist when the first training batch arrives."""
 
     def __init__(self) -> None:
         self.workers: Deaths | None = None

@@ -68,7 +68,7 @@ def test_batches_are_those_of_stock_accelerate(num_workers: int, shuffle: bool) 
     ids=["drop_last", "no batches", "sampler", "batch_sampler", "collate_fn"],
 )
 def test_arguments_survive(arguments: dict[str, Any]) -> None:
-    """Whatever says how batches are made is kept."""
+    """Every argument that decides how batches are made is kept."""
     stock, ours = both(Rows(10), num_workers=1, **arguments)
     assert type(ours.base_dataloader) is OURS
     assert_same(epochs(ours), epochs(stock))
@@ -90,7 +90,7 @@ def test_seedable_sampler() -> None:
     ("dispatch", "wrapper"), [(None, DataLoaderDispatcher), (False, DataLoaderShard)], ids=["dispatcher", "shard"]
 )
 def test_streams(dispatch: Any, wrapper: type) -> None:
-    """An iterable dataset, which Accelerate dispatches from the main process unless told otherwise."""
+    """An iterable dataset, which Accelerate dispatches from the main process unless configured otherwise."""
     config = DataLoaderConfiguration(dispatch_batches=dispatch)
     stock, ours = both(RowStream(40), config=config, batch_size=8, num_workers=2)
     assert type(ours).__name__ == wrapper.__name__
@@ -132,7 +132,7 @@ def test_prepare_twice() -> None:
 
 
 def test_persistent_workers_end_with_the_loader() -> None:
-    """Workers last from epoch to epoch and end when the prepared loader goes."""
+    """Workers last from epoch to epoch and end when the prepared loader is dropped."""
     running = accelerator()
     shard = prepare(running, OURS(Rows(16), 4, num_workers=2, persistent_workers=True))
     assert len(list(shard)) == 4
@@ -147,7 +147,7 @@ def test_persistent_workers_end_with_the_loader() -> None:
 
 
 def test_prepared_loader_pickles() -> None:
-    """A prepared loader can be sent to another process, with ours inside."""
+    """A prepared loader can be sent to another process, with our loader inside."""
     again = pickle.loads(pickle.dumps(prepared(OURS(Rows(8), 4, **OWN))))
     assert type(again).__name__ == DataLoaderShard.__name__
     assert (type(again.base_dataloader), again.base_dataloader.snapshot_every_n_steps) == (OURS, 3)
@@ -158,7 +158,7 @@ def test_prepared_loader_pickles() -> None:
 
 
 def test_gradient_state_is_fed() -> None:
-    """`end_of_dataloader` turns true on the last batch alone, and `remainder` is what the last batch has."""
+    """`end_of_dataloader` turns true on the last batch alone, and `remainder` is the size of the last batch."""
     seen = []
     for make in (STOCK, OURS):
         running = accelerator()
@@ -177,7 +177,7 @@ def test_gradient_state_is_fed() -> None:
 
 
 def test_last_batch_is_a_step_whatever_the_accumulation() -> None:
-    """With four batches to a step, `accumulate` synchronizes at each fourth and at the last one of the epoch."""
+    """With four batches per step, `accumulate` synchronizes at each fourth batch and at the last batch of the epoch."""
     running = accelerator(gradient_accumulation_steps=4)
     model, loader = prepare(running, Line(), OURS(Rows(44), 8, num_workers=2))
     steps = []
@@ -219,7 +219,7 @@ def test_gather_in_one_process() -> None:
 
 @pytest.mark.thorough
 def test_gather_in_two_processes(tmp_path: Path) -> None:
-    """Two ranks share the dataset out; `gather_for_metrics` drops the rows that fill the last batch up."""
+    """Two ranks share the dataset; `gather_for_metrics` drops the rows that fill up the last batch."""
     done = run_script(
         tmp_path,
         """

@@ -57,7 +57,7 @@ def test_skip_first_batches_of_a_stream(dispatch: Any) -> None:
 
 
 def test_skip_first_batches_of_a_plain_stream() -> None:
-    """An unprepared stream gets Accelerate's wrapper that drops batches, with ours inside."""
+    """An unprepared stream gets Accelerate's wrapper that drops batches, with our loader inside."""
     got = skip_first_batches(OURS(RowStream(40), 8, num_workers=2, **OWN), 2)
     expected = accelerate.skip_first_batches(STOCK(RowStream(40), 8, num_workers=2), 2)
     assert type(got).__name__ == SkipDataLoader.__name__
@@ -76,7 +76,7 @@ def test_skip_first_batches_of_a_stock_loader() -> None:
 
 
 def test_adopt_exchanges_a_stock_loader() -> None:
-    """A loader that Accelerate prepared from a stock one gets ours inside, with default options of ours."""
+    """A prepared stock loader gets a loader of ours inside, with the defaults of our options."""
     dataset = Rows(20)
     shard: Any = accelerator().prepare(STOCK(dataset, 8, num_workers=2))
     assert adopt(shard) is shard
@@ -92,7 +92,7 @@ def test_adopt_exchanges_a_stock_loader() -> None:
 
 
 def test_adopt_a_plain_loader() -> None:
-    """A plain stock loader becomes a loader of ours; one of ours stays what it is."""
+    """A plain stock loader becomes a loader of ours; a loader of ours stays."""
     ours = adopt(STOCK(Rows(20), 8, drop_last=True))
     assert type(ours) is OURS
     assert len(list(ours)) == 2
@@ -105,20 +105,20 @@ def test_adopt_a_plain_loader() -> None:
     ids=["a wrapper", "an object", "a number"],
 )
 def test_adopt_refuses_what_it_does_not_know(thing: Any) -> None:
-    """What is neither a loader nor one of Accelerate's wrappers is named in the error."""
+    """The error names an object that is neither a loader nor a wrapper of Accelerate's."""
     with pytest.raises(TypeError, match=f"takes a loader.*but got {type(thing).__name__}"):
         adopt(thing)
 
 
 class KeepsState(torch.utils.data.DataLoader[Any]):
-    """A loader with a state, as Accelerate makes one with ``use_stateful_dataloader=True``."""
+    """A loader with a state, as Accelerate makes with ``use_stateful_dataloader=True``."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
 
 def test_adopt_loses_no_state() -> None:
-    """A loader inside that keeps a state is not exchanged for one that would forget it."""
+    """A loader inside that keeps a state is not exchanged for a loader that would forget it."""
     with pytest.raises(TypeError, match="KeepsState keeps a state"):
         adopt(KeepsState(Rows(8), 4))
 
@@ -127,7 +127,7 @@ def test_adopt_loses_no_state() -> None:
 
 
 def test_plain_prepare_gives_right_batches() -> None:
-    """Without the integration Accelerate's own stock loader works, from the attributes of ours."""
+    """Without the integration Accelerate builds its own stock loader from the attributes of ours, and that works."""
     stock: Any = accelerator().prepare(STOCK(Rows(36), 8, shuffle=True, num_workers=2))
     plain: Any = accelerator().prepare(OURS(Rows(36), 8, shuffle=True, num_workers=2, **OWN))
     assert not isinstance(plain.base_dataloader, OURS)
@@ -135,7 +135,7 @@ def test_plain_prepare_gives_right_batches() -> None:
 
 
 def test_plain_prepare_warns_when_its_loader_is_iterated() -> None:
-    """The stock loader that Accelerate made says so at its first batch, once, and where to look."""
+    """The stock loader that Accelerate made warns at its first batch, once, and the warning names the integration."""
     plain: Any = OURS(Rows(36), 8, num_workers=2)
     plain = accelerator().prepare(plain)
     with pytest.warns(NeverIteratedWarning, match="was never iterated.*asyncloader.integrations"):
@@ -144,10 +144,10 @@ def test_plain_prepare_warns_when_its_loader_is_iterated() -> None:
 
 
 def test_prepare_with_the_integration_does_not_warn() -> None:
-    """With the integration the user's own object has done its duty when it goes, before the first batch."""
+    """With the integration the user's own object is dropped before the first batch without a warning."""
     loader = OURS(Rows(36), 8)
     shard = prepared(loader)
-    gc.collect()  # what earlier tests left may warn now
+    gc.collect()  # loaders of earlier tests may warn now
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NeverIteratedWarning)
         del loader

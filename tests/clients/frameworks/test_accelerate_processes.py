@@ -1,4 +1,4 @@
-"""Several processes: how `adopt` shares a seeded loader's batches out, and one state that fits them all."""
+"""Several processes: how `adopt` shares a seeded loader's batches among them, and one state that fits them all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_two_processes_share_a_seeded_epoch() -> None:
 
 
 def test_a_state_of_one_process_loads_into_two() -> None:
-    """With the global batch kept, a seeded run goes on with another number of processes, to the bit; and back."""
+    """With the global batch kept, a seeded run continues with another number of processes, to the bit; and back."""
     shard = prepared(OURS(Rows(32), 8, shuffle=True, seed=5))
     iterator = iter(shard)
     next(iterator)
@@ -73,7 +73,7 @@ def test_users_batch_sampler_stays_accelerates() -> None:
 
 
 class Listed(BatchSampler):
-    """Given batches, of equal sizes."""
+    """A batch sampler of given batches, of equal sizes."""
 
     def __init__(self, batches: list[list[int]]) -> None:
         super().__init__(range(8), len(batches[0]), False)
@@ -84,7 +84,7 @@ class Listed(BatchSampler):
 
 
 def _in_process(process: int, dataset: Any, batch_size: int, *, split: bool = False, **own: Any) -> Any:
-    """The loader that `adopt` makes for this process of two, as `prepare` would wrap it there."""
+    """Return the loader that `adopt` makes for this process of two, as `prepare` would wrap it there."""
     mine = OURS(dataset, batch_size, shuffle=True, seed=5, **own)
     shard = BatchSamplerShard(mine.batch_sampler, 2, process, split_batches=split)
     wrapper = DataLoaderShard(dataset, batch_sampler=shard)
@@ -92,7 +92,7 @@ def _in_process(process: int, dataset: Any, batch_size: int, *, split: bool = Fa
 
 
 def test_another_rank_is_refused() -> None:
-    """A loader whose rank is not Accelerate's is refused with both."""
+    """A loader whose rank is not Accelerate's is refused, and the error has both."""
     with pytest.raises(ValueError, match="rank=1 and world_size=2, but Accelerate's are 0 and 2"):
         _in_process(0, Rows(8), 4, rank=1, world_size=2)
 
@@ -167,9 +167,8 @@ SCRIPT = """
 
 @pytest.mark.thorough
 def test_two_processes_save_and_resume(tmp_path: Path) -> None:
-    """Two processes save one state, and resume from it: rows, their order and the next epoch are those of a whole run.
-
-    A stream, which one process reads for both, is shared out right, but no state of it is kept.
+    """Two processes save one state, and resume from it: rows, their order and the next epoch are those of a whole
+    run. A stream, which one process reads for both, is shared out right, but no state of it is kept.
     """
     done = run_script(tmp_path, SCRIPT.replace("sys.argv[1]", repr(str(tmp_path / "state"))))
     assert done.stdout.strip().endswith("done"), done.stderr

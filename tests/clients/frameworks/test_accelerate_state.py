@@ -36,7 +36,7 @@ def seeded(num_workers: int, **options: Any) -> Any:
 
 
 def generated(num_workers: int, *, fresh: bool = False) -> Any:
-    """Torch mode: the order comes from a generator, which a new process has seeded otherwise."""
+    """Torch mode: the order comes from a generator, which a new process has seeded differently."""
     generator = torch.Generator().manual_seed(99 if fresh else 3)
     return OURS(torch.arange(ROWS), BATCH, shuffle=True, generator=generator, num_workers=num_workers)
 
@@ -48,13 +48,13 @@ def stateful(num_workers: int) -> Any:
 
 
 def brought(loader: Any, **config: Any) -> tuple[Any, Any]:
-    """A new accelerator, and the loader that it prepared."""
+    """Return a new accelerator, and the loader that it prepared."""
     running = accelerator(dataloader_config=DataLoaderConfiguration(**config))
     return running, prepare(running, loader)
 
 
 def run_and_save(running: Any, shard: Any, moment: tuple[int, int], folder: Path) -> None:
-    """Run up to there and save: in the loop if it is within an epoch."""
+    """Run up to this moment and save: in the loop if it is within an epoch."""
     epoch, step = moment
     for _ in range(epoch):
         list(shard)
@@ -65,7 +65,7 @@ def run_and_save(running: Any, shard: Any, moment: tuple[int, int], folder: Path
 
 
 def resumed(loader: Any, folder: Path, epochs: int, **config: Any) -> tuple[list[list[Any]], Any]:
-    """What a new process would get from there on, and the prepared loader."""
+    """Return the epochs that a new process reads from the saved state on, and the prepared loader."""
     running, shard = brought(loader, **config)
     running.load_state(str(folder))
     return [list(shard) for _ in range(epochs)], shard
@@ -78,7 +78,7 @@ def resumed(loader: Any, folder: Path, epochs: int, **config: Any) -> tuple[list
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["seeded", "generator", "stateful"])
 def test_resumed_runs_are_the_uninterrupted_one(kind: str, num_workers: int, tmp_path: Path) -> None:
-    """Wherever `save_state` was called, a new process that calls `load_state` gets the batches that were left."""
+    """Wherever `save_state` was called, a new process that calls `load_state` gets the remaining batches."""
     makers: dict[str, Any] = {"seeded": (seeded, seeded), "generator": (generated, lambda n: generated(n, fresh=True))}
     make, again = makers.get(kind, (stateful, stateful))
     seed_all()
@@ -98,7 +98,7 @@ def test_resumed_runs_are_the_uninterrupted_one(kind: str, num_workers: int, tmp
 
 
 def test_seeded_state_loads_into_other_numbers_of_workers(tmp_path: Path) -> None:
-    """A seeded run saved with two workers goes on without, and the other way round, to the bit."""
+    """A seeded run saved with two workers continues without workers, and the reverse, to the bit."""
     _, shard = brought(seeded(0))
     expected = [list(shard) for _ in range(2)]
     for before, after in ((2, 0), (0, 2)):
@@ -109,7 +109,7 @@ def test_seeded_state_loads_into_other_numbers_of_workers(tmp_path: Path) -> Non
 
 
 def test_state_of_a_loader_without_accelerate(tmp_path: Path) -> None:
-    """A state that a prepared loader saved fits the loader itself, and the other way round."""
+    """A state that a prepared loader saved fits the loader itself, and the reverse."""
     _, shard = brought(seeded(0))
     expected = list(shard)
     iterator = iter(brought(seeded(0))[1])
@@ -131,7 +131,7 @@ def test_state_of_a_loader_without_accelerate(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_seedable_sampler(tmp_path: Path) -> None:
-    """Accelerate's own seedable order, a function of the epoch's number, is found again with that number."""
+    """Accelerate's own seedable order, a function of the epoch's number, is restored with that number."""
     config: dict[str, Any] = {"use_seedable_sampler": True, "data_seed": 5}
 
     def make() -> Any:
@@ -146,7 +146,7 @@ def test_seedable_sampler(tmp_path: Path) -> None:
 
 
 class Counted(IterableDataset[Any]):
-    """A stream that knows where it is."""
+    """A stream that knows its place."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -167,7 +167,7 @@ class Counted(IterableDataset[Any]):
 @pytest.mark.parametrize("dispatch", [None, False], ids=["dispatcher", "shard"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_streams_with_a_state(num_workers: int, dispatch: Any, tmp_path: Path) -> None:
-    """In one process a stream with a state goes on from it, in both of Accelerate's wrappers."""
+    """In one process a stream with a state continues from it, in both of Accelerate's wrappers."""
     config = {"dispatch_batches": dispatch}
     _, shard = brought(OURS(Counted(), BATCH, num_workers=num_workers), **config)
     expected = list(shard)
@@ -177,7 +177,9 @@ def test_streams_with_a_state(num_workers: int, dispatch: Any, tmp_path: Path) -
 
 
 def test_streams_without_a_state(tmp_path: Path) -> None:
-    """A stream without a state is refused when it is loaded, or read again and dropped if that was asked for."""
+    """Loading a state of a stream without its own state raises an error; with `allow_replay` the stream is read
+    again.
+    """
     _, shard = brought(OURS(RowStream(ROWS), BATCH, seed=1))
     expected = list(shard)
     run_and_save(*brought(OURS(RowStream(ROWS), BATCH, seed=1)), (0, 3), tmp_path)
@@ -187,7 +189,7 @@ def test_streams_without_a_state(tmp_path: Path) -> None:
     assert_same(got, [expected[3:]])
 
 
-# ------------------------------------------------------------------------------------------------- what adopt does
+# ------------------------------------------------------------------------------------ the loaders that adopt makes
 
 
 def test_state_before_the_first_batch(tmp_path: Path) -> None:
@@ -277,7 +279,9 @@ def test_torchdatas_loader_is_exchanged() -> None:
 
 
 def test_prepared_loader_goes_with_its_last_reference() -> None:
-    """What keeps the state holds the wrapper in no cycle: its workers need not wait for a garbage collection."""
+    """The object that keeps the state is in no cycle with the wrapper: its workers need no garbage collection to
+    end.
+    """
     mine = OURS(torch.arange(ROWS), BATCH)
     wrapper = adopt(DataLoaderShard(torch.arange(ROWS), batch_sampler=mine.batch_sampler), mine)
     gone = weakref.ref(wrapper)
@@ -310,7 +314,7 @@ def test_skipping_in_seeded_mode(num_workers: int) -> None:
 
 
 def test_skipping_forgets_what_was_loaded(tmp_path: Path) -> None:
-    """`load_state` and then `skip_first_batches`, as with stock loaders: the next epoch is a whole one."""
+    """After `load_state` and `skip_first_batches`, as with stock loaders, the next epoch is complete."""
     _, shard = brought(generated(0))
     expected = [list(shard) for _ in range(2)]
     run_and_save(*brought(generated(0)), (0, 3), tmp_path)

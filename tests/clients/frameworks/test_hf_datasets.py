@@ -18,7 +18,7 @@ OURS: Any = asyncloader.DataLoader
 
 @pytest.fixture(scope="module")
 def datasets() -> Any:
-    import_module("tqdm").tqdm.monitor_interval = 0  # or its first progress bar, even a hidden one, starts a thread
+    import_module("tqdm").tqdm.monitor_interval = 0  # or its first progress bar, even a hidden bar, starts a thread
     return import_module("datasets")
 
 
@@ -105,7 +105,7 @@ def test_epoch_reaches_spawned_workers(datasets: Any) -> None:
 
 
 def test_more_workers_than_shards(datasets: Any) -> None:
-    """Surplus workers give nothing and hinder nobody."""
+    """Surplus workers give no batch, and do not disturb the others."""
     dataset = rows(datasets, 12).to_iterable_dataset(num_shards=1).with_format("torch")
     stock, ours = (make(dataset, 4, num_workers=2) for make in (STOCK, OURS))
     assert_same(epochs(ours), epochs(stock))

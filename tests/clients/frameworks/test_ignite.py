@@ -29,7 +29,7 @@ def ignite() -> Any:
 def run(
     kind: Any, loader: Any, *, state: Any = None, stop_at: int | None = None, **options: Any
 ) -> tuple[Any, list[Any]]:
-    """Run an engine of this class over a loader, from given seeds; the engine, and the batches it saw."""
+    """Run an engine of this class over a loader, from given seeds. Returns the engine, and the batches that it saw."""
     seen: list[Any] = []
 
     def step(engine: Any, batch: Any) -> None:
@@ -61,7 +61,7 @@ def test_engine_sees_torchs_batches(ignite: Any, kind: str, persistent: bool) ->
 
 
 def test_engine_on_a_stream(ignite: Any) -> None:
-    """A stream without a length, with an epoch length of the engine's that is no multiple of it."""
+    """The stream has no length; the engine's epoch length is no multiple of the stream's number of batches."""
     runs = []
     for make in (STOCK, OURS):
         _, seen = run(ignite.Engine, make(RowStream(40), 8, num_workers=2), max_epochs=3, epoch_length=4)
@@ -71,7 +71,7 @@ def test_engine_on_a_stream(ignite: Any) -> None:
 
 
 def test_deterministic_engine_makes_the_loader_anew(ignite: Any) -> None:
-    """It passes every public attribute to our constructor: own options survive, nothing else is public."""
+    """It passes every public attribute to our constructor: our options survive, and nothing else is public."""
     dataset = Rows(36)
     loader = OURS(
         dataset, 8, num_workers=2, prefetch_factor=3, tuning=Tuning(ring_bytes=1 << 20), snapshot_every_n_steps=3
@@ -121,7 +121,7 @@ def test_deterministic_engine_resumes_as_with_torch(ignite: Any) -> None:
 
 
 def test_no_process_is_left_after_a_run(ignite: Any) -> None:
-    """A run that is ended within an epoch lets go of the iterator; its workers end."""
+    """A run that is ended within an epoch drops the iterator; its workers end."""
     workers: list[Any] = []
 
     def step(engine: Any, batch: Any) -> None:
@@ -140,7 +140,7 @@ def test_no_process_is_left_after_a_run(ignite: Any) -> None:
 
 
 def test_auto_dataloader_inside_install(ignite: Any) -> None:
-    """`auto_dataloader` makes a loader by itself: inside `install` one of ours."""
+    """`auto_dataloader` makes a loader by itself: inside `install` it makes ours."""
     auto = import_module("ignite.distributed").auto_dataloader
     with asyncloader.install() as installed:
         loader = auto(Rows(20), batch_size=8, num_workers=2)

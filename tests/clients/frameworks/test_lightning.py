@@ -45,7 +45,7 @@ def test_fit_sees_torchs_batches(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("num_workers", "expected"), [(0, SyncInlineIterator), (2, WorkerIterator)])
 def test_fit_runs_our_iterators(num_workers: int, expected: type) -> None:
-    """Lightning iterates the loader that it was given: each epoch's iterator is one of this package."""
+    """Lightning iterates the loader that it was given: each epoch's iterator is a class of this package."""
     iterators: list[type] = []
 
     class Watch(Callback):
@@ -182,7 +182,7 @@ def test_several_loaders() -> None:
 
 
 def test_overfit_batches_keeps_the_loader() -> None:
-    """`overfit_batches` replaces the sampler, hence makes the loader anew: it is ours, with its own options."""
+    """`overfit_batches` replaces the sampler and so builds a new loader: it is ours, with its own options."""
     dataset = Rows(40)
     loader = OURS(dataset, 8, shuffle=True, num_workers=2, tuning=Tuning(ring_bytes=1 << 20), snapshot_every_n_steps=3)
     model, run = Recorder(), trainer(max_epochs=2, overfit_batches=2)
@@ -202,7 +202,7 @@ def test_overfit_batches_keeps_the_loader() -> None:
 
 
 def test_overfit_batches_sees_torchs_batches() -> None:
-    """The first batches, unshuffled, in each epoch; those of torch's loader from the same seed."""
+    """Each epoch has the first batches, unshuffled; they are those of torch's loader from the same seed."""
     runs = []
     for make in (STOCK, OURS):
         with pytest.warns(UserWarning, match="turning off the train dataloader shuffling"):
@@ -256,9 +256,9 @@ def test_resume_after_an_epoch(tmp_path: Path) -> None:
 
 
 def test_resume_within_an_epoch(tmp_path: Path) -> None:
-    """From a checkpoint saved within an epoch the batches are those that an uninterrupted run has from there on.
-
-    Without a callback of ours; in torch mode, in order: the rows' random numbers are none of the loader's there.
+    """From a checkpoint saved within an epoch, the batches are those of an uninterrupted run from there on. This
+    needs no callback of ours. In torch mode, and in order: the loader does not restore the rows' random numbers
+    there.
     """
     arguments: dict[str, Any] = {"batch_size": 8, "num_workers": 2, "persistent_workers": True}
     dataset = [{"x": torch.full((3,), float(i)), "labels": torch.ones(1)} for i in range(40)]

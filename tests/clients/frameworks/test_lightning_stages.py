@@ -74,7 +74,7 @@ def test_predict_makes_the_loader_anew_with_its_own_options() -> None:
 
 
 def test_predict_gives_torchs_predictions() -> None:
-    """The same seed, the same batches and predictions as with torch's loader."""
+    """From the same seed, batches and predictions are those of torch's loader."""
     runs = []
     for make in (STOCK, OURS):
         seed_all()
@@ -84,7 +84,7 @@ def test_predict_gives_torchs_predictions() -> None:
 
 
 def test_never_iterated_does_not_warn() -> None:
-    """That `predict` never iterates the user's own object is no reason to warn: another of our class was used."""
+    """`predict` never iterates the user's own object, but another object of our class: no warning is given."""
     loader = OURS(Rows(20), 8)
     run = trainer()
     run.predict(Recorder(), loader)
@@ -113,7 +113,7 @@ class Module(LightningDataModule):
 
 
 def test_loaders_of_a_data_module() -> None:
-    """Loaders made in a module's hooks train, and `predict` makes them anew from the recorded arguments."""
+    """Loaders made in a module's hooks train, and `predict` builds new loaders from the recorded arguments."""
     run: Any = None
     runs = []
     for make in (STOCK, OURS):
@@ -132,7 +132,7 @@ def test_loaders_of_a_data_module() -> None:
 
 
 class Kept(Logger):
-    """A logger that keeps what it gets."""
+    """A logger that keeps the metrics that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_callback_logs_every_so_many_steps() -> None:
 
 
 def test_callback_logs_a_step_once() -> None:
-    """Batches whose gradients are only accumulated are no steps; a second run logs its steps anew."""
+    """Batches whose gradients are only accumulated are no steps; a second run logs its own steps again."""
     callback = LoaderCallback(every_n_steps=3)
     for _ in range(2):
         kept = Kept()
@@ -184,7 +184,7 @@ def test_callback_logs_a_step_once() -> None:
 
 
 def test_callback_tells_loaders_apart() -> None:
-    """Of several loaders each has its number; stock loaders among them are passed over."""
+    """Each of several loaders has its number; stock loaders among them have none and are not logged."""
     kept = Kept()
 
     class Three(Recorder):
@@ -224,7 +224,7 @@ def test_fabric_iterates_our_loader() -> None:
 
 @pytest.mark.thorough
 def test_two_processes_share_the_dataset_out(tmp_path: Path) -> None:
-    """On two devices Lightning makes the loader anew with a `DistributedSampler`: ours, with its own options."""
+    """On two devices Lightning builds a new loader with a `DistributedSampler`: it is ours, with its own options."""
     done = run_script(
         tmp_path,
         """

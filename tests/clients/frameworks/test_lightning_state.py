@@ -1,4 +1,4 @@
-"""Runs that Lightning resumes from a checkpoint: the batches are those that were left of the uninterrupted run."""
+"""Runs that Lightning resumes from a checkpoint: the batches are the remaining batches of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def row(index: int) -> dict[str, torch.Tensor]:
 
 
 class Plain(Dataset[Any]):
-    """Rows without random numbers: in torch mode those of a resumed run are not the same."""
+    """Rows without random numbers: in torch mode a resumed run does not repeat random numbers."""
 
     def __len__(self) -> int:
         return ROWS
@@ -43,7 +43,7 @@ class Plain(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Rows without a length, dealt out to the workers; it knows where it is."""
+    """Rows without a length, dealt out to the workers, with random numbers; the stream knows its place."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -65,7 +65,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Order(Stream):
-    """The same without random numbers."""
+    """The rows of `Stream` without random numbers."""
 
     def __iter__(self) -> Iterator[Any]:
         return (item | {"labels": torch.ones(1)} for item in super().__iter__())
@@ -80,7 +80,7 @@ def persistent(num_workers: int) -> Any:
 
 
 def generated(num_workers: int) -> Any:
-    # Another seed each time: that of a resumed run comes from the state.
+    # Another seed each time: a resumed run's seed comes from the state.
     generator = torch.Generator().manual_seed(torch.initial_seed())
     return OURS(Plain(), BATCH, shuffle=True, generator=generator, num_workers=num_workers)
 
@@ -94,7 +94,7 @@ def stream(num_workers: int) -> Any:
 
 
 def run(loaders: Any, callbacks: list[Any], *, path: Path | None = None, val: Any = None, **options: Any) -> list[Any]:
-    """The batches that a new model is trained on."""
+    """Train a new model. Returns the batches that it saw."""
     model = Recorder() if val is None else Validated()
     trainer(**{"max_epochs": EPOCHS} | options, callbacks=callbacks).fit(
         model, loaders, val, ckpt_path=path, weights_only=True
@@ -103,7 +103,7 @@ def run(loaders: Any, callbacks: list[Any], *, path: Path | None = None, val: An
 
 
 def whole_and_resumed(make: Any, saver: Saver, **options: Any) -> tuple[list[Any], dict[int, list[Any]]]:
-    """The batches of an uninterrupted run, and of each run resumed from one of its checkpoints."""
+    """Return the batches of an uninterrupted run, and of each run resumed from a checkpoint of it."""
     seed_all(3)
     whole = run(make(), [LoaderCallback(), saver], **options)
     got = {}
@@ -120,9 +120,9 @@ def whole_and_resumed(make: Any, saver: Saver, **options: Any) -> tuple[list[Any
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("make", [seeded, generated, stateful])
 def test_checkpoints_within_an_epoch_and_on_its_last_batch(make: Any, num_workers: int, tmp_path: Path) -> None:
-    """From wherever ``on_train_batch_end`` saved, training goes on with the next batch, to the end of the last epoch.
-
-    In seeded mode random numbers included; step 5 is the last of its epoch, where Lightning alone loses an epoch.
+    """From wherever ``on_train_batch_end`` saved, training continues with the next batch, to the end of the last
+    epoch. In seeded mode random numbers are the same, too. Step 5 is the last of its epoch, where Lightning alone
+    loses an epoch.
     """
     saver = SaveAt(tmp_path, 2, STEPS, STEPS + 3)
     whole, got = whole_and_resumed(lambda: make(num_workers), saver)
@@ -133,7 +133,7 @@ def test_checkpoints_within_an_epoch_and_on_its_last_batch(make: Any, num_worker
 
 
 def test_persistent_workers(tmp_path: Path) -> None:
-    """The same where the workers last over the epochs."""
+    """Resumed runs are right also where the workers last over the epochs."""
     saver = SaveAt(tmp_path, 3, STEPS)
     whole, got = whole_and_resumed(lambda: persistent(2), saver)
     for step, batches in got.items():
@@ -144,7 +144,9 @@ def test_persistent_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("make", [seeded, stateful])
 def test_limited_epochs(make: Any, num_workers: int, tmp_path: Path) -> None:
-    """With `limit_train_batches` an epoch ends before the loader's: what was left of it does not come back."""
+    """With `limit_train_batches` an epoch ends before the loader's: the rest of the loader's epoch is not delivered
+    later.
+    """
     saver = SaveAt(tmp_path, 2, 3, 4)
     whole, got = whole_and_resumed(lambda: make(num_workers), saver, limit_train_batches=3)
     assert len(whole) == EPOCHS * 3
@@ -172,9 +174,9 @@ def test_checkpoints_at_an_epochs_end(num_workers: int, tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_checkpoints_at_an_epochs_end_with_max_steps(num_workers: int, tmp_path: Path) -> None:
-    """With `max_steps` it does load the state, and enters the old epoch again: nothing is left of it, nothing drawn.
-
-    In torch mode. It counts that epoch a second time, so in seeded mode the order is that of the number after.
+    """With `max_steps` Lightning does load the state, and enters the old epoch again: it is at its end, and nothing
+    is drawn. This is torch mode. Lightning counts that epoch a second time, so in seeded mode the order is that of
+    the next number.
     """
     saver = SaveAfterEpoch(tmp_path, STEPS)
     whole, got = whole_and_resumed(lambda: stateful(num_workers), saver, max_epochs=-1, max_steps=12)
@@ -183,7 +185,7 @@ def test_checkpoints_at_an_epochs_end_with_max_steps(num_workers: int, tmp_path:
 
 
 class SaveAfterValidation(Saver):
-    """Saves when a validation within an epoch ends: the batch before it is counted as completed then."""
+    """Saves when a validation within an epoch ends: the batch before it then counts as completed."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save_if_due(trainer)
@@ -192,7 +194,7 @@ class SaveAfterValidation(Saver):
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [seeded, stream])
 def test_checkpoints_of_a_validation_within_an_epoch(make: Any, tmp_path: Path) -> None:
-    """From a checkpoint saved when a validation within an epoch ends, the rest of that epoch comes."""
+    """From a checkpoint saved when a validation within an epoch ends, the rest of that epoch follows."""
     saver = SaveAfterValidation(tmp_path, 2)
     val = OURS(Plain(), BATCH)
     options: dict[str, Any] = {"val": val, "val_check_interval": 2, "num_sanity_val_steps": 0}
@@ -217,7 +219,7 @@ def test_model_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("own", [{}, {"seed": 4}], ids=["torch", "seeded"])
 def test_streams(own: dict[str, Any], num_workers: int, tmp_path: Path) -> None:
-    """Lightning reads a stream one batch ahead: that batch was not trained on, and comes again."""
+    """Lightning reads a stream one batch ahead: that batch was not trained on, and is delivered again."""
     saver = SaveAt(tmp_path, 1, 3, 5, 7)
 
     def make() -> Any:
@@ -230,9 +232,9 @@ def test_streams(own: dict[str, Any], num_workers: int, tmp_path: Path) -> None:
 
 
 def test_checkpoint_after_fit(tmp_path: Path) -> None:
-    """A checkpoint that is saved when `fit` has returned within an epoch is right, too: the rest of it comes.
-
-    Lightning takes that epoch for done and sets the next one's number, but counts on the rest of its batches.
+    """A checkpoint that is saved after `fit` has returned within an epoch is right, too: the rest of the epoch
+    follows. Lightning takes that epoch for done and sets the number of the next, but expects the rest of its
+    batches.
     """
     for make in (stream, seeded):
         whole = run(make(0), [LoaderCallback()], max_epochs=-1, max_steps=9)

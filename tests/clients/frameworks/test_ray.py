@@ -1,4 +1,4 @@
-"""What our bridge to Ray Train does before Ray comes in: each rank's share of a loader. Ray itself is not needed."""
+"""The part of our bridge to Ray Train that needs no Ray: each rank's share of a loader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def values(loader: Any) -> list[list[int]]:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_share_the_dataset_as_under_a_stock_loader(world_size: int, shuffle: bool) -> None:
-    """Every rank gets what a stock loader with torch's DistributedSampler gives it, shuffled if the loader was."""
+    """Every rank gets the batches of a stock loader with torch's DistributedSampler, shuffled if the loader was."""
     data = TensorDataset(torch.arange(23))  # not DATA: a fork server's workers get it in shared memory, where it stays
     for rank in range(world_size):
         ours = shard(
@@ -37,7 +37,7 @@ def test_ranks_share_the_dataset_as_under_a_stock_loader(world_size: int, shuffl
 
 
 def test_what_is_not_shared_out_stays() -> None:
-    """One rank, a stream, and a loader that is shared out already: the loader itself."""
+    """The loader itself is returned for a single rank, for a stream, and if its sampler already shares the dataset."""
     alone = DataLoader[Any](DATA, 4, shuffle=True)
     stream = DataLoader[Any](RowStream(5), 2)
     done = DataLoader[Any](DATA, 4, sampler=DistributedSampler(DATA, 2, 1))
@@ -48,7 +48,9 @@ def test_what_is_not_shared_out_stays() -> None:
 
 
 def test_any_order_but_the_datasets_own_is_shuffled() -> None:
-    """As Ray has it: a sampler of the user's is replaced by a shuffled one, a sequential one by an unshuffled one."""
+    """Ray does the same: a user's sampler is replaced by a shuffled sampler, a sequential sampler by an unshuffled
+    one.
+    """
     own = DataLoader[Any](DATA, 4, sampler=torch.utils.data.SubsetRandomSampler(range(10)))
     plain = DataLoader[Any](DATA, 4)
     assert isinstance(plain.sampler, SequentialSampler)

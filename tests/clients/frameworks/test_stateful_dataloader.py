@@ -1,4 +1,4 @@
-"""StatefulDataLoader beside torchdata's: the same seeds give the same batches, states mean the same at every moment.
+"""StatefulDataLoader beside torchdata's: equal seeds give equal batches, states have the same meaning at every moment.
 
 Layouts of states are each library's own. Where torchdata's resumed run is not the rest of its uninterrupted run, ours
 is, and the case is listed in `DEFECTS`.
@@ -34,14 +34,14 @@ from tests.helpers.stateful_cases import (
 
 pytestmark = [
     pytest.mark.clients,
-    # torchdata's loader calls a function of torch that says so.
+    # torchdata's loader calls a function of torch that gives this warning.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:neither the dataset nor its iterator has state_dict"),
 ]
 
 
 class Library:
-    """One of the two, by the names that a user imports."""
+    """One of the two libraries, by the names that a user imports."""
 
     def __init__(self, loader: Any, random: Any, distributed: Any) -> None:
         self.loader = loader
@@ -106,33 +106,35 @@ CASES: dict[str, Callable[[Library], dict[str, Any]]] = {
 
 
 DEFECTS: dict[tuple[str, str], tuple[str, ...]] = {
-    # Without workers the number that is drawn from the generator between two epochs is left out when one is resumed.
+    # Without workers, the number drawn from the generator between two epochs is left out when an epoch is resumed.
     ("shuffle, generator", "0"): MOMENTS,
-    # The end of an epoch is taken for the beginning of the next, which is empty then; or one loads it twice.
+    # The end of an epoch is taken for the beginning of the next, which then is empty, or a rank loads it twice.
     ("distributed", "0"): ("end", "next iter"),
     ("distributed", "2"): ("next iter",),
     ("distributed", "2 persistent"): ("next iter",),
-    # A last batch that is short has seen the sampler's end, where this one has set itself back: a whole epoch comes
-    # instead of nothing. With workers the sampler's state of before the end is loaded into the next epoch.
+    # A short last batch has seen the sampler's end, where this sampler has reset itself: a whole epoch is delivered
+    # instead of none. With workers the sampler's state from before the end is loaded into the next epoch.
     ("sampler", "0"): ("last",),
     ("sampler", "2"): ("last", "end"),
     ("sampler", "2 persistent"): ("last", "end"),
-    # The same with a stream that sets itself back; persistent workers have read ahead in the epoch that is thrown away.
+    # A stream that resets itself does the same; persistent workers have read ahead in the epoch that is dropped.
     ("stream", "2"): ("last",),
     ("stream", "2 persistent"): ("last", "end"),
     ("stream, every 3", "2"): ("last",),
     ("stream, every 3", "2 persistent"): ("last", "end"),
 }
-"""Moments at which torchdata's resumed run is not the rest of its own uninterrupted one (0.11)."""
+"""Moments at which torchdata's resumed run is not the rest of its own uninterrupted run (0.11)."""
 
 
 EQUAL = [(case, workers) for case in CASES for workers in WORKERS if (case, workers) != ("shuffle, generator", "0")]
-"""Without workers torchdata draws a user's generator's first permutation before its base seed; torch, as we, after."""
+"""Without workers torchdata draws a user's generator's first permutation before its base seed; torch and we draw it
+after.
+"""
 
 
 @pytest.mark.parametrize(("case", "workers"), EQUAL)
 def test_the_same_seed_gives_the_same_batches(case: str, workers: str, theirs: Library) -> None:
-    """Three epochs from one seed are equal, and as much was drawn from the global generators."""
+    """Three epochs from the same seed are equal, and the same numbers were drawn from the global generators."""
     runs = []
     for library in (theirs, OURS):
         seed_all()
@@ -144,7 +146,9 @@ def test_the_same_seed_gives_the_same_batches(case: str, workers: str, theirs: L
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("case", CASES)
 def test_states_mean_the_same(case: str, workers: str, theirs: Library) -> None:
-    """From a state of each moment both resume to the same batches: ours to those of the uninterrupted run, always."""
+    """From a state of each moment, both libraries resume to the same batches; ours are always the uninterrupted
+    run's.
+    """
     got: dict[str, Any] = {}
     expected: dict[str, Any] = {}
     for name, library in (("theirs", theirs), ("ours", OURS)):

@@ -56,7 +56,7 @@ def _total(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def test_resume_in_the_middle(nodes: Any) -> None:
-    """A state taken after two batches leads to the third in a new loader; the nodes fast-forward ours."""
+    """A state taken after two batches leads to the third batch in a new loader; the nodes fast-forward our loader."""
     outer = nodes.Loader(nodes.IterableWrapper(OURS(torch.arange(40), 8, num_workers=2)))
     batches = iter(outer)
     first = [next(batches) for _ in range(2)]
@@ -68,7 +68,7 @@ def test_resume_in_the_middle(nodes: Any) -> None:
 
 
 def test_loader_that_is_dropped_in_the_middle(nodes: Any) -> None:
-    """When the nodes go in the middle of an epoch, so do the workers."""
+    """When the nodes are dropped in the middle of an epoch, the workers end."""
     outer = nodes.Loader(nodes.IterableWrapper(OURS(Rows(80), 8, num_workers=2)))
     batches = iter(outer)
     next(batches)

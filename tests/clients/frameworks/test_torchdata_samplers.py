@@ -14,7 +14,7 @@ from tests.clients.frameworks.helping import draws, seed_all
 
 pytestmark = [
     pytest.mark.clients,
-    # torchdata's loader calls a function of torch that says so.
+    # torchdata's loader calls a function of torch that gives this warning.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
 ]
 
@@ -51,7 +51,7 @@ class TestRandom:
 
     @pytest.mark.parametrize("options", RANDOM)
     def test_orders_and_draws(self, theirs: Any, options: dict[str, Any]) -> None:
-        """After the same seeds: the same four epochs, and as many numbers drawn from the global generators."""
+        """From the same seeds: the same four epochs, and the same numbers drawn from the global generators."""
         runs = []
         for make in (theirs.RandomSampler, StatefulRandomSampler):
             seed_all()
@@ -61,7 +61,9 @@ class TestRandom:
 
     @pytest.mark.parametrize("options", RANDOM)
     def test_abandoned_iterators(self, theirs: Any, options: dict[str, Any]) -> None:
-        """Iterators left at any point, or never begun, leave the generator where theirs leave it."""
+        """Iterators left at any point, or never begun, leave the generator in the state in which torchdata's leave
+        it.
+        """
         runs = []
         for make in (theirs.RandomSampler, StatefulRandomSampler):
             seed_all()
@@ -72,7 +74,7 @@ class TestRandom:
 
     @pytest.mark.parametrize("options", RANDOM)
     def test_resumed(self, theirs: Any, options: dict[str, Any]) -> None:
-        """From every position of the second epoch: what theirs gives then, and in the epoch after it."""
+        """From every position of the second epoch: the rest of that epoch and the next epoch are torchdata's."""
         runs = []
         for make in (theirs.RandomSampler, StatefulRandomSampler):
             run = []
@@ -93,7 +95,7 @@ class TestRandom:
 
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_in_their_loader(self, loader: Any, num_workers: int) -> None:
-        """As `sampler=` it does what `shuffle=True` does there, batches and draws, with workers too."""
+        """Given as `sampler=` there, it has the batches and draws of `shuffle=True`, with workers too."""
         runs = []
         for ours in (False, True):
             seed_all()
@@ -104,7 +106,7 @@ class TestRandom:
 
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_resumed_by_their_loader(self, loader: Any, num_workers: int) -> None:
-        """Their loader keeps its state as JSON text and resumes mid-epoch; the epochs after it go on identically."""
+        """Their loader keeps its state as JSON text and resumes mid-epoch; the epochs after it are the same, too."""
 
         def make(seed: int) -> Any:
             seed_all(seed)
@@ -129,7 +131,7 @@ class TestDistributed:
     @pytest.mark.parametrize("shuffle", [False, True])
     @pytest.mark.parametrize("replicas", [1, 3])
     def test_orders_and_states(self, theirs: Any, replicas: int, shuffle: bool, drop_last: bool) -> None:
-        """On every rank, stopped everywhere: the same state, rest and following epoch."""
+        """On every rank, stopped at each index: the same state, rest and following epoch."""
         runs = []
         for make in (theirs.StatefulDistributedSampler, StatefulDistributedSampler):
             run = []
@@ -138,7 +140,7 @@ class TestDistributed:
                 for stop in range(len(sampler) + 1):
                     sampler.set_epoch(stop)
                     head = list(itertools.islice(sampler, stop))
-                    # Before the first index theirs still has the count of the pass before.
+                    # Before the first index torchdata's sampler still has the count of the previous pass.
                     state = sampler.state_dict() if stop else {"yielded": 0}
                     resumed = make(range(SIZE), replicas, rank, shuffle, 5, drop_last)
                     resumed.set_epoch(stop)
@@ -152,7 +154,7 @@ class TestDistributed:
 
     @pytest.mark.parametrize("state", [{}, {"yielded": -1}], ids=["empty", "negative"])
     def test_errors(self, theirs: Any, state: dict[str, int]) -> None:
-        """Ours begin with their texts."""
+        """Our messages begin with torchdata's."""
         with pytest.raises(ValueError) as expected:
             theirs.StatefulDistributedSampler(range(SIZE), 1, 0).load_state_dict(state)
         with pytest.raises(ValueError) as got:
@@ -163,7 +165,7 @@ class TestDistributed:
     @pytest.mark.parametrize("size", [12, 11])
     @pytest.mark.parametrize("stop", [0, 2, 4, None], ids=["beginning", "middle", "last", "finished"])
     def test_resumed_by_their_loader(self, loader: Any, stop: int | None, size: int, num_workers: int) -> None:
-        """The rest of the epoch, nothing on the last batch, and a whole epoch when it was finished."""
+        """The rest of the epoch; no batch after the last one; a whole epoch if it was finished."""
 
         def make() -> Any:
             data = range(size)

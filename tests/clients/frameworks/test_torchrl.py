@@ -18,7 +18,7 @@ OURS: Any = asyncloader.DataLoader
 
 
 class _Four:
-    """Four places that start from the rows that they are given, and go on with them; an environment above `EnvBase`."""
+    """The methods of an environment of four rows: each starts from the row that it is given, and keeps it."""
 
     def _reset(self, data: Any, **_: Any) -> Any:
         return data.select("x", "labels").set("turn", torch.zeros(4, 1))
@@ -32,7 +32,7 @@ class _Four:
 
 
 class TorchRL:
-    """An environment that is fed from a loader."""
+    """Makes an environment that is fed from a loader."""
 
     def __init__(self) -> None:
         method = multiprocessing.get_start_method(allow_none=True)
@@ -43,7 +43,7 @@ class TorchRL:
         self.four: Any = type("Four", (_Four, self.envs.EnvBase), {})
 
     def fed(self, loader: Any) -> Any:
-        """The environment with the loader's primer."""
+        """Return the environment with the loader's primer."""
         env = self.four(batch_size=[4])
         env.observation_spec = self.specs.Composite(turn=self.specs.Unbounded((4, 1)), shape=[4])
         env.action_spec = self.specs.Binary(n=1, shape=[4, 1])
@@ -58,7 +58,7 @@ def torchrl() -> TorchRL:
 
 
 def given(env: Any, resets: int) -> list[dict[str, torch.Tensor]]:
-    """What the environment starts with, reset after reset."""
+    """Reset the environment several times. Returns the rows with which it started each time."""
     started = [env.reset() for _ in range(resets)]
     return [{"x": data["x"].clone(), "labels": data["labels"].clone()} for data in started]
 
@@ -98,7 +98,7 @@ def test_rollout(torchrl: TorchRL) -> None:
 
 
 def test_primer_lets_go_of_the_workers(torchrl: TorchRL) -> None:
-    """`reset_dataloader` drops the iterator in the middle of an epoch; its workers end, and others begin."""
+    """`reset_dataloader` drops the iterator in the middle of an epoch; its workers end, and new workers start."""
     env = torchrl.fed(OURS(Rows(80), batch_size=4, num_workers=2))
     given(env, 2)
     with workers_of_now() as workers:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.usefixtures("accelerate_state")]
 
 
 class Setup:
-    """The Trainer, ours on top of it, and what makes a small run of either."""
+    """The stock Trainer, a Trainer of ours on top of it, and a factory of small runs of either."""
 
     def __init__(self) -> None:
         self.transformers: Any = import_module("transformers")
@@ -54,7 +54,7 @@ class Setup:
 
 
 class _Watch:
-    """Keeps the loaders of a run; a callback once the framework's class is below it."""
+    """Keeps the loaders of a run; it is a callback once it is combined with the framework's class."""
 
     def __init__(self) -> None:
         self.loaders: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class _Watch:
 
 
 def used(trainer: Any, which: str = "train") -> Any:
-    """The loader inside Accelerate's wrapper, as the run had it."""
+    """Return the loader inside Accelerate's wrapper that the run used."""
     (watch,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, _Watch)]
     return watch.loaders[which].base_dataloader
 
@@ -115,7 +115,7 @@ def test_training_in_the_main_process(hf: Setup, tmp_path: Path) -> None:
 
 
 def test_training_on_a_stream(hf: Setup, tmp_path: Path) -> None:
-    """An iterable dataset without a length, begun again when it ends before the steps do."""
+    """The stream has no length, and is begun again when it ends before the steps do."""
     trainer: Any = None
     runs = []
     for kind in (hf.stock, hf.ours):
@@ -203,7 +203,7 @@ def test_trainer_inside_install(hf: Setup, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["mixin", "install"])
 def test_resume_within_an_epoch(hf: Setup, tmp_path: Path, way: str) -> None:
-    """Resumed from a checkpoint within an epoch, the Trainer has the losses that a stock one has then."""
+    """Resumed from a checkpoint within an epoch, the Trainer has the losses of a resumed stock Trainer."""
     options: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 4}
     trainer: Any = None
     runs = []
@@ -225,7 +225,7 @@ def test_resume_within_an_epoch(hf: Setup, tmp_path: Path, way: str) -> None:
 
 
 def test_own_collator(hf: Setup, tmp_path: Path) -> None:
-    """A collator of the user's is kept, with what the Trainer wraps around it."""
+    """A collator of the user's is kept, with the wrapper that the Trainer puts around it."""
     trainer: Any = None
     runs = []
     for kind in (hf.stock, hf.ours):

@@ -55,7 +55,7 @@ def dataset(wds: Any, shards: list[str], *, shuffled: bool = False) -> Any:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shuffled", [False, True], ids=["", "shuffled"])
 def test_web_dataset_in_our_loader(wds: Any, shards: list[str], num_workers: int, shuffled: bool) -> None:
-    """A WebDataset deals its shards out to our workers: the batches are torch's, and every sample comes once."""
+    """A WebDataset deals its shards out to our workers: the batches are torch's, and every sample is delivered once."""
     runs = []
     for make in (STOCK, OURS):
         seed_all()
@@ -67,7 +67,7 @@ def test_web_dataset_in_our_loader(wds: Any, shards: list[str], num_workers: int
 
 
 def test_batched_by_the_dataset(wds: Any, shards: list[str]) -> None:
-    """The form that webdataset recommends: batches made in the dataset, and `batch_size=None` in the loader."""
+    """webdataset recommends this form: batches made in the dataset, and `batch_size=None` in the loader."""
     loaders = [make(dataset(wds, shards).batched(5), batch_size=None, num_workers=2) for make in (STOCK, OURS)]
     expected, got = (list(loader) for loader in loaders)
     assert len(got) == 8
@@ -91,7 +91,7 @@ def test_our_loader_as_the_source_of_a_pipeline(wds: Any, shards: list[str]) -> 
 
 
 def test_pipeline_of_a_given_epoch_length(wds: Any, shards: list[str]) -> None:
-    """`with_epoch` ends an epoch early and later goes on: iterators that are left in the middle do no harm."""
+    """`with_epoch` ends an epoch early and later continues: iterators that are left in the middle do no harm."""
     epochs = []
     for make in (STOCK, OURS):
         loader = make(dataset(wds, shards).batched(4), batch_size=None, num_workers=2)
@@ -102,7 +102,7 @@ def test_pipeline_of_a_given_epoch_length(wds: Any, shards: list[str]) -> None:
 
 
 def test_web_loader_inside_install(wds: Any, shards: list[str]) -> None:
-    """`WebLoader` always makes a loader by itself: inside `install` one of ours."""
+    """`WebLoader` always makes a loader by itself: inside `install` it makes ours."""
     with asyncloader.install() as installed:
         loader = wds.WebLoader(dataset(wds, shards).batched(5), batch_size=None, num_workers=2)
     inside = loader.pipeline[0]

@@ -1,4 +1,4 @@
-"""Stands in for parts of the libraries' needs that no wheel brings for this torch or NumPy; batches do not use them.
+"""Replaces parts that the libraries need and no wheel has for this torch or NumPy; batches do not use these parts.
 
 torchvision and torchaudio have wheels for torch with CUDA only: beside a CPU build of torch their compiled parts cannot
 be loaded, and to import them fails although their Python works. RecBole 1.2 names scalar types that NumPy 2 left out.
@@ -15,14 +15,14 @@ import torch
 
 
 def fill_torchvision() -> None:
-    """Declare the two operators that torchvision's Python describes without asking whether they are there."""
+    """Declare the two operators that torchvision's Python describes without testing whether they exist."""
     if torch.version.cuda is None:
         torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         torch.library.define("torchvision::qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def fill_torchaudio() -> None:
-    """A module with a version, which is all that SpeechBrain's data loading asks for."""
+    """Insert a module with only a version: SpeechBrain's data loading needs nothing else of torchaudio."""
     if torch.version.cuda is None:
         module = types.ModuleType("torchaudio")
         module.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
@@ -31,6 +31,6 @@ def fill_torchaudio() -> None:
 
 
 def fill_numpy() -> None:
-    """NumPy 1's names."""
+    """Define names of NumPy 1."""
     for name, kind in {"float_": np.float64, "complex_": np.complex128, "unicode_": np.str_}.items():
         np.__dict__.setdefault(name, kind)

@@ -1,8 +1,8 @@
 """Runs one client library in this process and compares its batches with those that torch's loader gives it.
 
-``python -m tests.clients.libraries.run with_timm early spawn``: first a fork of this process uses the library as it
-comes; then this process does, with `install` entered before the library is imported, or after. Every batch must be the
-same to the bit, and made by our iterators.
+``python -m tests.clients.libraries.run with_timm early spawn``: first a fork of this process uses the unchanged
+library; then this process does, with `install` entered before the library is imported, or after. Every batch must be
+the same to the bit, and made by our iterators.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORKERS = (0, 2)
 
 
 def main(client: str, when: str, method: str) -> None:
-    """Raises at the first difference."""
+    """Raise an error at the first difference."""
     expected_bytes = _stock(client)
     multiprocessing.set_start_method(method)
     with contextlib.ExitStack() as stack:
@@ -48,7 +48,8 @@ def main(client: str, when: str, method: str) -> None:
                 found = _batches(library.batches, workers)
             assert_same(found, expected[workers], f"{workers} workers")
             assert made == {WorkerIterator if workers else SyncInlineIterator}, f"{workers} workers: {made}"
-        if hasattr(library, "batches_of_threads"):  # those are torch's to make, and must be the same
+        # torch makes these iterators itself, and the batches must be the same
+        if hasattr(library, "batches_of_threads"):
             with _iterators_made() as made:
                 found = _batches(library.batches_of_threads, 2)
             assert_same(found, expected["threads"], "threads")
@@ -56,10 +57,10 @@ def main(client: str, when: str, method: str) -> None:
 
 
 def _stock(client: str) -> bytes:
-    """The library's batches with torch's loader, from a process of their own: here it is not imported yet.
+    """Return the library's batches with torch's loader, from a process of its own: here it is not imported yet.
 
-    Its workers are forked, whatever ours are: the batches do not depend on that, and spawned ones import the library
-    anew in each epoch, which takes minutes.
+    Its workers are forked, whatever ours are: the batches do not depend on that, and spawned workers import the
+    library again in each epoch, which takes minutes.
     """
     here, there = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_send_stock, args=(client, there))
@@ -92,7 +93,7 @@ def _batches(make: Callable[[int], Any], workers: int) -> Any:
 
 @contextlib.contextmanager
 def _iterators_made() -> Generator[set[type]]:
-    """The classes of the iterators that are made meanwhile, torch's and ours."""
+    """Within this context, collect the classes of all iterators that are made, torch's and ours."""
     made: set[type] = set()
     with contextlib.ExitStack() as stack:
         for kind in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter, SyncInlineIterator, WorkerIterator):

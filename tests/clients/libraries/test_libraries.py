@@ -1,6 +1,6 @@
-"""Libraries from their own wheels, unchanged, inside `install()`: every batch as with torch's loader.
+"""Libraries from their own wheels, unchanged, inside `install()`: every batch is that of torch's loader.
 
-Each runs in a process of its own, so that it is imported anew (`run.py`); a file for each says what it does.
+Each runs in a process of its own, which imports it (`run.py`), and has a file whose docstring names the loaders used.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ def test_client_gets_torchs_batches_from_us(client: str, when: str, method: str)
 
 
 def test_install_names_what_it_cannot_take_over() -> None:
-    """LitData makes torch's iterators itself: a warning says so, by name."""
+    """LitData makes torch's iterators itself: a warning names it."""
     _need("litdata")
     assert "does not reach litdata" in _python("-m", "tests.clients.libraries.with_litdata")

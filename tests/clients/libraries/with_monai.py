@@ -1,4 +1,4 @@
-"""MONAI: its `DataLoader` over random transforms, `ThreadDataLoader`, and that with workers that are threads."""
+"""MONAI: its `DataLoader` over random transforms, and `ThreadDataLoader`, with worker processes and worker threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS = [{"image": torch.arange(12.0).reshape(1, 3, 4) + n, "label": n} for n in 
 
 
 def batches(workers: int) -> dict[str, list[Any]]:
-    """Two epochs of each."""
+    """Read two epochs of each loader."""
     random = Compose(
         [ScaleIntensityd(keys="image"), RandFlipd(keys="image", prob=0.5), RandGaussianNoised(keys="image", prob=0.7)]
     )
@@ -24,7 +24,7 @@ def batches(workers: int) -> dict[str, list[Any]]:
 
 
 def batches_of_threads(workers: int) -> dict[str, list[Any]]:
-    """The order from a generator of its own: the threads of torch's workers seed the process's."""
+    """The loader has a generator of its own for the order: the threads of torch's workers seed the process's."""
     cached = CacheDataset(ROWS, ScaleIntensityd(keys="image"), progress=False, num_workers=None)
     order = torch.Generator().manual_seed(5)
     loader = ThreadDataLoader(

@@ -1,4 +1,4 @@
-"""Opacus: the loader with Poisson sampling that `PrivacyEngine` makes of the user's."""
+"""Opacus: the loader with Poisson sampling that `PrivacyEngine` builds from the user's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opacus import PrivacyEngine
 
 
 def batches(workers: int) -> dict[str, list[Any]]:
-    """Two epochs, empty batches among them."""
+    """Read two epochs, empty batches among them."""
     rows = torch.utils.data.TensorDataset(torch.arange(60.0).reshape(20, 3), torch.arange(20))
     loader = torch.utils.data.DataLoader(rows, batch_size=2, num_workers=workers)
     model = torch.nn.Linear(3, 1)

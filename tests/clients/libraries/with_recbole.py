@@ -16,14 +16,14 @@ from recbole.data import create_dataset, data_preparation  # noqa: E402
 
 
 def batches(workers: int) -> dict[str, list[Any]]:
-    """An epoch of each."""
+    """Read an epoch of each loader."""
     with tempfile.TemporaryDirectory() as folder:
         lines = [f"u{n % 9}\ti{n * 7 % 23}\t{n % 5 + 1}\t{n}" for n in range(160)]
         header = "user_id:token\titem_id:token\trating:float\ttimestamp:float"
         (Path(folder) / "toy").mkdir()
         (Path(folder) / "toy" / "toy.inter").write_text("\n".join([header, *lines]))
         options = {"data_path": folder, "use_gpu": False, "worker": workers, "train_batch_size": 32, "state": "ERROR"}
-        arguments, sys.argv = sys.argv, sys.argv[:1]  # which RecBole reads options from
+        arguments, sys.argv = sys.argv, sys.argv[:1]  # RecBole reads options from it
         try:
             config = Config(model="BPR", dataset="toy", config_dict=options)
         finally:

@@ -1,4 +1,4 @@
-"""skorch: the batches that a net is fitted and validated on, by loaders that it makes; and a pickled net's."""
+"""skorch: the batches on which a net and its pickled copy are fitted and validated, by loaders that the net makes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skorch.callbacks import Callback
 
 
 class _Keep(Callback):  # type: ignore[misc]
-    """Keeps every batch, training's and validation's."""
+    """Keeps every batch of training and of validation."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -31,7 +31,7 @@ class _Line(torch.nn.Module):
 
 
 def batches(workers: int) -> dict[str, list[Any]]:
-    """Two epochs of each."""
+    """Read two epochs of each net."""
     net = NeuralNetRegressor(
         _Line,
         max_epochs=2,

@@ -27,7 +27,7 @@ def _plain(batch: Any) -> dict[str, Any]:
 
 
 def batches(workers: int) -> dict[str, list[Any]]:
-    """Two epochs; what a resumed run gives, and its next epoch; the same resumed from an epoch's end."""
+    """Read two epochs; a resumed epoch and the next; and both resumed from an epoch's end."""
     loader = _loader(workers)
     found: dict[str, list[Any]] = {"epochs": [_plain(batch) for _ in range(2) for batch in loader]}
     for name, taken in {"resumed": 3, "resumed at the end": 10}.items():

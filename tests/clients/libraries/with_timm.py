@@ -16,7 +16,7 @@ from timm.data import create_loader  # noqa: E402
 
 
 class _Pictures(Dataset[Any]):
-    """Twenty small pictures; timm puts its transform into the attribute."""
+    """Twenty small pictures; timm sets the attribute to its transform."""
 
     transform: Any = None
 
@@ -29,7 +29,7 @@ class _Pictures(Dataset[Any]):
 
 
 def batches(workers: int) -> dict[str, list[Any]]:
-    """Two epochs of each."""
+    """Read two epochs of each loader."""
     found = {}
     for name, multi_epochs in {"plain": False, "multi-epochs": True}.items():
         loader = create_loader(

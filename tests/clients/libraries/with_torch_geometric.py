@@ -15,7 +15,7 @@ def _graph(nodes: int) -> Data:
 
 
 def batches(workers: int) -> dict[str, list[Any]]:
-    """Two epochs of each."""
+    """Read two epochs of each loader."""
     graphs = DataLoader([_graph(n) for n in range(2, 22)], batch_size=6, shuffle=True, num_workers=workers)
     nodes = RandomNodeLoader(_graph(40), num_parts=4, shuffle=True, num_workers=workers)
     return {
