@@ -34,7 +34,7 @@ def numbers(dtype: str, values: list[Any]) -> bytes:
 
 
 def encode(encoding: str, value: Any) -> bytes:
-    """One value. An ndarray is given as ``(dtype, shape, flat list of values)``."""
+    """The bytes of one value. An ndarray is given as ``(dtype, shape, flat list of values)``."""
     name, _, options = encoding.partition(":")
     if name == "ndarray":
         dtype, shape, flat = value
@@ -86,7 +86,7 @@ def write_shard(columns: dict[str, str], samples: list[dict[str, Any]]) -> bytes
 def shard_entry(
     columns: dict[str, str], samples: int, size: int, basename: str = "shard.00000.mds", compression: str | None = None
 ) -> dict[str, Any]:
-    """What the index says of a shard."""
+    """The shard's entry in the index."""
     names = sorted(columns)
     packed = {"basename": f"{basename}.zstd", "bytes": 17, "hashes": {}} if compression else None
     return {
@@ -105,7 +105,7 @@ def shard_entry(
 
 
 def write_index(*entries: dict[str, Any], change: Callable[[dict[str, Any]], Any] | None = None) -> bytes:
-    """An ``index.json``; `change` may spoil it first."""
+    """An ``index.json``; `change` may damage it first."""
     index = {"version": 2, "shards": list(entries)}
     if change is not None:
         change(index)

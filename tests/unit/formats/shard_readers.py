@@ -1,4 +1,4 @@
-"""Driving shard readers by their contract, and what every one of them must keep. Used by tests/unit/formats."""
+"""Helpers that drive shard readers by their contract, and checks that every reader must pass."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MakeReader: TypeAlias = Callable[[int], ShardReader]
 """A reader with this `start`."""
 
 Outcome: TypeAlias = tuple[list[tuple[Any, int]], tuple[str, int | None] | None]
-"""Samples with their resume offsets; then the error's text and offset, if there was one."""
+"""Samples with their resume offsets; then the error's text and offset, or None."""
 
 URL = "s3://bucket/train/shard-0001.ext?version=7"
 NAME = "shard-0001.ext"
 
 cut_points = st.lists(st.floats(0, 1), max_size=12)
-"""Where to cut bytes into chunks, as parts of their length."""
+"""Where to cut bytes into chunks, as fractions of their length."""
 
 
 def plain(value: Any) -> Any:
-    """The same value, comparable by ``==``: arrays and numpy scalars with their types, NaN as text."""
+    """The value in a form comparable by ``==``: arrays and numpy scalars with their types, NaN as text."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
@@ -39,7 +39,7 @@ def chunked(data: bytes, cuts: Sequence[float]) -> list[bytes]:
 
 
 def drive(reader: ShardReader, chunks: Sequence[bytes]) -> Outcome:
-    """Feed `chunks` as the contract says, and write down all that comes."""
+    """Feed `chunks` as the contract prescribes, and record all samples and the error."""
     got: list[Located] = []
     error: tuple[str, int | None] | None = None
     place: tuple[str, bool] | None = None
@@ -60,7 +60,7 @@ def drive(reader: ShardReader, chunks: Sequence[bytes]) -> Outcome:
 
 
 def samples_of(reader: ShardReader, data: bytes) -> list[Any]:
-    """All samples of a good shard, fed at once, as they are."""
+    """All samples of a good shard, unchanged; the shard is fed at once."""
     found = [*reader.feed(data[reader.feed_from :])]
     while reader.pending:
         found += reader.feed(b"")
@@ -75,7 +75,7 @@ def read(make: MakeReader, data: bytes, cuts: Sequence[float] = (), start: int =
 
 
 def check_any_split(make: MakeReader, data: bytes, cuts: Sequence[float]) -> Outcome:
-    """Chunks cut anywhere, and single bytes, give what the whole gives."""
+    """Chunks cut anywhere, and single bytes, give the same outcome as the whole shard."""
     whole = read(make, data)
     assert read(make, data, cuts) == whole
     if len(data) < 20_000:
@@ -92,13 +92,13 @@ def check_resume(make: MakeReader, data: bytes) -> None:
 
 
 def check_survives(make: MakeReader, data: bytes, cuts: Sequence[float]) -> Outcome:
-    """Whatever the bytes are: samples or a `ShardError`, the same for any split. Any other exception fails the test."""
+    """Any bytes give samples or a `ShardError`, equal for any split. Any other exception fails the test."""
     return check_any_split(make, data, cuts)
 
 
 @st.composite
 def corrupted(draw: st.DrawFn, data: bytes) -> bytes:
-    """`data` with some bytes overwritten, perhaps cut off, perhaps with rubbish behind."""
+    """`data` with some bytes overwritten, perhaps truncated, perhaps with other bytes appended."""
     bytes_ = bytearray(data)
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, len(data) - 1))
@@ -109,7 +109,7 @@ def corrupted(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def error_of(make: MakeReader, data: bytes) -> tuple[str, int | None]:
-    """The error that reading `data` ends in; it is the same for single bytes."""
+    """The error that reading `data` raises; it must be equal for single bytes."""
     _, error = check_any_split(make, data, [0.3, 0.31])
     assert error is not None
     return error

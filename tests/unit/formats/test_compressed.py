@@ -62,7 +62,7 @@ def bounded(limit: int) -> Callable[[int], CompressedReader]:
 @given(members=st.lists(st.integers(0, len(LINES)), max_size=4), pad=st.integers(0, 600), cuts=cut_points)
 @settings(deadline=None, max_examples=scaled(30))
 def test_gzip_members_in_any_chunks(members: list[int], pad: int, cuts: list[float]) -> None:
-    """Members may end inside a line; empty ones and padding are fine; what comes is what the plain shard gives."""
+    """Members may end inside a line, be empty, or be padded: the samples are those of the plain shard."""
     edges = [0, *sorted(members), len(LINES)]
     data = b"".join(gzip.compress(LINES[a:b]) for a, b in pairwise(edges)) + bytes(pad)
     assert gzip.decompress(data) == LINES
@@ -70,13 +70,13 @@ def test_gzip_members_in_any_chunks(members: list[int], pad: int, cuts: list[flo
 
 
 def test_resume_reads_from_the_beginning() -> None:
-    """Offsets count decompressed bytes: a reader from any of them is fed the whole object, and gives what follows."""
+    """Offsets count decompressed bytes: a reader from any offset is fed the whole object, and gives the rest."""
     assert make(start=500).feed_from == 0
     check_resume(make, gzip.compress(LINES[: LINES.index(b"\n", 2000)]))
 
 
 def test_gzip_truncated_or_damaged() -> None:
-    """An end inside a member, a wrong CRC, an empty object and rubbish are errors with the URL."""
+    """An end inside a member, a wrong CRC, an empty object and foreign bytes are errors with the URL."""
     data = gzip.compress(LINES)
     for broken in (data[:-1], data[:-9], data[:5], b""):
         assert "truncated" in error_of(make, broken)[0]
@@ -93,7 +93,7 @@ def test_gzip_truncated_or_damaged() -> None:
 
 
 def test_errors_inside_come_first() -> None:
-    """A bad line before the place where the object is cut off is what is told, for any chunks."""
+    """A bad line before the place where the object is cut off is the error raised, for any chunks."""
     data = gzip.compress(b'{"a": 1}\nbad\n' + LINES)[:-20]
     text, offset = error_of(make, data)
     assert "no JSON" in text
@@ -102,7 +102,7 @@ def test_errors_inside_come_first() -> None:
 
 @pytest.mark.thorough
 def test_a_bomb_is_read_in_steps() -> None:
-    """A gigabyte in a megabyte of gzip: `feed` gives at most one step's samples, and holds no more than that."""
+    """200 MB in little gzip: `feed` gives at most one step's samples, and holds no more than a step."""
     packer = zlib.compressobj(9, wbits=31)
     bomb = b"".join(packer.compress(b"{}\n" + b" " * 99_996 + b"\n") for _ in range(2000)) + packer.flush()
     reader = make()
@@ -120,7 +120,7 @@ def test_a_bomb_is_read_in_steps() -> None:
 
 @pytest.mark.thorough
 def test_a_bomb_of_one_line() -> None:
-    """A sample that grows over `max_sample_bytes` ends it, after no more than that was decompressed."""
+    """A sample that exceeds `max_sample_bytes` is an error, and no more than that is decompressed before."""
     bomb = gzip.compress(b" " * 100_000_000)
     tracemalloc.start()
     text, offset = error_of(bounded(3 * STEP), bomb[: len(bomb) // 2])
@@ -132,7 +132,7 @@ def test_a_bomb_of_one_line() -> None:
 
 
 def test_a_bomb_of_empty_members() -> None:
-    """Many members that hold nothing are stepped through a thousand at a time, and are no end of the shard."""
+    """Many empty members are decoded a thousand at a time, and do not end the shard."""
     reader = make()
     data = gzip.compress(b"") * 3000 + gzip.compress(b'{"a": 1}')
     assert reader.feed(data) == []
@@ -146,7 +146,7 @@ def test_a_bomb_of_empty_members() -> None:
 
 @pytest.mark.thorough
 def test_end_while_pending_is_a_mistake_of_the_caller() -> None:
-    """It would silently lose samples, so it raises."""
+    """It would silently lose samples, so it raises a RuntimeError."""
     reader = make()
     reader.feed(gzip.compress(b"{}\n" * (2 * STEP)))
     with pytest.raises(RuntimeError, match="pending"):
@@ -155,7 +155,7 @@ def test_end_while_pending_is_a_mistake_of_the_caller() -> None:
 
 @pytest.mark.thorough
 def test_bytes_fed_while_pending_are_kept_in_order() -> None:
-    """The contract asks for the other order, but nothing is lost."""
+    """The contract prescribes the other order, but no sample is lost."""
     text = b'{"a": 12345678}\n' * (STEP // 8)
     data = gzip.compress(text)
     reader = make()
@@ -168,7 +168,7 @@ def test_bytes_fed_while_pending_are_kept_in_order() -> None:
 @given(data=corrupted(gzip.compress(WHOLE)))
 @settings(deadline=None, max_examples=scaled(100))
 def test_random_damage(data: bytes) -> None:
-    """Damaged gzip gives a `ShardError`, or what was packed: its checksum lets nothing else end well."""
+    """Damaged gzip gives a `ShardError` or the packed samples: its checksum excludes anything else."""
     right = read(lambda start: JsonlReader(URL, start=start), WHOLE)[0]
     for cuts in ((), [at / 40 for at in range(40)]):
         samples, error = read(make, data, cuts)
@@ -281,7 +281,7 @@ def test_zstd_frames(libzstd: Any, package: str) -> None:
     assert "damaged" in error[0]
     bomb = make_zstd()
     got = len(bomb.feed(compress_zstd(libzstd, (b"{}" + b" " * 99_997 + b"\n") * 500)))
-    assert got <= 100  # of 500: 8 MiB and a step at most
+    assert got <= 100  # of 500: at most 8 MiB and a step
     while bomb.pending:
         got += len(bomb.feed(b""))
     assert got + len(bomb.end()) == 500
@@ -296,8 +296,9 @@ def test_zstd_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def zstd_by_package() -> bytes:
-    """`LINES` by the package that the extra installs, or from Python 3.14 on by Python's own, as a stream: no length is
-    written, but a window.
+    """`LINES` compressed by the extra's package, or from Python 3.14 on by Python's own.
+
+    They are written as a stream: the frame has a window instead of a length.
     """
     package: Any = importlib.import_module("zstandard" if sys.version_info < (3, 14) else "compression.zstd")
     compressor = package.ZstdCompressor()
@@ -308,9 +309,9 @@ def zstd_by_package() -> bytes:
 
 @pytest.mark.parametrize("window_log", [27, 28, 31])
 def test_zstd_windows(window_log: int) -> None:
-    """Those of up to 128 MiB are read; of a larger one the error says so, and not that the data is damaged."""
+    """Windows of up to 128 MiB are read; for a larger window the error says so, and not that the data is damaged."""
     data = bytearray(zstd_by_package())
-    data[5] = window_log - 10 << 3  # RFC 8878, 3.1.1.1.2: as if it were written with this window
+    data[5] = window_log - 10 << 3  # RFC 8878, 3.1.1.1.2: declares this window
     samples, error = read(
         lambda start: CompressedReader(URL, JsonlReader(URL, start=start), decoder("zstd")), bytes(data)
     )
@@ -324,7 +325,7 @@ def test_zstd_windows(window_log: int) -> None:
 
 
 def test_zstd_by_the_package_that_is_installed() -> None:
-    """Data written by one package is read by every other."""
+    """Data written by the installed package is read by the reader that `open_reader` chooses."""
     data = zstd_by_package()
     plain = read(lambda start: JsonlReader("a.jsonl.zst", start=start), LINES)
     got = check_any_split(lambda _: open_reader("a.jsonl.zst"), data, [0.2, 0.7])
@@ -351,13 +352,13 @@ def test_zstd_by_the_package_that_is_installed() -> None:
     ],
 )
 def test_format_by_extension(url: str, form: tuple[str, str | None]) -> None:
-    """In any case; a URL's query does not count."""
+    """The extension counts in upper and lower case; a URL's query does not count."""
     assert shard_format(url) == form
 
 
 @pytest.mark.parametrize("url", ["a", "a.txt", "tar", "http://h/tar", "a.tar/", "a.gz"])
 def test_unknown_extensions(url: str) -> None:
-    """The error names the URL, the extensions, and the way out."""
+    """The error names the URL and advises `format=`. A trailing slash does not hide an extension."""
     if url == "a.tar/":
         assert shard_format(url) == ("tar", None)
         return
@@ -367,7 +368,7 @@ def test_unknown_extensions(url: str) -> None:
 
 
 def test_open_reader_chooses() -> None:
-    """Each format's reader, inside its compression; a packed tar gives its samples."""
+    """Each format has its reader, inside its compression; a compressed tar gives its samples."""
     assert type(open_reader("a.tar")) is TarReader
     assert type(open_reader("a.tfrecord")) is TFRecordReader
     assert type(open_reader("a.bin", shard_format("x.jsonl"))) is JsonlReader
@@ -381,7 +382,7 @@ def test_open_reader_chooses() -> None:
 
 
 def test_open_reader_refuses() -> None:
-    """An unknown format, MDS without its index, and a part that begins inside a sample where none can be found."""
+    """Refused: an unknown format, MDS without its index, and a tar part that begins inside a sample."""
     with pytest.raises(ValueError, match="unknown"):
         open_reader("a.tar", shard_format("a.tar")._replace(name="zip"))
     with pytest.raises(ValueError, match="parse_mds_index"):
@@ -391,7 +392,7 @@ def test_open_reader_refuses() -> None:
 
 
 def test_what_cannot_be_cut_is_one_part() -> None:
-    """Only plain JSON lines can be cut by size."""
+    """Only plain JSON lines can be cut by size; other shards are one part."""
     assert len(cut_shard(shard_format("a.jsonl"), 100, 4)) == 4
     for url in ("a.jsonl.gz", "a.tar", "a.tfrecord", "a.mds"):
         assert cut_shard(shard_format(url), 100, 4) == [ShardRange(0, None, sync=False)]

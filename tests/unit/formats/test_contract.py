@@ -20,7 +20,7 @@ from tests.unit.formats.shard_readers import URL, check_any_split, check_resume
 
 
 def test_shard_error_says_where() -> None:
-    """Message, URL and offset; it is a ValueError, can be made from a message alone, and pickles whole."""
+    """It has message, URL and offset, is a ValueError, can be made from a message alone, and pickles whole."""
     error = ShardError("broken", url="s3://b/x.tar", offset=12345)
     assert str(error) == "broken (s3://b/x.tar at byte 12,345)"
     assert str(ShardError("broken", url="u")) == "broken (u)"
@@ -33,7 +33,7 @@ def test_shard_error_says_where() -> None:
 
 @pytest.mark.parametrize("url", ["a.tar", "a.jsonl", "a.tfrecord", "a.jsonl.gz"])
 def test_an_empty_part_is_done_at_once(url: str) -> None:
-    """Nothing needs to be fetched for it; feeding it all the same, or ending it, is harmless."""
+    """Nothing needs to be fetched for the part; feeding or ending its reader is harmless."""
     reader = open_reader(url, part=ShardRange(10, 10, sync=False))
     assert reader.done
     assert not reader.pending
@@ -43,7 +43,7 @@ def test_an_empty_part_is_done_at_once(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["a.tar", "a.jsonl", "a.tfrecord"])
 def test_any_buffer_can_be_fed(url: str) -> None:
-    """Transports give bytes; a memoryview or bytearray is copied and may be changed afterwards."""
+    """Transports give bytes; a memoryview of a bytearray is copied, and may be changed afterwards."""
     reader = open_reader(url)
     chunk = bytearray(7)
     assert reader.feed(memoryview(chunk)) == []  # type: ignore[arg-type]
@@ -57,13 +57,13 @@ def test_any_buffer_can_be_fed(url: str) -> None:
     [("a/b.tar", "b.tar"), ("s3://b/k/x.tar?v=1#f", "x.tar"), ("x.tar", "x.tar"), ("/a/q?.tar", "q?.tar"), ("", "")],
 )
 def test_base_name(url: str, name: str) -> None:
-    """Only a URL has a query; a path may have question marks."""
+    """Only a URL has a query; a path may contain question marks."""
     assert base_name(url) == name
 
 
 @given(st.sampled_from(["http://", "s3://", "x+y://", "1a://"]), st.text("ab/:?#.% \t\xa0@;=é[]"))
 def test_base_names_of_odd_urls(scheme: str, rest: str) -> None:
-    """Are of the path that the standard library finds, also where there is a shorter way."""
+    """The name is that of the path found by the standard library, also where a shorter way is taken."""
 
     def found(find: Callable[[str], str]) -> str | None:
         with suppress(ValueError):
@@ -74,7 +74,7 @@ def test_base_names_of_odd_urls(scheme: str, rest: str) -> None:
 
 
 class FixedRecords:
-    """A user's own reader, by the protocol alone: records of four bytes."""
+    """A user's own reader that only meets the protocol: records of four bytes."""
 
     pending = False
     done = False
@@ -101,7 +101,7 @@ class FixedRecords:
 
 
 def test_a_users_own_reader() -> None:
-    """It meets the protocol without a base class, also inside a compression."""
+    """It needs no base class, also inside a compression."""
     data = b"abcdefghijkl"
 
     def packed(start: int) -> ShardReader:

@@ -42,7 +42,7 @@ objects = st.dictionaries(st.text(max_size=4).filter(lambda key: key[:1] != "_")
 
 
 def test_lines_become_samples() -> None:
-    """Fields are parsed values; the key is the shard's name and the line's offset; blank lines give nothing."""
+    """Fields are parsed values; the key is the shard's name and the line's offset; blank lines give no sample."""
     assert samples_of(make(), SMALL) == [
         {"text": "a", "n": 1, "__key__": f"{NAME}:0", "__url__": URL},
         {"text": "é", "__key__": f"{NAME}:23", "__url__": URL},
@@ -52,13 +52,13 @@ def test_lines_become_samples() -> None:
 
 
 def test_our_names_win() -> None:
-    """A line cannot claim another key or URL."""
+    """A line cannot set the key or the URL."""
     (sample,) = samples_of(make(), b'{"__key__": "x", "__url__": 1}\n')
     assert sample == {"__key__": f"{NAME}:0", "__url__": URL}
 
 
 def test_a_byte_order_mark_is_skipped() -> None:
-    """At the beginning of the shard only."""
+    """It is skipped only at the beginning of the shard."""
     assert samples_of(make(), b'\xef\xbb\xbf{"a": 1}')[0]["a"] == 1
     assert "no JSON" in error_of(make, b'{}\n\xef\xbb\xbf{"a": 1}')[0]
 
@@ -66,7 +66,7 @@ def test_a_byte_order_mark_is_skipped() -> None:
 @given(lines=st.lists(objects, max_size=8), end=st.sampled_from(["", "\n", "\r\n\n"]), cuts=cut_points)
 @settings(deadline=None, max_examples=scaled(60))
 def test_any_lines_in_any_chunks(lines: list[dict[str, object]], end: str, cuts: list[float]) -> None:
-    """What json writes comes back; chunks do not matter; every resume offset works."""
+    """The fields are those that json wrote; chunks make no difference; every resume offset works."""
     data = ("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + end).encode()
     check_any_split(make, data, cuts)
     check_resume(make, data)
@@ -92,7 +92,7 @@ def test_parts_are_the_whole(lines: list[str], parts: int, end: bool, cuts: list
 
 
 def test_resume_within_a_part() -> None:
-    """A part is resumed by its own end and the offset of the last sample."""
+    """A part is resumed with its own end and the offset of the last sample."""
     data = b"".join(b'{"n": %d}\n' % n for n in range(100))
     _, part = cut_shard(shard_format("x.jsonl"), len(data), 2)
     reader = open_reader(URL.replace(".ext", ".jsonl"), part=part)
@@ -117,7 +117,7 @@ def test_resume_within_a_part() -> None:
     ],
 )
 def test_bad_lines(line: bytes, message: str) -> None:
-    """An error with the line's offset, after the samples before it; or stepped over and told."""
+    """A bad line is an error with its offset, after the samples before it; with `on_bad` it is skipped and reported."""
     data = b'{"a": 1}\n' + line + b'\n{"a": 2}\n'
     samples, error = check_any_split(make, data, [0.2, 0.9])
     assert [sample["a"] for sample, _ in samples] == [1]
@@ -130,7 +130,7 @@ def test_bad_lines(line: bytes, message: str) -> None:
 
 
 def test_an_error_waits_for_the_samples_before_it() -> None:
-    """In one chunk the good samples come first, the error at the next call, and at each one after that."""
+    """The samples before it in the chunk are returned; all further calls raise the error."""
     reader = make()
     assert len(reader.feed(b"{}\n{}\nbad\n{}\n")) == 2
     assert not reader.done
@@ -142,7 +142,7 @@ def test_an_error_waits_for_the_samples_before_it() -> None:
 
 
 def test_max_sample_bytes() -> None:
-    """A line without an end is refused as soon as it is too long, and only so much of it is held."""
+    """A line without an end is refused as soon as it is too long, and no more than the limit is held."""
     assert len(samples_of(JsonlReader(URL, max_sample_bytes=9), b'{"a": 12}\n')) == 1
     assert "max_sample_bytes" in error_of(lambda _: JsonlReader(URL, max_sample_bytes=8), b'{"a": 12}\n')[0]
     reader = JsonlReader(URL, max_sample_bytes=100_000)
@@ -160,7 +160,7 @@ def test_max_sample_bytes() -> None:
 @given(data=corrupted(SMALL), cuts=cut_points)
 @settings(deadline=None, max_examples=scaled(150))
 def test_random_damage(data: bytes, cuts: list[float]) -> None:
-    """Damaged bytes give samples or a `ShardError`; with `on_bad`, what is good always comes."""
+    """Damaged bytes give samples or a `ShardError`; with `on_bad` there is never an error."""
     check_survives(make, data, cuts)
     assert check_survives(lenient, data, cuts)[1] is None
 
@@ -179,6 +179,6 @@ def test_wrong_arguments() -> None:
 
 
 def test_parts_of_nothing() -> None:
-    """An empty shard is one part; there are never more parts than bytes."""
+    """An empty shard is one part; the parts never outnumber the bytes."""
     assert cut_lines(0, 4) == [ShardRange(0, None, sync=False)]
     assert cut_lines(3, 8) == [ShardRange(0, 1, False), ShardRange(1, 2, True), ShardRange(2, None, True)]

@@ -1,4 +1,4 @@
-"""MDS: MosaicML's shards, with an untrusted index. `mds_writer` says where the layout is from."""
+"""MDS: MosaicML's shards, with an untrusted index. `mds_writer` names the source of the layout."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_layout_by_hand() -> None:
 
 
 def test_samples_by_their_encodings() -> None:
-    """Types and values of each column come back; arrays are private and writable."""
+    """Types and values of each column are read back; arrays are private and writable."""
     samples = samples_of(make(), DATA)
     assert len(samples) == 7
     found = samples[3]
@@ -96,7 +96,7 @@ def test_samples_by_their_encodings() -> None:
 @given(sizes=st.lists(st.integers(0, 40), max_size=6), cuts=cut_points)
 @settings(deadline=None, max_examples=scaled(40))
 def test_any_shard_in_any_chunks(sizes: list[int], cuts: list[float]) -> None:
-    """Chunks do not matter; every resume offset works, without the table of offsets."""
+    """Chunks make no difference; every resume offset works, without the table of offsets."""
     data = write_shard(COLUMNS, [sample(n) for n in sizes])
     shard = index_of(COLUMNS, len(sizes), data)
     samples, error = check_any_split(lambda start: MdsReader(URL, shard, start=start), data, cuts)
@@ -107,7 +107,7 @@ def test_any_shard_in_any_chunks(sizes: list[int], cuts: list[float]) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 20])
 def test_parts_are_exact(parts: int) -> None:
-    """Cut by the table of offsets, the parts are the shard, equal but for one sample."""
+    """Parts cut by the table of offsets together are the shard; their sizes differ by at most one sample."""
     offsets = SHARD.offsets(DATA[: SHARD.header_size])
     found, counts = [], []
     for start, stop, _ in SHARD.cut(offsets, parts):
@@ -122,7 +122,7 @@ def test_parts_are_exact(parts: int) -> None:
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_numbers(dtype: str) -> None:
-    """Every numpy type, as a scalar and in arrays with and without type and shape in the encoding."""
+    """Every numpy type is read as a scalar and in arrays, with and without type and shape in the encoding."""
     low, high = (-1.5, 2.5) if "float" in dtype else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     scalar = mds_encoding(dtype)
     assert scalar.size == np.dtype(dtype).itemsize
@@ -134,7 +134,7 @@ def test_numbers(dtype: str) -> None:
 
 
 def test_texts() -> None:
-    """Numbers of any size as text, and JSON."""
+    """Numbers of any size as text, and JSON, are decoded."""
     assert mds_encoding("str_int").decode(b"-12345678901234567890") == -12345678901234567890
     assert mds_encoding("str_float").decode(b"0.1") == 0.1
     assert mds_encoding("str_decimal").decode(b"0.10") == Decimal("0.10")
@@ -142,7 +142,7 @@ def test_texts() -> None:
 
 
 class Boom:
-    """Unpickled, it would raise."""
+    """Raises if it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, ("raise SystemExit('unpickled')",)
@@ -158,7 +158,7 @@ def test_pickles_are_refused_by_the_index() -> None:
 
 
 def at(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Overwrite one place of an index."""
+    """A change that overwrites one place of an index."""
 
     def change(index: dict[str, Any]) -> None:
         place: Any = index
@@ -220,7 +220,7 @@ def test_hostile_index(change: Callable[[dict[str, Any]], None], message: str) -
 @given(data=corrupted(write_index(shard_entry(COLUMNS, 7, len(DATA)))))
 @settings(deadline=None, max_examples=scaled(200))
 def test_random_damage_of_the_index(data: bytes) -> None:
-    """Shards or a `ShardError`, nothing else."""
+    """Damaged bytes give shards or a `ShardError`, and no other exception."""
     try:
         assert all(isinstance(shard, MdsShard) for shard in parse_mds_index(data, url=URL))
     except ShardError as error:
@@ -231,7 +231,7 @@ def test_random_damage_of_the_index(data: bytes) -> None:
 
 
 def test_an_index_that_is_no_json() -> None:
-    """Also one that is nested without end."""
+    """The error is raised also for JSON that is nested without end."""
     for data in (b"", b"\xff", b"[" * 100_000, b"[]", b"null"):
         with pytest.raises(ShardError):
             parse_mds_index(data)
@@ -276,18 +276,18 @@ def test_hostile_shards(data: bytes, message: str, offset: int | None) -> None:
         bytes([8, 63 << 2 | 3]) + b"\xff" * 100,  # a shape cut off
         bytes([8, 2 << 2 | 3]) + b"\xff" * 16,  # 2**128 elements
         bytes([8, 1 << 2, 3]) + b"ab",  # a value missing
-        bytes([8, 1 << 2, 3]) + b"abcd",  # one too many
+        bytes([8, 1 << 2, 3]) + b"abcd",  # a value too many
         bytes([8, 2 << 2 | 3]) + bytes(8) + b"\xff" * 8,  # no elements, but an impossible dimension
     ],
 )
 def test_hostile_arrays(data: bytes) -> None:
-    """The claimed shape is compared with the bytes before an array is made."""
+    """The claimed shape is compared with the number of bytes before an array is made."""
     with pytest.raises((ValueError, ArithmeticError)):
         mds_encoding("ndarray").decode(data)
 
 
 def test_a_bad_value_can_be_stepped_over() -> None:
-    """Its sample's end is known, so the others come."""
+    """The end of its sample is known, so the other samples are given."""
     data = DATA.replace("ééé".encode(), b"\xff" * 6, 1)
     told: list[ShardError] = []
     reader = MdsReader(URL, SHARD, on_bad=told.append)
@@ -306,7 +306,7 @@ def test_random_damage(data: bytes, cuts: list[float]) -> None:
 
 
 def test_max_sample_bytes() -> None:
-    """It bounds a sample with its sizes, and the table of offsets."""
+    """The limit bounds a sample with its sizes, and the table of offsets."""
     largest = len(DATA) - struct.unpack_from("<I", DATA, 4 + 4 * 6)[0]
     assert len(samples_of(MdsReader(URL, SHARD, max_sample_bytes=largest), DATA)) == 7
     assert "max_sample_bytes" in error_of(lambda _: MdsReader(URL, SHARD, max_sample_bytes=largest - 1), DATA)[0]
@@ -314,7 +314,7 @@ def test_max_sample_bytes() -> None:
 
 
 def test_compressed_shards() -> None:
-    """The index says what is stored and how; the reader of the format is the same inside."""
+    """The index has the name and size of the stored object; inside the compression the reader is the same."""
     entry = shard_entry(COLUMNS, 7, len(DATA), compression="gz:9")
     (shard,) = parse_mds_index(write_index(entry))
     assert (shard.path, shard.compression, shard.stored_size, shard.size) == (
@@ -330,7 +330,7 @@ def test_compressed_shards() -> None:
 
 
 def test_an_index_of_many_shards() -> None:
-    """In its order; merged datasets have folders in their names."""
+    """The shards are in the index's order; in merged datasets their names contain folders."""
     entries = [shard_entry(COLUMNS, n, 10_000, f"part-{n}/shard.mds") for n in range(5)]
     shards = parse_mds_index(json.dumps({"version": 2, "shards": entries}).encode())
     assert [(shard.path, shard.samples) for shard in shards] == [(f"part-{n}/shard.mds", n) for n in range(5)]

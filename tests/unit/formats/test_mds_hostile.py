@@ -1,4 +1,4 @@
-"""Spoiled MDS shards, and indexes that lie about them: samples or a `ShardError`, in bounded memory."""
+"""Damaged MDS shards, and indexes that lie about them: samples or a `ShardError`, in bounded memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ INDEX = write_index(shard_entry(COLUMNS, 7, len(DATA)))
 
 
 def places(node: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The ways to all members of a JSON value."""
+    """The paths to all members of a JSON value."""
     if not isinstance(node, dict | list):
         return []
     members = node.items() if isinstance(node, dict) else enumerate(node)
@@ -142,14 +142,14 @@ def peak_of(seeds: range) -> int:
 
 
 def test_drawn_damage() -> None:
-    """No other error, and no memory for what is only claimed."""
+    """Only ShardErrors are raised, and no memory is allocated for sizes that are merely claimed."""
     assert peak_of(range(DRAWS)) < 16 * LARGEST
 
 
 @pytest.mark.parametrize("claim", [7, 100_000])
 @pytest.mark.parametrize("compression", ["zstd", "gz"])
 def test_a_bomb(claim: int, compression: str) -> None:
-    """64 MiB of zeros in some KiB, whatever number of samples the index claims."""
+    """64 MiB of zeros in some KiB are refused in bounded memory, whatever number of samples the index claims."""
     index = json.loads(INDEX)
     entry = index["shards"][0]
     packed = {"basename": f"shard.00000.mds.{compression}", "bytes": 1 << 17, "hashes": {}}
@@ -168,7 +168,7 @@ def test_a_bomb(claim: int, compression: str) -> None:
 
 
 def test_every_encoding_can_be_pickled() -> None:
-    """As a data set is, to its workers."""
+    """A dataset pickles its encodings when it is sent to its workers."""
     names = ["int", "str_int", "str_float", "jpeg", "uint16", "ndarray:int8", *COLUMNS.values()]
     for name in names:
         encoding = mds_encoding(name)

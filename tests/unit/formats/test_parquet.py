@@ -33,7 +33,7 @@ from tests.unit.remote.shards import parquet
 
 
 class Ranges:
-    """Gives ranges of `data` at once, and writes down what was asked for."""
+    """Returns ranges of `data` at once, and records the ranges that were asked for."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -51,13 +51,13 @@ def rows_of(data: bytes, ranges: Ranges | None = None, **options: Any) -> list[L
 
 
 def test_a_column_whose_name_has_a_dot() -> None:
-    """It is that column, and not also the field of another one that is spelt so."""
+    """The name means that column, and not also a field of another column."""
     data = written(pa.table({"a.b": [1, 2], "a": [{"b": 3}, {"b": 4}]}))
     assert [found.sample.keys() for found in rows_of(data, columns=["a.b"])] == [{"a.b", "__key__", "__url__"}] * 2
 
 
 def test_rows_are_samples() -> None:
-    """Key and URL, Python's own values, and where to go on."""
+    """Samples have key, URL and Python's own values; the resume offset is the next row."""
     found = rows_of(parquet(range(20)), start=5, stop=16)
     assert [(sample["n"], resume) for sample, resume in found] == [(number, number + 1) for number in range(5, 16)]
     assert found[0].sample == {"n": 5, "text": "5" * 10, "__key__": "a.parquet:5", "__url__": URL}
@@ -94,7 +94,7 @@ def test_values_of_every_kind() -> None:
     np.testing.assert_array_equal(second["tensor"], np.arange(6, 12).reshape(2, 3))
     for array in (first["fixed"], second["holes"], first["tensor"]):
         assert array.flags.writeable
-        assert array.base is None or array.base.nbytes == array.nbytes  # a row holds no batch
+        assert array.base is None or array.base.nbytes == array.nbytes  # a row does not keep its batch's memory
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_values_of_every_kind() -> None:
     ids=lambda options: options["compression"],
 )
 def test_every_way_of_writing(options: dict[str, Any]) -> None:
-    """Compressions, page versions, encodings; the same rows as pyarrow's own reader gives."""
+    """For each compression, page version and encoding the rows are those of pyarrow's own reader."""
     data = parquet(range(100), group=33, **options)
     expected = pq.read_table(io.BytesIO(data)).to_pylist()
     found = rows_of(data)
@@ -117,7 +117,7 @@ def test_every_way_of_writing(options: dict[str, Any]) -> None:
 
 
 def test_columns_are_chosen() -> None:
-    """Only their bytes are read; a name that is not there is an error that lists those that are."""
+    """Only their bytes are read; an unknown name is an error that lists the existing columns."""
     data = parquet(range(20), size=1000)
     ranges = Ranges(data)
     assert rows_of(data, ranges, columns=["n"])[3].sample.keys() == {"n", "__key__", "__url__"}
@@ -129,7 +129,7 @@ def test_columns_are_chosen() -> None:
 
 
 def test_small_row_groups_are_read_one_ahead() -> None:
-    """One request each, and the next one's is made before the first row of the present one."""
+    """Each row group is one request, made before the first row of the group before it is given."""
     data = parquet(range(40), group=10)
     ranges = Ranges(data)
     batches = read_rows(footer_of(data), ranges)
@@ -140,7 +140,7 @@ def test_small_row_groups_are_read_one_ahead() -> None:
 
 
 def test_a_large_row_group_is_read_in_windows() -> None:
-    """Never more of it is held than windows of each column, and those on their way."""
+    """No more of it is held than windows of each column, and windows on their way."""
     rng = np.random.default_rng(0)
     count = 4000
     table = pa.table({"n": np.arange(count), "a": [rng.bytes(500) for _ in range(count)], "b": rng.random(count)})
@@ -152,13 +152,13 @@ def test_a_large_row_group_is_read_in_windows() -> None:
     assert max(length for asked in ranges.asked for _, length in asked) <= 1 << 18
     asked = sorted(each for asked in ranges.asked for each in asked)
     ends = [start + length for start, length in asked]
-    assert all(start >= end for (start, _), end in zip(asked[1:], ends, strict=False))  # nothing is read twice
+    assert all(start >= end for (start, _), end in zip(asked[1:], ends, strict=False))  # no byte is read twice
 
 
 @given(st.lists(st.integers(1, 300_000), min_size=1, max_size=4), st.integers(1, 400_000), st.data())
 @settings(deadline=None, max_examples=scaled(50))
 def test_windows_give_the_bytes_of_their_chunks(lengths: list[int], most: int, data: st.DataObject) -> None:
-    """Any reads that go on from where the last one ended, and jumps as well."""
+    """Reads may continue where the last read ended, or jump."""
     content = np.random.default_rng(1).bytes(sum(lengths) + 10 * len(lengths))
     chunks: list[tuple[int, int]] = []
     at = 0
@@ -183,7 +183,7 @@ def test_windows_give_the_bytes_of_their_chunks(lengths: list[int], most: int, d
 
 
 def test_values_without_a_python_form_can_be_stepped_over() -> None:
-    """The rows around them are given; without `on_bad` the first one is raised, after the rows before it."""
+    """The rows around them are given; without `on_bad` the first is raised, after the rows before it."""
     texts = pa.array([b"a", b"\xff", b"c", b"\xfe\xfe", b"e"])
     table = pa.table({"s": pa.Array.from_buffers(pa.string(), 5, texts.buffers())})
     data = written(table)
@@ -207,7 +207,7 @@ def test_rows_are_bounded() -> None:
 
 
 def test_pages_are_bounded() -> None:
-    """More than the limit is not even asked for; the error comes out as it was, whatever pyarrow makes of it."""
+    """A page above the limit is not even asked for; the error is kept, since pyarrow may wrap it."""
     data = written(pa.table({"b": [bytes(range(256)) * 400]}), use_dictionary=False, compression="none")
     ranges = Ranges(data)
     file = RangeFile(len(data), 50_000, ranges, URL)
@@ -220,7 +220,7 @@ def test_pages_are_bounded() -> None:
 
 
 def test_a_page_that_is_too_large_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says which option allows it."""
+    """The error names the option that allows it."""
     monkeypatch.setattr(reader, "LARGEST_PAGE", 50_000)
     data = written(pa.table({"b": [bytes(range(256)) * 400]}), use_dictionary=False, compression="none")
     with pytest.raises(ShardError, match=r"a page takes 65,536 bytes; 50,000 are allowed: raise max_sample_bytes"):
@@ -231,7 +231,7 @@ def test_a_page_that_is_too_large_is_not_fetched(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [b"\xfe\xff\xff\xff\x0f\x15\x02", b"\x02\x15\xfe\xff\xff\xff\x0f"])
 def test_page_headers_that_claim_2_gib(sizes: bytes) -> None:
-    """Decompressed, or in the file."""
+    """The claimed size may be the decompressed size or the size in the file."""
     data = parquet(range(20))
     start, _ = footer_of(data).group(0).chunks[0]
     # The header of the first page: its type, then its two sizes as zigzag numbers.
@@ -242,7 +242,7 @@ def test_page_headers_that_claim_2_gib(sizes: bytes) -> None:
 
 @pytest.mark.parametrize("step", [1, 7, 300, 1 << 20])
 def test_page_headers_are_followed(step: int) -> None:
-    """In pieces of any size, to the end of each column chunk; no byte more."""
+    """Headers are followed in pieces of any size, exactly to the end of each column chunk."""
     data = written(pa.table({"a": [f"text {n}" for n in range(5000)]}), data_page_size=500, compression="snappy")
     group = footer_of(data).group(0)
     for (start, length), values in zip(group.chunks, group.values, strict=True):
@@ -256,7 +256,7 @@ def test_page_headers_are_followed(step: int) -> None:
 
 
 def test_mutated_pages_end_in_errors_or_rows() -> None:
-    """Drawn faults in pages: rows or a `ShardError`, and no memory beyond what a page may have."""
+    """Randomly drawn faults in pages give rows or a `ShardError`, without memory beyond the limit of a page."""
     table = {"i": list(range(300)), "l": [[n] * (n % 5) for n in range(300)], "s": [f"t{n % 9}" for n in range(300)]}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rng = random.Random(5)
@@ -275,7 +275,7 @@ def test_mutated_pages_end_in_errors_or_rows() -> None:
 
 
 def test_checksums_of_pages_are_verified() -> None:
-    """Where the writer wrote some."""
+    """They are verified where the writer wrote them."""
     data = bytearray(parquet(range(20), compression="none", use_dictionary=False, write_page_checksum=True))
     at = data.index(b"11111")
     data[at] += 1
@@ -284,7 +284,7 @@ def test_checksums_of_pages_are_verified() -> None:
 
 
 def test_lying_counts_of_rows() -> None:
-    """Row groups that claim more rows than they hold end in an error, after the rows that they hold."""
+    """Row groups that claim more rows than they hold raise an error, after the rows that they hold."""
     data = lying(lying(parquet(range(500), group=300), 300, 305), 500, 505)
     got: list[Any] = []
 
@@ -298,7 +298,7 @@ def test_lying_counts_of_rows() -> None:
 
 
 def test_a_lying_offset_comes_after_the_rows_before_it() -> None:
-    """The second row group claims to lie behind the file: the first one is read all the same."""
+    """The second row group claims to lie behind the file: the first is read nevertheless."""
     good = parquet(range(500), group=300, use_dictionary=False)
     data = lying(good, footer_of(good).group(1).chunks[0][0], 1 << 40)
     batches = read_rows(footer_of(data), Ranges(data))
@@ -308,7 +308,7 @@ def test_a_lying_offset_comes_after_the_rows_before_it() -> None:
 
 
 def test_errors_of_the_ranges_come_through() -> None:
-    """pyarrow wraps what its file raises; here it comes out as it was."""
+    """pyarrow wraps the errors of its file; the original error is raised."""
     data = parquet(range(20))
     broken: Future[Sequence[bytes]] = Future()
     error = ConnectionError("gone")
@@ -343,7 +343,7 @@ class Child:
         self._process: Any = None
 
     def read(self, data: bytes) -> str:
-        """How the file ended: "rows", an error's type and text, or "died"."""
+        """Returns "rows", an error's type and text, or "died"."""
         if self._process is None:
             self._pipe, theirs = self._context.Pipe()
             self._process = self._context.Process(target=read_files, args=(theirs,), daemon=True)
@@ -364,7 +364,7 @@ class Child:
 
 
 def read_files(pipe: Connection) -> None:
-    """In the child: until the pipe is closed."""
+    """Runs in the child until the pipe is closed."""
     with suppress(EOFError):
         while True:
             data = pipe.recv_bytes()
@@ -395,7 +395,7 @@ def test_an_encrypted_column(child: Child) -> None:
 @given(data=st.sampled_from(MANY).flatmap(corrupted))
 @settings(deadline=None, max_examples=scaled(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_files_are_rows_or_shard_errors(child: Child, data: bytes) -> None:
-    """Whatever the bytes are. If pyarrow dies of them, a worker's death is reported by the loader."""
+    """This holds for any bytes. If pyarrow dies of them, the loader reports the worker's death."""
     answer = child.read(data)
     event(answer.partition(":")[0])
     assert answer.startswith(("rows", "ShardError", "died"))
@@ -405,7 +405,7 @@ def test_damaged_files_are_rows_or_shard_errors(child: Child, data: bytes) -> No
 @given(good=st.sampled_from(MANY), data=st.data())
 @settings(deadline=None, max_examples=scaled(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_footers_are_rows_or_shard_errors(child: Child, good: bytes, data: st.DataObject) -> None:
-    """Here every change hits the metadata, which steers the reading of everything else."""
+    """Here every change is in the metadata, which steers the reading of everything else."""
     spoiled = bytearray(good)
     first = len(good) - int.from_bytes(good[-8:-4], "little") - 8
     for _ in range(data.draw(st.integers(1, 4))):

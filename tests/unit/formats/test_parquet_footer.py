@@ -1,4 +1,4 @@
-"""Parquet footers: what they claim is checked against the file, before anything is read by it."""
+"""Parquet footers: their claims are checked against the file before anything is read by them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def written(table: pa.Table, **options: Any) -> bytes:
 
 
 def changed(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    """The file with another footer."""
+    """The file with its footer changed."""
     size = footer_size(data, len(data), URL)
     footer = change(data[-size:-8])
     return data[:-size] + footer + len(footer).to_bytes(4, "little") + b"PAR1"
 
 
 def lying(data: bytes, number: int, claim: int) -> bytes:
-    """The file with `claim` wherever its footer has `number`, which is large enough to be nothing else."""
+    """The file with `claim` wherever its footer has `number`, which must be too large to stand for anything else."""
     assert number > 127
     assert varint(number) in data[-footer_size(data, len(data), URL) :]
     return changed(data, lambda footer: footer.replace(varint(number), varint(claim)))
 
 
 def varint(number: int) -> bytes:
-    """As the footer has integers: zigzag, seven bits a byte."""
+    """An integer as a footer has it: zigzag, seven bits per byte."""
     value = number << 1 if number >= 0 else (-number << 1) - 1
     out = bytearray()
     while value > 127:
@@ -54,7 +54,7 @@ def varint(number: int) -> bytes:
 
 
 def with_metadata_of(data: bytes, other: bytes) -> bytes:
-    """The file with the footer of another one."""
+    """The file with the footer of another file."""
     return changed(data, lambda footer: other[-footer_size(other, len(other), URL) : -8])
 
 
@@ -76,7 +76,7 @@ LONG = parquet(range(500), group=300)
 
 
 def test_a_footer_says_where_row_groups_are() -> None:
-    """Row numbers, byte ranges of column chunks, names; all as pyarrow has them."""
+    """Row numbers, byte ranges of column chunks and names are those that pyarrow reports."""
     footer = footer_of(GOOD)
     assert (footer.rows, footer.edges, footer.names) == (20, (0, 7, 14, 20), ("n", "text"))
     expected = pq.read_metadata(io.BytesIO(GOOD)).row_group(1)
@@ -89,7 +89,7 @@ def test_a_footer_says_where_row_groups_are() -> None:
 
 
 def test_nested_columns_go_by_their_outermost_name() -> None:
-    """A name may hold dots itself: pyarrow reads both, and so both are fetched."""
+    """A name may contain dots itself: pyarrow reads both columns, so both are fetched."""
     footer = footer_of(written(pa.table({"a": [{"b": 1, "c": [2]}], "a.b": [3], "ab": [4]})))
     assert footer.names == ("a", "a.b", "ab")
     assert len(footer.group(0).chunks) == 4
@@ -114,7 +114,7 @@ def test_nested_columns_go_by_their_outermost_name() -> None:
     ids=range(10),
 )
 def test_files_that_are_none(data: bytes, match: str) -> None:
-    """Too short, another format, cut off, encrypted, or with a footer that is truncated or of an impossible size."""
+    """The file is too short, of another format, cut off or encrypted, or its footer is damaged or too large."""
     with pytest.raises(ShardError, match=match) as caught:
         footer_of(data)
     assert caught.value.url == URL
@@ -122,7 +122,7 @@ def test_files_that_are_none(data: bytes, match: str) -> None:
 
 
 def test_a_footer_that_is_too_large() -> None:
-    """One byte more than is allowed, in a file that has it."""
+    """The footer has one byte more than is allowed, in a file that is large enough."""
     size = MAX_FOOTER_BYTES + 100
     tail = (MAX_FOOTER_BYTES + 1).to_bytes(4, "little") + b"PAR1"
     with pytest.raises(ShardError, match="are allowed") as caught:
@@ -132,7 +132,7 @@ def test_a_footer_that_is_too_large() -> None:
 
 
 def test_an_encrypted_footer() -> None:
-    """As pyarrow writes one."""
+    """The footer is encrypted by pyarrow."""
     with pytest.raises(ShardError, match="an encrypted Parquet file: write it without encryption"):
         footer_of(encrypted(plaintext_footer=False))
 
@@ -147,14 +147,14 @@ def test_an_encrypted_footer() -> None:
     ids=["total", "negative", "names"],
 )
 def test_contradictions_in_the_metadata(data: bytes, match: str) -> None:
-    """Each is an error that says which."""
+    """Each contradiction is an error that names it."""
     with pytest.raises(ShardError, match=match):
         footer_of(data)
 
 
 @pytest.mark.parametrize("claim", [-5, 0, 10_000, 1 << 61])
 def test_offsets_must_lie_in_the_file(claim: int) -> None:
-    """Negative ones, and those that end behind the file, are met before a byte of them is read."""
+    """Negative offsets, and offsets beyond the end of the file, are refused before a byte is read."""
     data = parquet(range(500), group=300, use_dictionary=False)
     start = footer_of(data).group(1).chunks[0][0]
     footer = footer_of(lying(data, start, claim))
@@ -165,7 +165,7 @@ def test_offsets_must_lie_in_the_file(claim: int) -> None:
 
 @pytest.mark.parametrize("claim", [-1, 10_000, 1 << 61])
 def test_sizes_must_fit_in_the_file(claim: int) -> None:
-    """As their offsets."""
+    """Sizes beyond the end of the file are refused like offsets."""
     data = parquet(range(500), group=300, use_dictionary=False)
     length = footer_of(data).group(0).chunks[0][1]
     with pytest.raises(ShardError, match="do not lie in the file"):
@@ -173,14 +173,14 @@ def test_sizes_must_fit_in_the_file(claim: int) -> None:
 
 
 def test_the_footer_of_a_longer_file() -> None:
-    """Of which this one has only the beginning."""
+    """A row group beyond the end of this shorter file is refused."""
     footer = footer_of(with_metadata_of(GOOD, parquet(range(2000), group=1000)))
     with pytest.raises(ShardError, match="do not lie in the file"):
         footer.group(1)
 
 
 def test_columns_in_another_file() -> None:
-    """Where this reader would not look for them."""
+    """This reader would not read the other file, so it raises an error."""
     metadata = pq.read_metadata(io.BytesIO(GOOD))
     metadata.set_file_path("/etc/passwd")
     file = io.BytesIO()
@@ -190,7 +190,7 @@ def test_columns_in_another_file() -> None:
 
 
 def test_without_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says what to install."""
+    """The error names the extra to install."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"pip install 'asyncloader\[parquet\]'"):
         footer_of(GOOD)

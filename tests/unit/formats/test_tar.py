@@ -35,7 +35,7 @@ def make(start: int = 0) -> TarReader:
 
 
 def pack(members: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT, **info: Any) -> bytes:
-    """An archive by Python's tarfile; `info` are attributes of each member."""
+    """An archive written by Python's tarfile; `info` are attributes of each member."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=format) as archive:
         for name, data in members:
@@ -48,7 +48,7 @@ def pack(members: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT, *
 
 
 def with_header(archive: bytes, **fields: bytes) -> bytes:
-    """The archive with fields of its first header overwritten, and the checksum put right."""
+    """The archive with fields of its first header overwritten, and the checksum adapted."""
     places = {"size": 124, "type": 156, "magic": 257, "name": 0}
     block = bytearray(archive[:512])
     for name, value in fields.items():
@@ -67,12 +67,12 @@ WANTED = [
 
 
 def test_members_with_one_key_are_one_sample() -> None:
-    """The key reaches to the first dot of the base name; the field's name is in lower case."""
+    """The key extends to the first dot of the base name; the field's name is in lower case."""
     assert samples_of(make(), SMALL) == WANTED
 
 
 def test_resume_is_the_next_samples_first_header() -> None:
-    """After the last sample it is the end mark; a reader from any of them gives what follows."""
+    """After the last sample it is the end mark; a reader from any resume offset gives the remaining samples."""
     samples, _ = read(make, SMALL)
     assert [resume for _, resume in samples] == [512 + 1024 + 1024, 512 + 1024 + 1024 + 512, 4096 + 512 - 512]
     check_resume(make, SMALL)
@@ -105,7 +105,7 @@ names = st.lists(
 )
 @settings(deadline=None, max_examples=scaled(60))
 def test_any_archive_of_tarfile_in_any_chunks(names: list[str], sizes: list[int], cuts: list[float], kind: str) -> None:
-    """Python's tarfile writes, in each of its formats; chunks do not matter; every resume offset works."""
+    """Archives of Python's tarfile in each of its formats are read; chunks make no difference; resume offsets work."""
     members = [(name, os.urandom(size)) for name, size in zip(names, sizes, strict=False)]
     if kind == "ustar":
         members = [(name, data) for name, data in members if len(name.encode()) < 100]
@@ -121,21 +121,21 @@ def test_any_archive_of_tarfile_in_any_chunks(names: list[str], sizes: list[int]
 
 @pytest.mark.parametrize("kind", ["gnu", "pax"])
 def test_long_names_are_part_of_their_sample(kind: str) -> None:
-    """Resume leads to the extension header, or the name would be lost."""
+    """The resume offset is that of the extension header, or the name would be lost."""
     archive = pack([(f"{'deep/' * 50}{n}.txt", b"x") for n in "abc"], FORMATS[kind])
     assert [s["__key__"] for s in samples_of(make(), archive)] == [f"{'deep/' * 50}{n}" for n in "abc"]
     check_resume(make, archive)
 
 
 def test_a_size_in_a_pax_header_is_that_of_one_member() -> None:
-    """As writers give it to members of more than 8 GB; the next member has the size in its own header."""
+    """Writers use it for members of more than 8 GB; the next member has the size in its own header."""
     first = pack([("a.txt", b"x" * 700)], tarfile.PAX_FORMAT, pax_headers={"size": "700"}).rstrip(b"\0")
     archive = first + bytes(-len(first) % 512) + pack([("b.txt", b"y" * 3), ("c.txt", b"z")])
     assert [sample["txt"] for sample in samples_of(make(), archive)] == [b"x" * 700, b"y" * 3, b"z"]
 
 
 class TestWebdataset:
-    """The same files through webdataset's own writer and reader."""
+    """The same files written by webdataset's writer, or read by its reader."""
 
     def write(self, samples: list[dict[str, Any]]) -> bytes:
         webdataset: Any = importlib.import_module("webdataset")
@@ -151,7 +151,7 @@ class TestWebdataset:
         return list(iterators.group_by_keys(files))
 
     def test_what_it_writes(self) -> None:
-        """Samples written by webdataset come back as they were."""
+        """Samples written by webdataset are read unchanged."""
         samples = [
             {"__key__": f"n{i:03}", "jpg": os.urandom(i * 37), "seg.png": b"s", "cls": b"%d" % i} for i in range(40)
         ]
@@ -173,7 +173,7 @@ class TestWebdataset:
 
 
 def test_links_devices_and_directories_are_skipped() -> None:
-    """They have no data in a stream, and nothing is followed or made."""
+    """They have no data in a stream; no link is followed and no file is made."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
         for number, kind in enumerate(
@@ -189,7 +189,7 @@ def test_links_devices_and_directories_are_skipped() -> None:
 
 
 def test_paths_that_lead_out_are_only_keys() -> None:
-    """An absolute path and `..` open nothing: they come back as the key's text."""
+    """An absolute path and `..` open no file: they are only the key's text."""
     archive = pack([("/etc/passwd.txt", b"1"), ("../../up.txt", b"2")])
     assert [sample["__key__"] for sample in samples_of(make(), archive)] == ["/etc/passwd", "../../up"]
 
@@ -204,7 +204,7 @@ def test_an_old_tar_without_magic_and_a_signed_checksum() -> None:
 
 
 def test_a_size_in_base_256() -> None:
-    """GNU's way to write large sizes is read; a size that leads nowhere is a truncated shard, not an allocation."""
+    """GNU's way to write large sizes is read; an impossible size is an error and allocates nothing."""
     archive = pack([("a.txt", b"hello")])
     size = b"\x80" + (5).to_bytes(11, "big")
     assert samples_of(make(), with_header(archive, size=size))[0]["txt"] == b"hello"
@@ -236,7 +236,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("case", CASES)
     def test_at_the_first_header(self, case: str) -> None:
-        """Nothing is delivered of it."""
+        """No sample is delivered."""
         archive, message = self.CASES[case]
         text, offset = error_of(make, archive)
         assert message in text
@@ -244,7 +244,7 @@ class TestRefused:
         assert offset is not None
 
     def test_a_field_twice(self) -> None:
-        """It would overwrite the first one; so would a field called __key__."""
+        """It would overwrite the first field; so would a field called __key__."""
         for names in (["a.txt", "a.TXT"], ["a.__key__"]):
             assert "twice" in error_of(make, pack([(name, b"") for name in names]))[0]
 
@@ -252,7 +252,7 @@ class TestRefused:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("length", [1, 40])
 def test_names_that_are_not_utf_8(format: str, length: int) -> None:
-    """Are read as tarfile reads them, in each place that a name may have, and the samples after them too."""
+    """They are read as tarfile reads them, in each place that a name may have; so are the samples after them."""
     names = [b"one.txt", b"caf\xe9/" * (length - 1) + b"th\xe9.txt", b"two.txt"]
     archive = pack([(os.fsdecode(name), name) for name in names], FORMATS[format])
     samples, error = check_any_split(make, archive, [0.3, 0.6])
@@ -276,7 +276,7 @@ def test_truncated(end: int) -> None:
 
 
 def test_max_sample_bytes_counts_the_whole_sample() -> None:
-    """Many small members, or empty ones with long names, are as large as what they take in the archive."""
+    """Many small members, or empty members with long names, count with the bytes they take in the archive."""
     archive = pack([(f"a.{n}", b"xy") for n in range(50)])
     limit = TarReader(URL, max_sample_bytes=50 * 514)
     assert len(samples_of(limit, archive)[0]) == 52
@@ -288,12 +288,12 @@ def test_max_sample_bytes_counts_the_whole_sample() -> None:
 @given(data=corrupted(SMALL + bytes(10)), cuts=cut_points)
 @settings(deadline=None, max_examples=scaled(150))
 def test_random_damage(data: bytes, cuts: list[float]) -> None:
-    """Damaged bytes give samples or a `ShardError`, the same ones for any chunks."""
+    """Damaged bytes give samples or a `ShardError`, equal for any chunks."""
     check_survives(make, data, cuts)
 
 
 @given(data=corrupted(pack([("deep/" * 30 + f"{n}.txt", b"x" * 9) for n in "ab"], tarfile.PAX_FORMAT)), cuts=cut_points)
 @settings(deadline=None, max_examples=scaled(100))
 def test_random_damage_of_pax_headers(data: bytes, cuts: list[float]) -> None:
-    """The same where the headers are text."""
+    """Damaged PAX headers, which are text, give samples or a `ShardError`, too."""
     check_survives(make, data, cuts)

@@ -31,7 +31,7 @@ from tests.unit.formats.shard_readers import (
 
 
 def reference_crc32c(data: bytes) -> int:
-    """Bit by bit, by the definition; the reader has a table."""
+    """Computed bit by bit, by the definition; the reader has a table."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -68,7 +68,7 @@ def test_checksum_of_the_standard() -> None:
 
 
 def test_a_known_record() -> None:
-    """What TensorFlow writes for an empty record."""
+    """These are the bytes that TensorFlow writes for an empty record."""
     assert record(b"") == bytes.fromhex("0000000000000000 29039807 d8ea82a2")
     assert samples_of(make(), record(b"")) == [{"record": b"", "__key__": f"{NAME}:0", "__url__": URL}]
 
@@ -85,7 +85,7 @@ def test_records_are_samples() -> None:
 @given(records=st.lists(st.binary(max_size=60), max_size=6), cuts=cut_points)
 @settings(deadline=None, max_examples=scaled(50))
 def test_any_records_in_any_chunks(records: list[bytes], cuts: list[float]) -> None:
-    """Chunks do not matter; every resume offset works."""
+    """Chunks make no difference; every resume offset works."""
     data = b"".join(map(record, records))
     samples, error = check_any_split(make, data, cuts)
     assert error is None
@@ -95,14 +95,14 @@ def test_any_records_in_any_chunks(records: list[bytes], cuts: list[float]) -> N
 
 @pytest.mark.parametrize("end", [1, 11, 12, 16, 20, 22, len(SMALL) - 1])
 def test_truncated(end: int) -> None:
-    """A shard may end between records only."""
+    """A shard may end only between records."""
     text, offset = error_of(make, SMALL[:end])
     assert "truncated" in text
     assert offset == end
 
 
 def test_a_lying_length() -> None:
-    """A wrong checksum of a length is an error at once; a right one of a huge length meets the limit first."""
+    """A wrong checksum of a length is an error at once; a huge length with a right checksum exceeds the limit."""
     assert "checksum of its length" in error_of(make, b"\xff" + SMALL[1:])[0]
     length = struct.pack("<Q", 1 << 62)
     text, offset = error_of(make, record(b"a") + length + mask(reference_crc32c(length)) + b"x" * 100)
@@ -111,7 +111,7 @@ def test_a_lying_length() -> None:
 
 
 def test_damaged_data() -> None:
-    """With a checksum it is seen, and may be stepped over; without one only lengths are verified."""
+    """With a checksum damage is detected, and may be skipped; without one only lengths are verified."""
     data = SMALL.replace(b"first", b"fir5t")
     assert error_of(make, data) == (f"a damaged TFRecord: the checksum of its data is wrong ({URL} at byte 0)", 0)
     told: list[ShardError] = []
@@ -121,7 +121,7 @@ def test_damaged_data() -> None:
 
 
 def test_auto_says_what_it_verifies() -> None:
-    """`verifies_data` tells whether google_crc32c was there."""
+    """`verifies_data` is True if google_crc32c is installed."""
     assert TFRecordReader(URL).verifies_data == (importlib.util.find_spec("google_crc32c") is not None)
     assert make().verifies_data
     assert not TFRecordReader(URL, checksum=None).verifies_data
@@ -211,7 +211,7 @@ def serialized(content: dict[str, tuple[str, list[Any]]], packed: bool = True) -
 @given(content=features, packed=st.booleans())
 @settings(deadline=None, max_examples=scaled(60))
 def test_examples_of_protobuf(content: dict[str, tuple[str, list[Any]]], packed: bool) -> None:
-    """What Google's protobuf writes, packed or not, is read with names, types and values."""
+    """Messages that Google's protobuf writes, packed or not, are read with names, types and values."""
     data = serialized(content, packed)
     assert plain(parse_example(data)) == plain(as_ours(example_class().FromString(data)))
 
@@ -235,7 +235,7 @@ def test_damaged_examples(data: st.DataObject, cuts: list[float]) -> None:
         assert error is None or error[1] == 0
         return
     if error is None:
-        # Google's C backend drops a map entry that has unknown fields beside name and feature; the guide skips these.
+        # Google's C backend drops a map entry that has unknown fields beside name and feature; its guide skips them.
         assert theirs.keys() <= parse_example(message).keys()
     assert len(samples) + (error is not None) == 1
 
@@ -249,7 +249,7 @@ def test_damaged_examples(data: st.DataObject, cuts: list[float]) -> None:
         b"\xff" * 11,  # a tag too long
         b"\x0b",  # a group
         b"\x02\x00",  # field number 0
-        b"\x09\x00",  # 8 bytes of which one is there
+        b"\x09\x00",  # 8 bytes, cut off after the first
         b"\x0a\x05\x0a\x03\x0a\x01\xff",  # a name that is not UTF-8
         b"\x0a\x0a\x0a\x08\x12\x06\x12\x04\x0a\x02\x00\x00",  # two bytes of packed floats
         b"\x0a\x09\x0a\x07\x12\x05\x1a\x03\x0a\x01\x80",  # a packed integer without its end
@@ -275,7 +275,7 @@ def test_arrays_are_private_and_writable() -> None:
 
 
 def test_repeated_choices_merge_as_in_protobuf() -> None:
-    """Of different kinds in one feature the last counts, lists of the same kind are joined; so says protobuf, too."""
+    """Of different kinds in one feature the last counts, lists of one kind are joined, as in protobuf."""
 
     def tagged(number: int, data: bytes) -> bytes:
         return bytes([number << 3 | 2, len(data)]) + data

@@ -1,4 +1,4 @@
-"""Small shards of every format, each with samples whose field ``n`` counts; used by the tests of remote data sets."""
+"""Small shards of every format, whose samples count in their field ``n``; used by the tests of remote datasets."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ MAKERS: dict[str, Callable[[Sequence[int]], bytes]] = {
 
 
 def shard_of(url: str, numbers: Sequence[int]) -> Shard:
-    """The shard with this URL, which holds what its maker makes of `numbers`."""
+    """The shard with this URL, which its maker writes from `numbers`."""
     if url.endswith(".mds"):
         return Shard(url, ShardFormat("mds", None), mds=mds_entry(numbers))
     return Shard(url, format_of(url))
 
 
 def number_of(sample: dict[str, Any]) -> int:
-    """The number that a sample was made of, whatever its format makes of it."""
+    """The number from which a sample was made, in any format."""
     return int(sample["n"] if "n" in sample else sample["record"])
 
 

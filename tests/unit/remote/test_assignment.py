@@ -1,4 +1,4 @@
-"""The shard assigner: who gets which shard, when a request waits, what is given back, and what a state contains."""
+"""The shard assigner: assignments to workers, requests that wait, ranges that are returned, and states."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def assigner_of(shard_ranges: int, workers: int, **options: Any) -> ShardAssigne
 
 
 def given(replies: list[Reply]) -> list[tuple[int, int | None]]:
-    """Per reply: the worker, and the shard that it got."""
+    """For each reply the worker and the shard that it got."""
     return [(reply.worker, None if reply.assignment is None else reply.assignment[0].shard) for reply in replies]
 
 
 def test_requests_wait_until_nobody_can_ask_earlier() -> None:
-    """Worker 1's first request is answered when worker 0's is known."""
+    """Worker 1's first request is answered once worker 0's is known."""
     assigner = assigner_of(4, 2)
     assert given(assigner.ask(1, 0, 0)) == []
     assert given(assigner.ask(0, 0, 0)) == [(0, 0), (1, 1)]
@@ -49,13 +49,13 @@ def test_a_worker_that_has_made_a_batch_is_past_it() -> None:
     assert given(assigner.ask(1, 0, 0)) == [(1, 1)]
     assigner.answered(1)
     assert given(assigner.ask(1, 1, 1)) == []
-    # Worker 0 may request its assignment number 1 in batch 1, too, and comes first.
+    # Worker 0 may request its assignment number 1 in batch 1, too, and then has precedence.
     assert given(assigner.answered(0)) == []
     assert given(assigner.answered(0)) == [(1, 2)]
 
 
 def test_unordered_requests_are_answered_as_they_come() -> None:
-    """``ordered=False`` never waits."""
+    """With ``ordered=False`` no request waits."""
     assigner = assigner_of(4, 3, ordered=False)
     assert given(assigner.ask(2, 0, 0)) == [(2, 0)]
     assert given(assigner.ask(2, 1, 0)) == [(2, 1)]
@@ -63,7 +63,7 @@ def test_unordered_requests_are_answered_as_they_come() -> None:
 
 
 def test_a_request_that_is_made_again_has_the_same_answer() -> None:
-    """A replacement of a dead worker gets its predecessor's replies: assignments, "nothing", and the end."""
+    """The replacement of a dead worker gets its predecessor's replies: assignments, "nothing", and the end."""
     assigner = assigner_of(1, 2)
     (first,) = assigner.ask(0, 0, 0)
     assert assigner.ask(0, 0, 0) == [first]
@@ -77,7 +77,7 @@ def test_a_request_that_is_made_again_has_the_same_answer() -> None:
 
 
 def test_a_dead_process_is_not_answered_and_its_request_keeps_its_turn() -> None:
-    """Who takes its place has the answer when it asks: at once if it was due, else together with the others."""
+    """The replacement gets the reply when it asks: at once if it was due, else together with the others."""
     assigner = assigner_of(4, 2)
     assert given(assigner.ask(1, 0, 0)) == []
     assigner.died(1)
@@ -91,7 +91,7 @@ def test_a_dead_process_is_not_answered_and_its_request_keeps_its_turn() -> None
 
 
 def test_what_was_refused_stays_refused_when_there_is_more_again() -> None:
-    """A worker was told that there is nothing, and later got what another gave back; so is its replacement."""
+    """A worker got no assignment, then ranges that another worker returned; its replacement gets the same replies."""
     assigner = assigner_of(2, 2)
     for request in ((0, 0, 0), (1, 0, 0), (0, 1, 0)):
         assigner.ask(*request)
@@ -105,7 +105,7 @@ def test_what_was_refused_stays_refused_when_there_is_more_again() -> None:
 
 
 def test_the_last_worker_keeps_what_it_has() -> None:
-    """A worker that cannot fill a batch gives its samples back; the last running worker makes a short batch."""
+    """A worker that cannot fill a batch returns its samples; the last running worker makes a short batch."""
     assigner = assigner_of(2, 2)
     assigner.ask(0, 0, 0)
     assigner.ask(1, 0, 0)
@@ -137,7 +137,7 @@ def test_requests_that_cannot_be(request_: tuple[Any, ...], words: str) -> None:
 
 
 def test_a_state_gives_back_what_nobody_had_begun() -> None:
-    """Assignments that were given after the saved positions come first, in order; then the rest of the plan."""
+    """Assignments given after the saved positions are the first, in order; then the rest of the plan."""
     assigner = assigner_of(4, 2)
     log = assigner.log
     assigner.ask(0, 0, 0)
@@ -154,7 +154,7 @@ def test_a_state_gives_back_what_nobody_had_begun() -> None:
 
 
 def test_a_state_knows_who_is_over_for_what_it_gave_back() -> None:
-    """A worker counts as ended once another worker's saved position includes what it gave back."""
+    """A worker counts as ended once another worker's saved position includes the samples it returned."""
     assigner = assigner_of(2, 2)
     requests: list[tuple[Any, ...]] = [(0, 0, 0), (1, 0, 0), (0, 1, 0, [REST]), (1, 1, 0, [])]
     for request in requests:
@@ -164,7 +164,7 @@ def test_a_state_knows_who_is_over_for_what_it_gave_back() -> None:
 
 
 def test_what_was_given_back_is_given_to_later_requests_alone() -> None:
-    """The giver's end was delivered, and no batch of the worker that took its samples: they keep their request order.
+    """The giver's end was delivered, but no batch of the worker that took its samples: they keep their request order.
 
     Workers that resume from earlier positions repeat their requests, and get the same replies.
     """
@@ -181,16 +181,16 @@ def test_what_was_given_back_is_given_to_later_requests_alone() -> None:
     again = ShardAssigner(log, [StreamStart(), StreamStart(0, 0, 1), StreamStart(1, 1, 1, over=True)])
     assert log.state([0, 1, 1], [2]) == state
     assert again.ask(0, 0, 0) == [Reply(0, 0, PLAN[0])]
-    assert again.ask(0, 1, 0) == [Reply(0, 1)]  # refused, as it was
+    assert again.ask(0, 1, 0) == [Reply(0, 1)]  # refused, as before
     assert again.ask(1, 1, 0) == []
-    assert again.answered(0) == [Reply(1, 1)]  # this one as well
+    assert again.answered(0) == [Reply(1, 1)]  # refused, too
     assert again.ask(0, 1, 1, [PLAN[0][0]]) == []
     assert again.answered(1) == [Reply(0, 1, (REST,))]
     assert log.state([2, 1, 1], [2]) == AssignmentLogState(3, [], [], [2])
 
 
 def test_returns_are_taken_in_request_order() -> None:
-    """Also if one existed when the epoch was resumed, and an earlier one is made again after that."""
+    """This holds also if one return existed when the epoch was resumed, and an earlier one is repeated after that."""
     late, early = Returned((0, 2, 1), (REST,)), CatalogRange(1, 5)
     log = AssignmentLog(PLAN[:1], 1, [], [late])
     assigner = ShardAssigner(log, [StreamStart(), StreamStart(over=True), StreamStart(0, 0, 1)])
@@ -202,7 +202,7 @@ def test_returns_are_taken_in_request_order() -> None:
 
 
 def test_whoever_is_last_takes_what_was_given_back() -> None:
-    """Also if its request order is impossible: an edited state loses no sample silently."""
+    """The last worker also takes samples with an impossible request order: an edited state loses none silently."""
     never = Returned((1 << 60, 0, 1), (REST,))
     assigner = ShardAssigner(AssignmentLog(PLAN[:1], 1, [], [never]), [StreamStart(0, 0, 1), StreamStart(over=True)])
     assert assigner.ask(0, 1, 0) == [Reply(0, 1)]
@@ -211,12 +211,12 @@ def test_whoever_is_last_takes_what_was_given_back() -> None:
 
 
 def test_a_new_epoch_s_state_is_its_beginning() -> None:
-    """Nothing was assigned, so nothing comes back."""
+    """No assignment was given, so none is returned."""
     assert AssignmentLog(PLAN).state([0, 0]) == AssignmentLogState(0, [], [], [])
     assert AssignmentLog(PLAN, 2, [(REST,)]).state([1, 1]) == AssignmentLogState(2, [(REST,)], [], [])
 
 
-# ------------------------------------------------------------------------------------------ the part of a state
+# ------------------------------------------------------------------------------------------ the assignment's state
 
 
 def epoch_plan(assignments: list[Assignment]) -> EpochPlan:
@@ -234,7 +234,7 @@ def whole() -> dict[str, Any]:
 
 
 def test_part_of_a_state() -> None:
-    """It consists of plain values, and another epoch can begin with it."""
+    """The state consists of plain values, and another epoch can begin with it."""
     state = whole()
     assert state == {"key": 5, "plan": state["plan"], "done": 1, "back": [[[0, 0, None, False]]], "returned": []}
     assigner = assignment_of(state).assigner
@@ -243,7 +243,7 @@ def test_part_of_a_state() -> None:
 
 
 def test_states_of_other_shards() -> None:
-    """Other names, another order or other ranges: it is a different epoch."""
+    """With other names, another order or other ranges the epoch is a different one."""
     state = whole()
     assignment_of(state)
     for plan, names in ((PLAN, "abce"), (PLAN[::-1], "abcd"), (PLAN[:3], "abcd"), ([*PLAN, (REST,)], "abcd")):
@@ -280,7 +280,7 @@ def test_states_of_other_shards() -> None:
     ],
 )
 def test_broken_parts(change: dict[str, Any]) -> None:
-    """An invalid value is a StateError."""
+    """An invalid value or a missing key is a StateError."""
     with pytest.raises(StateError, match=r"the state is broken|was saved of other shards"):
         assignment_of(whole() | change)
     for name in ("plan", "done", "back", "returned"):
@@ -323,14 +323,14 @@ def begin_stream(state: Any) -> EpochAssignment:
 
 @pytest.mark.parametrize("state", [5, "state", [], {}])
 def test_what_is_no_state_of_a_worker_stream(state: Any) -> None:
-    """A cursor whose iterator is something else is a StateError, before a worker gets it."""
+    """A cursor with another iterator state is a StateError, before a worker gets it."""
     with pytest.raises(StateError, match="the state is broken: a worker's position in the shards"):
         begin_stream(state)
 
 
 @pytest.mark.parametrize("field", STREAM)
 def test_broken_stream_states(field: str) -> None:
-    """A missing or invalid field is named."""
+    """The error for a missing field names it; an invalid value is an error, too."""
     begin_stream(STREAM)
     with pytest.raises(StateError, match=f"lacks '{field}'"):
         begin_stream({name: value for name, value in STREAM.items() if name != field})
@@ -346,7 +346,7 @@ def test_broken_stream_states(field: str) -> None:
 
 @pytest.mark.parametrize("field", STREAM["blocks"])
 def test_broken_blocks(field: str) -> None:
-    """Invalid shuffle blocks are refused, and so is a block that gave out more than it held."""
+    """Invalid shuffle blocks are refused, and so is a block that gave out more samples than it held."""
     for value in ("x", -2, True, [[9, 0, None, False]], None):
         with pytest.raises(StateError, match="the state is broken"):
             begin_stream(STREAM | {"blocks": STREAM["blocks"] | {field: value}})

@@ -28,7 +28,7 @@ from asyncloader.remote.braces import expand
     ],
 )
 def test_examples(pattern: str, meant: list[str]) -> None:
-    """Numbers with their padding and steps, alternatives, several braces in one pattern."""
+    """Numbers with padding and steps, alternatives, and several braces in one pattern are expanded."""
     assert expand(pattern) == meant
 
 
@@ -60,7 +60,7 @@ def test_same_as_the_package_that_webdataset_uses(pattern: str) -> None:
 @given(st.text(r"{},.\09ab", max_size=30))
 @settings(deadline=None)
 def test_any_text_is_expanded_or_refused(pattern: str) -> None:
-    """Braces that do not match are a ValueError for both; nothing else is raised."""
+    """Unmatched braces and too many results are a ValueError; nothing else is raised."""
     try:
         meant = expand(pattern, most=10_000)
     except ValueError as error:
@@ -71,19 +71,19 @@ def test_any_text_is_expanded_or_refused(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["{a,b", "a}", "{a,{b}", "{0..3}}"])
 def test_braces_must_match(pattern: str) -> None:
-    """The error names the pattern, and says how to write a brace that is meant as one."""
+    """The error shows how to escape a brace that is to be literal."""
     with pytest.raises(ValueError, match=r"without its .* write \\"):
         expand(pattern)
 
 
 @pytest.mark.parametrize("pattern", ["{0..1000000}", "{0..999}{0..999}{0,1}", "{0..999999999999999999}" * 3])
 def test_too_many_are_refused_before_they_are_made(pattern: str) -> None:
-    """Results are counted first (made one by one, the last ones would never end); a million is the limit."""
+    """A million results are the limit; they are counted before they are made, which would take forever."""
     with pytest.raises(ValueError, match="URLs; 1,000,000 are allowed at most"):
         expand(pattern)
 
 
 def test_depth_is_bounded() -> None:
-    """Nesting without end is an error of ours, not the interpreter's."""
+    """Endless nesting is a ValueError, not a RecursionError."""
     with pytest.raises(ValueError, match="nests braces deeper than"):
         expand("{" * 10_000 + "a,b" + "}" * 10_000)

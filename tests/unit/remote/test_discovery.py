@@ -19,7 +19,7 @@ from tests.unit.remote.shards import mds, mds_index
 
 
 def test_one_or_several_patterns_and_paths() -> None:
-    """Patterns are expanded, path objects taken literally, repeats kept."""
+    """Patterns are expanded, path objects are taken literally, repeats are kept."""
     assert expand_urls("s3://b/{0..2}.tar") == ["s3://b/0.tar", "s3://b/1.tar", "s3://b/2.tar"]
     assert expand_urls(Path("a{0,1}.tar")) == ["a{0,1}.tar"]
     assert expand_urls(["a.tar", "{b,a}.tar"]) == ["a.tar", "b.tar", "a.tar"]
@@ -38,7 +38,7 @@ def test_one_or_several_patterns_and_paths() -> None:
     ],
 )
 def test_urls_that_are_none(urls: Any, error: type[Exception], match: str) -> None:
-    """The error says what is wrong with them."""
+    """The error names the problem."""
     with pytest.raises(error, match=match):
         expand_urls(urls)
 
@@ -52,7 +52,7 @@ def local(root: Path, *names: str) -> Stores:
 
 
 async def test_single_shards_are_believed() -> None:
-    """No request is made for them; formats come from extensions, or are given."""
+    """No request is made for single shards; their format is that of the extension, or the given format."""
     shards = await find_shards(["https://host/a.jsonl.gz?sig=1", "s3://b/x.parquet"], Stores())
     assert [shard.format for shard in shards] == [ShardFormat("jsonl", "gzip"), PARQUET]
     (shard,) = await find_shards("https://host/download/7", Stores(), "tar")
@@ -74,7 +74,7 @@ async def test_single_shards_are_believed() -> None:
 )
 @pytest.mark.parametrize("written", ["{}/", "file://{}/", "transport"])
 async def test_a_star_is_any_part_of_a_name(tmp_path: Path, written: str, pattern: str, names: list[str]) -> None:
-    """Ascending by path."""
+    """Files are found in subdirectories, and sorted by path."""
     files = ["b.tar", "a/c.jsonl", "a/d.jsonl", "a b.tar", ".x.tar", "e.jsonl"]
     stores, prefix = local(tmp_path, *files), written.format(tmp_path)
     if written == "transport":
@@ -85,7 +85,7 @@ async def test_a_star_is_any_part_of_a_name(tmp_path: Path, written: str, patter
 
 
 async def test_a_star_that_nothing_matches(tmp_path: Path) -> None:
-    """The error says what is there; a relative pattern is one of the working directory."""
+    """The error has the number of other objects below the prefix, or says that the extensions are unknown."""
     stores = local(tmp_path, "b.tar", "c.jsonl")
     with pytest.raises(ValueError, match=r"no object matches '.*/\*\.parquet'; there are 2 others below '.*/'"):
         await find_shards(f"{tmp_path}/*.parquet", stores)
@@ -97,7 +97,7 @@ async def test_a_star_that_nothing_matches(tmp_path: Path) -> None:
 
 
 async def test_a_star_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative pattern; a local file of this very name is that file."""
+    """A relative pattern is searched in the working directory, unless a local file has this very name."""
     monkeypatch.chdir(tmp_path)
     stores = local(tmp_path, "b.tar", "c.jsonl")
     assert [shard.url for shard in await find_shards("*.tar", stores)] == ["./b.tar"]
@@ -108,7 +108,7 @@ async def test_a_star_in_the_working_directory(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("written", ["{}/", "{}", "file://{}/"])
 async def test_a_prefix_is_all_known_shards_below_it(tmp_path: Path, written: str) -> None:
-    """Ascending by path; other objects and hidden ones are passed over. A local directory needs no slash."""
+    """They are sorted by path; other objects and hidden objects are left out. A local directory needs no slash."""
     stores = local(tmp_path, "b.tar", "a/c.jsonl", "a b.tar", "README.md", ".x.tar", "z/d.parquet")
     shards = await find_shards(written.format(tmp_path), stores)
     prefix = written.format(tmp_path).rstrip("/")
@@ -126,14 +126,14 @@ async def test_a_prefix_is_all_known_shards_below_it(tmp_path: Path, written: st
 
 @pytest.mark.parametrize("written", ["{}/", "file://{}/"])
 async def test_names_that_are_no_text(tmp_path: Path, written: str) -> None:
-    """A file's name may be any bytes; the URL that it is listed with leads to it."""
+    """A file's name may be any bytes; the listed URL can be read."""
     (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(b'{"n": 7}\n')
     loader = AsyncDataLoader[Any](RemoteIterableDataset(written.format(tmp_path)), batch_size=2, decode=itemgetter("n"))
     assert [batch.tolist() async for batch in loader] == [[7]]
 
 
 async def test_with_a_format_every_object_is_a_shard(tmp_path: Path) -> None:
-    """But for those that other programs leave behind."""
+    """Objects that other programs leave behind, such as ``_SUCCESS``, are left out."""
     stores = local(tmp_path, "part-0", "part-1", "_SUCCESS", ".part-0.crc")
     shards = await find_shards(f"{tmp_path}/", stores, "jsonl")
     assert [shard.url.rpartition("/")[2] for shard in shards] == ["part-0", "part-1"]
@@ -144,7 +144,7 @@ async def test_with_a_format_every_object_is_a_shard(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nothing/", "empty"])
 async def test_an_empty_prefix_is_an_error(tmp_path: Path, name: str) -> None:
-    """It names the URL."""
+    """The error names the URL."""
     (tmp_path / "empty").mkdir()
     stores = Stores()
     with pytest.raises(ValueError, match=f"no shard below .*{name}"):
@@ -158,7 +158,7 @@ INDEX = mds_index(*SHARDS, counts=[5, 3])
 
 @pytest.mark.parametrize("url", ["train/", "train/index.json"])
 async def test_an_mds_data_set_is_its_index(url: str) -> None:
-    """Sizes and counts come from it, and nothing is listed."""
+    """Sizes and counts are those of the index, and nothing is listed."""
     async with MemoryTransport({"train/index.json": INDEX, "train/unlisted.tar": b""}) as transport:
         shards = await find_shards(url, Stores(transport=transport))
     assert [shard.url for shard in shards] == ["train/shard.00000.mds", "train/shard.00001.mds"]
@@ -167,7 +167,7 @@ async def test_an_mds_data_set_is_its_index(url: str) -> None:
 
 
 async def test_a_users_transport_at_its_root() -> None:
-    """``/`` is everything that it has."""
+    """``/`` means all of the transport's objects."""
     async with MemoryTransport({"b.tar": b"", "a/c.tar": b""}) as transport:
         stores = Stores(transport=transport)
         shards = await find_shards("/", stores)
@@ -175,7 +175,7 @@ async def test_a_users_transport_at_its_root() -> None:
 
 
 async def test_an_index_is_not_believed() -> None:
-    """Shards outside of its folder, pickled columns, or more bytes than an index has."""
+    """Refused: shards outside of the index's folder, pickled columns, an index that is too large, and bad JSON."""
     escaping = INDEX.replace(b"shard.00000.mds", b"../secrets.mds")
     pickled = INDEX.replace(b'"str"', b'"pkl"')
     huge = bytes(MAX_INDEX_BYTES + 1)
@@ -186,7 +186,7 @@ async def test_an_index_is_not_believed() -> None:
 
 
 async def test_mds_without_its_index() -> None:
-    """A single shard, a folder of shards, and an index that is not there."""
+    """A single shard, a folder of shards, and a missing index are errors."""
     async with MemoryTransport({"train/a.mds": SHARDS[0]}) as transport:
         stores = Stores(transport=transport)
         for url in ("train/a.mds", "train/"):
@@ -197,7 +197,7 @@ async def test_mds_without_its_index() -> None:
 
 
 async def test_an_index_that_may_not_be_read() -> None:
-    """Some stores say so of objects that are not there: a prefix is listed then; a named index is an error."""
+    """Some stores deny access to missing objects: a prefix is then listed; a named index is an error."""
 
     class Guarded(MemoryTransport):
         async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:

@@ -11,7 +11,7 @@ from asyncloader.remote.prefetch import StreamBuffer
 
 
 class Source:
-    """A stream that counts what was taken of it."""
+    """A stream that counts the bytes taken from it."""
 
     def __init__(self, chunks: list[bytes], error: Exception | None = None) -> None:
         self.chunks = chunks
@@ -32,13 +32,13 @@ class Source:
 
 
 async def settle() -> None:
-    """Run the loop until nothing can continue."""
+    """Run the event loop until no task can continue."""
     for _ in range(200):
         await asyncio.sleep(0)
 
 
 async def test_gives_all_chunks_in_order_then_none() -> None:
-    """And None again, for who asks again."""
+    """After the last chunk `next` returns None each time."""
     ahead = StreamBuffer(Source([b"%d" % number for number in range(50)]).stream(), most=3)
     got = []
     while (chunk := await ahead.next()) is not None:
@@ -49,7 +49,7 @@ async def test_gives_all_chunks_in_order_then_none() -> None:
 
 
 async def test_reads_ahead_so_far_and_no_further() -> None:
-    """At most `most` bytes, and the chunk that reached it; each one taken makes room."""
+    """At most `most` bytes and the chunk that reaches `most` are held; a chunk that is taken makes room."""
     source = Source([bytes(10)] * 20)
     ahead = StreamBuffer(source.stream(), most=35)
     await settle()
@@ -62,7 +62,7 @@ async def test_reads_ahead_so_far_and_no_further() -> None:
 
 
 async def test_beyond_what_is_wanted_it_reads_only_when_asked() -> None:
-    """A range that ends inside the stream does not download what belongs to others."""
+    """A range that ends inside the stream does not download bytes of other ranges."""
     source = Source([bytes(10)] * 20)
     ahead = StreamBuffer(source.stream(), most=1000, wanted=25)
     await settle()
@@ -88,7 +88,7 @@ async def test_an_error_comes_after_the_chunks_before_it() -> None:
 
 
 async def test_closing_ends_the_stream() -> None:
-    """Before its first chunk, in the middle, while it waits for room; an error nobody saw makes no noise."""
+    """It closes before the first chunk, in the middle, and while waiting for room; an unseen error is not logged."""
     for steps in (0, 1, 3, 200):
         source = Source([bytes(10)] * 20, OSError("unseen"))
         ahead = StreamBuffer(source.stream(), most=25 if steps != 200 else 10_000)
@@ -101,7 +101,7 @@ async def test_closing_ends_the_stream() -> None:
 
 
 async def test_a_cancelled_close_still_closes() -> None:
-    """The cancellation is raised when the stream is closed."""
+    """The cancellation is raised once the stream is closed."""
     release = asyncio.Event()
     closing = asyncio.Event()
 
@@ -127,6 +127,6 @@ async def test_a_cancelled_close_still_closes() -> None:
 
 
 def test_no_room_at_all_is_refused() -> None:
-    """Nothing could ever be read."""
+    """With a limit of 0 no byte could ever be read."""
     with pytest.raises(ValueError, match="at least 1 byte"):
         StreamBuffer(Source([]).stream(), most=0)

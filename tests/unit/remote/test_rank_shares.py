@@ -19,8 +19,9 @@ from tests.unit.remote.shards import mds_entry
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 7))
 def test_stretches_are_disjoint_and_even(counts: list[int], ranks: int) -> None:
-    """All samples, each once, in their order; the ranks' numbers differ by at most one. Each range that a rank
-    opens at an end of its part has samples for it.
+    """All samples are read once, in order; the ranks' numbers of samples differ by at most one.
+
+    A rank has samples in the first and in the last range that it opens.
     """
     samples = [(at, number) for at, count in enumerate(counts) for number in range(count)]
     read: list[list[Any]] = []
@@ -37,7 +38,7 @@ def test_stretches_are_disjoint_and_even(counts: list[int], ranks: int) -> None:
 
 @given(st.integers(0, 60), st.integers(1, 7), st.integers(1, 9))
 def test_dropped_samples_are_counted(samples: int, ranks: int, batch_size: int) -> None:
-    """Those that a rank has in its share, behind the batches that all ranks have."""
+    """Dropped samples are those in a rank's share behind the number of batches that all ranks have."""
     own = [len(part) for part in np.array_split(np.arange(samples), ranks)]
     batches = min(-(-each // batch_size) for each in own)
     left = sum(max(0, each - batches * batch_size) for each in own)
@@ -46,7 +47,7 @@ def test_dropped_samples_are_counted(samples: int, ranks: int, batch_size: int) 
 
 
 def test_dropped_samples_are_estimated() -> None:
-    """Where shards are not counted, from the part of the data that is left out."""
+    """Where samples are not counted, the number is estimated from the part of the data that is left out."""
     assert EpochShares(2, None, 0.2).dropped(20, 10) == 100
     assert EpochShares(2, None, 0.0).dropped(20, 10) == 0
     assert EpochShares(2, None, 1.0).dropped(0, 10) == 0
@@ -54,7 +55,7 @@ def test_dropped_samples_are_estimated() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 40])
 def test_samples_of_a_range(parts: int) -> None:
-    """Rows of Parquet; of MDS the samples between the positions at which it was cut."""
+    """These are rows of Parquet; for MDS they are the samples between the positions at which it was cut."""
     edges = tuple(100 + 10 * (50 * number // 20) for number in range(21))  # see `shard_sizes`: 50 samples, 20 pieces
     shards = [
         Shard("a.parquet", PARQUET, 1000, 50, edges=(0, 9, 20, 50)),
@@ -87,6 +88,6 @@ def test_samples_of_a_range(parts: int) -> None:
     ],
 )
 def test_what_ranks_leave_out(sizes: list[int | None], ranks: int, part: float) -> None:
-    """If each has every so-manieth shard, and all end with the first that has no more."""
+    """Each of n ranks has every n-th range, and all end with the first rank that has no more."""
     shards = [Shard(f"{number}.tar", ShardFormat("tar", None), size) for number, size in enumerate(sizes)]
     assert part_left_out(shards, cut(shards, 1), ranks) == pytest.approx(part)

@@ -26,7 +26,7 @@ COUNT = 40
 
 
 class Small(MemoryTransport):
-    """Gives streams in chunks of a few bytes, whatever was asked for, and breaks them where it is told to."""
+    """Gives streams in chunks of a few bytes, whatever size is asked for, and breaks them at a given offset."""
 
     breaks_at: int | None = None
 
@@ -43,7 +43,7 @@ class Small(MemoryTransport):
 @pytest.mark.thorough
 @pytest.mark.parametrize("url", MAKERS)
 async def test_every_format_is_read_whole_and_from_everywhere(url: str) -> None:
-    """After each sample there is an offset from which a range returns exactly what follows."""
+    """After each sample there is an offset from which a range gives exactly the remaining samples."""
     async with Small({url: MAKERS[url](range(COUNT))}) as transport:
         stores, shard = Stores(transport=transport), shard_of(url, range(COUNT))
         found = await read_all(stores, shard)
@@ -57,7 +57,7 @@ async def test_every_format_is_read_whole_and_from_everywhere(url: str) -> None:
 @pytest.mark.parametrize("url", ["a.jsonl", "a.mds", "a.parquet"])
 @pytest.mark.parametrize("parts", [2, 5, 100])
 async def test_ranges_have_each_sample_once(url: str, parts: int) -> None:
-    """In order, in formats that can be cut; by what the store says of the shard."""
+    """In formats that can be cut the samples are read once, in order; the store gives the size."""
     async with Small({url: MAKERS[url](range(COUNT))}) as transport:
         stores = Stores(transport=transport)
         shards = await with_edges([shard_of(url, range(COUNT))], stores, parts)
@@ -73,7 +73,7 @@ async def test_ranges_have_each_sample_once(url: str, parts: int) -> None:
 
 @pytest.mark.parametrize("url", [url for url in MAKERS if url != "a.parquet"])
 async def test_a_broken_transport_comes_after_the_samples_before_it(url: str) -> None:
-    """All samples that were complete are given; then the transport's own error."""
+    """All samples that were complete are given; then the transport's own error is raised."""
     async with Small({url: MAKERS[url](range(COUNT))}) as transport:
         transport.breaks_at = len(MAKERS[url](range(COUNT))) // 2
         got: list[Any] = []
@@ -88,7 +88,7 @@ async def test_a_broken_transport_comes_after_the_samples_before_it(url: str) ->
 
 @pytest.mark.parametrize("url", MAKERS)
 async def test_a_truncated_shard_says_so(url: str) -> None:
-    """Cut inside a sample: samples that are whole, then a ShardError with the URL."""
+    """A shard cut inside a sample gives the whole samples, then a ShardError with the URL."""
     data = MAKERS[url](range(COUNT))
     if url in {"a.tar", "a.jsonl", "a.tfrecord"}:
         async with MemoryTransport({url: data}) as whole:
@@ -110,7 +110,7 @@ async def test_a_truncated_shard_says_so(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["a.tar", "a.jsonl", "a.mds", "a.parquet"])
 async def test_a_shard_that_shrank_since_it_was_cut(url: str) -> None:
-    """A range that begins after the end is not treated as empty."""
+    """A range that begins after the shard's end is an error, not an empty range."""
     data = MAKERS[url](range(COUNT))
     async with Small({url: data[: len(data) // 4]}) as transport:
         with pytest.raises(ShardError, match=r"truncated|no Parquet"):
@@ -119,7 +119,7 @@ async def test_a_shard_that_shrank_since_it_was_cut(url: str) -> None:
 
 @pytest.mark.parametrize("url", MAKERS)
 async def test_leaving_early_leaves_nothing_behind(url: str) -> None:
-    """Closed after one list, or cancelled while it waits: no task, no thread, and the transport can be closed."""
+    """Closed after one list, or cancelled while it waits, it leaves no task or thread; the transport can be closed."""
     async with Small({url: MAKERS[url](range(COUNT))}) as transport:
         stores, shard = Stores(transport=transport), shard_of(url, range(COUNT))
         batches = read_shard_range(stores, shard, CatalogRange(0), read_ahead=1)
@@ -137,7 +137,7 @@ async def test_leaving_early_leaves_nothing_behind(url: str) -> None:
 
 
 async def test_bad_samples_are_told_of_in_the_loop() -> None:
-    """Also those of a compressed shard, which is read in a thread."""
+    """`on_bad` is called in the event loop, also for a compressed shard, which is read in a thread."""
     lines = b'{"n": 0}\nnonsense\n{"n": 1}\n[]\n{"n": 2}\n'
     loop = asyncio.get_running_loop()
     for url, data in (("a.jsonl", lines), ("a.jsonl.gz", gzip.compress(lines))):
@@ -154,7 +154,7 @@ async def test_bad_samples_are_told_of_in_the_loop() -> None:
 
 
 async def test_bad_samples_at_the_end_are_told_of() -> None:
-    """Also where no good one is left to come with them, as in a file without any."""
+    """They are reported even if no good sample follows, as in a file with bad samples only."""
     table = pa.table({"text": pa.array([b"a"] * 1500 + [b"\xff"] * 3, pa.binary()).view(pa.string())})
     for first, good in ((0, 1500), (1500, 0)):
         file = io.BytesIO()
@@ -168,7 +168,7 @@ async def test_bad_samples_at_the_end_are_told_of() -> None:
 
 
 async def test_an_error_of_on_bad_ends_the_range() -> None:
-    """Whoever counts bad samples can give up."""
+    """An `on_bad` that counts bad samples can end the reading by an error."""
     async with MemoryTransport({"a.jsonl": b"bad\n"}) as transport:
 
         def on_bad(error: ShardError) -> None:
@@ -179,7 +179,7 @@ async def test_an_error_of_on_bad_ends_the_range() -> None:
 
 
 async def test_a_reader_of_the_users_own() -> None:
-    """It is made for the URL and the part, and driven as ours are."""
+    """The reader is made for the URL and the part, and is driven as ours are."""
     made: list[tuple[str, ShardRange]] = []
 
     def make(url: str, part: ShardRange) -> ShardReader:
@@ -194,7 +194,7 @@ async def test_a_reader_of_the_users_own() -> None:
 
 
 async def test_a_sample_is_bounded() -> None:
-    """`max_sample_bytes` holds for every format."""
+    """`max_sample_bytes` holds for tar and Parquet."""
     for url, data in {"a.tar": tar([0], size=10_000), "a.parquet": parquet([1], size=10_000)}.items():
         async with MemoryTransport({url: data}) as transport:
             with pytest.raises(ShardError, match="max_sample_bytes=5,000"):
@@ -202,7 +202,7 @@ async def test_a_sample_is_bounded() -> None:
 
 
 async def test_impossible_ranges() -> None:
-    """A tar cannot be entered in the middle of a sample, and nothing can be read ahead of by no bytes."""
+    """A tar cannot be entered in the middle of a sample, and `read_ahead` cannot be 0 bytes."""
     async with MemoryTransport({"a.tar": tar(range(3))}) as transport:
         stores, shard = Stores(transport=transport), Shard("a.tar", format_of("a.tar"))
         with pytest.raises(ValueError, match="only from where a sample begins"):

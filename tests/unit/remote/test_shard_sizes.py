@@ -1,4 +1,4 @@
-"""What is asked of stores about shards: only what is needed, many at a time, and not believed blindly."""
+"""Requests to stores about shards: only necessary requests, many at a time, and the answers are checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.remote.shards import MAKERS, jsonl, mds, mds_index, parquet, sha
 
 
 class Counting(MemoryTransport):
-    """Counts calls, and how many of them there are at a time."""
+    """Counts calls, and the largest number of simultaneous calls."""
 
     asked = 0
     now = 0
@@ -39,7 +39,7 @@ class Counting(MemoryTransport):
 
 
 class Vague(MemoryTransport):
-    """Does not say how large one of its objects is."""
+    """Does not know the size of one of its objects."""
 
     async def info(self, path: str) -> ObjectInfo:
         if path == "vague.jsonl":
@@ -48,7 +48,7 @@ class Vague(MemoryTransport):
 
 
 async def test_sizes_are_asked_for_many_at_a_time() -> None:
-    """A bounded number, in the shards' order, and none that is known."""
+    """At most REQUESTS sizes are asked for at a time; the result has the shards' order; no known size is asked for."""
     count = 3 * REQUESTS
     async with Counting({f"{number:03d}.tar": bytes(number) for number in range(count)}) as transport:
         stores = Stores(transport=transport)
@@ -61,7 +61,7 @@ async def test_sizes_are_asked_for_many_at_a_time() -> None:
 
 
 async def test_a_missing_shard_is_named() -> None:
-    """The transport's own error, and no request goes on."""
+    """The transport's own error is raised, and no request continues."""
     async with Counting({"a.tar": b""}) as transport:
         shards = [Shard(url, format_of(url)) for url in ("a.tar", "gone.tar", "b.tar")]
         with pytest.raises(ObjectNotFound, match=r"(b|gone)\.tar"):
@@ -70,7 +70,7 @@ async def test_a_missing_shard_is_named() -> None:
 
 
 async def test_a_shard_of_unknown_size_is_read_whole() -> None:
-    """It is no error but for who needs the size; the other shards are measured, and cut."""
+    """Only code that needs the size gets an error; the other shards are measured, and cut."""
     lines = b"{}\n" * 100
     async with Vague({"a.jsonl": lines, "vague.jsonl": lines}) as transport:
         stores = Stores(transport=transport)
@@ -85,7 +85,7 @@ async def test_a_shard_of_unknown_size_is_read_whole() -> None:
 
 
 async def test_nothing_is_asked_if_there_are_shards_enough() -> None:
-    """They are read whole."""
+    """The shards are read whole, so no size is needed."""
     async with Counting() as transport:
         shards = [Shard(f"{number}.parquet", format_of("a.parquet")) for number in range(4)]
         assert await with_edges(shards, Stores(transport=transport), 4) == shards
@@ -93,7 +93,7 @@ async def test_nothing_is_asked_if_there_are_shards_enough() -> None:
 
 
 async def test_parquet_footers_and_mds_indexes_count() -> None:
-    """Rows of a footer, samples of an index; the others do not say."""
+    """Samples are counted in a Parquet footer; a tar has no count."""
     objects = {"a.parquet": parquet(range(30)), "b.tar": tar(range(3))}
     async with MemoryTransport(objects) as transport:
         stores = Stores(transport=transport)
@@ -103,7 +103,7 @@ async def test_parquet_footers_and_mds_indexes_count() -> None:
 
 
 async def test_row_groups_without_rows_are_no_places_to_cut() -> None:
-    """A range that is empty helps nobody."""
+    """A cut there would only give an empty range."""
     file = io.BytesIO()
     table = pa.table({"n": [1, 2]})
     with pq.ParquetWriter(file, table.schema) as writer:
@@ -116,7 +116,7 @@ async def test_row_groups_without_rows_are_no_places_to_cut() -> None:
 
 
 async def test_an_mds_header_must_agree_with_its_index() -> None:
-    """It says where samples begin, so it is checked before the shard is cut."""
+    """The header has the samples' positions, so it is checked before the shard is cut."""
     good = mds(range(20))
     objects = {"index.json": mds_index(good, counts=[20]), "shard.00000.mds": good}
     for data, match in ((good, None), (b"\x15" + good[1:], "its index says"), (good[:50], "truncated")):
@@ -133,7 +133,7 @@ async def test_an_mds_header_must_agree_with_its_index() -> None:
 
 @pytest.mark.parametrize("url", MAKERS)
 async def test_bytes_of_a_sample_are_estimated(url: str) -> None:
-    """Exactly, when the whole shard is small; bytes of the object, also in a compressed one."""
+    """The estimate is exact if the whole shard is small; it counts stored bytes, also in a compressed shard."""
     data = MAKERS[url](range(100))
     async with MemoryTransport({url: data}) as transport:
         shard = shard_of(url, range(100))
@@ -143,7 +143,7 @@ async def test_bytes_of_a_sample_are_estimated(url: str) -> None:
 
 
 async def test_the_estimate_reads_the_beginning_only() -> None:
-    """Of a large shard, about the first MiB; the samples there stand for the others."""
+    """About the first MiB of a large shard is read; its samples stand for the others."""
     data = jsonl(range(30_000), size=200)
 
     class Metered(MemoryTransport):
@@ -163,7 +163,7 @@ async def test_the_estimate_reads_the_beginning_only() -> None:
 
 
 async def test_no_samples_no_estimate() -> None:
-    """An empty shard says nothing, a broken one says why; a reader of the user's own is asked as well."""
+    """An empty shard gives None, a broken shard an error; a user's own reader is used as well."""
     async with MemoryTransport({"a.jsonl": b"", "b.tar": b"x" * 600, "c": b'{"n": 1}\n'}) as transport:
         stores = Stores(transport=transport)
         assert await bytes_per_sample(Shard("a.jsonl", format_of("a.jsonl")), stores) is None

@@ -1,4 +1,4 @@
-"""Ranges: every sample is in exactly one of them, and there are as many as formats allow."""
+"""Ranges: every sample is in exactly one range, and the ranges are not fewer than asked for if formats allow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JSONL = ShardFormat("jsonl", None)
 
 
 def test_formats_by_extension_and_by_name() -> None:
-    """Parquet beside the formats of the push readers; a name is an extension without its dot."""
+    """Parquet is known beside the push readers' formats; a format's name is an extension without its dot."""
     assert format_of("https://host/a.PARQUET?sig=1") == PARQUET
     assert format_of("a.pq") == PARQUET
     assert format_of("s3://bucket/a.tar#b?c.pq") == PARQUET
@@ -41,14 +41,14 @@ def test_one_range_per_shard_if_there_are_enough() -> None:
 
 
 def test_formats_without_places_to_cut_are_whole() -> None:
-    """Two tars stay two ranges, and JSON lines of unknown size one."""
+    """Two tars stay two ranges; JSON lines of unknown size, or compressed, stay one range."""
     assert cut([Shard("a.tar", TAR, 100), Shard("b.tar", TAR, 100)], 8) == [CatalogRange(0), CatalogRange(1)]
     assert cut([Shard("a.jsonl", JSONL)], 8) == [CatalogRange(0)]
     assert cut([Shard("a.jsonl.gz", ShardFormat("jsonl", "gzip"), 100)], 8) == [CatalogRange(0)]
 
 
 def test_parquet_is_cut_at_its_edges() -> None:
-    """The first range begins with the shard, the last one has no end."""
+    """The first range begins with the shard; the last range has no end."""
     shard = Shard("a.parquet", PARQUET, 1000, 60, edges=(0, 10, 20, 40, 60))
     assert cut([shard], 2) == [CatalogRange(0, 0, 20), CatalogRange(0, 20, None)]
     assert cut([shard], 9) == [
@@ -77,7 +77,7 @@ def test_no_parts_are_refused() -> None:
 )
 @settings(deadline=None)
 def test_ranges_cover_each_shard_once(kinds: list[int | list[int] | None], parts: int) -> None:
-    """In order, without gap or overlap; as many as were asked for, unless no shard can be cut further."""
+    """They are in order, without gap or overlap, and not fewer than asked for unless no shard can be cut further."""
     shards: list[Shard] = []
     for number, kind in enumerate(kinds):
         if kind is None:

@@ -1,4 +1,4 @@
-"""The shuffle buffer by itself: permutations of blocks, at the pace of the batches, found again from a few numbers."""
+"""The shuffle buffer by itself: permutations of blocks, at the pace of the batches, restored from a few numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Source:
         self.read += missing
 
     def take(self, most: int) -> list[int]:
-        """Up to so many; none at the end."""
+        """Return at most `most` numbers; an empty list at the end."""
         blocks = self.blocks
         blocks.begin(most)
         if not blocks.left:
@@ -50,7 +50,7 @@ def everything(most: int, key: int, length: int, batch: int = 4) -> list[int]:
 
 @given(st.integers(1, 20), st.integers(0, (1 << 64) - 1), st.integers(0, 80), st.integers(1, 9))
 def test_blocks_are_permuted_in_themselves(most: int, key: int, length: int, batch: int) -> None:
-    """Every item comes once, less than `most` places from where it was; and at most two blocks are held."""
+    """Every item is given once, less than `most` places from its own; and at most two blocks are held."""
     source = Source(most, key, length)
     out: list[int] = []
     while got := source.take(batch):
@@ -78,7 +78,7 @@ def test_first_blocks_are_small() -> None:
 
 
 def test_a_block_fills_while_another_is_given_out() -> None:
-    """A batch takes in about as many items as it gives out, once blocks are full."""
+    """Once blocks are full, a batch reads about the number of items that it gives out."""
     source = Source(64, 1, 10_000)
     while len(source.blocks.block) < 64:
         source.take(4)
@@ -92,7 +92,7 @@ def test_a_block_fills_while_another_is_given_out() -> None:
 
 @pytest.mark.thorough
 def test_orders_are_uniform() -> None:
-    """All orders of a block are as likely as one another, and so differ from block to block."""
+    """All orders of a block are equally likely, and differ from block to block."""
     counts: Counter[tuple[int, ...]] = Counter()
     for key in range(2400):
         counts[tuple(everything(3, key, 3, batch=3))] += 1
@@ -105,7 +105,7 @@ def test_orders_are_uniform() -> None:
 
 @given(st.integers(1, 12), st.integers(0, 60), st.integers(1, 5), st.integers(0, 30))
 def test_restored(most: int, length: int, batch: int, steps: int) -> None:
-    """From the blocks' items and three numbers, the rest is what it would have been."""
+    """Restored from the blocks' items and three numbers, the rest is unchanged."""
     source = Source(most, 5, length)
     for _ in range(steps):
         source.take(batch)
@@ -120,5 +120,5 @@ def test_restored(most: int, length: int, batch: int, steps: int) -> None:
 
 @pytest.mark.parametrize("key", [0, 1, (1 << 64) - 1])
 def test_a_block_of_one_shuffles_nothing(key: int) -> None:
-    """``shuffle_buffer=1`` is the order of the shards."""
+    """``shuffle_buffer=1`` keeps the order of the shards."""
     assert everything(1, key, 30) == list(range(30))

@@ -1,4 +1,4 @@
-"""Which transport reads which URL, and who closes it."""
+"""Which transport reads which URL, and when it is closed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from asyncloader.transports.cached import CachedTransport
     ],
 )
 def test_places(url: str, root: str, path: str) -> None:
-    """As many URLs as possible share a root: all files, all objects of a server or bucket."""
+    """URLs share a root where possible: all files, and all objects of a server or bucket."""
     assert Stores().locate(url) == Location(root, path)
 
 
@@ -46,7 +46,7 @@ def test_places(url: str, root: str, path: str) -> None:
     "name", ["o/a%2Fb%20c.tar?alt=media", "caf%E9.tar", "%C3%BC%23%3F%25.tar?sig=a%2Fb%2B", "%2Fa.tar"]
 )
 async def test_web_urls_are_asked_for_as_they_are_written(name: str) -> None:
-    """What is escaped stays so: an escaped slash is no slash, and bytes need be no UTF-8."""
+    """Escapes are kept: an escaped slash is no slash, and bytes need be no UTF-8."""
     stores = Stores()
     transport: Any
     transport, path = stores.find(f"https://host/{name}")
@@ -57,7 +57,7 @@ async def test_web_urls_are_asked_for_as_they_are_written(name: str) -> None:
 def test_relative_paths_belong_to_the_directory_of_construction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a worker that runs elsewhere."""
+    """This holds also in a worker that runs in another directory."""
     monkeypatch.chdir(tmp_path)
     stores = Stores()
     monkeypatch.chdir("/")
@@ -68,13 +68,13 @@ def test_relative_paths_belong_to_the_directory_of_construction(
 
 @pytest.mark.parametrize("url", ["file://elsewhere/a.tar", "file:///a.tar?b"])
 def test_file_urls_name_local_files(url: str) -> None:
-    """As the local transport says it."""
+    """Other file URLs are refused, as by the local transport."""
     with pytest.raises(ValueError, match="file"):
         Stores().find(url)
 
 
 async def test_transports_are_shared_and_opened_anew_after_closing() -> None:
-    """One a root; closing closes them, and the stores can be used again."""
+    """URLs of one root share a transport; `aclose` closes it, and the stores can be used again."""
     stores = Stores()
     first, _ = stores.find("http://host/a.tar")
     assert stores.find("http://host/b/c.tar")[0] is first
@@ -87,7 +87,7 @@ async def test_transports_are_shared_and_opened_anew_after_closing() -> None:
 
 
 def test_options_reach_the_transports() -> None:
-    """They are the keyword arguments of whatever is opened."""
+    """The options are the keyword arguments of every transport that is opened."""
     transport, _ = Stores({"requests": 3}).find("http://host/a.tar")
     assert "requests=3" in repr(transport)
     with pytest.raises(UnknownScheme):
@@ -102,7 +102,7 @@ def test_a_listing_is_relative_to_its_folder() -> None:
 
 
 async def test_a_transport_of_the_users_own_stays_open() -> None:
-    """Whoever made it closes it; the copy that a worker gets is closed with its stores."""
+    """The user closes the transport they made; the copy that a worker gets is closed with its stores."""
     transport = MemoryTransport({"a/b.tar": b"1"})
     stores = Stores(transport=transport)
     assert stores.find("a/b.tar") == (transport, "a/b.tar")
@@ -119,7 +119,7 @@ async def test_a_transport_of_the_users_own_stays_open() -> None:
 
 
 async def test_remote_objects_are_cached_and_local_ones_are_not(tmp_path: Path) -> None:
-    """The directory of the cache is made absolute; a signature is no part of a cached object's name."""
+    """Only remote objects are cached; a signature is no part of a cached object's name."""
     stores = Stores(cache_dir=tmp_path, cache_bytes=1000)
     transport, path = stores.find("http://host/a.tar?sig=1")
     assert isinstance(transport, CachedTransport)
@@ -142,12 +142,12 @@ async def test_remote_objects_are_cached_and_local_ones_are_not(tmp_path: Path) 
     ids=["none", "aws", "cloudfront", "google", "azure", "not azure", "empty"],
 )
 def test_what_signs_a_url_does_not_name_its_object(query: str, kept: str) -> None:
-    """The rest of a query does: without it two objects would be cached as one."""
+    """The rest of the query does name it: without that two objects would be cached as one."""
     assert strip_signature(f"https://host/folder?{query}") == f"https://host/folder{kept}"
 
 
 async def test_buckets_of_different_stores_are_cached_apart(tmp_path: Path) -> None:
-    """Two stores may have a bucket of the same name; which of them is meant is said by the endpoint."""
+    """Two stores may have a bucket of the same name; their endpoints differ."""
     urls = set()
     for options in ({}, {"endpoint": "https://minio.example:9000"}, {"endpoint": "https://other.example"}):
         stores = Stores(options, cache_dir=tmp_path)
@@ -168,5 +168,5 @@ def test_incompatible_options() -> None:
 
 
 def test_schemes() -> None:
-    """A plain path is a file, also with colons in it."""
+    """A plain path is a file, also with a colon in it."""
     assert [scheme_of(url) for url in ("S3://b/k", "a:b/c", "/x", "http://h")] == ["s3", "file", "file", "http"]

@@ -1,4 +1,4 @@
-"""One worker stream: what it requests and when, bad samples, cancellation, and its states."""
+"""One worker stream: its requests and their times, bad samples, cancellation, and its states."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Store:
 
 
 class Assignments(LocalAssignments):
-    """The assignments of a single worker. Records each request: number, batch, and samples that would be given back."""
+    """The assignments of a single worker. Records each request: number, batch, and samples that would be returned."""
 
     def __init__(self, store: Store, state: Any = None) -> None:
         start = StreamStart() if state is None else StreamStart(taken=state["taken"])
@@ -82,7 +82,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 
 async def test_shards_one_after_the_other() -> None:
-    """Batches are full across shard boundaries; the last one is short, and then the stream ends."""
+    """Batches are full across shard boundaries; the last batch is short, and then the stream ends."""
     store = Store(3, 0, 4)
     stream = WorkerStream(store.shards, store.open, Assignments(store), 0)
     assert await batches_of(stream, 2) == [[0, 1], [2, 200], [201, 202], [203]]
@@ -91,7 +91,7 @@ async def test_shards_one_after_the_other() -> None:
 
 
 async def test_the_next_assignment_is_requested_before_the_end() -> None:
-    """When 12 MiB of the current one are left; for small ones at their beginning."""
+    """It is requested when 12 MiB of the current assignment are left; for a small assignment, at its beginning."""
     store = Store(20, 2, 2)
     assignments = Assignments(store)
     stream = WorkerStream(store.shards, store.open, assignments, 0)
@@ -109,7 +109,7 @@ async def test_the_next_assignment_is_requested_before_the_end() -> None:
 
 @pytest.mark.parametrize("shuffle", [0, 5])
 async def test_bad_samples_are_raised_once_each(shuffle: int) -> None:
-    """Before the samples after them; samples already taken for the batch are in the next one."""
+    """They are raised before the samples after them; samples already taken are in the next batch."""
     store = Store(6, 5, bad=(2, 3), broken=(103,))
     stream = WorkerStream(store.shards, store.open, Assignments(store), shuffle)
     got: list[int] = []
@@ -129,7 +129,7 @@ async def test_bad_samples_are_raised_once_each(shuffle: int) -> None:
 
 @pytest.mark.parametrize("shuffle", [0, 5])
 async def test_cancelled_reading_loses_nothing(shuffle: int) -> None:
-    """`take` is cancelled again and again while it waits for a sample: each sample comes once."""
+    """`take` is cancelled again and again while it waits for a sample: each sample is given once."""
     gate = asyncio.Event()
     store = Store(5, 4, wait=gate)
     stream = WorkerStream(store.shards, store.open, Assignments(store), shuffle)
