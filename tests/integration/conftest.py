@@ -23,13 +23,13 @@ def tars(tmp_path: Path) -> str:
 
 @pytest.fixture
 def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch finds no accelerator, so that what it and we do without one is tested on every machine."""
+    """torch finds no accelerator: tests of the behaviour without an accelerator run the same on every machine."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
 @pytest.fixture
 def constructors() -> Iterator[None]:
-    """Whatever a test of `install` does, torch's two constructors are torch's again at its end."""
+    """Check that after a test of `install` the constructors of torch's loader and iterator are torch's own again."""
     kinds: list[Any] = [torch.utils.data.DataLoader, _BaseDataLoaderIter]
     before = [kind.__init__ for kind in kinds]
     yield

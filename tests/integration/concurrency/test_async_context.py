@@ -1,4 +1,4 @@
-"""Clients that are opened once a worker: `__aenter__` and `__aexit__` of a dataset, and an async `worker_init_fn`."""
+"""Clients opened once per worker: `__aenter__` and `__aexit__` of a dataset, and an async `worker_init_fn`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKERS = [0, 1, 2]
 
 
 class Opens(Dataset[Any]):
-    """Leaves a file behind for each time it was entered and left."""
+    """Leaves a file behind for each time its context was entered or left."""
 
     def __init__(self, folder: Path, n: int = 12) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class OpensStream(Opens):
 
 
 def noted(folder: Path, what: str) -> list[str]:
-    """Pids of the processes that noted this."""
+    """Pids of the processes that wrote a note of this kind, sorted."""
     return sorted(path.name.split("-")[1] for path in folder.glob(f"{what}-*"))
 
 
@@ -68,7 +68,7 @@ def noted(folder: Path, what: str) -> list[str]:
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("make", [Opens, OpensStream])
 def test_entered_and_left_once_a_worker(kind: str, workers: int, make: Any, tmp_path: Path) -> None:
-    """Before the first sample, and after the last; in the loop that reads."""
+    """The dataset is entered before its first sample, left after its last, and read in the loop that entered it."""
     got = collect(kind, make(tmp_path), batch_size=2, num_workers=workers)
     assert sorted(torch.cat(got).tolist()) == list(range(12))
     entered = noted(tmp_path, "entered")
@@ -79,7 +79,9 @@ def test_entered_and_left_once_a_worker(kind: str, workers: int, make: Any, tmp_
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_persistent_workers_stay_open(kind: str, tmp_path: Path) -> None:
-    """Over epochs; they leave when the loader is closed. Without workers each iterator enters and leaves."""
+    """Persistent workers stay entered over epochs and leave when the loader is closed; without workers each iterator
+    enters and leaves.
+    """
     for workers, times in ((2, 2), (0, 3)):
         folder = tmp_path / str(workers)
         folder.mkdir()
@@ -102,7 +104,7 @@ def test_persistent_workers_stay_open(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_left_when_the_epoch_is_not_finished(kind: str, workers: int, tmp_path: Path) -> None:
-    """Closing the loader in the middle leaves, too."""
+    """Closing the loader in the middle of an epoch leaves the dataset, too."""
     if kind == "sync":
         with DataLoader[Any](Opens(tmp_path), num_workers=workers) as loader:
             next(iter(loader))
@@ -118,7 +120,7 @@ def test_left_when_the_epoch_is_not_finished(kind: str, workers: int, tmp_path: 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_views_enter_what_they_view(workers: int, tmp_path: Path) -> None:
-    """Subset and ConcatDataset; a part that two of them share is entered once."""
+    """Subset and ConcatDataset enter the datasets that they hold; a dataset held twice is entered once."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     other.mkdir()
@@ -131,7 +133,7 @@ def test_views_enter_what_they_view(workers: int, tmp_path: Path) -> None:
 
 
 class Refuses(Opens):
-    """Cannot be entered for the first time."""
+    """Its context refuses to be entered the first time."""
 
     async def __aenter__(self) -> Self:
         if not noted(self.folder, "refused"):
@@ -142,7 +144,7 @@ class Refuses(Opens):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_error_at_entering_is_one_of_start_up(kind: str, tmp_path: Path) -> None:
-    """It answers every task of the epoch; the next epoch of persistent workers tries again."""
+    """The error answers every task of the epoch; the next epoch of persistent workers tries to enter again."""
     found: list[Any] = []
 
     async def run() -> None:
@@ -186,7 +188,7 @@ class Sticks(Opens):
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_leaving_holds_nothing_up_for_long(kind: str, workers: int, tmp_path: Path) -> None:
-    """An `__aexit__` that never ends is given up; all batches have come."""
+    """The loader stops waiting for an `__aexit__` that never returns; all batches were delivered before."""
     assert len(collect(kind, Sticks(tmp_path), batch_size=4, num_workers=workers)) == 3
 
 
@@ -197,7 +199,7 @@ class Breaks(Opens):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_error_at_leaving_is_a_warning(kind: str, tmp_path: Path) -> None:
-    """The batches were delivered."""
+    """An error of `__aexit__` loses no batch."""
     with pytest.warns(RuntimeWarning, match="__aexit__ raised OSError: lost"):
         assert len(collect(kind, Breaks(tmp_path), batch_size=4)) == 3
 
@@ -206,7 +208,7 @@ def test_an_error_at_leaving_is_a_warning(kind: str, tmp_path: Path) -> None:
 
 
 class Client(Dataset[Any]):
-    """Reads with what `worker_init_fn` opened."""
+    """Reads with the client that `worker_init_fn` opened."""
 
     loop: asyncio.AbstractEventLoop | None = None
 
@@ -233,14 +235,14 @@ async def refuse(worker: int) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_async_worker_init_fn_is_awaited(kind: str) -> None:
-    """In the worker's loop, before the first sample."""
+    """The coroutine runs in the worker's loop, before the first sample."""
     got = collect(kind, Client(), batch_size=2, num_workers=2, worker_init_fn=connect)
     assert torch.cat(got).tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_its_error_is_one_of_start_up(kind: str) -> None:
-    """Every task is answered with it."""
+    """The error of `worker_init_fn` answers every task."""
     got = outcomes(kind, Client(), batch_size=2, num_workers=1, worker_init_fn=refuse)
     assert [each[0] for each in got] == [ConnectionError] * 4
     assert "worker 0 has no store" in got[0][1]
@@ -248,7 +250,7 @@ def test_its_error_is_one_of_start_up(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_blocking_dataset_has_no_loop_for_it(kind: str) -> None:
-    """The error says so; with `fetch_threads` there is one."""
+    """The error names the missing event loop; with `concurrency` the worker has a loop."""
     got = outcomes(kind, Numbers(4), batch_size=2, num_workers=1, worker_init_fn=connect)
     assert [each[0] for each in got] == [TypeError, TypeError]
     assert "no event loop" in got[0][1]

@@ -25,7 +25,7 @@ WORKERS = [0, 1, 2]
     "options", [{"batch_size": 4}, {"batch_size": None}, {"sampler": [3, 1, 3], "batch_size": 2}], ids=str
 )
 def test_async_getitem(kind: str, workers: int, options: dict[str, Any]) -> None:
-    """`async def __getitem__` gives the batches of its plain twin."""
+    """`async def __getitem__` gives the batches of a plain dataset with the same samples."""
     got = collect(kind, AsyncNumbers(10), num_workers=workers, **options)
     assert_same(got, collect("torch", Numbers(10), **options))
 
@@ -41,7 +41,7 @@ def test_async_getitems(kind: str, workers: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_views_of_an_async_dataset(kind: str, workers: int) -> None:
-    """torch's Subset and ConcatDataset around async datasets are understood, also nested."""
+    """torch's Subset and ConcatDataset around async datasets are read like async datasets, also nested."""
     dataset: Any = ConcatDataset([Subset(AsyncNumbers(6), [5, 0, 1]), AsyncNumbers(2), Numbers(2)])
     twin: Any = ConcatDataset([Subset(Numbers(6), [5, 0, 1]), Numbers(2), Numbers(2)])
     for one, other in ((dataset, twin), (Subset(AsyncNumbers(6), [5, 0]), Subset(Numbers(6), [5, 0]))):
@@ -56,7 +56,9 @@ def test_views_of_an_async_dataset(kind: str, workers: int) -> None:
 )
 @pytest.mark.parametrize("make", [AsyncStream, BothStreams])
 def test_async_streams(kind: str, make: Any, options: dict[str, Any]) -> None:
-    """`__aiter__` streams: each worker its own copy, torch's order of batches, short ones and uneven ends included."""
+    """`__aiter__` streams: each worker reads its own copy, batches have torch's order, with short batches and streams
+    of uneven lengths.
+    """
     for workers, lengths in ((0, [7]), (1, [8]), (2, [3, 14]), (2, [0, 5])):
         got = collect(kind, make(lengths), num_workers=workers, **options)
         twin = _PlainStream(lengths)
@@ -76,7 +78,7 @@ class _PlainStream(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epochs_of_an_async_dataset(kind: str, workers: int) -> None:
-    """Shuffled over several epochs with persistent workers: the order is torch's."""
+    """Shuffled over several epochs, with persistent workers where there are workers: the order is torch's."""
     options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "num_workers": workers}
     assert_like_torch(kind, AsyncNumbers(10), twin=Numbers(10), epochs=3, persistent_workers=bool(workers), **options)
 
@@ -84,19 +86,19 @@ def test_epochs_of_an_async_dataset(kind: str, workers: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_are_fetched_concurrently(kind: str, workers: int) -> None:
-    """All samples of a batch are in flight at a time, and come back in order."""
+    """All samples of a batch are in flight at a time, and stand in the batch in order."""
     got = collect(kind, Meeting(12, 4), batch_size=4, num_workers=workers)
     assert [batch.tolist() for batch in got] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_batches_of_one_worker_are_fetched_concurrently() -> None:
-    """Two batches of two samples each that wait for one another: the worker has both in hand."""
+    """Two batches of two samples each, which wait for one another: the worker fetches both at a time."""
     got = collect("asyncio", Meeting(12, 4), batch_size=2, num_workers=1, prefetch_factor=2)
     assert [batch.tolist() for batch in got] == [[i, i + 1] for i in range(0, 12, 2)]
 
 
 class InFlight(Dataset[Any]):
-    """Each sample is the number of samples in flight when it ended."""
+    """Each sample is the highest number of samples that were in flight together so far."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -152,12 +154,12 @@ def test_first_error_cancels_the_rest_of_its_batch(kind: str, workers: int) -> N
     failed, rest = outcomes(kind, dataset, batch_size=2, num_workers=workers)
     assert failed[0] is FileNotFoundError
     assert "sample 1" in failed[1]
-    assert rest.tolist() in ([0, 0], [1, 1])  # the next batch is in flight meanwhile
+    assert rest.tolist() in ([0, 0], [1, 1])  # the next batch is in flight at that time
     assert workers or dataset.cancelled == 1
 
 
 async def test_without_workers_it_runs_on_the_running_loop() -> None:
-    """An async dataset read without workers uses the consumer's own loop."""
+    """A dataset that is awaited without workers runs on the consumer's own loop."""
     here = asyncio.get_running_loop()
 
     class Loops(Dataset[Any]):
@@ -202,7 +204,7 @@ class Stuck(AsyncNumbers):
 
 
 def test_closing_does_not_wait_for_slow_samples() -> None:
-    """Leaving while samples wait for ever cancels them in the worker."""
+    """Leaving the loop while samples wait for ever cancels these samples."""
 
     async def run() -> None:
         async with AsyncDataLoader[Any](Stuck(5), num_workers=2) as loader:

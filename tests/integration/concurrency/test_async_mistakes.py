@@ -1,4 +1,4 @@
-"""``async`` and ``await`` in the wrong place: each error says what to use instead, and nothing is silently left out."""
+"""``async`` and ``await`` in the wrong place: each error names the right way, and nothing is silently left out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def text_of(function: Callable[..., Any], *args: Any) -> str:
     ("use", "text"), [(read, USE_ASYNC), (take, USE_ASYNC), (enter, ENTER_ASYNC), (enter_and_read, ENTER_ASYNC)]
 )
 def test_the_sync_loaders_name_the_async_one(kind: Any, use: Any, text: str) -> None:
-    """``async for``, `anext` and ``async with``."""
+    """``async for``, `anext` and ``async with`` raise, and leave the loader usable."""
     with kind(Numbers(6)) as loader:
         assert text_of(asyncio.run, use(loader)) == text
         assert len(list(loader)) == 6, "nothing has happened to it"
@@ -67,7 +67,7 @@ def test_the_sync_loaders_name_the_async_one(kind: Any, use: Any, text: str) -> 
 
 @pytest.mark.parametrize("use", [list, iter, enumerate, lambda loader: next(iter(loader))])
 def test_the_async_loader_names_the_sync_one(use: Any) -> None:
-    """A plain ``for`` and what does the same, also inside of ``with``, which is allowed."""
+    """A plain ``for`` and its equivalents raise, also inside a plain ``with``, which is allowed."""
     with AsyncDataLoader(Numbers(6)) as loader:
         assert text_of(use, loader) == USE_SYNC
 
@@ -97,7 +97,7 @@ def test_aclose_that_is_not_awaited() -> None:
 
 
 class Awaited(list[int]):
-    """A sampler, and a dataset, whose methods would have to be awaited."""
+    """A sampler, and a dataset, whose methods are coroutine functions."""
 
     async def feedback(self, loss: float) -> None:
         raise AssertionError(f"called with {loss}")
@@ -108,7 +108,7 @@ class Awaited(list[int]):
 
 @pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
 def test_methods_of_the_users_that_would_have_to_be_awaited(kind: Any) -> None:
-    """`feedback` and `set_epoch` of samplers, and `set_epoch` of datasets: each call names the method."""
+    """A call of `feedback` or `set_epoch` of a sampler, or of `set_epoch` of a dataset, raises and names the method."""
     sampled, seeded = kind(Numbers(6), sampler=Awaited([1, 2])), kind(Awaited([1, 2]), seed=1)
     assert text_of(sampled.feedback, 0.5) == f"Awaited.feedback {PLAIN}"
     assert text_of(sampled.set_epoch, 1) == f"Awaited.set_epoch {PLAIN}"
@@ -122,16 +122,16 @@ async def awaited(batch: Any) -> Any:
 
 
 def test_a_transform_that_would_have_to_be_awaited() -> None:
-    """It is refused where it is given."""
+    """`DeviceOptions` refuses the transform when it is constructed."""
     with pytest.raises(TypeError, match=PLAIN):
         DeviceOptions(device_transform=awaited)
 
 
 @pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
 def test_a_collation_that_would_have_to_be_awaited(kind: Any) -> None:
-    """A warning, as torch takes it, and gives the coroutines to those who await them."""
+    """An async `collate_fn` is a warning and no error: torch accepts it, and a user may await the coroutines."""
     with pytest.warns(NoEffectWarning, match="async does nothing for collate_fn, .* each batch would be a coroutine"):
         loader = kind(Numbers(2), collate_fn=awaited)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loader.clone(batch_size=2)  # what is taken over was warned of
+        loader.clone(batch_size=2)  # an option taken over was warned of before

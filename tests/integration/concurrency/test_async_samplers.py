@@ -16,7 +16,7 @@ from tests.helpers.running import BOTH, KINDS, Deaths, collect, outcomes, run_as
 
 
 class Ticking:
-    """Gives ``range(n)`` asynchronously; counts what it gave, and whether its `finally` ran."""
+    """Gives ``range(n)`` asynchronously; counts the values given and the runs of its `finally`."""
 
     def __init__(self, n: int, fails_at: int | None = None, groups: int | None = None) -> None:
         self.n = n
@@ -46,7 +46,7 @@ class Counted(Ticking):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("dataset", [Numbers(10), AsyncNumbers(10)], ids=["blocking", "async"])
 def test_async_sampler(kind: str, workers: int, dataset: Any) -> None:
-    """An async iterable as `sampler` is batched as a plain one is, with every kind of dataset."""
+    """An async iterable as `sampler` is batched like a plain iterable, with blocking and async datasets."""
     for options in ({"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}):
         sampler = Ticking(10)
         got = collect(kind, dataset, sampler=sampler, num_workers=workers, **options)
@@ -57,7 +57,7 @@ def test_async_sampler(kind: str, workers: int, dataset: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_async_batch_sampler(kind: str, workers: int) -> None:
-    """An async iterable as `batch_sampler` gives whole batches; each epoch begins it anew."""
+    """An async iterable as `batch_sampler` gives whole batches, and is started again in each epoch."""
     sampler = Ticking(5, groups=2)
     expected = collect("torch", Numbers(10), batch_size=2)
     options: dict[str, Any] = {"batch_sampler": sampler, "num_workers": workers}
@@ -68,7 +68,7 @@ def test_async_batch_sampler(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_async_sampler_inside_torchs_batch_sampler(kind: str) -> None:
-    """torch's BatchSampler around an async sampler is understood."""
+    """An async sampler works inside torch's BatchSampler."""
     sampler: Any = BatchSampler(Ticking(7), 3, drop_last=False)  # type: ignore[arg-type]
     got = collect(kind, Numbers(7), batch_sampler=sampler, num_workers=1)
     assert_same(got, collect("torch", Numbers(7), batch_size=3))
@@ -77,7 +77,7 @@ def test_async_sampler_inside_torchs_batch_sampler(kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_errors_come_after_the_batches_before_them(kind: str, workers: int) -> None:
-    """What the sampler raises reaches the consumer unchanged, after all that it had asked for."""
+    """The sampler's error reaches the consumer unchanged, after all batches that the sampler gave before."""
     got = outcomes(
         kind,
         Numbers(20),
@@ -103,13 +103,13 @@ def test_lengths(make: Any) -> None:
 
 
 def test_protocol() -> None:
-    """An object with `__aiter__` is an AsyncSampler; a list is none."""
+    """An object with `__aiter__` is an AsyncSampler; a list is not."""
     assert isinstance(Ticking(1), AsyncSampler)
     assert not isinstance([1], AsyncSampler)
 
 
 class Endless:
-    """Never ends, and tells how far it was read. `given` is awaited by the test, not polled."""
+    """Never ends. `given` counts its batches; `closed` is set when its generator ends."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -126,7 +126,7 @@ class Endless:
 
 @pytest.mark.parametrize(("workers", "factor"), [(1, 1), (2, 3)])
 async def test_read_ahead_is_bounded_by_credits(workers: int, factor: int) -> None:
-    """An endless sampler is read ``prefetch_factor * num_workers`` batches ahead of the consumer, not further."""
+    """An endless sampler is read at most ``prefetch_factor * num_workers`` batches ahead of the consumer."""
     sampler = Endless()
     async with AsyncDataLoader[Any](
         Numbers(10), batch_sampler=sampler, num_workers=workers, prefetch_factor=factor
@@ -144,7 +144,7 @@ async def test_read_ahead_is_bounded_by_credits(workers: int, factor: int) -> No
 
 
 async def test_sampler_that_waits_for_the_consumer() -> None:
-    """A sampler may wait for feedback on the batches that it gave: batches reach the consumer without it going on."""
+    """A sampler may wait for feedback on the batches that it gave: they are delivered although it has not gone on."""
     seen = asyncio.Semaphore(0)
 
     class Feedback:
@@ -163,7 +163,7 @@ async def test_sampler_that_waits_for_the_consumer() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_break_closes_the_sampler(workers: int) -> None:
-    """Leaving the loop early and closing ends the sampler's generator: its `finally` has run."""
+    """Leaving the loop early and closing the iterator ends the sampler's generator: its `finally` has run."""
     sampler = Ticking(100)
     async with AsyncDataLoader[Any](Numbers(100), sampler=sampler, num_workers=workers) as loader:
         batches = aiter(loader)
@@ -175,7 +175,7 @@ async def test_break_closes_the_sampler(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_break_closes_the_sampler_of_the_facade(workers: int) -> None:
-    """The same for the sync facade, whose sampler runs in its private loop."""
+    """Closing the sync facade ends the sampler's generator, which runs in the facade's private loop."""
     sampler = Ticking(100)
     with DataLoader[Any](Numbers(100), sampler=sampler, num_workers=workers) as loader:
         for _ in loader:
@@ -184,7 +184,7 @@ def test_break_closes_the_sampler_of_the_facade(workers: int) -> None:
 
 
 def test_a_waiting_sampler_does_not_hold_up_the_end() -> None:
-    """Closing while the sampler waits for ever cancels it."""
+    """Closing cancels a sampler that waits for ever."""
 
     class Stuck:
         cancelled = False
@@ -210,8 +210,8 @@ def test_a_waiting_sampler_does_not_hold_up_the_end() -> None:
 
 
 async def test_cancelling_the_wait_for_a_sampler_cancels_the_caller() -> None:
-    """`aclose` waits for what the sampler does at its end. Who is cancelled there is cancelled, and the sampler's end
-    is broken off; the workers are gone all the same.
+    """`aclose` waits for the sampler's `finally`. Cancelling that wait raises CancelledError in the caller and cancels
+    the `finally`; the workers have exited nevertheless.
     """
     reached, broken_off = asyncio.Event(), asyncio.Event()
 

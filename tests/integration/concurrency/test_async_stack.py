@@ -30,7 +30,7 @@ class Awaited(Rows):
 
 
 class Whole(Rows):
-    """Makes batches at once; in coroutines."""
+    """Gives whole batches by `async def __getitems__`."""
 
     async def __getitems__(self, indices: list[int]) -> list[Any]:
         await asyncio.sleep(0)
@@ -50,7 +50,7 @@ class Short(Rows):
         return [self.first]
 
 
-# Asynchronous, and the same with blocking parts.
+# Pairs: a stack with asynchronous parts, and a stack of the same samples with blocking parts.
 STACKS: dict[str, tuple[Any, Any]] = {
     "tuple": (lambda: StackDataset(Awaited(0), Rows(50)), lambda: StackDataset(Rows(0), Rows(50))),
     "dict": (lambda: StackDataset(a=Rows(0), b=Awaited(50)), lambda: StackDataset(a=Rows(0), b=Rows(50))),
@@ -72,7 +72,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", STACKS)
 async def test_batches_are_a_blocking_stacks(name: str, workers: int) -> None:
-    """For `for` and `async for`, random numbers included."""
+    """The batches are equal for `for` and `async for`, random numbers included."""
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3, "num_workers": workers}
     asynchronous, blocking = STACKS[name]
     inline: dict[str, Any] = options | {"num_workers": 0}
@@ -85,7 +85,7 @@ async def test_batches_are_a_blocking_stacks(name: str, workers: int) -> None:
 
 
 def test_a_part_that_gives_too_few() -> None:
-    """torch's error, with torch's text."""
+    """The error is torch's, with torch's text."""
     with (
         DataLoader(StackDataset(Short(0)), batch_size=4) as loader,
         pytest.raises(ValueError, match=r"output size mismatch\. Expected 4, got 1"),

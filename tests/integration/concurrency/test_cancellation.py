@@ -1,4 +1,4 @@
-"""A cancelled `__anext__` loses no batch, wherever it was: the next call gives what that one would have given."""
+"""A cancelled `__anext__` loses no batch, wherever it was: the next call returns the batch that it would have given."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 async def cancelled_often(batches: Any, kept: list[Any]) -> int:
-    """Iterate to the end; before each batch comes, cancel `__anext__` after 0, 1, 2, ... turns of the loop."""
+    """Iterate to the end; before taking each batch, cancel `__anext__` after 0, 1, 2, 3 turns of the loop."""
     cancelled = 0
     while True:
         for turns in range(4):
@@ -58,7 +58,7 @@ async def cancelled_often(batches: Any, kept: list[Any]) -> int:
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("name", SOURCES)
 def test_cancelled_at_every_await(kind: str, name: str) -> None:
-    """Cancelled again and again, while starting, waiting and copying: every batch comes, once and in order."""
+    """Cancelled again and again, while starting, waiting and copying: every batch is delivered once and in order."""
     dataset, options = SOURCES[name]
 
     async def run() -> tuple[int, list[Any]]:
@@ -76,7 +76,7 @@ def test_cancelled_at_every_await(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_cancelled_during_large_copies(kind: str) -> None:
-    """Batches that are copied out in a thread, because the consumer hoards them, survive cancellation too."""
+    """Batches that are copied in a thread, because the consumer keeps every batch, survive cancellation too."""
 
     async def run() -> tuple[int, float, list[Any]]:
         kept: list[Any] = []
@@ -101,13 +101,13 @@ async def test_cancelled_start_goes_on() -> None:
 
 
 async def test_closed_during_the_start() -> None:
-    """Closing while the workers start waits for them and ends them (the leak check looks)."""
+    """Closing while the workers start waits for them and stops them (the leak check would find them)."""
     async with AsyncDataLoader[Any](Numbers(4), num_workers=1, multiprocessing_context="spawn") as loader:
         await cancelled_after(1, anext(aiter(loader)))
 
 
 async def test_wait_for_that_expires_loses_nothing() -> None:
-    """A deadline around `anext` may pass; the batch comes with a later call."""
+    """A deadline around `anext` may pass; a later call returns the batch."""
     opened = asyncio.Event()
 
     class Waits(Numbers):
@@ -129,7 +129,7 @@ async def test_wait_for_that_expires_loses_nothing() -> None:
 @pytest.mark.parametrize("size", [10, 2 << 20])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_several_consumers_of_one_iterator(kind: str, size: int, workers: int) -> None:
-    """Tasks that share an iterator get each batch once, and all of them end."""
+    """Tasks that share an iterator get each batch once, and all of these tasks finish."""
 
     async def consume(batches: Any, kept: list[int]) -> None:
         async for batch in batches:
@@ -158,7 +158,7 @@ class Stuck(AsyncNumbers):
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_closing_wakes_who_waits(kind: str, workers: int) -> None:
-    """`aclose` while another task waits in `anext`: that task ends with an error or the end, and does not hang."""
+    """`aclose` while another task waits in `anext`: that call raises an error or ends the epoch, and does not hang."""
 
     async def run() -> None:
         async with AsyncDataLoader[Any](Stuck(3), num_workers=workers) as loader:
@@ -175,7 +175,7 @@ def test_closing_wakes_who_waits(kind: str, workers: int) -> None:
 
 
 class Sleeper(Numbers):
-    """Its worker hangs at index 1."""
+    """The process that reads index 1 hangs."""
 
     def __getitem__(self, index: int) -> Any:
         if index == 1:
@@ -185,8 +185,8 @@ class Sleeper(Numbers):
 
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_failure_is_not_lost_with_a_cancelled_call(kind: str) -> None:
-    """A call that is cancelled while it ends the iterator leaves the error to the next one: no failure looks like the
-    end.
+    """A call that is cancelled while it ends the iterator leaves the error to the next call: a failure never looks like
+    the end of the epoch.
     """
 
     async def run() -> None:
@@ -210,7 +210,7 @@ def test_failure_is_not_lost_with_a_cancelled_call(kind: str) -> None:
 
 
 class Second(Dataset[torch.Tensor]):
-    """Two samples; the second comes when the event is set."""
+    """Two samples; the second waits for the event."""
 
     def __init__(self, event: Any) -> None:
         self.event = event
@@ -225,7 +225,7 @@ class Second(Dataset[torch.Tensor]):
 
 
 async def test_cancelled_during_a_copy_beside_other_consumers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch goes to a task that waits already, though no further batch comes to wake it."""
+    """The batch is given to a task that waits already, although no further batch arrives that would wake this task."""
     copying, copy = threading.Event(), threading.Event()
     opens = Consumer.open
 
@@ -243,7 +243,7 @@ async def test_cancelled_during_a_copy_beside_other_consumers(monkeypatch: pytes
         await asyncio.to_thread(copying.wait, PATIENCE_S)
         first.cancel()
         await asyncio.wait([first])
-        others[0].cancel()  # which has just been woken instead
+        others[0].cancel()  # this task has just been woken instead of the first
         await asyncio.wait([others[0]])
         copy.set()
         async with asyncio.timeout(PATIENCE_S):

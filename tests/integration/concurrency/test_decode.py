@@ -1,4 +1,4 @@
-"""`decode`: what is done to each sample between reading and collation, in threads where samples are read meanwhile."""
+"""`decode`: a function applied to each sample between reading and collation, in threads where reading is concurrent."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def hundred(sample: int) -> torch.Tensor:
 @pytest.mark.parametrize("threads", [0, 1, 4])
 @pytest.mark.parametrize("name", MAPS)
 def test_every_sample_is_decoded_once(kind: str, workers: int, threads: int, name: str) -> None:
-    """Before collation, in order, with batches and without."""
+    """Each sample is decoded before collation, in order, with batching and without."""
     dataset, more = MAPS[name]
     options: dict[str, Any] = {
         **more,
@@ -99,7 +99,7 @@ def test_every_sample_is_decoded_once(kind: str, workers: int, threads: int, nam
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("options", [{"batch_size": 5}, {"batch_size": 5, "drop_last": True}, {"batch_size": None}])
 def test_streams_are_decoded(kind: str, workers: int, threads: int, name: str, options: dict[str, Any]) -> None:
-    """The same batches as from a stream that gives decoded samples."""
+    """The batches are those of a stream that gives decoded samples."""
     dataset, _ = STREAMS[name]
     got = collect(kind, dataset, num_workers=workers, decode=hundred, tuning=Tuning(decode_threads=threads), **options)
     numbers = [number for batch in got for number in torch.as_tensor(batch).reshape(-1).tolist()]
@@ -114,7 +114,7 @@ def where(sample: Any) -> Any:
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("name", EVERY)
 def test_where_it_runs(workers: int, threads: int, name: str) -> None:
-    """In threads of its own where the loop can go on meanwhile, else inline."""
+    """`decode` runs in threads of its own where the loop can read on during it, elsewhere inline."""
     dataset, options = EVERY[name]
     concurrent = "async" in name or "threads" in name
     got = collect(
@@ -130,7 +130,7 @@ def test_where_it_runs(workers: int, threads: int, name: str) -> None:
 
 
 class Meets:
-    """No sample is decoded before three are being decoded."""
+    """No sample is decoded before three samples are being decoded."""
 
     def __init__(self) -> None:
         self.barrier: threading.Barrier | None = None
@@ -149,7 +149,7 @@ _lock = threading.Lock()
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("name", ["async", "async, whole batches", "threads", "threads, whole batches", "async stream"])
 def test_several_samples_are_decoded_at_a_time(workers: int, name: str) -> None:
-    """Of one batch, in `decode_threads` threads; a stream's, too."""
+    """Samples of a batch, and of a stream, are decoded in `decode_threads` threads."""
     dataset, options = EVERY[name]
     got = collect(
         "sync", dataset, batch_size=6, num_workers=workers, decode=Meets(), tuning=Tuning(decode_threads=3), **options
@@ -158,7 +158,7 @@ def test_several_samples_are_decoded_at_a_time(workers: int, name: str) -> None:
 
 
 class Reads(Dataset[Any]):
-    """The first sample's decoding waits until all samples have been read."""
+    """`all_read` is set when all samples have been read; decoding the first sample waits for it."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -176,7 +176,7 @@ class Reads(Dataset[Any]):
 
 
 def test_reads_go_on_while_a_sample_is_decoded() -> None:
-    """The loop is not held up by a long decoding."""
+    """A long decoding does not hold up the loop."""
     dataset = Reads()
 
     def decode(sample: int) -> int:
@@ -196,7 +196,9 @@ def augment(sample: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", MAPS)
 def test_seeded_decoding_draws_its_samples_numbers(kind: str, name: str) -> None:
-    """`sample_rng()` in `decode` is that of the sample's position, wherever it runs, and for all kinds of datasets."""
+    """`sample_rng()` in `decode` depends on the sample's position only: not on the thread, nor on the kind of
+    dataset.
+    """
     options: dict[str, Any] = {"batch_size": 5, "seed": 6, "shuffle": True, "decode": augment}
     expected = collect(kind, Map(), **options)
     dataset, more = MAPS[name]
@@ -208,7 +210,7 @@ def test_seeded_decoding_draws_its_samples_numbers(kind: str, name: str) -> None
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_seeded_streams_draw_the_same_numbers(workers: int) -> None:
-    """A stream's sample has those of its number, blocking or not, in threads or not."""
+    """A stream's sample draws the numbers of its position, blocking or async, in threads or not."""
     options: dict[str, Any] = {"batch_size": 5, "seed": 6, "decode": augment, "num_workers": workers}
     expected = collect("sync", Stream(), **options)
     for threads in (0, 3):
@@ -216,7 +218,7 @@ def test_seeded_streams_draw_the_same_numbers(workers: int) -> None:
 
 
 def ends(sample: int) -> int:
-    """As ``asyncio.run(anext(iterator))`` does, where the iterator has nothing."""
+    """Raise as ``asyncio.run(anext(iterator))`` does when the iterator is exhausted."""
     if sample == 5:
         raise StopAsyncIteration
     return sample
@@ -225,7 +227,7 @@ def ends(sample: int) -> int:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("threads", [0, 2])
 def test_an_end_inside_decode_is_no_end_of_the_stream(threads: int, workers: int) -> None:
-    """It is an error of its sample."""
+    """A StopAsyncIteration raised in `decode` becomes an error of its sample."""
     options: dict[str, Any] = {
         "batch_size": 4,
         "num_workers": workers,
@@ -251,7 +253,7 @@ def picky(sample: int) -> int:
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("name", MAPS)
 def test_an_error_is_the_samples(kind: str, workers: int, threads: int, name: str) -> None:
-    """The error is raised instead of its batch, with a note of the sample."""
+    """The error is raised instead of its batch, with a note that names the sample."""
     dataset, more = MAPS[name]
     options: dict[str, Any] = {**more, "batch_size": 4, "num_workers": workers}
     options |= {"decode": picky, "tuning": Tuning(decode_threads=threads)}
@@ -270,7 +272,9 @@ def minus_one(index: Any, error: Exception) -> int:
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("name", EVERY)
 def test_samples_that_do_not_decode_are_left_out(workers: int, threads: int, name: str) -> None:
-    """`on_error` treats them as those that cannot be read: left out, or replaced, and on record."""
+    """`on_error` treats samples that cannot be decoded like samples that cannot be read: they are left out or replaced,
+    and recorded.
+    """
     dataset, more = EVERY[name]
     options: dict[str, Any] = {**more, "batch_size": 4, "num_workers": workers}
     options |= {"decode": picky, "tuning": Tuning(decode_threads=threads)}
@@ -285,7 +289,7 @@ def test_samples_that_do_not_decode_are_left_out(workers: int, threads: int, nam
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_streams_substitute_has_the_samples_numbers(threads: int) -> None:
-    """What `on_error` draws for a sample that does not decode is a function of that sample's number."""
+    """The numbers that `on_error` draws for a sample that cannot be decoded depend on that sample's position only."""
 
     def substitute(index: Any, error: Exception) -> Any:
         return torch.tensor(sample_rng().random.random())
@@ -300,7 +304,7 @@ def test_a_streams_substitute_has_the_samples_numbers(threads: int) -> None:
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_resumes_behind_what_was_delivered(name: str) -> None:
-    """Samples that were read and decoded, and not delivered, are read again."""
+    """Samples that were read and decoded, but not delivered, are read again after a resume."""
     dataset, _ = STREAMS[name]
     options: dict[str, Any] = {
         "batch_size": 4,

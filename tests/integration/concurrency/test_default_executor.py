@@ -1,4 +1,4 @@
-"""Nothing of ours waits for the loop's default executor, whose threads the program may keep as long as it likes."""
+"""The loader never waits for the loop's default executor, whose threads the program may keep busy for any time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.loops
 
 
 class Refusing(ThreadPoolExecutor):
-    """Raises where a program's busy executor would keep a call waiting."""
+    """Raises where the program's busy executor would let a call wait."""
 
     def submit(self, function: Callable[..., Any], /, *_: Any, **__: Any) -> Future[Any]:
         raise AssertionError(f"{function} was given to the default executor")
@@ -34,13 +34,15 @@ class Refusing(ThreadPoolExecutor):
 
 @pytest.fixture
 def refusing() -> Callable[[], None]:
-    """Called in the test's loop, which has no default executor from then on."""
+    """A function for the test's loop, which afterwards has a default executor that refuses every call."""
     return lambda: asyncio.get_running_loop().set_default_executor(Refusing(1))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_no_batch_waits_for_it(workers: int, refusing: Callable[[], None]) -> None:
-    """Neither small ones, nor large ones, which are copied while the ones before are kept; nor the workers' end."""
+    """No batch waits for it: small batches, large batches copied while earlier batches are kept, or the workers'
+    end.
+    """
     refusing()
     for dataset in (Numbers(6), Sized([3 << 20] * 12)):
         async with asyncio.timeout(PATIENCE_S):
@@ -50,7 +52,7 @@ async def test_no_batch_waits_for_it(workers: int, refusing: Callable[[], None])
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "tar", "parquet", "mds"])
 async def test_no_shard_waits_for_it(ending: str, tmp_path: Path, refusing: Callable[[], None]) -> None:
-    """Listing, indexes, footers, decompression."""
+    """Listing, indexes, footers and decompression do without it."""
     refusing()
     url = make_shards(tmp_path, (5, 4), ending=ending)
     async with asyncio.timeout(PATIENCE_S):
@@ -60,7 +62,7 @@ async def test_no_shard_waits_for_it(ending: str, tmp_path: Path, refusing: Call
 
 @pytest.mark.network
 async def test_no_name_waits_for_it(monkeypatch: pytest.MonkeyPatch, refusing: Callable[[], None]) -> None:
-    """Neither a server's, nor those at which a node and its metrics listen."""
+    """Looking up a server's name, or the names at which a node and its metrics listen, does without it."""
     refusing()
     names: list[Any] = []
     looks_up = socket.getaddrinfo
@@ -86,7 +88,7 @@ async def test_no_name_waits_for_it(monkeypatch: pytest.MonkeyPatch, refusing: C
 
 
 async def test_dataloader2_ends_without_it(refusing: Callable[[], None]) -> None:
-    """`aclose` too."""
+    """DataLoader2 is read and closed by `aclose` without it."""
     refusing()
     loader = DataLoader2[Any](IterableWrapper(range(3)))
     assert [each async for each in loader] == [0, 1, 2]
@@ -120,6 +122,6 @@ print("done")
 
 
 def test_a_stuck_dataset_does_not_keep_the_interpreter(tmp_path: Path) -> None:
-    """A call that never returns ends with the program."""
+    """A call of the dataset that never returns does not keep the program from exiting."""
     done = run_script(tmp_path, STUCK)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -1,4 +1,4 @@
-"""`fetch_threads`: blocking map datasets whose samples several threads of a worker fetch, over all batches in hand."""
+"""`concurrency`: blocking map datasets whose samples several threads of a worker fetch, over all its batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ variable: ContextVar[int] = ContextVar("variable", default=-1)
 
 
 class Barrier(Dataset[Any]):
-    """No sample is done before `together` threads of its process are at one."""
+    """No sample is done before `together` threads of its process read a sample."""
 
     def __init__(self, n: int, together: int) -> None:
         self.n = n
@@ -62,7 +62,7 @@ class BarrierBatches(Barrier):
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("size", [1, 2, 16, None])
 def test_so_many_threads_are_at_it(kind: str, workers: int, size: int | None) -> None:
-    """Eight threads meet, over as many batches as it takes; the order is the sampler's."""
+    """Eight threads meet, over the number of batches that hold eight samples; the order is the sampler's."""
     n = 64 * max(1, workers)
     got = collect(kind, Barrier(n, 8), batch_size=size, num_workers=workers, concurrency=8)
     assert [int(i) for batch in got for i in torch.as_tensor(batch).reshape(-1)] == list(range(n))
@@ -72,7 +72,7 @@ def test_so_many_threads_are_at_it(kind: str, workers: int, size: int | None) ->
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("view", [False, True])
 def test_whole_batches_have_a_thread_each(kind: str, workers: int, view: bool) -> None:
-    """`__getitems__` of four batches at a time."""
+    """`__getitems__` of four batches runs at a time."""
     dataset: Any = BarrierBatches(32, 4)
     got = collect(
         kind,
@@ -87,7 +87,7 @@ def test_whole_batches_have_a_thread_each(kind: str, workers: int, view: bool) -
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_batches_are_those_without(kind: str, workers: int) -> None:
-    """torch's batches, also without batching, from a view, and in persistent workers' later epochs."""
+    """Batches with threads are torch's: also without batching, shuffled, and with `drop_last`."""
     for options in ({"batch_size": 4, "shuffle": True}, {"batch_size": None}, {"batch_size": 3, "drop_last": True}):
         got = collect(kind, Numbers(20), num_workers=workers, concurrency=3, **options)
         assert_same(got, collect("torch", Numbers(20), **options))
@@ -122,8 +122,8 @@ def test_seeded_samples_have_generators_of_their_own(kind: str, dataset: Any) ->
 
 
 def test_global_generators_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """In a worker, in seeded mode, as for async datasets. (Warnings are errors here, in the forked worker, too: this
-    one goes to the log, and no batch is lost.)
+    """A worker in seeded mode reports it once, as with async datasets. (Warnings are errors here, in the forked worker,
+    too: this warning is written to the log, and no batch is lost.)
     """
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
     with DataLoader[Any](Draws(globally=True), batch_size=4, seed=1, concurrency=2, **options) as loader:
@@ -132,7 +132,7 @@ def test_global_generators_are_warned_of_once(caplog: pytest.LogCaptureFixture) 
 
 
 class Uses(Dataset[Any]):
-    """Each sample sets a context variable, and tells what it saw before, and who it is told to be."""
+    """Each sample sets a context variable, and is its value before and after, and the worker's id."""
 
     def __len__(self) -> int:
         return 24
@@ -147,7 +147,7 @@ class Uses(Dataset[Any]):
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_context_variables_and_worker_info(kind: str, workers: int) -> None:
-    """A sample sees no variable that another one set; `get_worker_info` says which worker it is."""
+    """A sample does not see the variable that another sample set; `get_worker_info` gives the worker's id."""
     got = torch.cat(collect(kind, Uses(), batch_size=4, num_workers=workers, concurrency=3))
     assert got[:, 0].tolist() == [-1] * 24
     assert got[:, 1].tolist() == list(range(24))
@@ -171,7 +171,7 @@ class Bad(Dataset[Any]):
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_an_error_comes_in_its_place(kind: str, workers: int) -> None:
-    """With a note of its sample; the batches around it come."""
+    """The error has a note of its sample; the batches before and after it are delivered."""
     got = outcomes(kind, Bad(9, 20), batch_size=4, num_workers=workers, concurrency=3)
     kinds = [each[0] if isinstance(each, tuple) else each.tolist() for each in got]
     good = [[i, i + 1, i + 2, i + 3] for i in range(0, 24, 4)]
@@ -191,7 +191,7 @@ def negative(index: int, error: Exception) -> int:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_raise_are_left_out_or_replaced(kind: str, workers: int) -> None:
-    """`on_error` as for one sample after the other, records in the order of the batch."""
+    """`on_error` gives the batches that it gives without threads, and records in the order of the batch."""
     options: dict[str, Any] = {"batch_size": 4, "seed": 4, "num_workers": workers}
     got = collect_with(kind, Bad(1, 2, 9), on_error="skip", concurrency=4, **options)
     assert [batch.tolist() for batch in got[:3]] == [[0, 3], [4, 5, 6, 7], [8, 10, 11]]
@@ -218,7 +218,7 @@ class OnlyWhole(Dataset[Any]):
 
 
 class Whole(Dataset[Any]):
-    """A dataset whose batches are fetched by `__getitems__`."""
+    """A dataset that has only `__getitems__`."""
 
     def __getitems__(self, indices: Any) -> list[int]:
         return list(indices)
@@ -226,7 +226,7 @@ class Whole(Dataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_sampler_that_gives_iterators(workers: int) -> None:
-    """Each can be gone through once; ``__getitems__`` has its indices all the same."""
+    """An iterator can be read only once; ``__getitems__`` nevertheless gets all its indices."""
     batches = [iter([0, 1]), iter([2]), iter([3, 4, 5])]
     got = collect("sync", Whole(), batch_sampler=batches, num_workers=workers, concurrency=2)
     assert [batch.tolist() for batch in got] == [[0, 1], [2], [3, 4, 5]]
@@ -234,7 +234,7 @@ def test_a_batch_sampler_that_gives_iterators(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_that_raises_as_a_whole(workers: int) -> None:
-    """All of its samples are taken for bad."""
+    """All samples of the batch count as bad."""
     with DataLoader[Any](OnlyWhole(), batch_size=2, num_workers=workers, on_error="skip", concurrency=2) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [6, 7]]
         assert [record.index for record in loader.skipped_samples] == [4, 5]
@@ -246,7 +246,7 @@ def test_a_batch_that_raises_as_a_whole(workers: int) -> None:
 
 
 class Sticks(Dataset[Any]):
-    """One sample is stuck until it is let go."""
+    """Sample 3 is stuck until `go` is set."""
 
     def __init__(self) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
@@ -268,7 +268,7 @@ def join_threads() -> None:
 
 
 def test_closing_does_not_wait_for_a_stuck_thread() -> None:
-    """Without workers the facade leaves the thread behind; it ends with its sample, and reads no other."""
+    """Without workers the facade leaves the thread behind; the thread finishes its sample, and reads no other."""
     dataset = Sticks()
     with DataLoader[Any](dataset, concurrency=2) as loader:
         batches = iter(loader)
@@ -280,7 +280,7 @@ def test_closing_does_not_wait_for_a_stuck_thread() -> None:
 
 
 def test_closing_the_async_loader_does_not_wait_for_a_stuck_thread() -> None:
-    """The same; and a cancelled `anext` does not wait either."""
+    """Closing the async loader leaves the stuck thread behind, too."""
     dataset = Sticks()
 
     async def run() -> None:
@@ -307,7 +307,7 @@ class SticksForEver(Dataset[Any]):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_workers_with_a_stuck_thread_end(kind: str) -> None:
-    """Closing in the middle of an epoch ends the worker as it is."""
+    """Closing in the middle of an epoch ends a worker whose thread is stuck, without a warning."""
 
     async def run() -> None:
         async with AsyncDataLoader[Any](SticksForEver(), num_workers=1, concurrency=2) as loader:
@@ -326,7 +326,9 @@ def test_workers_with_a_stuck_thread_end(kind: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_worker_with_a_stuck_thread_is_replaced(kind: str, tmp_path: Path) -> None:
-    """After `worker_timeout` its tasks are done again, each alone; the batches are those of an undisturbed run."""
+    """After `worker_timeout` the worker's tasks are done again, each alone; the batches are those of a run without
+    faults.
+    """
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "seed": 5, "concurrency": 3}
     expected = collect_with(kind, Faulty(24, Faults(Path("/"), {})), batch_size=2, seed=5)
     for way in ("hang", "SIGKILL"):
@@ -340,7 +342,7 @@ def test_a_worker_with_a_stuck_thread_is_replaced(kind: str, tmp_path: Path) -> 
 
 
 class SamplesOf(Dataset[Any]):
-    """The indices of another dataset's samples, which draw from the global generators."""
+    """The indices of another dataset's samples, with that dataset's faults."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -1,4 +1,4 @@
-"""Timeouts, how far workers run ahead, and the order of what they give."""
+"""Timeouts, how far workers run ahead, and the order of their batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Gated(Dataset[Any]):
 
 
 def patiently(batches: Any) -> int:
-    """The next one, however often it times out: a worker may take long to start on a busy machine, and to go on."""
+    """The next batch, after any number of timeouts: on a busy machine a worker may take long to start and to go on."""
     while True:
         with contextlib.suppress(RuntimeError):
             return int(next(batches))
@@ -54,7 +54,7 @@ async def patiently_async(batches: Any) -> int:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["torch", *BOTH])
 def test_timeout(kind: str) -> None:
-    """A batch that does not come raises torch's RuntimeError; asked again, it comes."""
+    """A batch that does not arrive in time raises torch's RuntimeError; a later call returns it."""
     dataset = Gated(4, {1})
     text = "DataLoader timed out after 0.2 seconds"
     if kind != "asyncio":
@@ -65,7 +65,7 @@ def test_timeout(kind: str) -> None:
             next(batches)
         dataset.gates[1].release()
         assert [patiently(batches) for _ in range(3)] == [1, 2, 3]
-        if kind == "torch":  # the error's traceback keeps it, and torch does not always wait for its worker then
+        if kind == "torch":  # the traceback keeps the iterator alive, and torch then may not wait for its worker
             batches._shutdown_workers()  # type: ignore[attr-defined]
     else:
 
@@ -88,12 +88,12 @@ def test_timeout(kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("workers", "factor"), [(1, 1), (2, 3)])
 def test_read_ahead_is_bounded(kind: str, workers: int, factor: int) -> None:
-    """``prefetch_factor * num_workers`` batches are fetched ahead of the consumer, and one more for each it takes."""
+    """``prefetch_factor * num_workers`` batches are fetched ahead, and one more for each batch the consumer takes."""
     dataset = Gated(30, set())
     ahead = workers * factor
 
     def nothing_more() -> None:
-        # Sentinel: no event says "nothing happens". The workers would have begun at once, were they allowed to.
+        # No event reports that nothing happens. Were the workers allowed to, they would have begun within this time.
         assert not dataset.begun.acquire(timeout=0.05)
 
     if kind == "sync":
@@ -124,7 +124,7 @@ def test_in_order_waits_for_the_head_of_the_line(kind: str) -> None:
     dataset = Gated(8, {0})
 
     def release() -> None:
-        dataset.wait_begun(5)  # the other worker has done its share, and the second batch of the first waits
+        dataset.wait_begun(5)  # the other worker's four batches, and the first worker's second batch, which waits
         dataset.gates[0].release()
 
     if kind == "sync":
@@ -145,7 +145,7 @@ def test_in_order_waits_for_the_head_of_the_line(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_out_of_order_passes_a_slow_worker(kind: str) -> None:
-    """in_order=False: the other worker's batches are delivered while the first one is stuck."""
+    """in_order=False: the other worker's batches are delivered while the first worker is stuck."""
     dataset = Gated(8, {0})
 
     if kind == "sync":

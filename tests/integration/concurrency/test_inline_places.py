@@ -1,4 +1,6 @@
-"""Without workers `AsyncDataLoader` calls a blocking dataset in a thread or on the loop: where, when, and unnoticed."""
+"""Without workers `AsyncDataLoader` calls a blocking dataset in a thread or on the loop: when, and with what
+effects.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ MAIN = threading.main_thread()
 
 
 class Calls(Dataset[Any]):
-    """Sample i is what a function returns for i. Keeps the thread of each call."""
+    """Sample i is the result of a function for i. Records the thread of each call."""
 
     def __init__(self, function: Callable[[int], Any] = torch.tensor, n: int = 200) -> None:
         self.function = function
@@ -44,7 +46,7 @@ class Calls(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The same one after the other."""
+    """A stream of the samples of `Calls`, in order."""
 
     def __init__(self, function: Callable[[int], Any] = torch.tensor, n: int = 200) -> None:
         self.calls = Calls(function, n)
@@ -62,7 +64,7 @@ def read(dataset: Any, kind: str = "asyncio", **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_cheap_batches_are_made_on_the_loop(kind: str) -> None:
-    """The first batch in a thread, where it is measured; then nearly all in the loop's own thread."""
+    """The first batch is made in a thread, where it is measured; then nearly all are made in the loop's own thread."""
     dataset = Calls(n=2000)
     assert_same(read(dataset, kind, batch_size=4), read(Calls(n=2000), "torch", batch_size=4))
     assert set(dataset.threads[:4]) != {MAIN}
@@ -81,7 +83,7 @@ def test_streams_too(kind: str) -> None:
 
 @pytest.mark.parametrize("make", [Calls, Stream])
 def test_slow_batches_are_made_in_the_thread(make: Any) -> None:
-    """A loop is not held up by a dataset that takes long, whether it computes or waits."""
+    """A dataset that computes for long does not hold up the loop: it stays in the thread."""
 
     def spin(index: int) -> int:
         until = time.perf_counter() + 2 * HOLD_SECONDS
@@ -98,7 +100,7 @@ def test_slow_batches_are_made_in_the_thread(make: Any) -> None:
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_batches_that_wait_are_made_in_the_thread(kind: str) -> None:
-    """A wait for the loop itself would never end on it. Three milliseconds: uvloop's clock counts whole ones."""
+    """A wait for the loop itself would never end on the loop. Three milliseconds: uvloop's clock counts whole ones."""
 
     async def run() -> list[int]:
         loop = asyncio.get_running_loop()
@@ -119,7 +121,7 @@ def test_batches_that_wait_are_made_in_the_thread(kind: str) -> None:
 
 
 def test_where_waits_are_not_counted_the_thread_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS: a dataset that waits could not be told from one that does not."""
+    """Without a count of waits (macOS) a dataset that waits looks like a fast dataset: the thread is kept."""
     monkeypatch.setattr(thread_or_loop, "_OF_THREAD", None)
     dataset = Calls()
     assert len(read(dataset, batch_size=4)) == 50
@@ -127,11 +129,11 @@ def test_where_waits_are_not_counted_the_thread_is_kept(monkeypatch: pytest.Monk
 
 
 def test_a_dataset_that_is_slow_now_and_then_goes_back() -> None:
-    """A slow batch on the loop sends the next ones to the thread: the more of them, the longer it took."""
+    """A slow batch on the loop sends the next batches to the thread; the longer it took, the more batches."""
 
     def now_and_then(index: int) -> int:
         if index % 20 == 19:
-            time.sleep(30 * HOLD_SECONDS)  # what is tested: a sample that takes long
+            time.sleep(30 * HOLD_SECONDS)  # the sample that takes long
         return index
 
     dataset = Calls(now_and_then, 200)
@@ -143,7 +145,7 @@ def test_a_dataset_that_is_slow_now_and_then_goes_back() -> None:
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_fetch_threads_1_keeps_one_thread(kind: str) -> None:
-    """For handles that belong to a thread."""
+    """With `concurrency=1` all samples are read in one thread, for handles that belong to a thread."""
     dataset = Calls()
     assert len(read(dataset, kind, batch_size=4, concurrency=1)) == 50
     assert len(set(dataset.threads)) == 1
@@ -151,7 +153,7 @@ def test_fetch_threads_1_keeps_one_thread(kind: str) -> None:
 
 
 class Bound(Dataset[Any]):
-    """Reads by a handle that is opened with the first sample, and refuses other threads in sqlite3's words."""
+    """Reads by a handle that is opened with the first sample, and refuses other threads with sqlite3's text."""
 
     def __init__(self) -> None:
         self.opened_in: int | None = None
@@ -175,7 +177,7 @@ class BoundStream(IterableDataset[Any]):
 
 
 class MadeInMain(Dataset[Any]):
-    """Uses what belongs to the main thread: a connection made in `__init__`, signal handlers, a thread's own values."""
+    """Uses an object of the main thread: a connection made in `__init__`, signal handlers, or thread-local values."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -208,7 +210,7 @@ class MadeInMainStream(IterableDataset[Any]):
 @pytest.mark.parametrize("what", ["connection", "signal", "local"])
 @pytest.mark.parametrize("make", [MadeInMain, MadeInMainStream])
 def test_errors_of_what_belongs_to_the_main_thread_say_what_to_do(make: Any, what: str) -> None:
-    """The first batch fails, in the thread; the last note names what helps, and it does."""
+    """The first batch fails, in the thread; the last note names the remedies, and they work."""
     dataset = make(what)
     every: list[dict[str, Any]] = [{}, {"concurrency": 1}, {"concurrency": 4}]
     for options in every if make is MadeInMain else every[:1]:
@@ -224,7 +226,7 @@ def test_errors_of_what_belongs_to_the_main_thread_say_what_to_do(make: Any, wha
 
 
 def test_errors_of_the_users_own_threads_have_no_such_note() -> None:
-    """An async dataset is awaited in the loop's thread, which is the user's."""
+    """An async dataset is awaited in the loop's thread, which is the user's: its errors get no such note."""
     with pytest.raises(RuntimeError, match="no thread") as caught:
         read(Awaited())
     assert not [note for note in caught.value.__notes__ if "AsyncDataLoader" in note]
@@ -253,8 +255,8 @@ def test_errors_of_handles_that_belong_to_a_thread_say_what_to_do() -> None:
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_the_loop_gets_its_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others run while ``async for`` goes over batches that are made on the loop."""
-    # As if every batch were cheap and waited for nothing: the other task makes the thread wait for the GIL.
+    """Other tasks run while ``async for`` reads batches that are made on the loop."""
+    # Every batch looks cheap and free of waits, although the other task makes the thread wait for the GIL.
     monkeypatch.setattr(thread_or_loop, "thread_time", lambda: 0.0)
     monkeypatch.setattr(thread_or_loop, "_waits", lambda: 0)
 
@@ -288,7 +290,7 @@ def test_the_loop_gets_its_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize("inner", ["runner", "kept"])
 def test_a_dataset_may_run_a_loop_of_its_own(kind: str, inner: str) -> None:
-    """On the consumer's loop, too, it finds no running loop."""
+    """The dataset finds no running loop, also when it is called on the consumer's loop."""
 
     async def sample(index: int) -> int:
         await asyncio.sleep(0)
@@ -311,7 +313,9 @@ VARIABLE: ContextVar[int] = ContextVar("VARIABLE", default=-1)
 
 
 def test_context_variables_are_the_datasets_own() -> None:
-    """What it sets stays from batch to batch, wherever they are made; the consumer's are hidden, and do not change."""
+    """A variable that the dataset sets keeps its value from batch to batch, in the thread and on the loop; the
+    consumer's variables are hidden from the dataset and do not change.
+    """
     seen: list[int] = []
 
     def note(index: int) -> int:
@@ -332,7 +336,7 @@ def test_context_variables_are_the_datasets_own() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradient_modes_are_not_the_consumers(mode: Any) -> None:
-    """The consumer may evaluate: batches have the same flags wherever they were made."""
+    """Under `no_grad` and `inference_mode` of the consumer, batches have the same flags wherever they are made."""
     weight = torch.ones((), requires_grad=True)
 
     async def run() -> list[Any]:
@@ -349,7 +353,7 @@ def test_gradient_modes_are_not_the_consumers(mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", [lambda: torch.device("meta"), lambda: torch.autocast("cpu")])
 def test_other_modes_of_the_consumer_keep_the_dataset_in_its_thread(mode: Any) -> None:
-    """They hold for a thread, and would change the batches that are made in the consumer's."""
+    """These modes hold per thread, and would change batches that are made in the consumer's thread."""
     weight = torch.ones(2, 2)
 
     async def run() -> list[Any]:
@@ -368,7 +372,7 @@ def _raises(error: type[BaseException], index: int) -> int:
 
 @pytest.mark.parametrize("error", [StopAsyncIteration, asyncio.CancelledError])
 def test_errors_that_would_look_like_something_else(error: type[BaseException]) -> None:
-    """Such an error is neither the end nor a cancellation; it stands in its batch's place, and the next one comes."""
+    """Such an error is neither the end nor a cancellation: it replaces its batch, and the next batch follows."""
     dataset = Calls(partial(_raises, error))
     got = outcomes("asyncio", dataset, batch_size=10)
     assert [each[0] if isinstance(each, tuple) else int(each[0]) for each in got] == [
@@ -380,7 +384,9 @@ def test_errors_that_would_look_like_something_else(error: type[BaseException]) 
 
 @pytest.mark.parametrize("kind", ["sync", *LOOPS])
 def test_ctrl_c_in_the_datasets_code(kind: str) -> None:
-    """As with torch in a plain loop: that batch is gone, all later ones come. It strikes a batch made on the loop."""
+    """The interrupted batch is lost and all later batches follow, as with torch in a plain loop. The interrupt strikes
+    a batch made on the loop.
+    """
     struck: list[int] = []
 
     def strike(index: int) -> int:
@@ -415,7 +421,7 @@ def test_ctrl_c_in_the_datasets_code(kind: str) -> None:
 
 
 class Drawn(Dataset[Any]):
-    """Fast, slow and faulty samples. Fails if two threads are in it at a time."""
+    """Fast, slow and faulty samples. Fails if two threads read at the same time."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -488,7 +494,9 @@ async def _found(seed: int, options: dict[str, Any]) -> tuple[list[Outcome], set
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", LOOPS)
 def test_drawn_epochs_are_those_of_a_for_loop(kind: str) -> None:
-    """Fast, slow and faulty samples, and cancelled calls: batches, errors and states of ``for``, one thread at once."""
+    """With fast, slow and faulty samples and cancelled calls, batches, errors and states are those of ``for``, and only
+    one thread reads at a time.
+    """
     moved = 0
     for seed in range(30):
         options: dict[str, Any] = {"batch_size": 3, "shuffle": True} | ({"seed": seed} if seed % 3 == 0 else {})

@@ -1,4 +1,4 @@
-"""Samples in flight across batches: as many as `concurrency` in each worker, and in a process without workers.
+"""Samples in flight across batches: `concurrency` in each worker, and in a process without workers.
 
 The datasets here would wait for ever if fewer samples were in flight than is promised.
 """
@@ -32,7 +32,7 @@ WORKERS = [0, 1, 2]
 
 
 def collect(kind: str, dataset: Any, state: dict[str, Any] | None = None, **options: Any) -> list[Any]:
-    """All batches of an epoch, from this state on."""
+    """All batches of an epoch, beginning at this state."""
     if kind == "sync":
         with DataLoader[Any](dataset, **options) as loader:
             loader.load_state_dict(state or {})
@@ -62,14 +62,14 @@ def test_so_many_samples_are_in_flight(kind: str, workers: int, size: int | None
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_whole_batches_are_in_flight(kind: str, workers: int) -> None:
-    """`async def __getitems__`: as many batches as hold `concurrency` samples, and one more."""
+    """`async def __getitems__`: the batches that hold `concurrency` samples are in flight, and one batch more."""
     got = collect(kind, MeetingBatches(80, 5), batch_size=4, num_workers=workers, concurrency=16)
     assert torch.cat(got).tolist() == list(range(80))
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_seeded_and_shuffled(kind: str) -> None:
-    """Seeded mode has as many in flight, with workers and without, and gives the same batches."""
+    """Seeded mode has the same number in flight, with workers and without, and gives the same batches."""
     options: dict[str, Any] = {"batch_size": 8, "concurrency": 64, "seed": 3, "shuffle": True}
     expected = collect(kind, Numbers(256), batch_size=8, seed=3, shuffle=True)
     indices = [(batch[:, 0] / 100).tolist() for batch in expected]
@@ -79,7 +79,7 @@ def test_seeded_and_shuffled(kind: str) -> None:
 
 
 class SlowHead(Dataset[Any]):
-    """The first sample is done when all others are."""
+    """The first sample is done when all other samples are done."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -103,7 +103,9 @@ class SlowHead(Dataset[Any]):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_slowest_sample_stops_no_other_batch(kind: str, workers: int) -> None:
-    """The first sample of the first batch waits for all samples of all the other batches that may be in hand."""
+    """The first sample of the first batch waits for all samples of all other batches, which are read during the
+    wait.
+    """
     got = collect(kind, SlowHead(20), batch_size=4, concurrency=16, num_workers=workers)
     assert torch.cat(got).tolist() == list(range(20))
 
@@ -113,7 +115,7 @@ def test_the_slowest_sample_stops_no_other_batch(kind: str, workers: int) -> Non
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("options", [{}, {"seed": 5}], ids=["torch", "seeded"])
 def test_a_state_is_of_what_was_delivered(kind: str, workers: int, options: dict[str, Any]) -> None:
-    """However much was read ahead, a resumed loader goes on behind the last batch that was taken."""
+    """However much was read ahead, a resumed loader continues behind the last batch taken."""
     options = {"batch_size": 4, "shuffle": "seed" in options, "num_workers": workers, **options}
     expected = collect(kind, AsyncNumbers(60), **options)
     for stop in (1, 6, 14):
@@ -150,7 +152,7 @@ def test_a_generators_draws_are_those_of_one_epoch_after_another(kind: str, work
 
 
 class Fails(AsyncNumbers):
-    """Some samples raise, before earlier ones are done."""
+    """Some samples raise, before earlier samples are done."""
 
     def __init__(self, n: int, bad: set[int]) -> None:
         super().__init__(n)
@@ -166,7 +168,7 @@ class Fails(AsyncNumbers):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_an_error_comes_in_its_place(kind: str, workers: int) -> None:
-    """Batches before a failing one come first, those after it come when the user goes on."""
+    """Batches before a failing batch are delivered before it, later batches when the user goes on."""
     got = outcomes(kind, Fails(24, {9, 10, 20}), batch_size=4, num_workers=workers)
     kinds = [each[0] if isinstance(each, tuple) else each.tolist() for each in got]
     good = [[i, i + 1, i + 2, i + 3] for i in range(0, 24, 4)]
@@ -183,7 +185,7 @@ class BrokenSampler:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_samplers_error_comes_in_its_place(kind: str) -> None:
-    """Without workers: after the batches that were asked for before; then the epoch is over."""
+    """Without workers, the error follows the batches that were requested before it; then the epoch is over."""
     got = outcomes(kind, Fails(8, set()), batch_sampler=_Sized(BrokenSampler()))
     assert [each.tolist() for each in got[:2]] == [[0, 1], [2, 3]]
     assert got[2][0] is ConnectionError
@@ -191,7 +193,7 @@ def test_a_samplers_error_comes_in_its_place(kind: str) -> None:
 
 
 class _Sized:
-    """With a batch size, so that it is read ahead."""
+    """Adds a batch size, with which the sampler is read ahead."""
 
     batch_size = 2
 
@@ -216,7 +218,7 @@ class AsyncSampler:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_async_samplers_batches_are_in_flight(kind: str, workers: int) -> None:
-    """The sampler is awaited in order, while what it gave before is fetched."""
+    """The sampler is awaited in order, while the samples that it gave before are fetched."""
     got = collect(kind, Meeting(96, 32), sampler=AsyncSampler(), batch_size=4, concurrency=32, num_workers=workers)
     assert torch.cat(got).tolist() == list(range(96))
 
@@ -234,7 +236,7 @@ class Large(Dataset[Any]):
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1])
 def test_large_batches_lower_the_credits(workers: int) -> None:
-    """Batches of 16 MB: as many in hand as 256 MB hold; `stats` and `explain` say how many."""
+    """Batches of 16 MB: the number in hand is limited to 256 MB; `stats` and `explain` report the number."""
     with DataLoader[Any](Large(), batch_size=4, num_workers=workers, concurrency=200) as loader:
         seen = []
         for number, batch in enumerate(loader):
@@ -246,7 +248,7 @@ def test_large_batches_lower_the_credits(workers: int) -> None:
 
 @pytest.mark.thorough
 def test_ring_bytes_bounds_the_credits() -> None:
-    """The ring stays within it, with fewer batches in hand; never fewer than `prefetch_factor`."""
+    """The ring stays within `ring_bytes`, with fewer batches in hand, never fewer than `prefetch_factor`."""
     with DataLoader[Any](
         Large(), batch_size=2, num_workers=1, tuning=Tuning(ring_bytes=100 << 20), concurrency=90
     ) as loader:
@@ -259,7 +261,7 @@ def test_ring_bytes_bounds_the_credits() -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_worker_dies_with_many_batches_in_hand(kind: str, tmp_path: Path) -> None:
-    """All of them are done again, each alone; two samples that kill once each cost their batches nothing."""
+    """All its batches are done again, each alone; two samples that kill once each change no batch."""
     options: dict[str, Any] = {"batch_size": 2, "seed": 3, "num_workers": 1}
     expected = collect(kind, AsyncFaulty(60, Faults(Path("/"), {})), **options)
     got = collect(kind, AsyncFaulty(60, Faults(tmp_path, {7: "SIGKILL", 28: "exit"})), **options)
@@ -268,7 +270,7 @@ def test_a_worker_dies_with_many_batches_in_hand(kind: str, tmp_path: Path) -> N
 
 
 class Waits(Dataset[Any]):
-    """All samples but the first of an epoch wait for ever; notes what becomes of them."""
+    """All samples but the first of an epoch wait for ever; counts the samples begun and ended."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -288,7 +290,7 @@ class Waits(Dataset[Any]):
 
 
 async def test_closing_ends_all_that_was_read_ahead() -> None:
-    """Without workers: after `aclose` no sample is in flight; a cancelled `anext` gives its batch to the next one."""
+    """Without workers no sample is in flight after `aclose`, nor after a cancelled `anext`."""
     dataset = Waits()
     loader = AsyncDataLoader[Any](dataset, concurrency=50)
     batches = aiter(loader)
@@ -301,7 +303,7 @@ async def test_closing_ends_all_that_was_read_ahead() -> None:
 
 
 def test_dropping_the_iterator_ends_all_that_was_read_ahead() -> None:
-    """The same for the facade: after a `break` all of it ends by itself, and a new epoch may begin."""
+    """After a `break` all samples in flight of the sync facade end, and a new epoch may begin."""
     dataset = Waits()
     with DataLoader[Any](dataset, concurrency=50) as loader:
         for _ in range(2):
@@ -328,7 +330,7 @@ def _noisy(samples: list[Any]) -> torch.Tensor:
 @pytest.mark.parametrize("kind", BOTH)
 def test_the_trainers_generators_are_left_alone(kind: str) -> None:
     """Seeded mode without workers: samples that use `sample_rng`, and a collation that draws, read ahead or not, leave
-    the trainer's global generators as they are; and the batches are the same.
+    the trainer's global generators untouched; the batches are equal with and without reading ahead.
     """
     torch.manual_seed(1)
     undisturbed = [float(torch.rand(())) for _ in range(10)]

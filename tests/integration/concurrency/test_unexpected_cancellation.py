@@ -1,4 +1,4 @@
-"""User code that cancels itself, or awaits something cancelled, has failed: its batch is answered by an error."""
+"""User code that cancels itself, or awaits a cancelled task, has failed: its batch is replaced by an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rows(Dataset[Any]):
 
 
 class Stream:
-    """A stream of four batches of two; the second one cannot be read."""
+    """A stream of four batches of two samples; the second batch cannot be read."""
 
     async def __aiter__(self) -> AsyncIterator[int]:
         for number in range(8):
@@ -44,7 +44,7 @@ class Stream:
 
 
 class GoesOn(Stream):
-    """An iterator that can be read on after an error."""
+    """An iterator that can be read further after an error."""
 
     def __aiter__(self) -> AsyncIterator[int]:
         self.number = -1
@@ -71,7 +71,7 @@ class Opens(Rows):
 
 
 class Pooled(Dataset[int]):
-    """A blocking dataset that uses an executor of its own, which was shut down meanwhile."""
+    """A blocking dataset that uses an executor of its own, which cancelled one call."""
 
     def __len__(self) -> int:
         return 8

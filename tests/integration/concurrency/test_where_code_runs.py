@@ -20,7 +20,7 @@ class Recording:
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.delivered = -1  # not even `iter` has returned
+        self.delivered = -1  # `iter` has not returned yet
         self.notes: list[tuple[int, int]] = []
 
     def __iter__(self) -> Iterator[int]:
@@ -56,7 +56,9 @@ def _advance(kind: str, workers: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_plain_samplers_are_advanced_as_torch_does(kind: str, workers: int) -> None:
-    """In the caller's thread: at `iter` as many as are read ahead, then one in each `next`; never in between."""
+    """The sampler is advanced in the caller's thread: at `iter` for the batches read ahead, then once in each `next`,
+    never in between.
+    """
     assert _advance(kind, workers) == _advance("torch", workers)
     assert {thread for thread, _ in _advance(kind, workers)} == {threading.get_ident()}
 
@@ -72,5 +74,5 @@ class Threads(Dataset[Any]):
 
 
 def test_without_workers_the_facade_fetches_in_the_callers_thread() -> None:
-    """As torch's loader: thread-bound handles of a dataset keep working."""
+    """Thread-bound handles of a dataset keep working, as in torch's loader."""
     assert {int(batch[0]) for batch in DataLoader[Any](Threads())} == {threading.get_ident()}

@@ -1,8 +1,8 @@
-"""What frameworks ask of a DataLoader, point by point: what may change, who owns a batch, what becomes of its class.
+"""Requirements of frameworks on a DataLoader, point by point: changes between epochs, a batch's owner, replaced
+classes.
 
-Points 16 to 18, and loaders that a framework replaces; the others are in `test_construction.py`,
-`test_iteration.py` and `test_state.py`. Each test does what one or more frameworks do; they are named
-in its docstring.
+Points 16 to 18, and loaders that a framework replaces; the other points are in `test_construction.py`,
+`test_iteration.py` and `test_state.py`. Each test repeats the actions of the frameworks that its docstring names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Torchs = torch.utils.data.DataLoader
 
 
 class Switched(Numbers):
-    """Gives what its flag, a field and a shared tensor say."""
+    """Each sample is its index, a field of the dataset, and a shared tensor."""
 
     def __init__(self) -> None:
         super().__init__(6)
@@ -50,7 +50,7 @@ class Collate:
 @BOTH_CLASSES
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_16_changes_are_seen_in_the_next_epoch(make: Any, workers: int) -> None:
-    """Workers that do not persist get the dataset and the collation as they are at `iter()`."""
+    """Workers that do not persist get the dataset and the collation in their state at `iter()`."""
     dataset, collate = Switched(), Collate()
     loader = make(dataset, num_workers=workers, collate_fn=collate)
     assert {(on, field) for on, [(_, field, _)] in epoch(loader)} == {(True, 0)}
@@ -61,7 +61,7 @@ def test_point_16_changes_are_seen_in_the_next_epoch(make: Any, workers: int) ->
 @BOTH_CLASSES
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_point_16_shared_tensors_stay_shared(make: Any, method: str) -> None:
-    """Persistent workers see what is written into a shared tensor, not what is assigned (HF datasets' `_epoch`)."""
+    """Persistent workers see values written into a shared tensor, but no assigned attribute (HF datasets' `_epoch`)."""
     dataset = Switched()
     loader = make(dataset, num_workers=1, persistent_workers=True, multiprocessing_context=method, batch_size=None)
     for number in range(3):
@@ -78,8 +78,8 @@ def test_point_16_shared_tensors_stay_shared(make: Any, method: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("ring_bytes", [None, 4096 * 8])
 def test_point_17_batches_belong_to_their_holder(kind: str, ring_bytes: int | None) -> None:
-    """Two lists of four batches are held while the next is fetched (HF Trainer's accumulation): none changes, and
-    nothing stops.
+    """Up to twelve batches are held while the next are fetched (HF Trainer's accumulation): none of them changes, and
+    the loader does not block.
     """
     expected = collect("torch", Images(96), batch_size=2)
     make: Any = AsyncDataLoader if kind == "asyncio" else DataLoader
@@ -114,7 +114,7 @@ def test_point_17_batches_belong_to_their_holder(kind: str, ring_bytes: int | No
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_18_batches_on_their_device_are_left_alone(kind: str, workers: int) -> None:
-    """Tensors are plain ones on the CPU: moving them to where they are gives the same objects (`send_to_device`)."""
+    """Tensors are plain CPU tensors: moving them to the CPU gives the same objects (`send_to_device`)."""
     for batch in collect(kind, Numbers(6), batch_size=2, num_workers=workers):
         assert type(batch) is torch.Tensor
         assert batch.device == torch.device("cpu")
@@ -126,13 +126,13 @@ def test_point_18_batches_on_their_device_are_left_alone(kind: str, workers: int
 
 
 def framework(loader: Any) -> Any:
-    """What Accelerate, Ray Train and others do: a stock loader from the attributes of the user's."""
+    """A stock loader made from the attributes of the user's loader, like those of Accelerate, Ray Train and others."""
     names = ["batch_sampler", "num_workers", "collate_fn", "generator"]
     return torch.utils.data.DataLoader(loader.dataset, **{name: getattr(loader, name) for name in names})
 
 
 def test_replaced_a_loader_says_so() -> None:
-    """When a framework goes on with a stock loader, and ours was collected unused, that one warns, once."""
+    """A stock loader that a framework made in place of our unused, collected loader warns, once."""
     loader = DataLoader[Any](Numbers(6), batch_size=2)
     theirs = framework(loader)
     assert type(theirs) is Torchs
@@ -143,7 +143,7 @@ def test_replaced_a_loader_says_so() -> None:
 
 
 def test_replaced_install_makes_frameworks_build_ours() -> None:
-    """Inside `asyncloader.install()` the same framework gets a loader of ours; afterwards torch's again."""
+    """Inside `asyncloader.install()` the same framework gets our loader; afterwards torch's again."""
     loader = DataLoader[Any](Numbers(6), batch_size=2)
     with asyncloader.install():
         theirs = framework(loader)
@@ -154,7 +154,9 @@ def test_replaced_install_makes_frameworks_build_ours() -> None:
 
 @BOTH_CLASSES
 def test_replaced_clone_and_from_torch_bring_ours_back(make: Any) -> None:
-    """From what a framework prepared: the same dataset and batches, by our loader."""
+    """`from_torch` makes our loader of a loader that a framework prepared: same dataset and batches; `clone` works on
+    the result.
+    """
     prepared = framework(DataLoader[Any](Numbers(6), batch_size=2, shuffle=True))
     mine = make.from_torch(prepared, num_workers=1, concurrency=5)
     assert type(mine) is make

@@ -1,9 +1,9 @@
-"""What frameworks ask of a DataLoader, point by point: how it is made, and what can be read from it.
+"""Requirements of frameworks on a DataLoader, point by point: its construction, and its readable attributes.
 
 Points 1 to 9; those about iteration (10 to 15) are in `test_iteration.py`, the rest in
 `test_batches.py`. Points 19 to 21 are about `state_dict`, which these loaders do not have.
 
-Each test does what one or more frameworks do. They are named in its docstring.
+Each test repeats the actions of the frameworks that its docstring names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BOTH_CLASSES = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 
 
 def test_point_01_subclass_of_torchs_loader() -> None:
-    """isinstance holds, torch's constructor has run, and what it sets is there (Lightning, Fabric, Composer)."""
+    """isinstance holds, torch's constructor has run, and the attributes it sets exist (Lightning, Fabric, Composer)."""
     for dataset, kind in [(Numbers(4), DatasetKind.Map), (CountedStream(4, said=4), DatasetKind.Iterable)]:
         loader, theirs = DataLoader[Any](dataset), torch.utils.data.DataLoader(dataset)
         assert isinstance(loader, torch.utils.data.DataLoader)
@@ -48,7 +48,7 @@ def test_point_01_subclass_of_torchs_loader() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_01_the_guard_of_attributes_is_torchs(workers: int) -> None:
-    """A subclass may lower `_DataLoader__initialized` and set what is read-only (timm's MultiEpochsDataLoader)."""
+    """A subclass may lower `_DataLoader__initialized` and set read-only attributes (timm's MultiEpochsDataLoader)."""
     loader: Any = OneIteratorForAllEpochs(Numbers(7), batch_size=3, num_workers=workers)
     expected = collect("torch", Numbers(7), batch_size=3)
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_point_01_the_guard_of_attributes_is_torchs(workers: int) -> None:
 
 @BOTH_CLASSES
 def test_point_02_signature_is_written_out(make: Any) -> None:
-    """torch's names, kinds, order and defaults; ours follow by keyword with defaults; nothing swallows arguments."""
+    """torch's names, kinds, order and defaults; our options follow by keyword with defaults; no `*args`, `**kwargs`."""
     theirs = list(inspect.signature(torch.utils.data.DataLoader.__init__).parameters.values())
     ours = list(inspect.signature(make.__init__).parameters.values())
     facts = [(p.name, p.kind, p.default) for p in theirs]
@@ -78,12 +78,12 @@ def test_point_02_signature_is_written_out(make: Any) -> None:
 
 
 class Mebibytes(int):
-    """A number that is told from others by its identity."""
+    """A number that the test recognizes by its identity."""
 
 
 @BOTH_CLASSES
 def test_point_03_own_options_are_the_callers_objects(make: Any) -> None:
-    """Each option of ours is an attribute of the same name that holds what was given, untouched (Lightning)."""
+    """Each option of ours is an attribute of the same name that holds the very object given (Lightning)."""
     tuning, concurrency = Tuning(ring_bytes="1MiB"), Mebibytes(7)
     loader = make(Numbers(8), num_workers=1, tuning=tuning, concurrency=concurrency)
     assert loader.tuning is tuning
@@ -91,7 +91,7 @@ def test_point_03_own_options_are_the_callers_objects(make: Any) -> None:
 
 
 def test_point_03_own_options_survive_rebuilding() -> None:
-    """A loader that is made anew from `vars` and the signature keeps our options (Lightning's predict)."""
+    """A loader that is rebuilt from `vars` and the signature keeps our options (Lightning's predict)."""
     own: dict[str, Any] = {"tuning": Tuning(ring_bytes="1MiB"), "concurrency": Mebibytes(7)}
     old = DataLoader[Any](Numbers(8), batch_size=2, num_workers=1, **own)
     new = rebuilt(old, batch_sampler=BatchSampler(range(8), batch_size=2, drop_last=False))
@@ -103,8 +103,8 @@ def test_point_03_own_options_survive_rebuilding() -> None:
 
 
 def test_point_04_no_other_public_attribute() -> None:
-    """Instances have torch's public attributes, and those of our options that differ from their defaults, before, while
-    and after they are iterated. The others can be read, too.
+    """Before, during and after iteration a loader has torch's public attributes, and those of our options that differ
+    from their defaults. The other options can be read, too.
     """
     theirs = inspect.signature(torch.utils.data.DataLoader).parameters
     ours = inspect.signature(DataLoader).parameters
@@ -158,7 +158,7 @@ BASE: dict[str, Any] = {
 @BOTH_CLASSES
 @pytest.mark.parametrize("workers", [{"num_workers": 0, "prefetch_factor": None}, {"num_workers": 2}], ids=str)
 def test_point_05_base_values_may_be_given(make: Any, workers: dict[str, Any]) -> None:
-    """Every default written out is the default (HF Trainer, Accelerate), `prefetch_factor=2` with workers too."""
+    """Writing out every default equals omitting it (HF Trainer, Accelerate), with workers `prefetch_factor=2` too."""
     options = BASE | {"prefetch_factor": 2} | workers
     assert_same(epoch(make(Numbers(5), **options)), collect("torch", Numbers(5)))
     own_batches = BatchSampler(range(5), 2, drop_last=False)
@@ -170,7 +170,7 @@ def test_point_05_base_values_may_be_given(make: Any, workers: dict[str, Any]) -
 @BOTH_CLASSES
 @pytest.mark.parametrize("workers", [0, 1])
 def test_point_05_default_collate_is_known_by_identity(make: Any, workers: int) -> None:
-    """Given explicitly it is the default: kept under its name, passed back by frameworks, torch's batches."""
+    """Given explicitly, `default_collate` is the default: the attribute is that object, and batches are torch's."""
     for collate_fn in (None, default_collate):
         loader = make(Images(5), batch_size=4, num_workers=workers, collate_fn=collate_fn)
         assert loader.collate_fn is default_collate
@@ -181,7 +181,7 @@ def test_point_05_default_collate_is_known_by_identity(make: Any, workers: int) 
 
 
 def test_point_06_default_samplers_are_torchs() -> None:
-    """SequentialSampler, RandomSampler and BatchSampler themselves, which frameworks look for by type."""
+    """They are SequentialSampler, RandomSampler and BatchSampler, which frameworks look for by type."""
     plain, shuffled = DataLoader[Any](Numbers(6), batch_size=2), DataLoader[Any](Numbers(6), batch_size=2, shuffle=True)
     assert type(plain.sampler) is SequentialSampler
     assert type(shuffled.sampler) is RandomSampler
@@ -230,7 +230,9 @@ def test_point_06_an_async_sampler_is_seen_as_a_plain_one(make: Any, workers: in
 @BOTH_CLASSES
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_06_batch_samplers_are_rebuilt_by_their_constructor(make: Any, workers: int) -> None:
-    """`type(batch_sampler)(sampler, batch_size=, drop_last=)` gives another that works, for plain and async ones."""
+    """`type(batch_sampler)(sampler, batch_size=, drop_last=)` gives a working batch sampler, for plain and async
+    samplers.
+    """
     for sampler in (Rotated(7), RandomSampler(range(7))):
         old = make(Numbers(7), sampler=sampler, batch_size=3, num_workers=workers)
         again = type(old.batch_sampler)(old.sampler, batch_size=2, drop_last=True)
@@ -242,7 +244,7 @@ def test_point_06_batch_samplers_are_rebuilt_by_their_constructor(make: Any, wor
 
 
 def change_everything(loader: Any) -> Any:
-    """What torch lets one set after construction, set to something else."""
+    """Set each option that torch allows to be set after construction to another value."""
     loader.num_workers = 2
     loader.prefetch_factor = 3
     loader.collate_fn = collate_info
@@ -265,7 +267,7 @@ def collate_info(samples: list[Any]) -> Any:
 
 
 def test_point_07_options_are_read_at_iter() -> None:
-    """What is set after construction counts from the next `iter()` (Lightning assigns `worker_init_fn`)."""
+    """Options set after construction hold from the next `iter()` on (Lightning assigns `worker_init_fn`)."""
     first, second = DataLoader[Any](Numbers(8)), torch.utils.data.DataLoader(Numbers(8))
     assert_same(list(first), list(second))
     got, expected = list(change_everything(first)), list(change_everything(second))
@@ -277,7 +279,7 @@ def test_point_07_options_are_read_at_iter() -> None:
 @pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_point_07_pin_memory_is_read_at_iter(workers: int) -> None:
-    """Set after construction, `pin_memory` is noticed when iteration begins: torch's warning comes then."""
+    """`pin_memory` set after construction is noticed when iteration begins: torch's warning is raised then."""
     for make in (DataLoader, torch.utils.data.DataLoader):
         loader = make(Numbers(3), num_workers=workers)
         loader.pin_memory = True
@@ -319,7 +321,7 @@ UNSIZED: dict[str, tuple[Any, dict[str, Any]]] = {
 @BOTH_CLASSES
 @pytest.mark.parametrize("name", UNSIZED)
 def test_point_08_unknown_length_is_a_type_error(make: Any, name: str) -> None:
-    """TypeError and nothing else: what `list()`, progress bars and frameworks take for "not known"."""
+    """TypeError and no other error: `list()`, progress bars and frameworks take it for "not known"."""
     dataset, options = UNSIZED[name]
     loader = make(dataset, **options)
     with pytest.raises(TypeError):
@@ -352,7 +354,9 @@ def copies_in_an_epoch(loader: Any) -> list[Any]:
 @BOTH_CLASSES
 @pytest.mark.parametrize("when", ["new", "in an epoch", "after an epoch"])
 def test_point_09_loaders_pickle_and_copy(make: Any, when: str) -> None:
-    """At any time, also with persistent workers alive, which torch's refuses; the copy has none of what runs."""
+    """Loaders pickle and copy at any time, also with live persistent workers, which torch's loader refuses; the
+    copy has no iterator.
+    """
     loader = make(Numbers(6), batch_size=2, num_workers=1, persistent_workers=True, collate_fn=collate_strings)
     if when == "after an epoch":
         epoch(loader)
@@ -369,7 +373,9 @@ def test_point_09_loaders_pickle_and_copy(make: Any, when: str) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("used", [False, True])
 def test_point_09_the_dict_may_be_copied(wrapper: Any, persistent: bool, used: bool) -> None:
-    """A wrapper with the loader's `__dict__` works; the workers end with the iterator, whichever of the two is left."""
+    """A wrapper with the loader's `__dict__` works; the workers end with the iterator, when the last of the two is
+    deleted.
+    """
     loader = DataLoader[Any](Pids(8), num_workers=2, persistent_workers=persistent)
     if used:
         next(iter(loader))
@@ -380,16 +386,16 @@ def test_point_09_the_dict_may_be_copied(wrapper: Any, persistent: bool, used: b
     again = {int(pid) for pid in loader}
     assert (first == again) == persistent
     del wrapped
-    assert len(list(loader)) == 8  # the wrapper's end is nobody else's
+    assert len(list(loader)) == 8  # the wrapper's end does not end the loader
     deaths = Deaths(first if persistent else [])
     del loader
     deaths.wait()
-    await_our_threads()  # one of them reaps the processes
+    await_our_threads()  # one of these threads reaps the processes
     assert not multiprocessing.active_children()
 
 
 def test_point_09_the_loader_may_go_before_its_wrapper() -> None:
-    """`close()` and the loader's end leave no worker behind that only the copied `__dict__` refers to."""
+    """After `close()`, no worker is left behind for a copied `__dict__` that still refers to it."""
     loader = DataLoader[Any](Pids(8), num_workers=1, persistent_workers=True)
     next(iter(loader))
     wrapper = DictCopy(loader)
@@ -400,7 +406,7 @@ def test_point_09_the_loader_may_go_before_its_wrapper() -> None:
 
 @BOTH_CLASSES
 def test_point_09_an_async_dataset_pickles_with_its_loader(make: Any) -> None:
-    """So does what only we know: an async dataset and our options."""
+    """A pickled loader keeps our extensions: an async dataset and our options."""
     loader = make(AsyncNumbers(4), num_workers=1, concurrency=2)
     twin = pickle.loads(pickle.dumps(loader))
     assert twin.concurrency == 2

@@ -1,4 +1,6 @@
-"""`asyncloader.install()`: inside the block torch's class makes ours, whoever holds it; afterwards nothing is left."""
+"""`asyncloader.install()`: inside the block torch's class constructs our loader in all code; afterwards no trace
+stays.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("constructors")
 
 
 def test_it_ends_with_its_block() -> None:
-    """`with` gives our class, which torch's makes inside, and no more when the block was left by an exception."""
+    """`with` gives our class; torch's class constructs it inside, and no longer after an exception left the block."""
     made = []
 
     def fail() -> None:
@@ -46,7 +48,7 @@ def test_it_ends_with_its_block() -> None:
 
 
 def test_blocks_nest_and_overlap() -> None:
-    """It lasts until the last of them is left, whichever that is."""
+    """The replacement lasts until the last of overlapping blocks is left, in any order."""
     first, second = install(), install()
     first.__enter__()
     second.__enter__()
@@ -61,7 +63,7 @@ def test_blocks_nest_and_overlap() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_code_that_makes_torchs_loader_gets_ours(workers: int) -> None:
-    """Same arguments, same batches, our loader; it lives on after the block."""
+    """Same arguments, same batches, our loader; the loader works after the block, too."""
     with install():
         loader: Any = torch.utils.data.DataLoader(Numbers(7), batch_size=2, shuffle=False, num_workers=workers)
         typed = torch.utils.data.DataLoader[Any](Numbers(7))
@@ -73,7 +75,7 @@ def test_code_that_makes_torchs_loader_gets_ours(workers: int) -> None:
 
 
 def test_wherever_the_class_was_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under another name in a module, in a table, as a default argument, as a part: all of them make ours."""
+    """Under another name in a module, in a table, as a default argument, in a `partial`: each makes our loader."""
 
     def default(kind: Any = torch.utils.data.DataLoader) -> Any:
         return kind(Numbers(3))
@@ -90,7 +92,7 @@ def test_wherever_the_class_was_taken_before(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_it_holds_in_all_threads() -> None:
-    """Another thread makes ours, too."""
+    """Another thread makes our loader, too."""
     seen: list[Any] = []
     with install() as ours:
         thread = threading.Thread(target=lambda: seen.append(type(torch.utils.data.DataLoader(Numbers(3)))))
@@ -100,7 +102,7 @@ def test_it_holds_in_all_threads() -> None:
 
 
 def test_loaders_made_before_stay_torchs() -> None:
-    """They are iterated by torch's engine inside the block, and nothing is said about it; they pickle and copy."""
+    """They are iterated by torch's engine inside the block, without a warning; they pickle and copy."""
     before = Torchs(Numbers(4), num_workers=1)
     with warnings.catch_warnings(record=True) as caught, install():
         warnings.simplefilter("always")
@@ -112,7 +114,7 @@ def test_loaders_made_before_stay_torchs() -> None:
 
 
 def test_a_library_that_wraps_torchs_constructor_inside() -> None:
-    """Its wrapper stays where it is when the block ends, and what is below it does torch's work alone."""
+    """The library's wrapper stays in place when the block ends; the constructor that it calls is then torch's alone."""
     kind: Any = Torchs
     original = kind.__init__
     calls = []
@@ -153,7 +155,9 @@ print(sorted(found & {"accelerate", "ignite", "ray", "timm", "transformers", "we
 
 @pytest.mark.parametrize("held", ["", "block = "])
 def test_a_block_that_is_never_left(held: str, tmp_path: Path) -> None:
-    """It lasts for the rest of the process, whether anybody holds it or not, and its end is silent."""
+    """The replacement lasts for the rest of the process, whether a reference to the block exists or not; nothing is
+    printed at exit.
+    """
     script = f"""
 import torch
 import asyncloader
@@ -166,6 +170,5 @@ assert isinstance(torch.utils.data.DataLoader([1]), asyncloader.DataLoader)
 
 
 def test_it_is_part_of_the_package() -> None:
-    """`asyncloader.install` is it."""
     assert asyncloader.install is install
     assert "install" in asyncloader.__all__

@@ -1,4 +1,4 @@
-"""`asyncloader.install()` and subclasses of torch's loader; and what makes torch's iterators by itself."""
+"""`asyncloader.install()`: subclasses of torch's loader, and code that makes torch's iterators by itself."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ T = TypeVar("T")
 
 
 class Sized(Protocol):
-    """An interface that a loader is said to have."""
+    """A protocol that a loader class declares."""
 
     def __len__(self) -> int: ...
 
 
 class Plain(type):
-    """A metaclass that knows nothing of others."""
+    """A metaclass unrelated to others."""
 
 
 class Shifted:
-    """Mixed in before torch's class: relies on `super()` to come to it."""
+    """Mixed in before torch's class: relies on `super()` to reach it."""
 
     def __iter__(self) -> Any:
         return (batch + 1 for batch in super().__iter__())  # type: ignore[misc]
 
 
 def shapes() -> dict[str, Any]:
-    """Subclasses of torch's class as they are found in public code, made now."""
+    """New subclasses of torch's class, in the forms found in public code."""
 
     class Inherited(Torchs[Any]):
         pass
@@ -116,7 +116,9 @@ BEFORE = shapes()
 @pytest.mark.parametrize("when", ["before", "inside"])
 @pytest.mark.parametrize("shape", BEFORE)
 def test_subclasses_of_torchs(shape: str, when: str) -> None:
-    """Whenever it was defined, and whatever it is mixed with: inside, its loaders are its own and ours; it is not."""
+    """Defined before or inside, whatever it is mixed with: inside, a subclass makes loaders that are instances of it
+    and of ours; the subclass itself does not become ours.
+    """
     with install():
         kind = BEFORE[shape] if when == "before" else shapes()[shape]
         assert issubclass(kind, torch.utils.data.DataLoader)
@@ -136,7 +138,7 @@ def test_subclasses_of_torchs(shape: str, when: str) -> None:
 
 
 def test_a_subclass_keeps_its_attributes() -> None:
-    """What its constructor sets, before and after torch's, is there, under names of our options as well."""
+    """Attributes set by its constructor, before and after torch's, exist, under names of our options as well."""
     with install():
         loader = BEFORE["Explicit"](Numbers(3))
     assert (loader.early, loader.seed) == (1, "a subclass's own")
@@ -144,7 +146,7 @@ def test_a_subclass_keeps_its_attributes() -> None:
 
 
 def test_an_abstract_subclass_stays_abstract() -> None:
-    """Inside, too, it cannot be made, and its concrete subclass can."""
+    """Inside, too, the abstract class cannot be instantiated, and its concrete subclass can."""
 
     class Base(Torchs[Any], abc.ABC):
         @abc.abstractmethod
@@ -164,7 +166,7 @@ def test_an_abstract_subclass_stays_abstract() -> None:
 
 
 class Theirs(Torchs[Any]):
-    """A library's."""
+    """A library's subclass of torch's loader."""
 
     def __init__(self, dataset: Any, batch_size: int = 2) -> None:
         super().__init__(dataset, batch_size)
@@ -172,7 +174,7 @@ class Theirs(Torchs[Any]):
 
 @pytest.mark.parametrize("kind", [Torchs, Theirs])
 def test_its_loaders_pickle_copy_and_clone(kind: Any) -> None:
-    """A loader made inside is pickled, copied, cloned and read outside, and is of the same class then."""
+    """A loader made inside is pickled, copied and constructed again outside, and keeps its class."""
     with install():
         inside = kind(Numbers(4), batch_size=2)
         packed = pickle.dumps(inside)
@@ -182,11 +184,11 @@ def test_its_loaders_pickle_copy_and_clone(kind: Any) -> None:
 
 
 def test_a_class_that_nothing_can_be_derived_from() -> None:
-    """It is named once, and its loaders are torch's."""
+    """A warning names the class once, and its loaders are torch's."""
 
     class Registered(Torchs[Any]):
         def __init_subclass__(cls, *, key: str) -> None:
-            """Wants an argument of every subclass."""
+            """Requires an argument of every subclass."""
 
     with warnings.catch_warnings(record=True) as caught, install():
         warnings.simplefilter("always")
@@ -201,7 +203,7 @@ def test_a_class_that_nothing_can_be_derived_from() -> None:
 
 
 class Imitation:
-    """As fastai has it: no loader of torch's, but the attributes of one, read by torch's iterators."""
+    """An object with the attributes of torch's loader, read by torch's iterators, as in fastai."""
 
     def __init__(self, dataset: Any, num_workers: int) -> None:
         self.dataset, self.num_workers = dataset, num_workers
@@ -218,11 +220,11 @@ class Imitation:
 
 
 class _OwnIterator(_MultiProcessingDataLoaderIter):
-    """As LitData has it: a subclass of torch's iterator, which its loader makes."""
+    """A subclass of torch's iterator, which its loader makes, as in LitData."""
 
 
 class Streaming(Torchs[Any]):
-    """The loader of that iterator."""
+    """The loader that makes `_OwnIterator`."""
 
     def _get_iterator(self) -> Any:
         return _OwnIterator(self) if self.num_workers else _SingleProcessDataLoaderIter(self)
@@ -231,7 +233,7 @@ class Streaming(Torchs[Any]):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", [Imitation, Streaming])
 def test_own_iterators_are_named_once(kind: Any, workers: int) -> None:
-    """A loader that makes torch's iterators by itself goes on working, and one warning in a block names it."""
+    """A loader that makes torch's iterators by itself keeps working, and one warning per block names it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         list(kind(Numbers(3), num_workers=workers))
@@ -243,7 +245,9 @@ def test_own_iterators_are_named_once(kind: Any, workers: int) -> None:
 
 
 def test_nobody_else_is_named() -> None:
-    """Our own loaders, subclasses of either kind, and those that call `super()._get_iterator()` say nothing."""
+    """Our own loaders, subclasses of either kind, and subclasses that call `super()._get_iterator()` cause no
+    warning.
+    """
 
     class Wrapping(Torchs[Any]):
         def _get_iterator(self) -> Any:

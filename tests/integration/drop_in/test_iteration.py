@@ -1,7 +1,7 @@
-"""What frameworks ask of a DataLoader, point by point: how it is iterated.
+"""Requirements of frameworks on a DataLoader, point by point: its iteration.
 
-Points 10 to 15, after those of `test_construction.py`. Each test does what one or more frameworks do; they
-are named in its docstring.
+Points 10 to 15, after those of `test_construction.py`. Each test repeats the actions of the frameworks that its
+docstring names.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Torchs = torch.utils.data.DataLoader
 
 
 def alive() -> list[Any]:
-    """What a loader may leave behind: child processes, and threads of the private loop."""
+    """The child processes, and threads of the private loop, that a loader may leave behind."""
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("asyncloader")]
     return [*multiprocessing.active_children(), *threads]
 
 
 def await_end() -> None:
-    """No process outlives the threads that end it."""
+    """Wait for the loaders' threads; then no process may be left."""
     await_our_threads()
     assert not alive()
 
@@ -46,7 +46,7 @@ def await_end() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_10_iterators_are_of_torchs_kind(workers: int) -> None:
-    """An iterator derives from torch's base, can be shut down by torch's name, again and again (Lightning's end)."""
+    """An iterator derives from torch's base; torch's `_shutdown_workers` works, also twice (Lightning's end)."""
     loader = DataLoader[Any](Numbers(50), num_workers=workers)
     batches: Any = iter(loader)
     assert issubclass(type(batches), _BaseDataLoaderIter)
@@ -57,7 +57,9 @@ def test_point_10_iterators_are_of_torchs_kind(workers: int) -> None:
 
 
 def test_point_10_asking_for_an_async_iterator_is_no_error() -> None:
-    """`tqdm.auto` makes one of whatever has `__aiter__`, and then reads the loader by a plain ``for``."""
+    """`tqdm.auto` makes an async iterator of any object with `__aiter__`, and then reads the loader by a plain
+    ``for``.
+    """
     loader = DataLoader[Any](Numbers(4))
     batches: Any = aiter(loader)
     assert len(list(loader)) == 4
@@ -66,7 +68,7 @@ def test_point_10_asking_for_an_async_iterator_is_no_error() -> None:
 
 
 def test_point_10_workers_are_known_before_the_first_batch() -> None:
-    """`iterator._workers` are processes that run, with pids, as soon as there is an iterator."""
+    """`iterator._workers` are running processes, with pids, as soon as the iterator exists."""
     batches: Any = iter(DataLoader[Any](Pids(50), num_workers=2))
     pids = [worker.pid for worker in batches._workers]
     assert sorted(pids) == sorted(process.pid or 0 for process in multiprocessing.active_children())
@@ -85,7 +87,7 @@ def test_point_10_iterator_attribute_is_none(workers: int) -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_point_10_a_dropped_iterator_ends_its_workers(persistent: bool) -> None:
-    """When the last reference goes, not when garbage is collected: processes and thread end (Lightning's end)."""
+    """Processes and thread end with the last reference, not when garbage is collected (Lightning's end)."""
     loader = DataLoader[Any](Numbers(50), num_workers=2, persistent_workers=persistent)
     gc.disable()
     try:
@@ -105,7 +107,7 @@ def test_point_10_a_dropped_iterator_ends_its_workers(persistent: bool) -> None:
 
 
 def test_point_11_several_iterators_live_side_by_side() -> None:
-    """Each has workers and batches of its own; ending one leaves the others as they are."""
+    """Each iterator has workers and batches of its own; ending an iterator does not touch the others."""
     expected = collect("torch", Numbers(12), batch_size=2)
     loader = DataLoader[Any](Numbers(12), batch_size=2, num_workers=1)
     one, two, three = iter(loader), iter(loader), iter(loader)
@@ -131,7 +133,7 @@ def test_point_11_one_batch_and_no_more(workers: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_11_composer_contract(workers: int) -> None:
-    """No `_iterator` when handed in; one abandoned iterator for each epoch that a resumed run has behind it."""
+    """`_iterator` is None when a loader is handed in; a resumed run abandons an iterator for each epoch before it."""
     mine, theirs = (
         make(Numbers(30), batch_size=4, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(3))
         for make in (DataLoader[Any], Torchs[Any])
@@ -153,7 +155,7 @@ def test_point_11_composer_contract(workers: int) -> None:
 
 
 def epoch_set_late(loader: Any, sampler: DistributedSampler[Any]) -> list[Any]:
-    """One epoch's batches, with `set_epoch` between `iter()` and the first of them."""
+    """One epoch's batches, with `set_epoch` between `iter()` and the first batch."""
     if not isinstance(loader, AsyncDataLoader):
         batches = iter(loader)
         sampler.set_epoch(1)
@@ -179,8 +181,8 @@ def epoch_set_late(loader: Any, sampler: DistributedSampler[Any]) -> list[Any]:
     ids=str,
 )
 def test_point_12_set_epoch_after_iter(make: Any, options: dict[str, Any], noticed: bool) -> None:
-    """As in torch: `iter()` takes the sampler's first indices for the workers, so a later `set_epoch` is for the next
-    epoch; without workers, and with batches, the sampler is asked at the first batch only.
+    """Like torch, `iter()` takes the sampler's first indices for the workers, so a later `set_epoch` holds for the next
+    epoch; without workers, and with batching, the sampler is first read for the first batch.
     """
     got: dict[Any, list[Any]] = {}
     for kind in (make, Torchs):
@@ -195,7 +197,7 @@ def test_point_12_set_epoch_after_iter(make: Any, options: dict[str, Any], notic
 @BOTH_CLASSES
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
 def test_point_12_no_batch_crosses_an_epoch(make: Any, workers: dict[str, Any]) -> None:
-    """`set_epoch` between two epochs holds for all of the next one: nothing of it was fetched before."""
+    """`set_epoch` between two epochs holds for the whole next epoch: none of it was fetched before."""
     sampler: DistributedSampler[Any] = DistributedSampler(Numbers(16), num_replicas=2, rank=1)
     loader = make(Numbers(16), sampler=sampler, batch_size=2, **workers)
     for number in (0, 3, 1):
@@ -222,7 +224,7 @@ class Noisy(Dataset[Any]):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_13_same_seeds_same_batches(kind: str, workers: int) -> None:
-    """torch's batches from torch's seeds over two epochs, and as many draws from the global generators."""
+    """Two epochs give torch's batches from torch's seeds, and draw from the global generators as often as torch."""
     assert_like_torch(kind, Noisy(), epochs=2, shuffle=True, batch_size=3, num_workers=workers)
 
 
@@ -230,7 +232,7 @@ def test_point_13_same_seeds_same_batches(kind: str, workers: int) -> None:
 
 
 class Told(IterableDataset[Any]):
-    """Gives what `get_worker_info` says, and the seeds."""
+    """Gives the values of `get_worker_info`, and the seeds."""
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -245,7 +247,7 @@ INITS: list[tuple[int, int, int]] = []
 
 
 def note_init(worker: int) -> None:
-    """timm's: it asserts its number, and seeds from the info."""
+    """Like timm's `worker_init_fn`: check the worker's id and seed, and draw a number."""
     info = get_worker_info()
     assert info is not None
     assert info.id == worker
@@ -256,7 +258,9 @@ def note_init(worker: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_14_worker_info(kind: str, workers: int) -> None:
-    """In each worker number, count, seed and dataset; `worker_init_fn` runs seeded; None in the main process."""
+    """`get_worker_info` gives id, count, seed and dataset in a worker, and None in the main process; `worker_init_fn`
+    runs seeded.
+    """
     run = assert_like_torch(
         kind,
         Told(),
@@ -276,7 +280,7 @@ def test_point_14_worker_info(kind: str, workers: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_15_getitems_gets_the_whole_batch(kind: str, workers: int) -> None:
-    """A dataset with `__getitems__` is asked once a batch (HF datasets)."""
+    """`__getitems__` of a dataset is called once per batch (HF datasets)."""
     assert_like_torch(kind, WholeBatches(7), batch_size=3, num_workers=workers)
 
 
@@ -284,7 +288,7 @@ def test_point_15_getitems_gets_the_whole_batch(kind: str, workers: int) -> None
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("lengths", [[5, 8], [0, 7], [0, 0]], ids=str)
 def test_point_15_streams_end_per_worker(kind: str, drop_last: bool, lengths: list[int]) -> None:
-    """Each worker has a short last batch, or drops it; a worker may have nothing (HF datasets: fewer shards)."""
+    """Each worker has a short last batch, or drops it; a worker may have no sample (HF datasets: fewer shards)."""
     assert_like_torch(kind, UnevenStream(lengths), batch_size=3, num_workers=2, drop_last=drop_last)
 
 
@@ -297,7 +301,7 @@ def test_point_15_out_of_order(kind: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_point_15_a_stream_longer_than_its_word(workers: int) -> None:
-    """Past the length that it claimed each batch comes with torch's warning."""
+    """Each batch beyond the length that the stream claimed causes torch's warning."""
     found = []
     for make in (DataLoader, Torchs):
         loader: Any = make(CountedStream(6, said=4), num_workers=workers)
@@ -318,7 +322,9 @@ class Fails(Numbers):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_point_15_a_workers_error_keeps_its_type_and_traceback(kind: str) -> None:
-    """The error comes in its batch's place, as its own type, with the worker's traceback; the others still come."""
+    """The error is raised instead of its batch, with its own type and the worker's traceback; the other batches are
+    delivered.
+    """
     got = outcomes(kind, Fails(8), batch_size=2, num_workers=2)
     expected = outcomes("torch", Fails(8), batch_size=2, num_workers=2)
     assert [type(a) for a in got] == [type(b) for b in expected]
@@ -329,7 +335,7 @@ def test_point_15_a_workers_error_keeps_its_type_and_traceback(kind: str) -> Non
 
 
 class Length(Dataset[int]):
-    """Counts how often it is asked for its length, which may mean to open a file."""
+    """Counts the calls of `__len__`, which in a real dataset may open a file."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -346,7 +352,7 @@ class Length(Dataset[int]):
 @pytest.mark.parametrize("sampler", ["sampler", "batch_sampler"])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_a_dataset_is_not_asked_for_its_length(kind: str, sampler: str, seed: int | None) -> None:
-    """With the user's own sampler, as by torch's loader, which never asks; only a state has the length."""
+    """With the user's own sampler the length is not asked for, as in torch's loader; only `state_dict` needs it."""
     dataset, order = Length(), [[0, 1], [2, 3]] if sampler == "batch_sampler" else [3, 1, 2]
     options: dict[str, Any] = {sampler: order, "num_workers": 1, "multiprocessing_context": "fork"}
     if kind == "stateful":

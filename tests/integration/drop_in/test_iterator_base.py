@@ -1,7 +1,8 @@
-"""torch's iterator base under our iterators: it is given the loader, and what it holds is what is read.
+"""torch's iterator base under our iterators: its constructor gets the loader, and the sampler iterator it holds is
+read.
 
-Libraries patch `_BaseDataLoaderIter`, as SpeechBrain does to go on within an epoch, or advance and replace what its
-instances hold. Each test compares with torch's own loader under the same treatment.
+Libraries patch `_BaseDataLoaderIter`, as SpeechBrain does to resume within an epoch, or advance and replace the
+attributes of its instances. Each test compares with torch's own loader under the same treatment.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tests.drawn import scaled
 from tests.helpers.running import run_async
 
 SIZE = 40
-DATA: Any = torch.arange(SIZE).share_memory_()  # where workers that are not forked would move it
+DATA: Any = torch.arange(SIZE).share_memory_()  # shared: workers that are not forked would otherwise move it
 
 
 class Eager:
-    """A sampler whose `__iter__` is no generator function, and draws at once."""
+    """A sampler whose `__iter__` is no generator function, and draws as soon as it is called."""
 
     def __len__(self) -> int:
         return SIZE
@@ -38,7 +39,7 @@ class Eager:
 
 
 class EagerBatches(Eager):
-    """The same of batches."""
+    """A batch sampler whose `__iter__` draws as soon as it is called."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter([part.tolist() for part in torch.randperm(SIZE).split(2)])
@@ -79,8 +80,8 @@ SHAPES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.fixture
 def skipping(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The base as SpeechBrain's documentation has it: a resumed epoch advances the sampler's iterator by what the
-    loader says, once, and says so to the loader. Gives the loaders that it was given.
+    """The base patched as in SpeechBrain's documentation: a resumed epoch advances the sampler's iterator by the
+    loader's `skip_to`, once, and sets it to None. Gives the loaders that the base's constructor got.
     """
     begin, reset, seen = _BaseDataLoaderIter.__init__, _BaseDataLoaderIter._reset, list[Any]()
 
@@ -94,7 +95,7 @@ def skipping(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             loader.skip_to = None
 
     def new_reset(self: Any, loader: Any, first_iter: bool = False, *args: Any, **options: Any) -> None:
-        if not first_iter:  # or it would begin anew
+        if not first_iter:  # the first reset would start the sampler again
             reset(self, loader, first_iter, *args, **options)
 
     monkeypatch.setattr(_BaseDataLoaderIter, "__init__", new_begin)
@@ -116,7 +117,7 @@ def resuming(kind: type[Any], workers: int, shape: str, skip: int, **options: An
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_library_that_patches_the_base_skips_as_with_torch(shape: str, workers: int, skipping: list[Any]) -> None:
-    """The rest of the epoch, all of the next one, and the count that the library keeps."""
+    """Equal are the rest of the epoch, the whole next epoch, and the count that the library keeps."""
     found = []
     for kind in (torch.utils.data.DataLoader, DataLoader):
         loader = resuming(kind, workers, shape, 4)
@@ -131,7 +132,7 @@ def test_a_library_that_patches_the_base_skips_as_with_torch(shape: str, workers
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_seeded_mode_skips_the_same_and_draws_from_the_seed(workers: int, skipping: list[Any]) -> None:
-    """The base is given the loader itself there too, and the process's generator stays where it is."""
+    """In seeded mode the base gets the loader itself, too, and the process's generator does not change."""
     whole = list(DataLoader(DATA, 2, shuffle=True, seed=1))
     loader = resuming(DataLoader, workers, "shuffled", 4, seed=1)
     before = torch.get_rng_state()
@@ -144,7 +145,9 @@ def test_seeded_mode_skips_the_same_and_draws_from_the_seed(workers: int, skippi
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_async_loader_reads_what_the_base_holds(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base that skips for every loader, and a persistent pool's second iterator begun before the first is read."""
+    """The base skips for every loader (without workers); a persistent pool's second iterator begins before the first is
+    read.
+    """
     begin = _BaseDataLoaderIter.__init__
 
     def new_begin(self: Any, loader: Any) -> None:
@@ -199,7 +202,7 @@ TREATMENTS = st.dictionaries(
 
 
 def treated(loader: Any, treatments: dict[int, tuple[Callable[..., None], int]]) -> list[Any]:
-    """The batches; each treatment comes after so many of them, 0: right after ``iter()``."""
+    """The batches; each treatment is applied after the number of batches that is its key, 0: right after ``iter()``."""
     iterator = iter(loader)
     batches: list[Any] = []
     while True:
@@ -209,7 +212,7 @@ def treated(loader: Any, treatments: dict[int, tuple[Callable[..., None], int]])
             batches.append(next(iterator).tolist())
         except StopIteration:
             return batches
-        if len(batches) > 200:  # begun again and again
+        if len(batches) > 200:  # the order was started again and again
             return batches
 
 
@@ -222,7 +225,7 @@ def compare(shape: str, workers: int, treatments: dict[int, tuple[Callable[..., 
 
 
 def resume(shape: str, workers: int, at: int, skip: int) -> None:
-    """What was skipped is past: a state after that leads to the same rest, whatever was under way meanwhile."""
+    """A state saved after a skip leads to the same rest, whatever was in flight when it was saved."""
     torch.manual_seed(5)
     loader = DataLoader(DATA, num_workers=workers, **SHAPES[shape]())
     iterator = iter(loader)
@@ -248,7 +251,7 @@ QUICK = settings(
 @QUICK
 @given(shape=st.sampled_from([*SHAPES]), treatments=TREATMENTS)
 def test_what_the_base_holds_is_read(shape: str, treatments: dict[int, Any]) -> None:
-    """Advanced, asked, wrapped, replaced or begun anew, at any moment: torch's batches."""
+    """The sampler's iterator is advanced, read, wrapped, replaced or started again, at any moment: torch's batches."""
     compare(shape, 0, treatments)
 
 
@@ -256,7 +259,7 @@ def test_what_the_base_holds_is_read(shape: str, treatments: dict[int, Any]) -> 
 @settings(QUICK, max_examples=scaled(12))
 @given(shape=st.sampled_from([*SHAPES]), treatments=TREATMENTS)
 def test_what_the_base_holds_is_read_with_workers(shape: str, treatments: dict[int, Any]) -> None:
-    """With what is under way in workers as torch has it."""
+    """With workers, tasks in flight have the effect that they have in torch."""
     compare(shape, 2, treatments)
 
 
@@ -264,12 +267,12 @@ def test_what_the_base_holds_is_read_with_workers(shape: str, treatments: dict[i
 @settings(QUICK, max_examples=scaled(12))
 @given(shape=st.sampled_from([*SHAPES]), workers=st.sampled_from([0, 2]), at=st.integers(0, 9), skip=st.integers(1, 9))
 def test_a_state_counts_what_was_skipped(shape: str, workers: int, at: int, skip: int) -> None:
-    """At any moment, with and without workers, resumed with another number of them."""
+    """The skip may happen at any moment, with and without workers; the state is resumed with 2 or 0 workers instead."""
     resume(shape, workers, at, skip)
 
 
 def test_a_replaced_order_has_no_position() -> None:
-    """A state would lie; between epochs there is one again."""
+    """`state_dict` raises instead of giving a wrong position; after the epoch's end it works again."""
     loader = DataLoader(DATA, 2)
     iterator = iter(loader)
     next(iterator)
@@ -282,7 +285,7 @@ def test_a_replaced_order_has_no_position() -> None:
 
 
 def test_seeded_mode_wants_positions() -> None:
-    """Indices that come without one cannot be given random numbers of the seed."""
+    """Indices without a position cannot be given random numbers of the seed: `next` raises."""
     loader = DataLoader(DATA, 2, seed=1)
     iterator = iter(loader)
     replace(iterator, 3)
@@ -291,7 +294,7 @@ def test_seeded_mode_wants_positions() -> None:
 
 
 def test_counters_have_torchs_names() -> None:
-    """What torch's iterator counts can be read under its names."""
+    """The counters of torch's iterator can be read under torch's names, with torch's values."""
     found = []
     iterator: Any = None
     for kind in (torch.utils.data.DataLoader, DataLoader):

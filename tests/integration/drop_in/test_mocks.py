@@ -1,4 +1,4 @@
-"""Datasets of `unittest.mock`: they have every attribute that anyone asks for. As with torch, which asks for few."""
+"""Datasets of `unittest.mock`, which have every attribute looked up, work as with torch, which looks up few."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def specified() -> Any:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("options", [{}, {"batch_size": 4, "shuffle": True}, {"batch_size": None}])
 def test_a_mock_is_a_dataset(make: Any, workers: int, kind: str, options: dict[str, Any]) -> None:
-    """It is neither awaited, nor stateful, nor a stream; a mock of a class has what the class has."""
+    """A mock is neither awaited, nor stateful, nor a stream; a mock of a class has the attributes of that class."""
     options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None, **options}
     got = collect(kind, make(), **options)
     expected = collect("torch", make(), **options)
@@ -49,7 +49,7 @@ def test_a_mock_is_a_dataset(make: Any, workers: int, kind: str, options: dict[s
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_seeded_epochs_and_states_of_a_mock(workers: int, kind: str) -> None:
-    """With the options that torch does not have; the state is JSON-able, and names no mock."""
+    """The options that torch lacks work; `state_dict` and `set_epoch` of the mock are not called."""
     options: dict[str, Any] = {"seed": 1, "shuffle": True, "num_workers": workers}
     options["multiprocessing_context"] = "fork" if workers else None  # a mock cannot be pickled
 
@@ -74,7 +74,7 @@ def test_seeded_epochs_and_states_of_a_mock(workers: int, kind: str) -> None:
 
 
 def test_what_a_mock_was_given_is_used() -> None:
-    """A test that sets `set_epoch` means it."""
+    """A `set_epoch` that the user set on the mock is called."""
     dataset = magic()
     dataset.set_epoch = Mock()
     loader = DataLoader[Any](dataset)
@@ -83,7 +83,7 @@ def test_what_a_mock_was_given_is_used() -> None:
 
 
 def test_a_mock_that_awaits() -> None:
-    """It is asynchronous if its methods are."""
+    """A mock is asynchronous if its methods are."""
     dataset = MagicMock()
     dataset.__aiter__.return_value = [torch.tensor(1), torch.tensor(2)]
     del dataset.__getitem__

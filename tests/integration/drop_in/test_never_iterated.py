@@ -1,4 +1,4 @@
-"""`NeverIteratedWarning`: a stock loader that was made from ours is iterated in its place; nothing else gives it."""
+"""`NeverIteratedWarning` is given when a stock loader made from ours is iterated in its place, and only then."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Torchs: Any = torch.utils.data.DataLoader
 
 
 def messages(action: Callable[[], object]) -> list[str]:
-    """The texts of the warnings while `action` runs and what it left is collected."""
+    """The texts of these warnings while `action` runs and its garbage is collected."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         action()
@@ -33,13 +33,13 @@ def messages(action: Callable[[], object]) -> list[str]:
 
 
 def stock_from(loader: Any, batch_sampler: Any = None, **options: Any) -> Any:
-    """What frameworks make of a loader: a stock one with its parts."""
+    """A stock loader made from another loader's parts, as frameworks make it."""
     parts = {name: getattr(loader, name) for name in ("num_workers", "collate_fn", "persistent_workers")}
     return Torchs(loader.dataset, batch_sampler=batch_sampler or loader.batch_sampler, **parts | options)
 
 
 class Share:
-    """A wrapper around a batch sampler, as those that share batches out among ranks are."""
+    """A wrapper around a batch sampler, like those that share batches among ranks."""
 
     def __init__(self, batch_sampler: Any) -> None:
         self.batch_sampler = batch_sampler
@@ -49,18 +49,20 @@ class Share:
 
 
 def test_its_class() -> None:
-    """It can be filtered by its class, which is a UserWarning."""
+    """The warning can be filtered by its class, which is a UserWarning."""
     assert issubclass(NeverIteratedWarning, UserWarning)
     assert asyncloader.NeverIteratedWarning is NeverIteratedWarning
 
 
-# ----------------------------------------------------------------------------------------------------- it is given
+# ------------------------------------------------------------------------------------------------- the warning is given
 
 
 @pytest.mark.parametrize("wrapper", [lambda batches: batches, Share], ids=["as it is", "shared out"])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"shuffle": True}, {"seed": 1}], ids=str)
 def test_a_stock_loader_in_its_place_warns(options: dict[str, Any], wrapper: Any) -> None:
-    """When it is iterated, once, with ours collected unused; it tells which that was, and what to look at."""
+    """The stock loader warns once, when it is iterated and ours was collected unused; the text names our loader and the
+    remedies.
+    """
     stock = []
 
     def replace() -> None:
@@ -78,7 +80,7 @@ def test_a_stock_loader_in_its_place_warns(options: dict[str, Any], wrapper: Any
 
 
 def test_it_points_at_the_loop(tmp_path: Path) -> None:
-    """The line that iterates is the one that the warning names."""
+    """The warning points at the line that iterates."""
     script = """
 import warnings
 import torch
@@ -96,7 +98,7 @@ for batch in loader:  # here
 
 
 def test_as_an_error_it_costs_nothing() -> None:
-    """Made an error it is raised by the first `iter()`; the next one gives all batches."""
+    """Made an error, the warning is raised by the first `iter()`; the next `iter()` gives all batches."""
     loader = DataLoader[Any](Numbers(4))
     stock = stock_from(loader)
     del loader
@@ -108,7 +110,9 @@ def test_as_an_error_it_costs_nothing() -> None:
 
 
 def test_persistent_workers_that_run_already() -> None:
-    """They are proof that it was iterated: ours says so when it goes."""
+    """Running persistent workers prove that the stock loader was iterated: the warning is given when ours is
+    deleted.
+    """
     loader: Any = DataLoader[Any](Numbers(4), num_workers=1, persistent_workers=True)
     stock = stock_from(loader)
     assert len(list(stock)) == 4
@@ -122,7 +126,9 @@ def test_persistent_workers_that_run_already() -> None:
 
 
 def test_until_then_the_stock_loader_is_torchs() -> None:
-    """Its copies and pickles are plain ones, which say nothing; it is shown, asked and told as torch's is."""
+    """Copies and pickles of the stock loader are plain torch loaders, which do not warn; its repr, length and refusal
+    of attributes are torch's.
+    """
     loader = DataLoader[Any](Numbers(4), batch_size=2)
     stock = stock_from(loader)
     before = repr(stock)
@@ -143,11 +149,11 @@ def test_until_then_the_stock_loader_is_torchs() -> None:
         assert messages(lambda twin=twin: list(twin)) == []  # type: ignore[misc]
 
 
-# ------------------------------------------------------------------------------------------------- nothing is said
+# ------------------------------------------------------------------------------------------------- no warning
 
 
 def unused() -> Any:
-    """Made and never used, as an evaluation-only script does with its training loader."""
+    """A loader that is made and never used, like an evaluation-only script's training loader."""
     return DataLoader[Any](Numbers(4), shuffle=True)
 
 
@@ -157,7 +163,7 @@ def in_a_cycle() -> None:
 
 
 def used_as_well() -> None:
-    """Whoever iterates ours knows that a stock loader stands beside it."""
+    """Our loader is iterated, too: the program knows that a stock loader exists beside it."""
     loader = DataLoader[Any](Numbers(4))
     stock = stock_from(loader)
     list(loader)
@@ -166,7 +172,7 @@ def used_as_well() -> None:
 
 
 def replaced_inside_install() -> None:
-    """A framework's replacement is ours there."""
+    """Inside `install` the framework's replacement is our loader."""
     loader = DataLoader[Any](Numbers(4))
     with asyncloader.install():
         replacement = stock_from(loader)
@@ -175,7 +181,7 @@ def replaced_inside_install() -> None:
 
 
 def replaced_by_ours() -> None:
-    """As Lightning does, and the integrations."""
+    """The replacement is our loader, as in Lightning and the integrations."""
     loader = DataLoader[Any](Numbers(4))
     replacement = DataLoader[Any](loader.dataset, batch_sampler=loader.batch_sampler)
     del loader
@@ -183,7 +189,7 @@ def replaced_by_ours() -> None:
 
 
 def users_own_parts() -> None:
-    """A stock loader from the same parts, which the user made: it is not made from ours."""
+    """A stock loader that the user made from the same parts: it is not made from ours."""
     dataset = Numbers(4)
     batches = BatchSampler(SequentialSampler(dataset), 2, False)
     loader = DataLoader[Any](dataset, batch_sampler=batches, collate_fn=list)
@@ -201,7 +207,7 @@ def same_dataset() -> None:
 
 
 def read_only() -> None:
-    """Its batch sampler was looked at, and kept, and nothing was made of it."""
+    """The batch sampler was read and kept, and no loader was made of it."""
     loader = DataLoader[Any](Numbers(4))
     batches, shown, size = loader.batch_sampler, repr(loader), len(loader)
     del loader
@@ -210,7 +216,7 @@ def read_only() -> None:
 
 
 def copies() -> None:
-    """Made in passing: the original of a stock loader is still here."""
+    """Copies made in passing: the loader from which a stock loader was made still exists."""
     loader = DataLoader[Any](Numbers(4))
     stock = stock_from(loader)
     for make in (copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it)), DataLoader.clone):
@@ -220,7 +226,7 @@ def copies() -> None:
 
 
 def refused() -> None:
-    """What never became a loader."""
+    """The constructor failed: no loader exists."""
     with pytest.raises(ValueError, match="batch_size"):
         DataLoader[Any](Numbers(4), batch_size=0)
     with pytest.raises(ValueError, match="concurrency"):
@@ -243,7 +249,7 @@ SILENT = [
 
 @pytest.mark.parametrize("case", SILENT)
 def test_nothing_is_said(case: Callable[[], object]) -> None:
-    """Where no stock loader was made from ours and iterated in its place, or where nobody can know."""
+    """No stock loader made from ours is iterated in its place, or the loader cannot know."""
     assert messages(case) == []
 
 
@@ -267,13 +273,13 @@ builtins.dies_last = sys.dies_last = DataLoader(torch.arange(4))
 @pytest.mark.thorough
 @pytest.mark.parametrize("end", quickly(["", "sys.exit(0)", "gc.disable()"], ""))
 def test_at_exit_of_a_script(end: str, tmp_path: Path) -> None:
-    """A script that ends with an unused loader ends in silence, also if that dies after most modules."""
+    """A script that exits with an unused loader prints nothing, also if the loader is deleted after most modules."""
     done = run_script(tmp_path, f"{SCRIPT}\n{end}\n", fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_in_a_forked_child(tmp_path: Path) -> None:
-    """A child that inherits loaders drops them as they are, without a look at what it shares with its parent."""
+    """A child that inherits loaders deletes them without reading the state that it shares with its parent."""
     body = """
 gc.get_objects = None
 pid = os.fork()

@@ -1,7 +1,7 @@
-"""What frameworks ask of a DataLoader, point by point: its state.
+"""Requirements of frameworks on a DataLoader, point by point: its state.
 
 Points 19 to 22; the others are in `test_construction.py`, `test_iteration.py` and
-`test_batches.py`. Each test does what one or more frameworks do; they are named in its docstring.
+`test_batches.py`. Each test repeats the actions of the frameworks that its docstring names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def values(batches: list[Any]) -> list[list[int]]:
 
 
 def stopped_after(loader: Any, count: int) -> dict[str, Any]:
-    """The state after so many batches, saved as Lightning and Accelerate save it."""
+    """The state after `count` batches, saved as Lightning and Accelerate save it."""
     batches = iter(loader)
     for _ in range(count):
         next(batches)
@@ -52,7 +52,7 @@ def stored(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader, StatefulDataLoader])
 def test_point_19_the_class_is_stateful(make: Any) -> None:
-    """Frameworks ask by a runtime protocol (Lightning's `_Stateful`, torchdata's `Stateful`)."""
+    """Frameworks check a runtime protocol (Lightning's `_Stateful`, torchdata's `Stateful`)."""
     loader = make(ROWS)
     assert isinstance(loader, Stateful)
     assert issubclass(type(loader), Stateful)
@@ -81,7 +81,9 @@ def test_point_19_an_empty_state_forgets(make: Any) -> None:
 
 @WORKERS
 def test_point_19_a_state_is_applied_at_the_next_iter(workers: int) -> None:
-    """Loading leaves the running iterator alone; the next one begins there, and the one after it at the beginning."""
+    """Loading does not touch the running iterator; the next iterator begins at the loaded position, the iterator
+    after it begins at the beginning.
+    """
     state = stopped_after(DataLoader(ROWS, 5), 3)
     loader = DataLoader[Any](ROWS, 5, num_workers=workers)
     running = iter(loader)
@@ -98,7 +100,7 @@ def test_point_19_a_state_is_applied_at_the_next_iter(workers: int) -> None:
     "options", [{"timeout": 5}, {"num_workers": 1, "prefetch_factor": 0}], ids=["inline", "workers"]
 )
 def test_point_19_a_position_survives_an_iter_that_fails(make: Any, options: dict[str, Any]) -> None:
-    """An iterator that could not be made has used nothing up: the next one begins at the loaded position."""
+    """An `iter()` that fails does not use up the loaded position: the next iterator begins there."""
     loader = make(ROWS, 5, **options)
     loader.load_state_dict(stopped_after(DataLoader(ROWS, 5), 3))
     with pytest.raises(AssertionError):
@@ -112,7 +114,7 @@ def test_point_19_a_position_survives_an_iter_that_fails(make: Any, options: dic
 @BOTH_CLASSES
 @WORKERS
 def test_point_19_a_state_at_the_end_starts_the_next_epoch(make: Any, workers: int) -> None:
-    """Saved when the epoch was over: the next epoch, whole (Accelerate, torchdata)."""
+    """A state saved at the epoch's end gives the whole next epoch (Accelerate, torchdata)."""
     loader = make(ROWS, 5, shuffle=True, seed=3, num_workers=workers)
     first = values(epoch(loader))
     state = stored(loader.state_dict())
@@ -127,7 +129,7 @@ def test_point_19_a_state_at_the_end_starts_the_next_epoch(make: Any, workers: i
 
 @WORKERS
 def test_point_20_delivered_batches_count(workers: int) -> None:
-    """What was fetched ahead is not in the state; one that is read again and again is the same."""
+    """Batches fetched ahead are not counted in the state; reading the state twice gives the same count."""
     loader = DataLoader[Any](ROWS, 2, num_workers=workers)
     batches = iter(loader)
     for count in range(1, 6):
@@ -137,7 +139,7 @@ def test_point_20_delivered_batches_count(workers: int) -> None:
 
 
 def test_point_20_a_state_is_the_callers() -> None:
-    """A fresh dictionary each time: Accelerate writes into it, and gives it back with its own keys."""
+    """Each call gives a new dictionary: Accelerate writes into it, and loads it with its own keys."""
     loader = DataLoader[Any](ROWS, 5)
     batches = iter(loader)
     next(batches)
@@ -153,7 +155,7 @@ def test_point_20_a_state_is_the_callers() -> None:
 @pytest.mark.parametrize("saved", [0, 2])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_point_20_the_number_of_workers_may_change(saved: int, seed: int | None) -> None:
-    """A map dataset's state is of any number of workers, in both modes."""
+    """A map dataset's state can be loaded with any number of workers, in both modes."""
     options: dict[str, Any] = {"shuffle": True, "seed": seed}
     if seed is None:
         options["generator"] = torch.Generator().manual_seed(1)
@@ -171,10 +173,10 @@ def test_point_20_the_number_of_workers_may_change(saved: int, seed: int | None)
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_point_20_one_ranks_state_is_every_ranks(seed: int | None) -> None:
-    """Lightning saves rank 0's state alone, Accelerate whichever comes last: each rank goes on with it."""
+    """Lightning saves rank 0's state alone, Accelerate that of the last rank to write: every rank resumes from it."""
 
     def loader(rank: int) -> DataLoader[Any]:
-        torch.manual_seed(1)  # as each rank's process does
+        torch.manual_seed(1)  # like in each rank's process
         if seed is not None:
             return DataLoader(ROWS, 4, shuffle=True, seed=seed, rank=rank, world_size=2)
         return DataLoader(ROWS, 4, sampler=DistributedSampler(ROWS, 2, rank, seed=1))
@@ -193,7 +195,7 @@ def test_point_20_one_ranks_state_is_every_ranks(seed: int | None) -> None:
 @WORKERS
 @pytest.mark.parametrize("late", [False, True], ids=["before iter", "after iter"])
 def test_point_21_an_epoch_can_be_told_instead(workers: int, late: bool) -> None:
-    """Lightning restores no state at an epoch's end, but tells the sampler its epoch, before `iter()` or just after."""
+    """At an epoch's end Lightning restores no state, but sets the sampler's epoch, before `iter()` or just after."""
     loader = DataLoader[Any](ROWS, 5, shuffle=True, seed=3, num_workers=workers)
     epochs = [values(epoch(loader)) for _ in range(3)]
     again = DataLoader[Any](ROWS, 5, shuffle=True, seed=3, num_workers=workers)
@@ -207,7 +209,7 @@ def test_point_21_an_epoch_can_be_told_instead(workers: int, late: bool) -> None
 
 
 def test_point_21_a_state_of_another_epoch_is_dropped() -> None:
-    """A position belongs to its epoch: where another one is told after loading, that begins at its beginning."""
+    """A position belongs to its epoch: when another epoch is set after loading, it starts at its beginning."""
     loader = DataLoader[Any](ROWS, 5, shuffle=True, seed=3)
     loader.load_state_dict(stopped_after(DataLoader(ROWS, 5, shuffle=True, seed=3), 2))
     loader.set_epoch(1)
@@ -218,7 +220,7 @@ def test_point_21_a_state_of_another_epoch_is_dropped() -> None:
 
 
 class Counting(IterableDataset[int]):
-    """A stream with a state, as HF's datasets have."""
+    """A stream with a state, like HF's datasets."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -274,7 +276,7 @@ class Remembering(Numbers):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("part", ["stream", "sampler", "dataset"])
 def test_point_22_what_has_a_state_is_asked_for_it(make: Any, workers: int, part: str) -> None:
-    """Streams, samplers and map datasets go on from their own state, at the delivered position (torchdata)."""
+    """Streams, samplers and map datasets continue from their own state, at the delivered position (torchdata)."""
 
     def loader(kind: Any) -> Any:
         if part == "stream":
@@ -285,5 +287,5 @@ def test_point_22_what_has_a_state_is_asked_for_it(make: Any, workers: int, part
 
     expected = values(epoch(loader(make)))
     again = loader(make)
-    again.load_state_dict(stopped_after(loader(DataLoader), 2))  # one class's state is the other's
+    again.load_state_dict(stopped_after(loader(DataLoader), 2))  # either class can load the other's state
     assert values(epoch(again)) == expected[2:]

@@ -1,4 +1,4 @@
-"""A subclass's attributes may be called as options of ours are: they are the subclass's, and switch nothing on."""
+"""A subclass's attributes with the names of our options belong to the subclass, and switch nothing on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import collect, run_async
 
-# What programs keep under these names, and what would change their batches, or fail, if it were taken for an option.
+# Values that programs keep under these names; taken for options they would change the batches, or fail.
 THEIRS: dict[str, Any] = dict.fromkeys(OUR_OPTION_NAMES, "theirs") | {
     "seed": 7,
     "rank": 3,
@@ -34,7 +34,7 @@ def keep(loader: Any) -> None:
 
 
 class Before(DataLoader[Any]):
-    """Has them when our constructor begins."""
+    """Sets them before our constructor begins."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         keep(self)
@@ -42,7 +42,7 @@ class Before(DataLoader[Any]):
 
 
 class After(DataLoader[Any]):
-    """Gets them when it has ended."""
+    """Sets them after our constructor has returned."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -50,7 +50,7 @@ class After(DataLoader[Any]):
 
 
 class StatefulAfter(StatefulDataLoader[Any]):
-    """The same of the class that stands for torchdata's."""
+    """Sets them after the constructor of the class that stands for torchdata's loader."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -58,7 +58,7 @@ class StatefulAfter(StatefulDataLoader[Any]):
 
 
 class Properties(DataLoader[Any]):
-    """Computes them, and nobody can set them."""
+    """Computes them by properties that cannot be set."""
 
 
 def _computed(name: str) -> property:
@@ -70,7 +70,7 @@ for each in THEIRS:
 
 
 class AsyncAfter(AsyncDataLoader[Any]):
-    """The asynchronous one."""
+    """Sets them after the asynchronous loader's constructor."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -92,7 +92,7 @@ WORKERS = pytest.mark.parametrize("workers", [0, 2])
 )
 @WORKERS
 def test_batches_are_as_without(kind: Any, plain: Any, workers: int) -> None:
-    """Two epochs of them, shuffled; and the attributes are as the subclass left them."""
+    """Two shuffled epochs are those of a loader without such attributes, which keep the subclass's values."""
     options = {"batch_size": 4, "shuffle": True, "num_workers": workers}
     torch.manual_seed(5)
     expected = [list(plain(Numbers(18), **options)) for _ in range(2)]
@@ -107,7 +107,7 @@ def test_batches_are_as_without(kind: Any, plain: Any, workers: int) -> None:
 
 @WORKERS
 def test_batches_of_the_asynchronous_one(workers: int) -> None:
-    """The same."""
+    """The asynchronous loader has torch's batches, and the attributes keep the subclass's values."""
 
     async def run() -> list[Any]:
         async with AsyncAfter(Numbers(18), batch_size=4, num_workers=workers) as loader:
@@ -120,7 +120,9 @@ def test_batches_of_the_asynchronous_one(workers: int) -> None:
 
 @pytest.mark.parametrize("kind", [Before, After, Properties])
 def test_what_was_given_counts(kind: Any) -> None:
-    """Options that the subclass passes on are in force, whatever it keeps under their names; a clone has them, too."""
+    """Options that the subclass passes on are in force, although it keeps other values under their names; a clone has
+    them, too.
+    """
     options: dict[str, Any] = {
         "batch_size": 4,
         "shuffle": True,
@@ -135,7 +137,7 @@ def test_what_was_given_counts(kind: Any) -> None:
 
 
 class Moving(DataLoader[Any]):
-    """Takes an argument of the name of an option of ours, and means another thing."""
+    """Takes an argument with the name of an option of ours and another meaning."""
 
     def __init__(self, dataset: Any, *, device: str = "cpu", **options: Any) -> None:
         super().__init__(dataset, **options)
@@ -143,7 +145,7 @@ class Moving(DataLoader[Any]):
 
 
 class AsyncMoving(AsyncDataLoader[Any]):
-    """The same."""
+    """`Moving` for the asynchronous loader."""
 
     def __init__(self, dataset: Any, *, device: str = "cpu", **options: Any) -> None:
         super().__init__(dataset, **options)
@@ -152,7 +154,7 @@ class AsyncMoving(AsyncDataLoader[Any]):
 
 @pytest.mark.parametrize("kind", [Moving, AsyncMoving])
 def test_an_argument_of_its_own(kind: Any) -> None:
-    """A clone is given what the subclass keeps."""
+    """A clone gets the value that the subclass keeps."""
     loader = kind(Numbers(6), device="meta", batch_size=2, concurrency=9)
     clone = loader.clone()
     assert (clone.device, clone.batch_size, clone.concurrency) == ("meta", 2, 9)
@@ -161,13 +163,13 @@ def test_an_argument_of_its_own(kind: Any) -> None:
 
 
 def test_another_class_is_not_given_it() -> None:
-    """A plain loader is made from what the plain constructor was given."""
+    """A plain loader is made from the options that the plain constructor was given."""
     stock = DataLoader[Any].from_torch(Moving(Numbers(6), device="meta", batch_size=2, concurrency=9))
     assert (stock.device, stock.concurrency) == (None, 9)
     assert_same(list(stock), collect("torch", Numbers(6), batch_size=2))
 
 
-# Names that look private, or ours, in which programs keep something; some before torch's constructor has run.
+# Names that look private, or like ours, under which programs keep values; some are set before torch's constructor ran.
 NAMES = (
     *("errors", "padding", "stats", "explain", "clone", "feedback", "_state", "_ours", "_options", "_replays"),
     *("_workers_begin", "_keeper", "_spec", "_closed", "order", "_bridge", "_newest", "_statistics", "_draws"),
@@ -175,7 +177,7 @@ NAMES = (
 
 
 class AnyNames(DataLoader[Any]):
-    """Keeps half of its own before our constructor, half after it."""
+    """Sets half of them before our constructor, half after it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         for name in NAMES[::2]:
@@ -186,7 +188,7 @@ class AnyNames(DataLoader[Any]):
 
 
 class AsMembers(DataLoader[Any]):
-    """Has them on the class, where an instance cannot set them."""
+    """Has them as properties of the class, which an instance cannot set."""
 
 
 def _named(name: str) -> property:
@@ -201,7 +203,7 @@ for each in NAMES:
 @pytest.mark.parametrize("kind", [AnyNames, AsMembers])
 @WORKERS
 def test_every_other_name_is_the_subclasss_too(kind: Any, workers: int) -> None:
-    """Two epochs, a state and a copy are as without; what the subclass keeps stays."""
+    """Two epochs, a state and a copy are those of a plain loader; the subclass's values stay."""
     loader = kind(Numbers(18), 4, num_workers=workers, on_error="skip")
     for each in (loader, copy.copy(loader), pickle.loads(pickle.dumps(loader))):
         assert_same([list(each), list(each)], [collect("torch", Numbers(18), batch_size=4)] * 2)
@@ -214,7 +216,7 @@ def test_every_other_name_is_the_subclasss_too(kind: Any, workers: int) -> None:
 
 @pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
 def test_what_is_computed_gives_way(kind: Any) -> None:
-    """Ours until somebody assigns."""
+    """A computed attribute has our value until the program assigns its own."""
     loader = kind(Numbers(4))
     assert (loader.skipped_samples, loader.padding) == ([], 0)
     loader.skipped_samples, loader.padding = ["theirs"], "same"
@@ -231,7 +233,9 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("kind", [Moving, AsyncMoving])
 def test_copies_have_them_too(kind: Any, way: str) -> None:
-    """Copies and pickles of a subclass keep what it keeps, as any object's do; none is closed because the first is."""
+    """Copies and pickles of a subclass keep its attributes, like any object's; they are open though the original is
+    closed.
+    """
     loader = kind(Numbers(6), device="meta", batch_size=2)
     loader.tags = ["a"]
     loader.close()
@@ -244,7 +248,7 @@ def test_copies_have_them_too(kind: Any, way: str) -> None:
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
 def test_an_option_of_a_copy_is_its_own(kind: Any, way: str) -> None:
-    """Options that torch lets a user set are set on one loader, not on those that it was copied from."""
+    """Options that torch allows to be set are set on one loader, not on the loader that it was copied from."""
     loader = kind(Numbers(6), batch_size=2)
     other = COPIES[way](loader)
     other.num_workers = 3
@@ -252,17 +256,17 @@ def test_an_option_of_a_copy_is_its_own(kind: Any, way: str) -> None:
 
 
 class OfTorch(torch.utils.data.DataLoader[Any]):
-    """A subclass of torch's loader, from before the switch."""
+    """A subclass of torch's loader, from before the program switched to ours."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         keep(self)
-        self.snapshot_every_n_steps = 3  # torchdata's loader has it, and means the same
+        self.snapshot_every_n_steps = 3  # torchdata's loader has this option, with the same meaning
 
 
 @pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
 def test_from_a_subclass_of_torchs(kind: Any) -> None:
-    """What it keeps is no option."""
+    """Its attributes are not taken for options, except `snapshot_every_n_steps`."""
     loader = kind.from_torch(OfTorch(Numbers(6), batch_size=2))
     fresh = kind(Numbers(6))
     given = {name: getattr(loader, name) for name in THEIRS}
@@ -278,7 +282,7 @@ async def _all(loader: AsyncDataLoader[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
 def test_options_are_fixed(kind: Any) -> None:
-    """Setting one says how to get another loader; a subclass's attribute of that name is its own."""
+    """Setting an option raises and names `clone`; a subclass's attribute of the same name is its own."""
     with pytest.raises(ValueError, match=r"seed is fixed when a loader is made; clone\(seed=\.\.\.\)"):
         kind(Numbers(6)).seed = 3
 
@@ -291,7 +295,7 @@ def test_options_are_fixed(kind: Any) -> None:
 
 
 def test_inside_install_a_library_may_set_any_attribute() -> None:
-    """It knows nothing of our options; the loader goes by what it was given."""
+    """The library does not know our options; the loader uses those that it was constructed with."""
     with install():
         loader: Any = torch.utils.data.DataLoader(Numbers(6), batch_size=2)
     assert type(loader) is DataLoader

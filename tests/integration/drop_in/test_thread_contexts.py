@@ -1,6 +1,6 @@
-"""A multiprocessing context whose `Process` is a thread with a process's interface, and whose queues are plain ones.
+"""A multiprocessing context whose `Process` is a thread with a process's interface, with the queues of threads.
 
-torch's loader works with one, and libraries have such a context for datasets that cannot leave the process.
+torch's loader works with such a context, and libraries have it for datasets that cannot leave the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.helpers.comparing import assert_same
 
 
 class _Thread(threading.Thread):
-    """Has `pid`, as a process has, besides what threads and processes have in common."""
+    """A thread with a `pid`; the other parts of a process's interface are those that threads have, too."""
 
     @property
     def pid(self) -> int:
@@ -42,13 +42,13 @@ class _ThreadContext(SpawnContext):
 
 
 class _Factory(_ThreadContext):
-    """The same by a function."""
+    """A context whose `Process` is a function."""
 
     Process = staticmethod(partial(_Thread))  # type: ignore[assignment]
 
 
 class _Here(Dataset[Any]):
-    """Squares, and where they were computed. It cannot be pickled."""
+    """Samples are squares, and the process and thread that computed them. It cannot be pickled."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -64,9 +64,10 @@ class _Here(Dataset[Any]):
 
 @pytest.fixture(autouse=True)
 def _settings_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torch's worker sets up what it takes for a process of its own: threads, seeds, its worker info, and handlers.
+    """Keep the settings that torch's worker changes, because it takes this process for its own: threads, worker info.
 
-    Its handler of SIGTERM ends the process, and every child that is forked from it, with exit code 0.
+    Its signal handlers are not installed: its handler of SIGTERM would end this process, and every child that is forked
+    from it, with exit code 0.
     """
     monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", lambda: None)
     threads = torch.get_num_threads()
@@ -76,7 +77,7 @@ def _settings_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _batches(make: Any, **options: Any) -> list[Any]:
-    # Of its own: torch's worker seeds the process's generator, whenever it comes to it.
+    # A generator of its own: torch's worker threads seed the process's generator at any moment.
     order = torch.Generator().manual_seed(3)
     options = {"batch_size": 3, "shuffle": True, "num_workers": 2, "generator": order} | options
     loader = make(_Here(), **options)
@@ -89,7 +90,7 @@ def _batches(make: Any, **options: Any) -> list[Any]:
     ("context", "persistent"), [(_ThreadContext, False), (_ThreadContext, True), (_Factory, False)]
 )
 def test_thread_workers_give_torchs_batches(context: Any, persistent: bool) -> None:
-    """In this process and outside its main thread, and with a warning that says what to use instead."""
+    """They run in this process and outside its main thread, with a warning that names the alternative."""
     options = {"multiprocessing_context": context(), "persistent_workers": persistent}
     expected = _batches(torch.utils.data.DataLoader, **options)
     with pytest.warns(RuntimeWarning, match="makes threads, so torch's own workers serve it.*with concurrency="):
@@ -112,14 +113,14 @@ def test_thread_workers_have_no_position_and_say_so() -> None:
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"decode": torch.neg}], ids=["seed", "decode"])
 def test_thread_workers_know_no_options_of_ours(options: dict[str, Any]) -> None:
-    """Options that torch's workers would pass over are an error that names them."""
+    """Options that torch's workers would ignore are an error that names them."""
     loader = DataLoader(_Here(), num_workers=1, multiprocessing_context=_ThreadContext(), **options)
     with pytest.raises(ValueError, match=next(iter(options)) + r"=.*num_workers=0 with concurrency="):
         iter(loader)
 
 
 async def test_async_loader_refuses_thread_workers() -> None:
-    """It has no engine but its own."""
+    """The async loader cannot use torch's workers."""
     async with AsyncDataLoader(_Here(), num_workers=1, multiprocessing_context=_ThreadContext()) as loader:
         with pytest.raises(ValueError, match=r"makes threads.*`async for` cannot read: use processes"):
             aiter(loader)

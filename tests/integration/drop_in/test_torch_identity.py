@@ -1,4 +1,4 @@
-"""What frameworks rely on: the facade is a torch DataLoader, copies and pickles as one, and honours its samplers."""
+"""The facade is a torch DataLoader, is copied and pickled like it, and uses its samplers: frameworks rely on this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.running import collect, run_async
 
 
 def test_the_facade_is_a_torch_dataloader() -> None:
-    """`isinstance` and `issubclass` hold, and it is iterable; who would await it is told of the other loader."""
+    """`isinstance` and `issubclass` hold, and it is iterable; `async for` raises and names the other loader."""
     loader = DataLoader[Any](Numbers(3))
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert isinstance(loader, Iterable)
@@ -35,7 +35,7 @@ def test_the_facade_is_a_torch_dataloader() -> None:
 
 
 def test_the_async_loader_is_none() -> None:
-    """It is only asynchronously iterable; who would iterate it otherwise is told of the other loader."""
+    """It is only asynchronously iterable; a plain `iter` raises and names the other loader."""
     loader: Any = AsyncDataLoader[Any](Numbers(3))
     assert not isinstance(loader, torch.utils.data.DataLoader)
     assert isinstance(loader, AsyncIterable)
@@ -75,7 +75,7 @@ def test_private_names_that_frameworks_read() -> None:
 
 
 def test_attributes_that_may_not_be_set() -> None:
-    """batch_size and its kin cannot be set after construction, in torch's words."""
+    """batch_size and the like cannot be set after construction; the error has torch's text."""
     for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"):
         with pytest.raises(ValueError, match=f"{name} attribute should not be set after DataLoader is initialized"):
             setattr(DataLoader[Any](Numbers(3)), name, None)
@@ -100,8 +100,8 @@ OURS = {
 
 
 def test_no_public_attributes_of_our_own_but_options() -> None:
-    """Beside torch's and our own options the facade's instances have no public attribute, also after use. Options at
-    their defaults are the class's: torch's loader can be made from what the instance has.
+    """Besides torch's attributes and our options the facade's instances have no public attribute, also after use.
+    Options at their defaults are read from the class: torch's loader can be made from the instance's attributes.
     """
     loader = DataLoader[Any](
         Numbers(5), num_workers=1, persistent_workers=True, concurrency=7, snapshot_every_n_steps=1
@@ -118,7 +118,7 @@ def test_no_public_attributes_of_our_own_but_options() -> None:
 
 
 class SubclassLoader(DataLoader[Any]):
-    """What a framework does: a subclass with arguments of its own and more behaviour."""
+    """A framework's subclass, with an argument and behaviour of its own."""
 
     def __init__(self, dataset: Any, extra: int, **options: Any) -> None:
         super().__init__(dataset, **options)
@@ -136,7 +136,7 @@ def test_subclassing() -> None:
 
 
 def test_rebuilding_from_attributes() -> None:
-    """A framework may make a loader anew from the attributes of another, with another sampler."""
+    """A framework may make a new loader from another loader's attributes, with another sampler."""
     old = DataLoader[Any](
         Numbers(10), batch_size=3, num_workers=1, tuning=Tuning(ring_bytes=1 << 20), collate_fn=collate_strings
     )
@@ -151,7 +151,7 @@ def test_rebuilding_from_attributes() -> None:
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("way", ["pickle", "copy", "deepcopy"])
 def test_copies(make: Any, used: bool, way: str) -> None:
-    """A loader, used or not, can be pickled and copied; the copy works and has a life of its own."""
+    """A loader, used or not, can be pickled and copied; the copy works independently."""
     loader = make(Numbers(7), batch_size=2, num_workers=1, tuning=Tuning(ring_bytes=1 << 20))
     if used:
         _epoch(loader)
@@ -181,7 +181,7 @@ def _epoch(loader: Any) -> list[Any]:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_iterators_refuse_pickling(workers: int) -> None:
-    """As torch's do: NotImplementedError, for both loaders, before and after the first batch."""
+    """They raise NotImplementedError like torch's, for both loaders, before and after the first batch."""
     batches: Any = iter(DataLoader[Any](Numbers(3), num_workers=workers))
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="cannot be pickled"):
@@ -203,7 +203,7 @@ def test_iterators_refuse_pickling(workers: int) -> None:
 @pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_distributed_sampler(make: Any, persistent: bool) -> None:
-    """`set_epoch` between epochs reshuffles as in torch; the ranks' shares make the whole."""
+    """`set_epoch` between epochs reshuffles as in torch; the ranks' shares together are the whole dataset."""
     shares: list[list[float]] = [[], []]
     batches: list[Any] = []
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Samples that raise: left out, replaced or substituted, the same way with and without workers, and all on record."""
+"""Samples that raise are left out or replaced, the same way with and without workers, and all are recorded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AsyncRotten(Rotten):
 
 
 class RottenStream(IterableDataset[Any]):
-    """An iterator class, which can go on after an exception."""
+    """An iterator class, which can be read further after an exception."""
 
     def __init__(self, n: int, bad: set[int]) -> None:
         self.n = n
@@ -75,7 +75,7 @@ class BrokenGenerator(IterableDataset[Any]):
 
 
 def run(kind: str, dataset: Any, **options: Any) -> tuple[list[Any], list[SkippedSample], dict[str, float]]:
-    """One epoch's batches, the errors on record, and the statistics."""
+    """One epoch's batches, the recorded errors, and the statistics."""
     torch.manual_seed(7)
     if kind == "sync":
         with DataLoader[Any](dataset, **options) as loader:
@@ -96,7 +96,9 @@ def indices(batches: list[Any]) -> list[list[int]]:
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("dataset", [Rotten, AsyncRotten])
 def test_skip_makes_short_batches(kind: str, workers: int, dataset: type[Rotten]) -> None:
-    """Bad samples are left out of their batches, a batch of nothing else is left out; all are on record, in order."""
+    """Bad samples are left out of their batches, a batch of bad samples only is left out; all are recorded, in
+    order.
+    """
     got, errors, stats = run(
         kind, dataset(12, {1, 4, 5, 6, 7}), batch_size=4, num_workers=workers, on_error="skip", seed=1
     )
@@ -112,7 +114,7 @@ def test_skip_makes_short_batches(kind: str, workers: int, dataset: type[Rotten]
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_first_and_last_batches_may_be_lost(kind: str, workers: int) -> None:
-    """Batches that are left out at either end do not end the epoch early, nor keep it from ending."""
+    """Batches that are left out at either end neither end the epoch early nor keep it from ending."""
     got, errors, _ = run(kind, Rotten(10, {0, 1, 8, 9}), batch_size=2, num_workers=workers, on_error="skip")
     assert indices(got) == [[2, 3], [4, 5], [6, 7]]
     assert len(errors) == 4
@@ -120,7 +122,7 @@ def test_first_and_last_batches_may_be_lost(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_skip_leaves_the_other_samples_as_they_are(kind: str) -> None:
-    """In seeded mode the random numbers of the others are what they would have been."""
+    """In seeded mode the other samples have the random numbers that they would have had."""
     options: dict[str, Any] = {"batch_size": None, "seed": 3, "on_error": "skip"}
     whole, _, _ = run(kind, Rotten(20, set()), num_workers=2, **options)
     got, _, _ = run(kind, Rotten(20, {2, 3, 11}), num_workers=2, **options)
@@ -151,7 +153,7 @@ def refuses(index: int, error: Exception) -> Any:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_function_gives_substitutes(kind: str, workers: int) -> None:
-    """A function gets index and exception where the sample was to be made, and gives another sample."""
+    """A function gets index and exception in the place where the sample was to be made, and gives another sample."""
     got, errors, _ = run(kind, Rotten(8, {2, 5}), batch_size=4, num_workers=workers, on_error=replaced)
     assert indices(got) == [[0, 1, -2, 3], [4, -5, 6, 7]]
     assert [(bad.index, bad.action) for bad in errors] == [(2, "replaced"), (5, "replaced")]
@@ -159,7 +161,7 @@ def test_function_gives_substitutes(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_function_may_raise(workers: int) -> None:
-    """What `on_error` raises is raised instead of the batch; the next batches are delivered."""
+    """An error that `on_error` raises is raised instead of the batch; the next batch is delivered."""
     loader = iter(DataLoader[Any](Rotten(8, {2}), batch_size=4, num_workers=workers, on_error=refuses))
     with pytest.raises(LookupError, match="nothing for 2"):
         next(loader)
@@ -169,7 +171,7 @@ def test_function_may_raise(workers: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_dataset_of_bad_samples_is_stopped(kind: str, workers: int) -> None:
-    """Beyond `max_skipped_samples` the epoch ends with an error; iteration does not go on behind it."""
+    """Beyond `max_skipped_samples` the epoch ends with an error, and cannot be read any further."""
     options: dict[str, Any] = {
         "batch_size": 2,
         "num_workers": workers,
@@ -204,7 +206,7 @@ def test_a_dataset_of_bad_samples_is_stopped(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_limit_is_of_one_epoch(workers: int) -> None:
-    """Each iterator begins a new record."""
+    """The limit counts per epoch: each iterator begins a new record."""
     options: dict[str, Any] = {"num_workers": workers, "on_error": "skip", "recovery": Recovery(max_skipped_samples=2)}
     for persistent in {False, workers > 0}:
         with DataLoader[Any](Rotten(6, {1, 3}), persistent_workers=persistent, **options) as loader:
@@ -217,7 +219,7 @@ def test_limit_is_of_one_epoch(workers: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_stream_goes_on_after_an_exception(kind: str, workers: int) -> None:
-    """An iterator that can go on after an exception is asked again."""
+    """An iterator that can be read further after an exception is read further."""
     got, errors, _ = run(kind, RottenStream(9, {0, 4, 8}), batch_size=3, num_workers=min(1, workers), on_error="skip")
     assert [batch.tolist() for batch in got] == [[1, 2], [3, 5], [6, 7]]
     assert [(bad.index, bad.position) for bad in errors] == [(None, 0), (None, 4), (None, 8)]
@@ -225,7 +227,7 @@ def test_stream_goes_on_after_an_exception(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_generator_that_raised_is_no_end(workers: int) -> None:
-    """A generator is over after an exception: that must not pass for the stream's end."""
+    """A generator is exhausted after an exception: this must not pass for the stream's end."""
     with pytest.raises(ValueError, match="cannot be read any further"):
         list(DataLoader[Any](BrokenGenerator(), batch_size=None, num_workers=min(1, workers), on_error="skip"))
 
@@ -233,7 +235,7 @@ def test_generator_that_raised_is_no_end(workers: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", WORKERS)
 def test_state_counts_what_was_left_out(workers: int) -> None:
-    """A run that is resumed after bad batches gives what the undisturbed one would have given."""
+    """A run that is resumed after bad batches gives the batches that the run without interruption gives."""
     options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "on_error": "skip", "seed": 1}
     dataset = Rotten(16, {2, 3, 9, 12, 13})
     whole = list(DataLoader[Any](dataset, **options))
@@ -251,7 +253,7 @@ def test_state_counts_what_was_left_out(workers: int) -> None:
 
 
 def test_error_names_sample_and_worker() -> None:
-    """With "raise" the user's own error says which sample it was, and in which worker."""
+    """With "raise" the user's own error names the sample and the worker."""
     batches = iter(DataLoader[Any](Rotten(8, {5}), batch_size=4, num_workers=1))
     next(batches)
     with pytest.raises(ValueError, match="bad jpeg 5") as caught:
@@ -263,7 +265,9 @@ def test_error_names_sample_and_worker() -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_rank_without_a_batch_does_not_hang_the_others(kind: str, workers: int) -> None:
-    """Of several ranks none may have fewer batches: one that dropped all samples of a batch raises an error at once."""
+    """No rank may have fewer batches than others: a rank that dropped all samples of a batch raises an error at
+    once.
+    """
     options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "seed": 1, "rank": 0, "world_size": 2}
     with pytest.raises(RanksDisagree, match="the other 1 ranks have theirs"):
         run(kind, Rotten(16, {8, 9}), on_error="skip", **options)

@@ -1,5 +1,5 @@
-"""A task that kills three workers is not tried again: its error says all that is known, or `on_error` decides. What
-somebody else kills is tried as long as there are restarts.
+"""A task that kills three workers is not tried again: its error has all known facts, or `on_error` decides. A task
+whose workers are killed from outside is tried as long as restarts are left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.integration.failures.test_on_error import indices, run
 
 
 def poison(folder: Path, places: dict[int, str]) -> Faults:
-    """Places that kill whoever comes, however often."""
+    """Places that kill every worker that reads them."""
     return Faults(folder, places, times=1000)
 
 
@@ -54,8 +54,8 @@ def test_error_has_the_facts(workers: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_suspect_that_survives_says_what_it_said(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The captured output of a suspected task still reaches standard error. The worker is forked: a fork server has the
-    standard error that was there when it began.
+    """The captured output of a suspected task still reaches standard error. The worker is forked: a fork server keeps
+    the standard error with which it was started.
     """
     got, _, _ = run(
         kind, Faulty(6, Talkative(tmp_path, {3: "SIGKILL"})), num_workers=1, seed=1, multiprocessing_context="fork"
@@ -74,7 +74,7 @@ class Talkative(Faults):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_innocent_companions_of_an_async_task(kind: str, tmp_path: Path) -> None:
-    """Of the tasks that a worker had in hand only the one that kills is given up: suspects are tried alone."""
+    """Of a worker's outstanding tasks only the task that kills is given up: suspects are tried alone."""
     dataset = AsyncFaulty(24, poison(tmp_path, {9: "SIGSEGV"}))
     got, errors, _ = run(
         kind, dataset, batch_size=2, num_workers=2, prefetch_factor=4, seed=1, on_error="skip", max_worker_restarts=4
@@ -92,7 +92,7 @@ def test_skip_leaves_out_the_batch(kind: str, tmp_path: Path) -> None:
     assert indices(got) == [[i, i + 1] for i in range(0, 20, 2) if i not in (4, 14)]
     assert [(bad.index, bad.position, bad.action) for bad in errors] == [(i, i, "skipped") for i in (4, 5, 14, 15)]
     assert all("killed 3 workers" in bad.error for bad in errors)
-    assert stats["data/worker_restarts"] in (5, 6)  # the last death may leave nothing to be done
+    assert stats["data/worker_restarts"] in (5, 6)  # after the last death no task may be left
 
 
 def substitute(index: int, error: Exception) -> Any:
@@ -102,7 +102,7 @@ def substitute(index: int, error: Exception) -> Any:
 
 @pytest.mark.thorough
 def test_function_makes_substitutes(tmp_path: Path) -> None:
-    """A function is asked for each sample of the batch, in the thread that iterates."""
+    """A function is called for each sample of the batch, in the thread that iterates."""
     dataset = AsyncFaulty(8, poison(tmp_path, {5: "exit"}))
     got, errors, _ = run("sync", dataset, batch_size=2, num_workers=1, seed=1, on_error=substitute)
     assert indices(got) == [[0, 1], [2, 3], [-4, -5], [6, 7]]
@@ -111,7 +111,7 @@ def test_function_makes_substitutes(tmp_path: Path) -> None:
 
 
 def test_last_restart_spent_on_a_poisoned_task(tmp_path: Path) -> None:
-    """If no restart is left, the epoch ends, with the error that explains the deaths."""
+    """If no restart is left, the epoch ends with the error that explains the deaths."""
     dataset = Faulty(12, poison(tmp_path, {5: "exit"}))
     with pytest.raises(TaskQuarantined) as caught:
         list(DataLoader[Any](dataset, num_workers=1, seed=1, max_worker_restarts=2))
@@ -129,7 +129,7 @@ def test_stream_ends_where_it_cannot_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("dataset", [Faulty, AsyncFaulty])
 def test_kills_from_outside_convict_nobody(kind: str, dataset: Any, tmp_path: Path) -> None:
-    """A task during which its workers were killed by SIGKILL and SIGTERM, six times, is done at the seventh."""
+    """A task whose workers were killed six times by SIGKILL and SIGTERM is done in the seventh attempt."""
     faults = Faults(tmp_path, {4: "SIGTERM", 5: "SIGKILL"}, times=3)
     got, errors, stats = run(kind, dataset(12, faults), batch_size=2, num_workers=1, seed=1, max_worker_restarts=6)
     assert indices(got) == [[i, i + 1] for i in range(0, 12, 2)]
@@ -139,7 +139,9 @@ def test_kills_from_outside_convict_nobody(kind: str, dataset: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("dataset", [Faulty, AsyncFaulty])
 def test_a_sample_that_kills_without_a_trace_is_named_at_last(dataset: Any, tmp_path: Path) -> None:
-    """SIGKILL could be anybody's: when the restarts run out, the error tells which task the worker was at."""
+    """SIGKILL may come from outside: when the restarts are used up, the error names the task that the worker was
+    doing.
+    """
     batches = DataLoader[Any](
         dataset(12, poison(tmp_path, {5: "SIGKILL"})), batch_size=2, num_workers=1, seed=1, on_error="skip"
     )
@@ -149,7 +151,7 @@ def test_a_sample_that_kills_without_a_trace_is_named_at_last(dataset: Any, tmp_
 
 @pytest.mark.thorough
 def test_our_own_kill_counts(tmp_path: Path) -> None:
-    """A task over which workers hang is in quarantine when `worker_timeout` has ended three of them."""
+    """A task on which workers hang is quarantined when `worker_timeout` has ended three of them."""
     dataset = Faulty(6, poison(tmp_path, {3: "hang"}))
     got, errors, _ = run("sync", dataset, num_workers=1, seed=1, recovery=Recovery(worker_timeout=1), on_error="skip")
     assert indices(got) == [[i] for i in range(6) if i != 3]
@@ -199,11 +201,11 @@ finally:
 
 @pytest.mark.thorough
 def test_a_task_that_takes_all_memory_is_quarantined(tmp_path: Path) -> None:
-    """Its SIGKILL is the kernel's, and the control group's account says so."""
+    """The kernel sends SIGKILL, as the memory control group's counter shows."""
     done = run_script(tmp_path, OUT_OF_MEMORY)
     if "no group" in done.stderr:
         pytest.skip("this user may not make control groups with a memory limit")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[5] "), (done.stdout, done.stderr)
-    assert done.stdout.count(", -9)") == 3  # not of a process id
+    assert done.stdout.count(", -9)") == 3  # exit codes, not part of a process id
     assert "Memory ran out: " in done.stdout

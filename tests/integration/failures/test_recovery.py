@@ -1,4 +1,4 @@
-"""Workers that die or hang are replaced: every batch comes exactly once, in order, and in seeded mode to the bit."""
+"""Workers that die or hang are replaced: each batch is delivered once, in order, and in seeded mode to the bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NONE = Faults(Path("/"), {})
 
 
 def epochs_of(kind: str, dataset: Any, epochs: int, **options: Any) -> list[list[Any]]:
-    """All batches of so many epochs."""
+    """All batches of `epochs` epochs."""
     torch.manual_seed(7)
     if kind == "sync":
         with DataLoader[Any](dataset, **options) as loader:
@@ -56,7 +56,7 @@ def collect(kind: str, dataset: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["SIGKILL", "SIGTERM", "SIGSEGV", "SIGABRT", "exit", "exit 0"])
 def test_seeded_run_with_deaths_is_that_without(kind: str, way: str, tmp_path: Path) -> None:
-    """Three workers die in an epoch; the batches and their random numbers are those of an undisturbed run."""
+    """Three workers die in an epoch; the batches and their random numbers are those of a run without deaths."""
     expected = collect(kind, Faulty(60, NONE), batch_size=4, seed=11, shuffle=True, num_workers=2)
     faults = Faults(tmp_path, {5: way, 23: way, 41: way})
     got = collect(kind, Faulty(60, faults), batch_size=4, seed=11, shuffle=True, num_workers=2)
@@ -68,7 +68,9 @@ def test_seeded_run_with_deaths_is_that_without(kind: str, way: str, tmp_path: P
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("way", ["stop", "hang", "hang in C"])
 def test_hanging_worker_is_replaced(kind: str, way: str, tmp_path: Path) -> None:
-    """A worker that is stopped, or hangs in Python or C, is killed after `worker_timeout`, and its task done again."""
+    """A worker that is stopped, or hangs in Python or C, is killed after `worker_timeout`, and its task is done
+    again.
+    """
     expected = collect(kind, Faulty(24, NONE), batch_size=4, seed=1, num_workers=2)
     dataset = Faulty(24, Faults(tmp_path, {9: way}))
     got = collect(kind, dataset, batch_size=4, seed=1, num_workers=2, recovery=Recovery(worker_timeout=0.5))
@@ -77,7 +79,7 @@ def test_hanging_worker_is_replaced(kind: str, way: str, tmp_path: Path) -> None
 
 @pytest.mark.thorough
 def test_tasks_of_a_stream_wait_for_one_another() -> None:
-    """An asynchronous stream is read by one task after the other: waiting tasks do not time out."""
+    """An asynchronous stream is read by one task after the other: tasks that wait for their turn do not time out."""
     options: dict[str, Any] = {"batch_size": 1, "num_workers": 1, "prefetch_factor": 10, "max_worker_restarts": 0}
     assert len(collect("sync", SlowStream(12, 0.2), recovery=Recovery(worker_timeout=1.2), **options)) == 12
 
@@ -97,7 +99,7 @@ class SlowStream:
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_spawned_workers_are_replaced(method: str, kind: str, tmp_path: Path) -> None:
-    """The same with workers that are not forked."""
+    """Workers that are not forked are replaced, and give the batches of a run without deaths."""
     expected = collect(kind, Faulty(40, NONE), batch_size=4, seed=11, num_workers=2)
     dataset = Faulty(40, Faults(tmp_path, {5: "SIGKILL", 30: "SIGSEGV"}))
     got = collect(kind, dataset, batch_size=4, seed=11, num_workers=2, multiprocessing_context=method)
@@ -106,7 +108,7 @@ def test_spawned_workers_are_replaced(method: str, kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_async_dataset(kind: str, tmp_path: Path) -> None:
-    """A worker that has several tasks in hand dies: all of them are done again."""
+    """A worker that has several outstanding tasks dies: all of them are done again."""
     options: dict[str, Any] = {"batch_size": 2, "seed": 3, "num_workers": 2, "prefetch_factor": 3}
     expected = collect(kind, AsyncFaulty(40, NONE), **options)
     got = collect(kind, AsyncFaulty(40, Faults(tmp_path, {7: "SIGKILL", 28: "exit"})), **options)
@@ -115,7 +117,7 @@ def test_async_dataset(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_torch_mode_keeps_the_order_and_warns(kind: str, tmp_path: Path) -> None:
-    """In torch mode the worker's RNG state is lost when it dies: a warning says so. No samples are missing."""
+    """In torch mode a warning reports that the worker's RNG state is lost when it dies. No samples are missing."""
     dataset = Faulty(40, Faults(tmp_path, {5: "SIGKILL"}))
     with pytest.warns(RuntimeWarning, match="worker 1 died and was replaced. Its random numbers begin anew"):
         got = collect(kind, dataset, batch_size=4, num_workers=2, max_worker_restarts=1)
@@ -123,7 +125,7 @@ def test_torch_mode_keeps_the_order_and_warns(kind: str, tmp_path: Path) -> None
 
 
 def test_warning_that_is_an_error_loses_no_batch(tmp_path: Path) -> None:
-    """Under ``-W error`` the warning is raised once, and the epoch goes on behind it."""
+    """Under ``-W error`` the warning is raised once, and the epoch continues after it."""
     loader = DataLoader[Any](Faulty(12, Faults(tmp_path, {5: "SIGKILL"})), num_workers=2, max_worker_restarts=1)
     got, raised = [], 0
     with warnings.catch_warnings():
@@ -141,7 +143,7 @@ def test_warning_that_is_an_error_loses_no_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_out_of_order(kind: str, tmp_path: Path) -> None:
-    """With ``in_order=False`` every batch comes exactly once."""
+    """With ``in_order=False`` each batch is delivered exactly once."""
     dataset = Faulty(40, Faults(tmp_path, {5: "SIGKILL", 22: "exit"}))
     got = collect(kind, dataset, num_workers=2, in_order=False, seed=1)
     assert sorted(int(batch["index"]) for batch in got) == list(range(40))
@@ -150,12 +152,12 @@ def test_out_of_order(kind: str, tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_persistent_workers(kind: str, tmp_path: Path) -> None:
-    """A replacement made in a later epoch is of that epoch, and serves the ones after it."""
+    """A replacement started in a later epoch serves that epoch and the epochs after it."""
     options: dict[str, Any] = {
         "batch_size": 3, "seed": 5, "shuffle": True, "num_workers": 2, "persistent_workers": True,
     }  # fmt: skip
     expected = epochs_of(kind, Faulty(30, NONE), 3, **options)
-    # Each index strikes once: 4 in the first epoch, the others when their number of visits has come.
+    # Each index strikes once: 4 at its first visit, in the first epoch, 9 at its second visit, 17 at its third.
     got = epochs_of(kind, Faulty(30, Later(tmp_path, {4: 0, 9: 1, 17: 2})), 3, **options)
     assert_same(got, expected)
     assert len(list(tmp_path.glob("struck*"))) == 3
@@ -180,27 +182,27 @@ class Later(Faults):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_restarts_are_bounded(kind: str, tmp_path: Path) -> None:
-    """A worker that dies once more than it may be replaced ends the epoch; the error says how often that was."""
+    """A worker that dies once more than it may be replaced ends the epoch; the error has the number of replacements."""
     dataset = Faulty(40, Faults(tmp_path, {3: "SIGKILL", 8: "SIGKILL", 13: "SIGKILL"}))
     with pytest.raises(WorkerDied, match=r"Worker 0 had been replaced 2 times in this epoch \(max_worker_restarts\)"):
         collect(kind, dataset, num_workers=1, seed=1, max_worker_restarts=2)
 
 
 def test_torch_mode_heals_nothing_by_default(tmp_path: Path) -> None:
-    """As in torch the run ends; the error tells the option that would have saved it."""
+    """The run ends, as in torch; the error names the option that would have saved it."""
     with pytest.raises(WorkerDied, match="set max_worker_restarts"):
         collect("sync", Faulty(10, Faults(tmp_path, {3: "SIGKILL"})), num_workers=1)
 
 
 def test_statistics_count_replacements(tmp_path: Path) -> None:
-    """``stats()`` tells how many workers were replaced."""
+    """``stats()`` counts the workers that were replaced."""
     with DataLoader[Any](Faulty(20, Faults(tmp_path, {3: "exit", 15: "exit"})), num_workers=2, seed=1) as loader:
         assert len(list(loader)) == 20
         assert loader.stats()["data/worker_restarts"] == 2
 
 
 def test_hoarded_batches_outlive_their_worker(tmp_path: Path) -> None:
-    """Batches that the consumer holds stay what they are when their worker dies and its ring is abandoned."""
+    """Batches that the consumer holds do not change when their worker dies and its ring is abandoned."""
     dataset = Faulty(60, Faults(tmp_path, dict.fromkeys((10, 30, 50), "SIGKILL")))
     held = collect("sync", dataset, batch_size=2, seed=1, num_workers=1)
     assert [b["index"].tolist() for b in held] == [[i, i + 1] for i in range(0, 60, 2)]
@@ -212,7 +214,7 @@ def test_hoarded_batches_outlive_their_worker(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("every", [1, 3])
 def test_stateful_stream_goes_on(kind: str, every: int, tmp_path: Path) -> None:
-    """A stream that can save its state is read on from there by the replacement: exactly once, and to the bit."""
+    """The replacement reads a stream that can save its state from that state on: each sample once, and to the bit."""
     options: dict[str, Any] = {"batch_size": 2, "seed": 3, "num_workers": 2, "snapshot_every_n_steps": every}
     expected = collect(kind, StatefulFaultyStream(21, NONE), **options)
     got = collect(kind, StatefulFaultyStream(21, Faults(tmp_path, {3: "SIGKILL", 12: "exit"})), **options)
@@ -221,7 +223,7 @@ def test_stateful_stream_goes_on(kind: str, every: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_stateless_stream_is_read_again(kind: str, tmp_path: Path) -> None:
-    """With ``allow_replay=True`` the replacement reads from the beginning, and drops what was answered."""
+    """With ``allow_replay=True`` the replacement reads from the beginning, and drops the batches already answered."""
     options: dict[str, Any] = {"batch_size": 2, "seed": 3, "num_workers": 2, "recovery": Recovery(allow_replay=True)}
     expected = collect(kind, FaultyStream(21, NONE), **options)
     got = collect(kind, FaultyStream(21, Faults(tmp_path, {3: "SIGKILL", 12: "exit"})), **options)
@@ -230,27 +232,27 @@ def test_stateless_stream_is_read_again(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_stateless_stream_cannot_go_on(kind: str, tmp_path: Path) -> None:
-    """Without it the error says why the worker was not replaced, and what to do."""
+    """Without ``allow_replay`` the error names the reason why the worker was not replaced, and the remedy."""
     dataset = FaultyStream(40, Faults(tmp_path, {17: "SIGKILL"}))
     with pytest.raises(WorkerDied, match=r"has no state_dict and load_state_dict.*Recovery\(allow_replay=True\)"):
         collect(kind, dataset, seed=3, num_workers=2)
 
 
 def test_stream_that_has_given_nothing_begins_again(tmp_path: Path) -> None:
-    """A stream that has not answered yet is read from its beginning."""
+    """A stream that has answered no task yet is read from its beginning."""
     got = collect("sync", FaultyStream(6, Faults(tmp_path, {0: "SIGKILL"})), seed=3, num_workers=1)
     assert [int(b["index"]) for b in got] == list(range(6))
 
 
 def test_async_stateful_stream_goes_on(tmp_path: Path) -> None:
-    """The same for a stream that is awaited."""
+    """A stateful stream that is awaited is read from its state on, too."""
     dataset = AsyncFaultyStream(15, Faults(tmp_path, {4: "SIGKILL"}))
     got = collect("asyncio", dataset, seed=3, num_workers=1)
     assert [int(b["index"]) for b in got] == list(range(15))
 
 
 def results(dataset: Any, **options: Any) -> list[Any]:
-    """One epoch's batches as lists, and the texts of the errors that came in between."""
+    """One epoch's batches as lists, and the texts of the errors between them."""
     found: list[Any] = []
     batches: Any = iter(DataLoader[Any](dataset, **options))
     while True:
@@ -284,7 +286,9 @@ def test_errors_of_a_stream_come_once(dataset: type[RaisingStream], struck: int,
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("seed", [None, 4])
 def test_worker_that_grows_is_replaced_between_tasks(kind: str, seed: int | None) -> None:
-    """A worker beyond its limit leaves, and another goes on with its random numbers: the batches do not show it."""
+    """A worker beyond its memory limit exits, and its replacement continues with its random numbers: the batches do not
+    show the difference.
+    """
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 2} | ({} if seed is None else {"seed": seed})
     expected = collect(kind, Growing(40), **options)
     with warnings.catch_warnings():
@@ -298,7 +302,7 @@ def test_worker_that_grows_is_replaced_between_tasks(kind: str, seed: int | None
 
 
 def test_retirements_are_counted() -> None:
-    """``stats()`` tells how many workers were replaced because they had grown."""
+    """``stats()`` counts the workers that were replaced because they had grown."""
     with DataLoader[Any](Growing(20), num_workers=1, recovery=Recovery(worker_memory_limit=5 << 20)) as loader:
         assert len(list(loader)) == 20
         assert loader.stats()["data/worker_retirements"] >= 1
@@ -306,7 +310,7 @@ def test_retirements_are_counted() -> None:
 
 
 class Accompanied(Growing):
-    """Its process has a thread that never ends, and that an interpreter's end waits for."""
+    """Its process has a thread that never ends, for which the interpreter waits at exit."""
 
     def __getitem__(self, index: int) -> Any:
         if not self.kept:
@@ -316,7 +320,9 @@ class Accompanied(Growing):
 
 @pytest.mark.thorough
 def test_worker_that_grew_and_cannot_end() -> None:
-    """A worker that leaves, and whose threads do not let it, is ended; its successor goes on where it was."""
+    """A worker that grew and whose threads keep it from exiting is killed; its replacement continues with the next
+    task.
+    """
     with DataLoader[Any](Accompanied(5), num_workers=1, recovery=Recovery(worker_memory_limit=7 << 19)) as loader:
         assert [int(batch["index"]) for batch in loader] == list(range(5))
         assert loader.stats()["data/worker_retirements"] >= 1
@@ -327,7 +333,7 @@ def test_worker_that_grew_and_cannot_end() -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_close_while_a_worker_is_being_replaced(method: str, tmp_path: Path) -> None:
-    """An epoch that is given up during a heal leaves nothing behind."""
+    """An epoch that is closed during a replacement leaves nothing behind (the leak check would find it)."""
     dataset = Faulty(40, Faults(tmp_path, {4: "SIGKILL"}))
     loader = DataLoader[Any](dataset, num_workers=1, seed=1, multiprocessing_context=method)
     batches: Any = iter(loader)
@@ -340,7 +346,7 @@ def test_close_while_a_worker_is_being_replaced(method: str, tmp_path: Path) -> 
 
 @pytest.mark.thorough
 def test_dropped_async_iterator_while_a_worker_is_being_replaced(tmp_path: Path) -> None:
-    """The same for an iterator that is dropped."""
+    """An iterator that is dropped during a replacement leaves nothing behind (the leak check would find it)."""
 
     async def run() -> None:
         dataset = Faulty(40, Faults(tmp_path, {2: "SIGKILL"}))

@@ -1,4 +1,6 @@
-"""Persistent workers that leave or die at the end of an epoch, or after it: the next one's batches do not repeat it."""
+"""Persistent workers that exit or die at the end of an epoch, or after it: later batches do not
+repeat earlier draws.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,14 @@ from tests.helpers.seeded_runs import Stepwise
 OPTIONS: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
 
 FORKED: dict[str, Any] = {**OPTIONS, "multiprocessing_context": "fork"}
-"""For workers killed between two epochs: of a child that ended only its fork server hears, which may report it after
+"""For workers killed between two epochs: only its fork server is notified of a child's death, and may report it after
 the next `iter()`."""
 
 
 def epochs(kind: str, **options: Any) -> tuple[list[list[Any]], set[int]]:
-    """Three epochs of a dataset that grows by 4 MB a worker and epoch; and which processes made them."""
+    """Three epochs of a dataset that grows by 4 MB per worker and epoch, and the pids of the processes that made
+    them.
+    """
     torch.manual_seed(7)
     with Stepwise(kind, Growing(8), **OPTIONS, **options) as run:
         found = [run.epoch() for _ in range(3)]
@@ -40,7 +44,7 @@ def epochs(kind: str, **options: Any) -> tuple[list[list[Any]], set[int]]:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("megabytes", [1, 3, 4, 7])
 def test_workers_that_grow_go_on_with_their_random_numbers(kind: str, megabytes: int) -> None:
-    """Whichever task of an epoch made it too large, the last one, too: a worker leaves when there is another that its
+    """Any task of an epoch, also the last, may make a worker too large: it exits when another task exists that its
     successor can take with its random numbers. The batches of all epochs are those of workers that stayed.
     """
     expected, _ = epochs(kind)
@@ -55,7 +59,9 @@ def test_workers_that_grow_go_on_with_their_random_numbers(kind: str, megabytes:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("restarts", [None, 3])
 def test_new_workers_do_not_draw_again(kind: str, restarts: int | None) -> None:
-    """A worker was killed between two epochs, and all begin anew: with random numbers that were not drawn before."""
+    """A worker is killed between two epochs, and all workers start again, with random numbers that were not drawn
+    before.
+    """
     torch.manual_seed(7)
     with Stepwise(kind, Growing(8), **FORKED, max_worker_restarts=restarts) as run:
         drawn: set[float] = set()
@@ -70,20 +76,20 @@ def test_new_workers_do_not_draw_again(kind: str, restarts: int | None) -> None:
 
 
 class Slow(Dataset[Any]):
-    """Samples that take a fifth of a second, and tell which process made them."""
+    """Each sample takes a fifth of a second, and is the pid of the process that made it."""
 
     def __len__(self) -> int:
         return 20
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.2)  # eight of them take longer than the worker's time, one does not
+        time.sleep(0.2)  # eight samples take longer than `worker_timeout`, one sample does not
         return os.getpid()
 
 
 @pytest.mark.thorough
 def test_what_an_abandoned_epoch_left_to_do_is_no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker in torch mode does the tasks of an abandoned epoch first. It is not killed for what all of them take,
-    which may be longer than a start-up has.
+    """A worker in torch mode does the tasks of an abandoned epoch first. It is not killed because all of them together
+    take longer than a start-up may.
     """
     monkeypatch.setattr(watch, "START_SECONDS", 0.0)
     options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 8, "persistent_workers": True}
@@ -97,7 +103,7 @@ def test_what_an_abandoned_epoch_left_to_do_is_no_delay(monkeypatch: pytest.Monk
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
 def test_worker_that_dies_while_the_next_epoch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While an abandoned epoch ends, the loop is still notified of deaths; a death makes all workers start anew."""
+    """While an abandoned epoch ends, the loop is still notified of deaths; a death makes all workers start again."""
     with DataLoader[Any](Growing(8), **OPTIONS, max_worker_restarts=1) as loader:
         batches: Any = iter(loader)
         next(batches)
@@ -136,7 +142,7 @@ class Epochs(IterableDataset[Any]):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_new_workers_begin_with_the_datasets_of_those_before(kind: str) -> None:
-    """A dataset that has a state lives on, also where the workers had to be made anew between two epochs."""
+    """A dataset that has a state keeps it, also where the workers had to be started again between two epochs."""
     with Stepwise(kind, Epochs(), **FORKED) as run:
         found = []
         for number in range(4):

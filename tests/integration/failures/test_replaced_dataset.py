@@ -1,4 +1,4 @@
-"""A worker that replaces another has the dataset that the others have, not what the program has made of it since."""
+"""A worker that replaces another has the dataset of the other workers, without the program's later changes to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "persistent_worker
 
 
 class Levels(Dataset[Any]):
-    """Samples name their worker's process, its level and its epoch. Sample 9 ends it if `stop` says so, once."""
+    """Each sample is the worker's pid, two levels and the epoch. Sample 9 kills the worker, once `stop` is set."""
 
     def __init__(self, stop: Any) -> None:
         self.level = 0
@@ -40,7 +40,7 @@ class Levels(Dataset[Any]):
 
 
 def two_epochs(kind: str, change: Any, *, set_epoch: bool, **options: Any) -> list[list[Any]]:
-    """The samples of an epoch, and of one in which a worker dies, after a change in the main process."""
+    """The samples of an epoch, and of an epoch in which a worker dies, after a change in the main process."""
     stop = torch.zeros(1, dtype=torch.int64).share_memory_()
     dataset = Levels(stop)
 
@@ -75,7 +75,7 @@ def raise_level(dataset: Levels) -> None:
 @pytest.mark.spawns
 @pytest.mark.parametrize(("kind", "method"), [("sync", "spawn"), ("asyncio", "forkserver")])
 def test_replacement_has_the_dataset_of_the_others(kind: str, method: str) -> None:
-    """Where the dataset was pickled: the same bytes, and what went through `set_epoch` since."""
+    """Where the dataset was pickled, a replacement gets the same bytes, and the epochs set by `set_epoch` since."""
     first, second = two_epochs(kind, raise_level, set_epoch=True, seed=1, multiprocessing_context=method)
     assert len({pid for pid, *_ in first} | {pid for pid, *_ in second}) == 3
     assert {sample[1:] for sample in second} == {(0, 0, 5)}
@@ -84,7 +84,7 @@ def test_replacement_has_the_dataset_of_the_others(kind: str, method: str) -> No
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("set_epoch", "epoch"), [(True, 5), (False, 1)])
 def test_forked_replacement_of_an_unchanged_dataset(kind: str, set_epoch: bool, epoch: int) -> None:
-    """What `set_epoch` changes in the main process is no obstacle: every worker gets it."""
+    """A change that `set_epoch` makes in the main process is no obstacle: every worker gets it."""
     first, second = two_epochs(kind, lambda _: None, set_epoch=set_epoch, seed=1, multiprocessing_context="fork")
     assert len({pid for pid, *_ in first} | {pid for pid, *_ in second}) == 3
     assert {sample[1:] for sample in second} == {(0, 0, epoch)}
@@ -99,7 +99,7 @@ def in_place(dataset: Levels) -> None:
     ("change", "named"), [(raise_level, "dataset.level"), (in_place, "dataset.inner['levels'][1]")]
 )
 def test_forked_replacement_of_a_changed_dataset_is_refused(kind: str, change: Any, named: str) -> None:
-    """It would be forked with the dataset as it is now: the error says so, and names the attribute."""
+    """The replacement would be forked with the dataset in its present state: the error names the changed attribute."""
     refused = f"It was not replaced, because {re.escape(named)} has changed in the main process.*forkserver"
     with pytest.raises(WorkerDied, match=refused):
         two_epochs(kind, change, set_epoch=True, seed=1, multiprocessing_context="fork")

@@ -1,4 +1,6 @@
-"""Not enough memory, descriptors or picklability: errors that name sizes, limits and options; and a tiny /dev/shm."""
+"""Too little memory, few descriptors, objects that cannot be pickled: errors name sizes, limits and options; and a tiny
+/dev/shm.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ PETABYTE = 1 << 50
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_absurd_ring_bytes(kind: str) -> None:
-    """A ring that can never fit is refused with the size wanted, the limit, where it comes from, and the option."""
+    """A ring that can never fit is refused with the size wanted, the limit, the limit's source, and the option."""
     with pytest.raises(RingMemoryError) as caught:
         collect(kind, Numbers(10), num_workers=2, tuning=Tuning(ring_bytes=PETABYTE))
     error = caught.value
@@ -89,7 +91,7 @@ def test_under_an_address_space_limit(size: Any, ring: str, tmp_path: Path) -> N
 
 
 class HasLock(Numbers):
-    """Holds, two objects deep, what no pickle can take."""
+    """Holds, two objects deep, an object that cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -105,7 +107,7 @@ class Client:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_unpicklable_dataset(kind: str, method: str) -> None:
-    """torch's warning, the original error as it is, and at the end the attribute's name; nothing was started."""
+    """torch's warning, the original error unchanged, and at the end the attribute's name; no worker is left behind."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object") as error:
@@ -113,15 +115,15 @@ def test_unpicklable_dataset(kind: str, method: str) -> None:
     texts = [str(w.message) for w in caught]
     assert any(text.startswith("Got pickle error when attempting to start a worker Process.") for text in texts)
     *before, last = "".join(traceback.format_exception(error.value)).splitlines()
-    assert "TypeError: cannot pickle '_thread.lock' object" in before  # from Python 3.14 on, notes of pickle's follow
+    assert "TypeError: cannot pickle '_thread.lock' object" in before  # from Python 3.14 on, pickle's notes follow
     assert last.startswith("dataset.client.guard = <unlocked _thread.lock")
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")
 def test_unpicklable_functions() -> None:
-    """A lambda as collate_fn or worker_init_fn is named as such."""
+    """A lambda as collate_fn or worker_init_fn is named in the error's note."""
     for name in ("collate_fn", "worker_init_fn"):
-        with pytest.raises(Exception, match=r"pickle|Can't get local object") as error:  # as the Python says it
+        with pytest.raises(Exception, match=r"pickle|Can't get local object") as error:  # depends on Python
             collect("sync", Numbers(4), num_workers=1, multiprocessing_context="spawn", **{name: lambda x: x})
         assert error.value.__notes__[-1].startswith(f"{name} = ")
 
@@ -217,7 +219,7 @@ print("done")
 
 @pytest.mark.thorough
 def test_few_descriptors(tmp_path: Path) -> None:
-    """Hoarding 2000 batches works with 128 descriptors, where torch's default strategy needs one for each tensor."""
+    """Keeping 2000 batches works with 128 descriptors, where torch's default strategy needs a descriptor per tensor."""
     done = run_script(tmp_path, FEW_DESCRIPTORS)
     assert (done.returncode, done.stdout) == (0, "done\n")
     assert re.fullmatch(r"a batch of 40,000 bytes does not fit into a ring of ring_bytes=1 .+\n", done.stderr)
@@ -230,7 +232,7 @@ def strings(samples: list[Any]) -> Any:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_large_pickle_warns_once(kind: str) -> None:
-    """Megabytes of Python objects in a batch arrive, and are warned about once an iterator, with the size."""
+    """Megabytes of Python objects in a batch are delivered, with one warning per iterator, which has the size."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = collect(kind, Numbers(6), num_workers=1, batch_size=2, collate_fn=strings)
@@ -245,14 +247,14 @@ class Limited(Sized):
         import resource
 
         if index == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))  # segments obey it as files do
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))  # memory segments obey it like files
         else:
             resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
         return super().__getitem__(index)
 
 
 def test_a_batch_that_does_not_fit_is_an_error_of_that_batch() -> None:
-    """A worker that cannot have memory for a batch raises for that batch; the others come."""
+    """A worker that cannot get memory for a batch raises for that batch; the other batches are delivered."""
     for kind in BOTH:
         got = outcomes(kind, Limited([10, 10, 4 << 20, 10, 10]), num_workers=1)
         assert [int(batch[0, 0]) for batch in got if not isinstance(batch, tuple)] == [0, 1, 3, 4]
@@ -263,6 +265,6 @@ def test_a_batch_that_does_not_fit_is_an_error_of_that_batch() -> None:
 
 
 def test_both_loaders_refuse_at_the_same_place() -> None:
-    """The refusal comes from the first `next`/`anext` or `iter`, not from the constructor: options may still change."""
+    """The constructors refuse no ring size: the options may still change before `iter` or the first `next`/`anext`."""
     DataLoader[Any](Numbers(4), num_workers=1, tuning=Tuning(ring_bytes=PETABYTE))
     AsyncDataLoader[Any](Numbers(4), num_workers=1, tuning=Tuning(ring_bytes=PETABYTE))

@@ -1,4 +1,4 @@
-"""Streams that raise, go on, and are saved, resumed, or lose their workers: each batch and each error comes once."""
+"""Streams that raise, go on, and are saved, resumed, or lose their workers: each batch and error is delivered once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 class Numbers:
-    """A worker's numbers, which raises for some and goes on; `kill` ends the process once, at that number."""
+    """A worker's numbers; raises for those in `bad` and goes on. Number `kill` kills the process, once."""
 
     def __init__(self, stream: Stream) -> None:
         info = get_worker_info()
@@ -77,7 +77,7 @@ class Stream(IterableDataset[int]):
 
 
 class AsyncStream(Stream):
-    """The dataset itself has the state."""
+    """An async stream whose state is the dataset's."""
 
     numbers: StatefulNumbers | None = None
     at = 0
@@ -97,7 +97,7 @@ class AsyncStream(Stream):
 def outcomes_and_states(
     kind: str, dataset: Any, state: Any = None, stop: int | None = None, **options: Any
 ) -> tuple[list[Any], Any]:
-    """All batches and errors from a state on, or the first of them, and the state after the last."""
+    """The batches and errors from a state on, all or the first `stop`, and the state after the last."""
     found: list[Any] = []
 
     def note(error: Exception) -> None:
@@ -136,10 +136,10 @@ def outcomes_and_states(
 
 
 def assert_resumes(kind: str, dataset: Any, stop: int, **options: Any) -> None:
-    """What comes before a state and what comes after it are together what comes without one."""
+    """The outcomes before a state, followed by those after it, are the outcomes of a run without interruption."""
     whole, _ = outcomes_and_states(kind, dataset, **options)
     first, state = outcomes_and_states(kind, dataset, stop=stop, **options)
-    rest = outcomes_and_states(kind, dataset, state, **options)[0] if len(first) == stop else []  # else it has ended
+    rest = outcomes_and_states(kind, dataset, state, **options)[0] if len(first) == stop else []  # else it is over
     assert first + rest == whole, (stop, first, rest)
 
 
@@ -147,7 +147,7 @@ def assert_resumes(kind: str, dataset: Any, stop: int, **options: Any) -> None:
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_a_state_behind_an_error(stateful: bool, workers: int, kind: str) -> None:
-    """The position counts errors that were delivered, at once: none comes twice, and the order is the same."""
+    """The position counts a delivered error at once: no error is raised twice, and the order is the same."""
     dataset = Stream(26, {0, 5, 6, 13}, stateful=stateful)
     options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "snapshot_every_n_steps": 10}
     if not stateful:
@@ -158,7 +158,7 @@ def test_a_state_behind_an_error(stateful: bool, workers: int, kind: str) -> Non
 
 @pytest.mark.parametrize("seed", range(scaled(40)))
 def test_drawn_resumes(seed: int) -> None:
-    """The same for drawn streams, batches, snapshots and stops."""
+    """Outcomes before and after a state make the whole for drawn streams, batch sizes, snapshots and stops."""
     draw = random.Random(seed)
     length = draw.randrange(1, 30)
     bad = {number for number in range(length) if draw.random() < 0.2}
@@ -180,7 +180,7 @@ def test_drawn_resumes(seed: int) -> None:
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("kill", [1, 4])
 def test_a_stream_that_raised_first_is_replaced(kill: int, every: int, make: Any, tmp_path: Path) -> None:
-    """A worker that has answered with errors only, and dies, has a stream that can be read on, if that has a state."""
+    """A worker that has answered with errors only, and dies, is replaced, because its stream has a state."""
     options: dict[str, Any] = {"batch_size": 1, "num_workers": 1, "seed": 1, "snapshot_every_n_steps": every}
     found, _ = outcomes_and_states(
         "sync", make(6, {0, 2}, stateful=True, kill=kill, mark=tmp_path / "killed"), **options
@@ -190,7 +190,7 @@ def test_a_stream_that_raised_first_is_replaced(kill: int, every: int, make: Any
 
 
 class BadMap(Dataset[int]):
-    """Every sample but each tenth raises."""
+    """Every sample raises, except each tenth."""
 
     def __len__(self) -> int:
         return 200
@@ -203,13 +203,13 @@ class BadMap(Dataset[int]):
 
 @pytest.mark.parametrize("seed", [None, 1])
 def test_failed_batches_leave_nothing_behind(seed: int | None) -> None:
-    """The position of an epoch with thousands of errors stays as small as that of one without."""
+    """The position of an epoch with 180 errors stays as small as that of an epoch without errors."""
     batches = iter(DataLoader[Any](BadMap(), batch_size=1, seed=seed))
     position = batches._epoch.progress  # type: ignore[attr-defined]
     for _ in range(200):
         with contextlib.suppress(ValueError):
             next(batches)
         assert len(position._steps) <= 1
-    assert position.state()["step"] == 199  # the last error is past once the next outcome came
+    assert position.state()["step"] == 199  # the last error counts when the next outcome is delivered
     with pytest.raises(StopIteration):
         next(batches)

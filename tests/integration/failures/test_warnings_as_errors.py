@@ -16,7 +16,7 @@ from tests.helpers.running import BOTH, run_async
 
 
 class Texts(Dataset[Any]):
-    """Two megabytes of Python objects a sample."""
+    """Two megabytes of Python objects per sample."""
 
     def __len__(self) -> int:
         return 4
@@ -77,7 +77,7 @@ def numbers_and_warnings(kind: str, dataset: Any, **options: Any) -> tuple[list[
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_large_pickle(kind: str) -> None:
-    """It is raised once, between two batches."""
+    """The warning is raised once, between two batches."""
     numbers, warned = numbers_and_warnings(kind, Texts(), num_workers=1)
     assert numbers == [0, 1, 2, 3]
     (text,) = warned
@@ -87,13 +87,15 @@ def test_a_large_pickle(kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_draw_from_the_global_generators(workers: int, kind: str) -> None:
-    """It is said in the worker, where nothing can be raised but in a batch's place: it goes to the log."""
+    """The warning arises in the worker, where only a batch could be raised instead: it is not raised."""
     numbers, warned = numbers_and_warnings(kind, Drawing(), num_workers=workers, seed=1)
     assert (numbers, warned) == ([0, 1, 2, 3], [])
 
 
 def test_a_warning_aside(caplog: pytest.LogCaptureFixture) -> None:
-    """A warning as ever; where it is an error, a line of the log, and the warning for who can raise it later."""
+    """`warn_aside` warns; where the warning is an error, it logs the text, and returns the warning to a caller that can
+    raise it later.
+    """
     with pytest.warns(RuntimeWarning, match="a test"):
         assert warn_aside("a test", RuntimeWarning) is None
     assert not caplog.records

@@ -53,7 +53,7 @@ WAYS: dict[str, tuple[Any, str]] = {
 
 
 class Dying(Dataset[Any]):
-    """Dies its way at index 5; tells its pid first."""
+    """Dies in the given way at index 5, after noting its pid."""
 
     def __init__(self, way: str) -> None:
         self.way = way
@@ -72,7 +72,7 @@ class Dying(Dataset[Any]):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_worker(kind: str, way: str) -> None:
-    """The batches before it arrive, then torch's error with pid and signal; the iterator has ended."""
+    """The batches before the death are delivered, then torch's error with pid and signal; the iterator has ended."""
     dataset = Dying(way)
     got = outcomes(kind, dataset, num_workers=2)
     batches = [int(o) for o in got if not isinstance(o, tuple)]
@@ -81,7 +81,7 @@ def test_killed_worker(kind: str, way: str) -> None:
         [0, 1, 2, 3, 4],
         [0, 1, 2, 3],
         [0, 1, 2],
-    )  # a death is reported before batches that wait for an earlier one
+    )  # a death is reported before batches that wait for an earlier batch
     error, text = got[len(batches)]
     assert len(got) == len(batches) + 1
     assert issubclass(error, RuntimeError)
@@ -93,7 +93,7 @@ def test_killed_worker(kind: str, way: str) -> None:
 
 
 def test_error_has_the_facts() -> None:
-    """`WorkerDied` tells worker, pid and exit code as attributes."""
+    """`WorkerDied` has worker, pid and exit code as attributes."""
     dataset = Dying("SIGKILL")
     with pytest.raises(WorkerDied) as caught:
         list(DataLoader[Any](dataset, num_workers=2))
@@ -104,7 +104,7 @@ def test_error_has_the_facts() -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_killed_from_outside(method: str) -> None:
-    """A spawned worker, and a child of the fork server, killed while it has nothing to do."""
+    """A spawned worker, and a child of the fork server, may be killed while they are idle."""
     batches = iter(DataLoader[Any](Pids(100), num_workers=1, multiprocessing_context=method))
     pid = int(next(batches)[0])
     os.kill(pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ def test_killed_from_outside(method: str) -> None:
 
 
 class WithGrandchild(Dying):
-    """Starts a process of its own, which inherits all that the worker has open, and dies."""
+    """Starts a child process, which inherits the worker's open descriptors, and dies."""
 
     def __init__(self) -> None:
         super().__init__("SIGKILL")
@@ -130,7 +130,7 @@ class WithGrandchild(Dying):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_grandchild_that_holds_the_socket_hides_nothing(kind: str) -> None:
-    """The death is seen although the worker's own child lives on and holds its sockets and pipes."""
+    """The death is noticed although the worker's own child lives on and holds its sockets and pipes."""
     dataset = WithGrandchild()
     try:
         *_, (error, text) = outcomes(kind, dataset, num_workers=2)
@@ -151,13 +151,13 @@ class DyingStream(IterableDataset[Any]):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_killed_worker_of_a_stream(kind: str) -> None:
-    """Iterable datasets too: the end of a worker is never taken for the end of its data."""
+    """A worker's death is not taken for the end of its stream."""
     got = outcomes(kind, DyingStream(), num_workers=1)
     assert got[-1][0] is WorkerDied
 
 
 def test_killed_in_worker_init() -> None:
-    """A worker that dies before its first batch."""
+    """A worker that dies before its first batch is an error with its exit code."""
     for kind in BOTH:
         ((error, text),) = outcomes(kind, Numbers(5), num_workers=1, worker_init_fn=lambda _: os._exit(3))
         assert error is WorkerDied
@@ -166,7 +166,7 @@ def test_killed_in_worker_init() -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_the_next_epoch_works(kind: str) -> None:
-    """With persistent workers a death spoils its epoch only: the next one starts new workers."""
+    """With persistent workers a death ends its epoch only: the next epoch starts new workers."""
     if kind == "sync":
         with DataLoader[Any](Pids(30), num_workers=2, persistent_workers=True) as loader:
             batches = iter(loader)
@@ -219,14 +219,14 @@ def _kill_children() -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_batches_held_survive_the_worker(kind: str) -> None:
-    """What was delivered before the death stays as it is."""
+    """Batches delivered before the death do not change."""
     dataset = Dying("SIGKILL")
     got = outcomes(kind, dataset, num_workers=1, batch_size=1)
     assert [int(batch) for batch in got[:-1]] == list(range(len(got) - 1))
 
 
 class Stopped(Dataset[Any]):
-    """Stops itself (SIGSTOP) at index 3: it answers nothing and SIGTERM does not reach it."""
+    """Stops itself (SIGSTOP) at index 3: it does not answer, and SIGTERM does not reach it."""
 
     def __len__(self) -> int:
         return 10
@@ -238,7 +238,7 @@ class Stopped(Dataset[Any]):
 
 
 def test_a_stopped_worker_can_be_closed() -> None:
-    """Closing ends a worker that does not answer: it is asked, terminated and at last killed."""
+    """Closing ends a worker that does not answer: it is asked to exit, terminated and at last killed."""
     with DataLoader[Any](Stopped(), num_workers=1) as loader:
         batches = iter(loader)
         assert [int(next(batches)) for _ in range(3)] == [0, 1, 2]

@@ -1,7 +1,7 @@
-"""Programs that end with iterators alive: they end, with their own exit code and without a word.
+"""Programs that exit with live iterators: they exit with their own exit code and print nothing.
 
-Finalizers of what is left do nothing. From Python 3.13 on, a daemon thread never runs again once the interpreter
-is finalizing; before, it is ended wherever it stands.
+Finalizers of the remaining objects do nothing. From Python 3.13 on, a daemon thread never runs again once the
+interpreter is finalizing; before, it is ended wherever it stands.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ SOURCES = {
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("source", quickly(SOURCES, "plain dataset", "async dataset", "async stream", "device stage"))
 def test_iterators_are_alive_at_the_end(source: str, workers: int, tmp_path: Path) -> None:
-    """Those of `for` and of ``async for``, whatever is ready, under way, or read ahead."""
+    """Iterators of `for` and of ``async for`` are alive, with batches ready, being made, or read ahead."""
     arguments = f"{SOURCES[source]}, num_workers={workers}"
     main = f"""
 if __name__ == "__main__":
@@ -129,6 +129,6 @@ with lock:
     "end", quickly(ODD_ENDS, "a loop that stands still", "dropped by who holds what the loop waits for")
 )
 def test_odd_ends(end: str, tmp_path: Path) -> None:
-    """The loop's thread may be out of reach, at exit or when an iterator is dropped: that holds up nobody for long."""
+    """The loop's thread may not respond, at exit or when an iterator is dropped: this delays nothing for long."""
     done = run_script(tmp_path, PREAMBLE + ODD_ENDS[end] + "\nprint('done')\n", fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -64,7 +64,9 @@ print(*here.glob("collected by *"))
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["collector on", "collector off"])
 def test_a_forked_worker_collects_none_of_its_parents_garbage(enabled: bool, tmp_path: Path) -> None:
-    """Neither on the way to its first line nor later; and the collector is, in both processes, as it was."""
+    """The worker collects none of it, neither before its first line nor later; in both processes the collector stays on
+    or off.
+    """
     done = run_script(tmp_path, LEAVES_GARBAGE.format(enabled=enabled))
     assert (done.returncode, done.stdout) == (0, "\n")
     assert re.fullmatch(r"worker 0 \(pid \d+\) is replaced: exit code 1\n", done.stderr)

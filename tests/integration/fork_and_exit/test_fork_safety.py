@@ -1,5 +1,6 @@
-"""A trainer that forks in the middle of an epoch, with a loader's workers, threads and batches alive: in every way that
-programs do, parent and child go on, nothing is freed twice, and nobody waits for ever. See also test_user_fork.py.
+"""A trainer forks in the middle of an epoch, while a loader's workers, threads and batches are alive: in every way in
+which programs fork, parent and child continue, nothing is freed twice, and no process waits for ever. See also
+test_user_fork.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.helpers.forking import AT, Child, Here, at, epoch, expected, fork, va
 from tests.helpers.running import BOTH, KINDS, PATIENCE_S
 from tests.processes import children_of, own_children
 
-# Python 3.12 and later warn of what is tested here.
+# Python 3.12 and later warn of a fork in a process with several threads, which is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 # ------------------------------------------------------------------------------------------- programs
@@ -35,7 +36,9 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("how", PROGRAMS)
 def test_programs(kind: str, how: str) -> None:
-    """However `subprocess.run` forks in the loop, the program inherits nothing, and the epoch is complete."""
+    """Whichever way `subprocess.run` forks in the loop's body, the program inherits nothing, and the epoch is
+    complete.
+    """
 
     def run(_: Here) -> None:
         done = subprocess.run(
@@ -56,7 +59,7 @@ def test_programs(kind: str, how: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_programs_and_other_start_methods(method: str) -> None:
-    """The same with workers that were not forked."""
+    """Programs and children beside workers that were not forked: the epoch is complete."""
 
     def run(_: Here) -> None:
         subprocess.run(["true"], check=True, timeout=PATIENCE_S, preexec_fn=os.getpid)
@@ -84,7 +87,7 @@ def test_a_child_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_child_at_every_step(kind: str) -> None:
-    """A child that ends at once, after every batch, while some batches are held: the epoch is complete."""
+    """A child that exits at once is forked after every batch, while some batches are held: the epoch is complete."""
     held: list[Any] = []
 
     def body(here: Here) -> None:
@@ -100,8 +103,8 @@ def test_a_child_at_every_step(kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("nbytes", [5000, 300_000])
 def test_views_in_the_child_stay_as_the_parent_goes_on(kind: str, nbytes: int) -> None:
-    """Small batches and such as come in segments of their own: the child sees what it saw at the fork, until the parent
-    has used its slots many times over; then the child's end frees nothing of the parent's.
+    """Small batches, and batches in segments of their own: the child sees their values at the fork, until the parent
+    has used its slots many times over; then the child's exit frees nothing of the parent's.
     """
     go, went = os.pipe()
     held: list[Any] = []
@@ -121,7 +124,7 @@ def test_views_in_the_child_stay_as_the_parent_goes_on(kind: str, nbytes: int) -
             os.write(went, b"g")
             children.pop().wait()
         elif here.step > 60:
-            held.append(here.batch)  # more than the ring can lend: were a slot free twice, two of them were alike
+            held.append(here.batch)  # more than the ring can lend: were a slot freed twice, two batches would be equal
         if here.step == 79:
             assert [value(batch) for batch in held] == expected(80)[61:]
 
@@ -132,8 +135,8 @@ def test_views_in_the_child_stay_as_the_parent_goes_on(kind: str, nbytes: int) -
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_child_that_drops_what_it_inherited(kind: str) -> None:
-    """Batches, iterator and loader die in the child, one after the other, and garbage is collected: its leases, threads
-    and finalizers touch nothing of the parent's.
+    """Batches, iterator and loader are deleted in the child, one after the other, and garbage is collected: the child's
+    leases, threads and finalizers touch nothing of the parent's.
     """
     held: list[Any] = []
     workers: list[int] = []
@@ -162,8 +165,8 @@ def test_a_child_that_drops_what_it_inherited(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_child_that_goes_on_with_the_parents_iterator(kind: str) -> None:
-    """`next` says `LoaderClosed`, again and again; `close` returns; a new iterator of the closed loader is refused; and
-    the parent's epoch is whole.
+    """`next` raises `LoaderClosed`, each time; `close` returns; a new iterator of the closed loader is refused; and the
+    parent's epoch is complete.
     """
 
     def asks_sync(here: Here) -> None:
@@ -210,8 +213,8 @@ def test_a_child_with_a_loader_of_its_own(kind: str, own: str, workers: int) -> 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_child_with_spawned_workers_of_its_own(method: str) -> None:
-    """The same where the parent's workers, and the child's, come by another start method, or each from a fork server
-    of its own.
+    """The child's own loader works, too, where the workers of parent and child are spawned, or are forked by a fork
+    server of each process.
     """
 
     def child() -> None:
@@ -222,7 +225,7 @@ def test_a_child_with_spawned_workers_of_its_own(method: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_child_with_the_parents_loader(kind: str) -> None:
-    """The child may iterate the very loader that it inherited: anew, from the start, with workers of its own."""
+    """The child may iterate the very loader that it inherited: from the beginning, with workers of its own."""
 
     def child(here: Here) -> None:
         if kind == "sync":
@@ -242,7 +245,7 @@ def test_a_child_with_the_parents_loader(kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("when", ["before the first batch", "between epochs", "after close"])
 def test_a_fork_where_nothing_is_in_hand(kind: str, when: str) -> None:
-    """Workers that start, idle persistent workers, and none any more: a child that drops the loader harms nothing."""
+    """Workers are starting, idle and persistent, or have exited: a child that deletes the loader does no harm."""
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
     make: Any = DataLoader if kind == "sync" else AsyncDataLoader
     held: list[Any] = [make(Sized([100] * 12), **options)]
@@ -277,8 +280,8 @@ def test_a_fork_where_nothing_is_in_hand(kind: str, when: str) -> None:
 @pytest.mark.chaos
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_fork_while_a_worker_is_replaced(kind: str) -> None:
-    """A worker is killed, and before another takes its place the trainer forks; the child drops what it has: the epoch
-    is whole, in order.
+    """A worker is killed, and before another takes its place the trainer forks; the child deletes its copies: the epoch
+    is complete and in order.
     """
     held: list[Any] = []
     own = set(children_of(os.getpid()))

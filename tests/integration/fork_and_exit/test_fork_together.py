@@ -1,5 +1,5 @@
-"""A trainer that forks in the middle of an epoch, through other libraries, in other threads, and to the end of either
-process: nothing is freed twice, and nobody waits for ever. See also test_fork_safety.py.
+"""A trainer forks in the middle of an epoch, through other libraries, in other threads, and either process exits:
+nothing is freed twice, and no process waits for ever. See also test_fork_safety.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.helpers.forking import AT, Child, Here, at, epoch, expected, fork, va
 from tests.helpers.running import BOTH, PATIENCE_S, Deaths, start_script
 from tests.pairwise import quickly
 
-# Python 3.12 and later warn of what is tested here.
+# Python 3.12 and later warn of a fork in a process with several threads, which is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -37,7 +37,7 @@ def _reads(held: list[Any], numbers: list[int]) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("method", quickly(METHODS, "fork", "spawn"))
 def test_multiprocessing_children(kind: str, method: str) -> None:
-    """A `Process` started and joined in the loop, with batches as its arguments, and a loader of its own."""
+    """A `Process` is started and joined in the loop's body; it reads batches given as arguments, and its own loader."""
     held: list[Any] = []
 
     def starts(here: Here) -> None:
@@ -61,8 +61,8 @@ def test_multiprocessing_children(kind: str, method: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("other", ["torch", "ours"])
 def test_another_loaders_workers_are_forked_in_the_loop(kind: str, other: str) -> None:
-    """A validation loader, torch's or ours, in the middle of training: both give all their batches, and the workers
-    that it forked do not hold back the end of ours.
+    """A validation loader, torch's or ours, is read in the middle of training: both loaders give all their batches, and
+    the workers forked for validation do not delay the end of ours.
     """
     others: list[Any] = []
 
@@ -73,7 +73,7 @@ def test_another_loaders_workers_are_forked_in_the_loop(kind: str, other: str) -
         for _epoch in range(2):
             assert [int(batch[0, 0]) for batch in loader] == [100 * i for i in range(8)]
 
-    assert epoch(kind, at((2,), validates)) == expected(40)  # our workers have ended although the others live
+    assert epoch(kind, at((2,), validates)) == expected(40)  # our workers have ended although those of validation live
     ((loader, batches),) = others
     assert [int(batch[0, 0]) for batch in loader] == [100 * i for i in range(8)]
     others.clear()
@@ -86,8 +86,8 @@ def test_another_loaders_workers_are_forked_in_the_loop(kind: str, other: str) -
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_forks_in_another_thread(kind: str) -> None:
-    """A thread forks again and again while the loop runs; each child drops what it has, wherever the other threads were
-    at that moment, with whatever lock in their hands.
+    """A thread forks again and again while the loop runs; each child deletes its copies, wherever the other threads
+    were at that moment, with whatever lock held.
     """
     over = threading.Event()
     failures: list[BaseException] = []
@@ -124,7 +124,7 @@ def test_forks_in_another_thread(kind: str) -> None:
 
 
 def test_a_fork_in_a_thread_that_closes_the_loader() -> None:
-    """The child's only thread is the one that forked, and it closes what another thread was iterating."""
+    """The child's only thread is the forking thread, which closes the loader that another thread was iterating."""
     children: list[Child] = []
 
     def body(here: Here) -> None:
@@ -222,7 +222,9 @@ EXITS = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", EXITS)
 def test_a_child_that_exits_with_its_hooks(name: str, tmp_path: Path) -> None:
-    """The child runs its exit hooks and ends with its own code; the parent's epoch is complete; there is no output."""
+    """The child runs its exit hooks and exits with its own code; the parent's epoch is complete; nothing else is
+    printed.
+    """
     with start_script(tmp_path, HEAD + EXITS[name]) as running:
         out, err = running.finish()
     assert (out, err, running.process.returncode) == ("hook 3 True\n", "", 0)
@@ -243,7 +245,9 @@ HELD = {
 @pytest.mark.chaos
 @pytest.mark.parametrize("name", HELD)
 def test_workers_end_with_the_parent_although_its_child_lives(name: str, tmp_path: Path) -> None:
-    """SIGKILL of a trainer whose child lives on, with copies of all that it had open: our workers end all the same."""
+    """A trainer is killed by SIGKILL while its child lives on, with copies of all its open descriptors: our workers
+    end.
+    """
     body = f"""
     batches = iter(DataLoader(torch.arange(1000), num_workers=2))
     next(batches)

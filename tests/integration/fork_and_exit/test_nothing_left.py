@@ -1,4 +1,4 @@
-"""Scripts that end in every way leave no process, no output but what they should, and the right exit code."""
+"""Scripts that end in every way leave no process, print nothing unexpected, and have the right exit code."""
 
 from __future__ import annotations
 
@@ -131,18 +131,18 @@ def script(body: str) -> str:
     "name", quickly(LIVE, "sync", "async, loop closed", "async, exits inside the loop", "everything at once")
 )
 def test_exit_with_a_live_iterator(name: str, tmp_path: Path) -> None:
-    """The interpreter exits with code 0, in silence, and its children are gone with it."""
-    # `subprocess` returns when everybody who holds the pipes has ended: workers too
+    """The interpreter exits with code 0 and without output, and its child processes exit with it."""
+    # `subprocess` returns when all processes that hold the pipes have exited: workers too
     done = run_script(tmp_path, script(LIVE[name]), fresh=True)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
 @pytest.mark.thorough
 def test_exit_while_a_daemon_thread_iterates(tmp_path: Path) -> None:
-    """The exit is not held up, and the workers go; a thread that asks for one batch more may be told `LoaderClosed`.
+    """The exit is not delayed, and the workers exit; a thread that asks for one more batch may get `LoaderClosed`.
 
-    Batches are no tensors: torch gives up the GIL while one is freed, and a thread that cannot have it back, as the
-    interpreter is ending, ends the process then.
+    Batches are no tensors: torch releases the GIL while a tensor is freed, and a thread that cannot take the GIL again,
+    because the interpreter is finalizing, ends the process then.
     """
     body = """
         begun = threading.Event()
@@ -160,7 +160,7 @@ def test_exit_while_a_daemon_thread_iterates(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_exception_in_the_body(name: str, tmp_path: Path) -> None:
-    """An exception out of the loop's body: its traceback once, exit code 1, nothing else."""
+    """An exception from the loop's body: its traceback once, exit code 1, no other output."""
     body = {
         "sync": """
             for batch in DataLoader(data, num_workers=2):
@@ -211,7 +211,7 @@ INTERRUPTED = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", quickly(INTERRUPTED, "sync", "async"))
 def test_ctrl_c(name: str, tmp_path: Path) -> None:
-    """SIGINT to the whole foreground group, as a terminal sends it: one traceback, and all processes end."""
+    """SIGINT to the whole foreground group, as a terminal sends it: one traceback, and all processes exit."""
     source = script("signal.signal(signal.SIGINT, signal.default_int_handler)\n") + script(INTERRUPTED[name])
     with start_script(tmp_path, source, fresh=True) as running:
         for _ in range(3):
@@ -226,7 +226,7 @@ def test_ctrl_c(name: str, tmp_path: Path) -> None:
             deaths.wait()
     assert running.process.returncode in (-signal.SIGINT, 130)
     tracebacks = re.findall(r"^Traceback|^During handling of the above", errors, re.MULTILINE)
-    # asyncio.run itself raises the interrupt while it handles the cancellation that it made of it
+    # asyncio.run makes a cancellation of the interrupt, and raises KeyboardInterrupt itself while it handles that
     chain = ["Traceback", "During handling of the above", "Traceback"]
     assert tracebacks == (chain if name.startswith("async") else ["Traceback"]), errors
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors
@@ -242,7 +242,7 @@ KILLED = {
 @pytest.mark.chaos
 @pytest.mark.parametrize("method", KILLED)
 def test_kill_9_of_the_main_process(method: str, tmp_path: Path) -> None:
-    """Its workers follow it at once, although they are in the middle of a fetch that never ends."""
+    """The workers exit at once, although they are in the middle of a fetch that never ends."""
     body = f"""
         if __name__ == "__main__":
             batches = iter({KILLED[method]})
@@ -262,7 +262,7 @@ def test_kill_9_of_the_main_process(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 def test_kill_9_with_an_async_dataset(tmp_path: Path) -> None:
-    """Workers that wait in their own event loop follow too."""
+    """Workers that wait in their own event loop exit, too."""
     body = """
         class Waits(AsyncData):
             async def __getitem__(self, index):
@@ -287,7 +287,7 @@ def test_kill_9_with_an_async_dataset(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_sigterm_of_the_main_process(tmp_path: Path) -> None:
-    """SIGTERM ends the main process by its default action; the workers follow."""
+    """SIGTERM ends the main process by its default action; the workers exit, too."""
     body = """
         batches = iter(DataLoader(Slow(), num_workers=2))
         next(batches)

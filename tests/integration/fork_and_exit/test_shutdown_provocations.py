@@ -1,4 +1,4 @@
-"""Loaders that end in every way a program may choose: torch's exit code, no hang, nobody left behind, no noise."""
+"""Programs with loaders, which exit in every possible way: torch's exit code, no hang, no process left, no output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.running import environment, without_place
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What became of each case, by loader. The two drivers run side by side."""
+    """The result of each case, by loader. The two drivers run side by side."""
     asked = {"torch.utils.data": {n: b for n, b in CASES.items() if n not in OURS_ONLY}, "asyncloader": CASES}
     running: dict[str, subprocess.Popen[str]] = {}
     for module, cases in asked.items():
@@ -44,7 +44,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 def difference(got: dict[str, Any], expected: dict[str, Any]) -> str:
-    """Return what is wrong with the end of the process, as text; empty if it is right."""
+    """The difference between an end of the process and the expected end, as text; empty if the end is right."""
     if not got["ended"] or got["stayed"]:
         return "it hangs" if not got["ended"] else f"{got['stayed']} processes stay"
     if got["code"] != expected["code"] or got["out"] != expected["out"]:
@@ -62,7 +62,9 @@ def difference(got: dict[str, Any], expected: dict[str, Any]) -> str:
 
 @pytest.mark.thorough
 def test_every_provocation(ends: dict[str, dict[str, Any]]) -> None:
-    """Each ends, with torch's exit code and output; its workers end with it; only an uncaught exception is printed."""
+    """Each case exits, with torch's exit code and output, and its workers with it; only uncaught exceptions are
+    printed.
+    """
     ours, theirs = ends["asyncloader"], ends["torch.utils.data"]
     found = {}
     for name in CASES:
@@ -73,7 +75,7 @@ def test_every_provocation(ends: dict[str, dict[str, Any]]) -> None:
 
 
 def test_the_cases_prove_something(ends: dict[str, dict[str, Any]]) -> None:
-    """torch's own loader passes those that it is asked, so what they ask for can be asked."""
+    """The demands can be met: torch's own loader ends in each of its cases. They cover four exit codes, and output."""
     theirs = ends["torch.utils.data"]
     assert all(found["ended"] for found in theirs.values())
     assert {found["code"] for found in theirs.values()} >= {0, 1, 7, -2}

@@ -1,6 +1,7 @@
-"""Programs that end, or are ended, while their workers are stuck: the right exit code, one traceback, no orphan.
+"""Programs that exit, or are killed, while their workers are stuck: the right exit code, one traceback, no orphan.
 
-Each is a process of its own. See also test_nothing_left.py, test_shutdown_provocations.py and test_shutdown_states.py.
+Each program is a process of its own. See also test_nothing_left.py, test_shutdown_provocations.py and
+test_shutdown_states.py.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def script(body: str, how: str, method: str | None = None) -> str:
 
 
 class Program:
-    """A running script of ours whose two workers have said that they are stuck."""
+    """A running script whose workers have reported that they are stuck."""
 
     def __init__(self, running: Any, workers: int) -> None:
         self.running = running
@@ -128,18 +129,18 @@ class Program:
         self.workers = [int(self.line("stuck")) for _ in range(workers)]
 
     def line(self, word: str) -> str:
-        """The rest of the next line that begins with this word."""
+        """The rest of the next line, which must begin with this word."""
         first, _, rest = self.running.line().partition(" ")
         assert first == word
         return str(rest)
 
     def go_on(self) -> None:
-        """Let it pass its ``readline``."""
+        """Let the script return from its ``readline``."""
         self.running.process.stdin.write("\n")
         self.running.process.stdin.flush()
 
     def ends(self) -> tuple[int, str]:
-        """Wait for its end, and that of everybody who holds its pipes; exit code and what it said to standard error."""
+        """Wait until the script and all other holders of its pipes have exited; its exit code and standard error."""
         self.running.process.wait(PATIENCE_S)
         _, errors = self.running.finish()
         return self.running.process.returncode, errors
@@ -147,7 +148,7 @@ class Program:
 
 @contextlib.contextmanager
 def program(folder: Path, source: str, workers: int = 2) -> Generator[Program]:
-    """Run a script; at the end, whatever came of it, nobody of it is alive."""
+    """Run a script; at the end, whatever happened, neither it nor its workers are alive."""
     with start_script(folder, source, fresh=True) as running:
         found = Program(running, workers)
         try:
@@ -166,9 +167,9 @@ def tracebacks(errors: str) -> list[str]:
 
 
 def assert_interrupted(kind: str, code: int, errors: str) -> None:
-    """As Python ends on Ctrl-C: its exit code, and one traceback."""
+    """Check that the program ended like Python on Ctrl-C: its exit code, and one traceback."""
     assert code in (-signal.SIGINT, 130)
-    # asyncio.run itself raises the interrupt while it handles the cancellation that it made of it
+    # asyncio.run makes a cancellation of the interrupt, and raises KeyboardInterrupt itself while it handles that
     chain = ["Traceback", "During handling of the above", "Traceback"]
     assert tracebacks(errors) == (["Traceback"] if kind == "sync" else chain), errors
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors
@@ -177,7 +178,7 @@ def assert_interrupted(kind: str, code: int, errors: str) -> None:
 @pytest.mark.parametrize("how", ["deaf to SIGTERM", "in C with the GIL, deaf to SIGTERM", "stopped"])
 @pytest.mark.parametrize("kind", NEXT)
 def test_ctrl_c_in_next(kind: str, how: str, tmp_path: Path) -> None:
-    """The workers end although they are stuck, and before the program does."""
+    """The workers end, although they are stuck, before the program does."""
     with program(tmp_path, script(NEXT[kind], how)) as found, Deaths(found.workers) as deaths:
         os.kill(found.pid, signal.SIGINT)
         code, errors = found.ends()
@@ -190,13 +191,13 @@ STARTING = {
     "multiprocessing_context=METHOD)))",
     "the dataset's arrival": "    next(iter(DataLoader(Arrival(HOW), num_workers=2, multiprocessing_context=METHOD)))",
 }
-# A forked worker's dataset does not arrive: it is there already.
+# A forked worker inherits its dataset: no dataset arrives.
 STARTS = [("worker_init_fn", "fork"), ("worker_init_fn", "spawn"), ("the dataset's arrival", "spawn")]
 
 
 @pytest.mark.parametrize(("what", "method"), STARTS)
 def test_ctrl_c_during_start_up(what: str, method: str, tmp_path: Path) -> None:
-    """The same while workers are in the user's start-up code."""
+    """Ctrl-C while workers are in the user's start-up code ends them before the program, too."""
     source = script(STARTING[what], "in C with the GIL, deaf to SIGTERM", method)
     with program(tmp_path, source) as found, Deaths(found.workers) as deaths:
         os.kill(found.pid, signal.SIGINT)
@@ -222,7 +223,7 @@ CLOSING = """
 
 @pytest.mark.parametrize("end", ["loader.close()", "del batches, loader", "sys.exit(0)"])
 def test_ctrl_c_while_the_workers_are_ended(end: str, tmp_path: Path) -> None:
-    """Ctrl-C during `close`, a finalizer or the exit hooks: at most one traceback, and the workers end all the same."""
+    """Ctrl-C during `close`, a finalizer or the exit hooks: at most one traceback, and the workers end."""
     with program(tmp_path, script(CLOSING.format(end=end), "")) as found, Deaths(found.workers) as deaths:
         found.go_on()
         found.line("asked")
@@ -236,7 +237,7 @@ def test_ctrl_c_while_the_workers_are_ended(end: str, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_again_and_again(tmp_path: Path) -> None:
-    """An impatient user loses nothing but text."""
+    """Five interrupts in a row: the workers end, and the exit code is that of an interrupt."""
     with program(tmp_path, script(CLOSING.format(end="loader.close()"), "")) as found, Deaths(found.workers) as deaths:
         found.go_on()
         found.line("asked")
@@ -254,7 +255,7 @@ def test_ctrl_c_again_and_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["asleep", "in C with the GIL, deaf to SIGTERM"])
 @pytest.mark.parametrize("name", EXITS)
 def test_exit_with_stuck_workers(name: str, how: str, tmp_path: Path) -> None:
-    """The program exits with code 0, in silence; its workers end before it does."""
+    """The program exits with code 0 and without output; its workers end before it does."""
     with program(tmp_path, script(EXITS[name], how)) as found, Deaths(found.workers) as deaths:
         found.go_on()
         code, errors = found.ends()
@@ -262,13 +263,13 @@ def test_exit_with_stuck_workers(name: str, how: str, tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
 
 
-# ------------------------------------------------------------------------------------------- signals of others
+# ------------------------------------------------------------------------------------------- the program is killed
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("how", [how for how in STUCK if how != GRANDCHILD])
 def test_the_program_is_killed(how: str, number: int, tmp_path: Path) -> None:
-    """Its workers follow it, in whatever state they are; SIGTERM has its default action."""
+    """Its workers end, too, in whatever state they are; SIGTERM has its default action."""
     with program(tmp_path, script(NEXT["sync"], how)) as found, Deaths(found.workers) as deaths:
         os.kill(found.pid, number)
         deaths.wait()
@@ -279,7 +280,7 @@ def test_the_program_is_killed(how: str, number: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", NEXT)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_the_program_is_killed_whatever_the_start_method(method: str, kind: str, tmp_path: Path) -> None:
-    """Workers that were not forked follow it, too."""
+    """Workers that were not forked end, too."""
     source = script(NEXT[kind], "in C with the GIL, deaf to SIGTERM", method)
     with program(tmp_path, source) as found, Deaths(found.workers) as deaths:
         os.kill(found.pid, signal.SIGKILL)
@@ -289,7 +290,7 @@ def test_the_program_is_killed_whatever_the_start_method(method: str, kind: str,
 
 @pytest.mark.parametrize(("what", "method"), STARTS)
 def test_the_program_is_killed_during_start_up(what: str, method: str, tmp_path: Path) -> None:
-    """Workers that are stuck in the user's start-up code follow it, too."""
+    """Workers that are stuck in the user's start-up code end, too."""
     source = script(STARTING[what], "in C with the GIL, deaf to SIGTERM", method)
     with program(tmp_path, source) as found, Deaths(found.workers) as deaths:
         os.kill(found.pid, signal.SIGKILL)
@@ -298,7 +299,7 @@ def test_the_program_is_killed_during_start_up(what: str, method: str, tmp_path:
 
 
 def test_the_program_is_killed_while_it_closes(tmp_path: Path) -> None:
-    """SIGKILL in the middle of `close`: what it had not ended yet follows it."""
+    """SIGKILL in the middle of `close`: the workers that `close` had not ended yet end, too."""
     with program(tmp_path, script(CLOSING.format(end="loader.close()"), "")) as found, Deaths(found.workers) as deaths:
         found.go_on()
         found.line("asked")
@@ -309,7 +310,7 @@ def test_the_program_is_killed_while_it_closes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_program_is_killed_and_a_grandchild_holds_everything(number: int, tmp_path: Path) -> None:
-    """A grandchild with copies of all descriptors keeps nobody alive but itself."""
+    """A grandchild with copies of all descriptors keeps no worker alive."""
     with start_script(tmp_path, script(NEXT["sync"], GRANDCHILD)) as running:
         lines = [running.line() for _ in range(2)]
         workers = [int(line.split()[1]) for line in lines]

@@ -1,7 +1,7 @@
-"""Loaders that are ended in the middle of something, from every side: it ends, nobody is left, nobody waits for ever.
+"""Loaders that are closed in the middle of an action, from every side: no process is left, and no call waits for ever.
 
-The workers here are stuck in every way that they can be (`stuck.py`). All ends are bounded by one deadline, whatever
-the number of workers; the tests wait far longer, and fail when that is over. See also test_shutdown_scripts.py.
+The workers here are stuck in every way that they can be (`stuck.py`). One deadline bounds the end of all workers,
+whatever their number; the tests wait far longer, and fail when that time is over. See also test_shutdown_scripts.py.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ GRANDCHILD = "with a child that holds all descriptors"
 
 @pytest.fixture(autouse=True)
 def asked_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker gets 5 seconds to end by itself, and those here do not."""
+    """Shorten the 5 seconds that a worker gets to exit by itself: the workers here never do."""
     monkeypatch.setattr(shutdown, "_ASK_SECONDS", 0.2)
 
 
 @contextlib.contextmanager
 def grandchildren_end(capfd: pytest.CaptureFixture[str]) -> Generator[None]:
-    """Kill what the workers forked: it is nobody's child here."""
+    """Kill the processes that the workers forked: they are not children of this process."""
     try:
         yield
     finally:
@@ -48,7 +48,7 @@ def grandchildren_end(capfd: pytest.CaptureFixture[str]) -> Generator[None]:
 
 
 def run_in(thread: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
-    """Run it in a thread; what it raises is kept."""
+    """Run a function in a thread, and keep the error that it raises."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -74,7 +74,7 @@ def joined(thread: threading.Thread) -> bool:
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("how", STUCK)
 def test_close_with_stuck_workers(how: str, workers: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """`close` returns, and the workers are gone and reaped, however many of them are stuck in whatever way."""
+    """`close` returns, and the workers have exited and are reaped, whatever their number and the way they are stuck."""
     with grandchildren_end(capfd), Told() as told:
         loader = DataLoader[Any](StuckAt(how, told, workers), num_workers=workers, timeout=PATIENCE_S)
         batches = iter(loader)
@@ -93,7 +93,7 @@ def test_close_with_stuck_workers(how: str, workers: int, capfd: pytest.CaptureF
 @pytest.mark.parametrize("how", ["in C with the GIL, deaf to SIGTERM", "stopped", GRANDCHILD])
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_aclose_with_stuck_workers(how: str, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """The same for `aclose`; the event loop runs meanwhile."""
+    """`aclose` ends stuck workers, too; the event loop runs during it."""
     turns = 0
 
     async def count() -> None:
@@ -122,7 +122,7 @@ def test_aclose_with_stuck_workers(how: str, kind: str, capfd: pytest.CaptureFix
 @pytest.mark.parametrize("how", ["asleep", "in C with the GIL, deaf to SIGTERM"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_dropped_with_stuck_workers(how: str, kind: str) -> None:
-    """The garbage collector of another thread finds the iterator: its workers end, though they are stuck."""
+    """Garbage collection in another thread finds the iterator: its workers end, though they are stuck."""
 
     async def leave(told: Told) -> tuple[Any, list[str]]:
         batches = aiter(AsyncDataLoader[Any](StuckAt(how, told, 2), num_workers=2))
@@ -154,7 +154,7 @@ def test_dropped_with_stuck_workers(how: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_close_at_once(kind: str, method: str) -> None:
-    """Workers that still import, or are not there yet, are ended."""
+    """Workers that still import, or have not started yet, are ended."""
     options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method}
 
     async def run() -> None:
@@ -164,7 +164,7 @@ def test_close_at_once(kind: str, method: str) -> None:
             for _ in range(turns):
                 await asyncio.sleep(0)
             await loader.aclose()
-            with contextlib.suppress(LoaderClosed):  # unless its batch was there already
+            with contextlib.suppress(LoaderClosed):  # unless its batch had arrived already
                 assert (await first).shape == (1, 3)
 
     if kind == "sync":
@@ -182,7 +182,7 @@ def test_close_at_once(kind: str, method: str) -> None:
 @pytest.mark.parametrize("how", ["asleep", "in C with the GIL, deaf to SIGTERM"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_close_while_worker_init_fn_blocks(kind: str, how: str) -> None:
-    """A `worker_init_fn` that does not return holds nothing up."""
+    """A `worker_init_fn` that does not return does not delay `close`."""
     with Told() as told:
 
         def init(_: int) -> None:
@@ -215,7 +215,7 @@ def test_close_while_worker_init_fn_blocks(kind: str, how: str) -> None:
 @pytest.mark.chaos
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_close_while_the_dataset_arrives(method: str, tmp_path: Path) -> None:
-    """A dataset whose unpickling does not end holds nothing up."""
+    """A dataset whose unpickling does not end does not delay `close`."""
     with DataLoader[Any](NeverArrives(tmp_path), num_workers=2, multiprocessing_context=method) as loader:
         batches = iter(loader)
         deaths = Deaths(arrived(tmp_path, 2))
@@ -227,7 +227,7 @@ def test_close_while_the_dataset_arrives(method: str, tmp_path: Path) -> None:
 
 
 def arrived(folder: Path, count: int) -> list[int]:
-    """The names of the files that come; Python has no other way to wait for one than to look again."""
+    """The names of the files that appear; Python has no other way to wait for a file than to look again."""
     turn = threading.Event()
     found: list[int] = []
     for _ in range(int(PATIENCE_S * 50)):
@@ -239,13 +239,13 @@ def arrived(folder: Path, count: int) -> list[int]:
     return found
 
 
-# ------------------------------------------------------------------------------------------- who waits, who closes
+# ------------------------------------------------------------------------------------------- waiting and closing
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("persistent", [False, True])
 def test_close_while_another_thread_waits(persistent: bool) -> None:
-    """A thread in `next` gets `LoaderClosed`, and does not wait for ever."""
+    """A thread that waits in `next` gets `LoaderClosed`, and does not wait for ever."""
     with Told() as told:
         loader = DataLoader[Any](StuckAt("asleep", told, 2), num_workers=2, persistent_workers=persistent)
         batches = iter(loader)
@@ -261,7 +261,7 @@ def test_close_while_another_thread_waits(persistent: bool) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_aclose_while_another_task_waits(kind: str) -> None:
-    """Tasks in `anext` get `LoaderClosed`, all of them."""
+    """All tasks that wait in `anext` get `LoaderClosed`."""
 
     async def run(told: Told) -> None:
         loader = AsyncDataLoader[Any](StuckAt("asleep", told, 2), num_workers=2)
@@ -281,7 +281,7 @@ def test_aclose_while_another_task_waits(kind: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_close_twice_and_by_several_threads_at_once(kind: str) -> None:
-    """Each returns when the workers are gone, whoever came first."""
+    """Each call returns when the workers have exited, whichever call was first."""
     with Told() as told:
         dataset = StuckAt("asleep", told, 2)
         loader: Any
@@ -321,7 +321,7 @@ def test_close_twice_and_by_several_threads_at_once(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_close_in_the_loops_own_body(kind: str, workers: int) -> None:
-    """The next step of the loop says `LoaderClosed`: what comes after a `close` is never taken for the epoch's end."""
+    """The next step of the loop raises `LoaderClosed`: a `close` in the body is never taken for the epoch's end."""
     seen: list[float] = []
 
     async def run() -> None:
@@ -344,7 +344,7 @@ def test_close_in_the_loops_own_body(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_event_loop_that_was_closed_without_aclose(persistent: bool) -> None:
-    """`asyncio.run` is over, the iterator was not closed: `close()` ends it from outside, twice if need be."""
+    """`asyncio.run` has returned, the iterator was not closed: `close()` ends its workers from outside, also twice."""
 
     async def leave(loader: Any) -> Any:
         batches = aiter(loader)

@@ -1,4 +1,4 @@
-"""Loaders that are ended while workers are being replaced: old and new ones end, however far the epoch has come."""
+"""Loaders that are closed while workers are being replaced: old and new workers end, at any point of the epoch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Mortal(Numbers):
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_close_while_workers_are_replaced(kind: str, method: str) -> None:
-    """However far the epoch has come, and wherever the replacement of a worker is: `close` ends old and new ones."""
+    """`close` ends old and new workers, at any point of the epoch and of a worker's replacement."""
     options: dict[str, Any] = {
         "num_workers": 2,
         "seed": 5,

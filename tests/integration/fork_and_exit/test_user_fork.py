@@ -1,4 +1,4 @@
-"""The user's program forks while a loader runs: the child may look at held batches, the parent goes on."""
+"""The user's program forks while a loader runs: the child may read held batches, the parent continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _values(batches: list[Any]) -> list[int]:
 
 
 def test_child_reads_held_batches_unchanged() -> None:
-    """A child that was forked while batches are held finds them as they were, however far the parent has gone on."""
+    """A child forked while batches are held finds their values unchanged, however far the parent has read on."""
     batches = iter(DataLoader[Any](Sized([20_000] * N), num_workers=2))
     held = [next(batches) for _ in range(5)]
     go, went = os.pipe()
@@ -35,7 +35,7 @@ def test_child_reads_held_batches_unchanged() -> None:
             os.write(tell, b"same" if _values(held) == [0, 1, 2, 3, 4] else b"changed")
         finally:
             os._exit(0)
-    held.clear()  # the parent lets go; the slots must not be used again all the same
+    held.clear()  # the parent drops them; the slots must not be used again nevertheless
     assert _values(list(batches)) == [i % 251 for i in range(5, N)]
     os.write(went, b"g")
     assert select.select([answer], [], [], PATIENCE_S)[0]
@@ -47,7 +47,7 @@ def test_child_reads_held_batches_unchanged() -> None:
 
 @pytest.mark.thorough
 def test_many_forks_do_not_starve_the_ring() -> None:
-    """Forks while batches are held retire slots; the loader goes on with views, in a new ring at last."""
+    """Forks while batches are held retire slots; the loader continues with views, in a new ring at last."""
     loader = DataLoader[Any](Sized([5000] * N), num_workers=1)
     seen = []
     for position, batch in enumerate(loader):
@@ -63,14 +63,14 @@ def test_many_forks_do_not_starve_the_ring() -> None:
 
 
 def test_the_child_cannot_use_the_parents_iterator() -> None:
-    """In the child the iterator says that it is the parent's; a new loader works there."""
+    """In the child the parent's iterator raises; a new loader works there."""
     loader = DataLoader[Any](Sized([10] * 20), num_workers=1)
     batches = iter(loader)
     next(batches)
 
     def child() -> None:
         with pytest.raises(LoaderClosed, match="fork"):  # noqa: PT012
-            for _ in range(20):  # what was ready at the fork may still be given
+            for _ in range(20):  # batches that were ready at the fork may still be given
                 next(batches)
         assert _values(list(DataLoader[Any](Sized([10] * 4)))) == [0, 1, 2, 3]
 
@@ -203,6 +203,6 @@ SCRIPTS = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_fork_in_a_script(name: str, tmp_path: Path) -> None:
-    """Whatever the child does and however it ends, the parent's workers go on and nobody hangs."""
+    """Whatever the child does and however it exits, the parent's workers continue and no process hangs."""
     done: subprocess.CompletedProcess[str] = run_script(tmp_path, SCRIPTS[name])
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -27,7 +27,7 @@ def firsts(batches: list[Any]) -> list[float]:
 
 
 async def test_break_frees_the_workers_at_once() -> None:
-    """Leaving the loop with `break` ends the worker processes, with no call and before the loader goes."""
+    """Leaving the loop with `break` ends the worker processes without a further call, while the loader lives."""
     loader = AsyncDataLoader[Any](Pids(100), num_workers=2)
     pids = set()
     deaths = Deaths([])
@@ -41,7 +41,7 @@ async def test_break_frees_the_workers_at_once() -> None:
 
 
 async def test_break_from_a_persistent_loader_keeps_the_workers() -> None:
-    """With persistent workers the next iterator gets the same processes, from a fresh epoch."""
+    """With persistent workers the next iterator gets the same processes, for a new epoch."""
     async with AsyncDataLoader[Any](Pids(40), num_workers=2, persistent_workers=True) as loader:
         pids = []
         for _ in range(3):
@@ -71,7 +71,9 @@ async def test_abandoned_epochs_leave_no_stale_batch() -> None:
 
 
 async def test_aclose_ends_the_workers_before_it_returns() -> None:
-    """`await iterator.aclose()` and `await loader.aclose()` return when the processes are gone; both are idempotent."""
+    """`await iterator.aclose()` and `await loader.aclose()` return when the processes have exited; both may be called
+    twice.
+    """
     loader = AsyncDataLoader[Any](Pids(100), num_workers=1)
     batches = aiter(loader)
     deaths = Deaths([int((await anext(batches))[0])])
@@ -94,7 +96,7 @@ async def test_aclose_ends_the_workers_before_it_returns() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_plain_close_and_with(workers: int) -> None:
-    """`with` and `close()` serve where nothing can be awaited, inside a loop and after it."""
+    """`with` and `close()` work where nothing can be awaited, inside a loop and after it."""
 
     async def take(loader: AsyncDataLoader[Any]) -> tuple[Any, int]:
         batches = aiter(loader)
@@ -119,7 +121,7 @@ def test_plain_close_and_with(workers: int) -> None:
 
 
 async def test_exception_in_the_body_frees_the_workers() -> None:
-    """An exception out of `async with` leaves no worker when it arrives outside."""
+    """When an exception leaves `async with`, no worker is left."""
     deaths = Deaths([])
     with pytest.raises(ZeroDivisionError):  # noqa: PT012 - the whole block is the subject
         async with AsyncDataLoader[Any](Pids(50), num_workers=2) as loader:
@@ -133,7 +135,7 @@ async def test_exception_in_the_body_frees_the_workers() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_exhausted_iterator_stays_exhausted(workers: int) -> None:
-    """After its end an iterator says so again and again, and its workers are gone."""
+    """After its end an iterator raises StopAsyncIteration each time, and its workers have exited."""
     batches = aiter(AsyncDataLoader[Any](Numbers(3), num_workers=workers))
     assert len([batch async for batch in batches]) == 3
     for _ in range(3):
@@ -178,7 +180,7 @@ async def test_loader_aclose_ends_every_iterator() -> None:
 
 
 def test_nested_loops() -> None:
-    """A loop over the loader inside a loop over the same loader."""
+    """A loop over the loader may contain a loop over the same loader."""
 
     async def run() -> list[tuple[float, float]]:
         async with AsyncDataLoader[Any](Numbers(4), num_workers=1) as loader:
@@ -214,14 +216,14 @@ def test_one_loader_in_several_runs(kind: str, options: dict[str, Any]) -> None:
 
 
 def test_batches_outlive_everything() -> None:
-    """Batches stay as they are after the iterator, the loader and the event loop are gone."""
+    """Batches keep their values after the end of the iterator, the loader and the event loop."""
     got = collect("asyncio", Numbers(100), num_workers=2, batch_size=3)
     assert_same(got, collect("torch", Numbers(100), batch_size=3))
 
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_an_iterator_left_behind_by_its_loop(kind: str) -> None:
-    """`asyncio.run` ends with an iterator still alive: dropping it afterwards ends the workers."""
+    """`asyncio.run` returns with an iterator still alive: deleting it afterwards ends the workers."""
 
     async def leave() -> Any:
         batches = aiter(AsyncDataLoader[Any](Pids(50), num_workers=1))
@@ -234,7 +236,7 @@ def test_an_iterator_left_behind_by_its_loop(kind: str) -> None:
 
 
 def test_an_iterator_is_of_one_loop() -> None:
-    """An iterator taken to a second event loop refuses clearly, or goes on; it never hangs or loses batches."""
+    """An iterator used in a second event loop raises a clear error, or continues; it never hangs or loses batches."""
     loader = AsyncDataLoader[Any](Numbers(10), num_workers=1)
     batches = aiter(loader)
 
@@ -269,12 +271,12 @@ class Failing(Numbers):
 
 
 class Marker:
-    """Stands for what a consumer's frame holds."""
+    """Stands for an object in a consumer's frame."""
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_an_error_that_was_caught_holds_nothing(workers: int) -> None:
-    """Once it is forgotten, the frames that it passed are free, and what they held, before any garbage collection."""
+    """When the error is deleted, the frames that it passed and their objects are freed, without garbage collection."""
 
     async def consume(_: Marker) -> None:
         async with AsyncDataLoader[Any](Failing(5), num_workers=workers) as loader:
@@ -295,7 +297,7 @@ async def test_an_error_that_was_caught_holds_nothing(workers: int) -> None:
 
 
 async def test_close_during_the_start() -> None:
-    """`close` does not wait for workers that are being started in a thread: they end as soon as they are there."""
+    """`close` does not wait for workers that are being started in a thread: they end as soon as they have started."""
     loader = AsyncDataLoader[Any](Numbers(4), num_workers=1, multiprocessing_context="forkserver")
     batches: Any = aiter(loader)
     waiting = asyncio.ensure_future(anext(batches))
@@ -308,7 +310,7 @@ async def test_close_during_the_start() -> None:
 
 
 class Draws(Dataset[float]):
-    """Each sample is a random number of the worker's."""
+    """Each sample is a random number of its worker."""
 
     def __len__(self) -> int:
         return 5
@@ -318,8 +320,8 @@ class Draws(Dataset[float]):
 
 
 async def test_two_iterators_that_begin_before_either_starts() -> None:
-    """Only one of them goes on with the persistent workers. The other one's draw numbers of their own, not once more
-    those of the first epoch.
+    """Only one iterator continues with the persistent workers. The workers of the other iterator draw new numbers, not
+    those of the first epoch again.
     """
     async with AsyncDataLoader[Any](Draws(), num_workers=1, persistent_workers=True) as loader:
         first = [float(batch) async for batch in loader]

@@ -1,4 +1,4 @@
-"""A constant number of file descriptors, in the main process and in every worker, whatever the batches look like."""
+"""The number of open file descriptors is constant in the main process and in every worker, for all kinds of batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEMORY = "/memfd:asyncloader (deleted)"
 
 
 def open_descriptors(pid: int) -> list[str]:
-    """What a process has open, by target."""
+    """The targets of a process's open descriptors, sorted."""
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -31,7 +31,7 @@ def open_descriptors(pid: int) -> list[str]:
 
 
 class Varied(Dataset[Any]):
-    """Strings, many small tensors, and sizes that grow until a bit before the end."""
+    """Strings, many small tensors, and sizes that grow over the first three quarters."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("hold", [False, True], ids=["drop", "hold"])
 def test_descriptors_after_many_batches(name: str, hold: bool) -> None:
-    """The facade: after batch 10 and after the last but a few, the same descriptors are open, here and in a worker."""
+    """The facade: after batch 10 and shortly before the end, the same descriptors are open, here and in each worker."""
     dataset, options, n = CASES[name]
     batches: Any = iter(DataLoader[Any](dataset, num_workers=2, prefetch_factor=2, **options))
     workers = [process.pid for process in batches._workers]
@@ -78,11 +78,11 @@ def test_descriptors_after_many_batches(name: str, hold: bool) -> None:
     gc.collect()
     for before, now in zip(early, [open_descriptors(pid) for pid in workers], strict=True):
         assert [target for target in now if target != MEMORY] == [target for target in before if target != MEMORY]
-        # a worker may be seen while it has a segment, and maps it, for a batch that is larger than its slot
+        # a worker may be observed while it holds and maps a segment for a batch that is larger than its slot
         assert now.count(MEMORY) <= before.count(MEMORY) + 2 * ("tuning" in options)
     grown = len(open_descriptors(os.getpid())) - main_early
-    # What is larger than a slot has a segment of its own on its way here: at most one a credit (2 x 2), and a few
-    # may be lent as they are. Never one a batch.
+    # A batch that is larger than a slot travels in a segment of its own: at most one per credit (2 x 2), and a few may
+    # be lent as they are. Never one per batch.
     assert grown <= (4 + 16 if "tuning" in options else 0)
 
 
@@ -105,7 +105,7 @@ def test_descriptors_of_the_async_loader(kind: str) -> None:
 
 
 def test_descriptors_over_many_epochs() -> None:
-    """Persistent workers over many epochs, most of them left early: nothing piles up anywhere."""
+    """Persistent workers over many epochs, most of them left early: the number of descriptors does not grow."""
     with DataLoader[Any](Varied(60), num_workers=2, collate_fn=first, persistent_workers=True) as loader:
         counts = []
         for epoch in range(60):
@@ -123,12 +123,14 @@ def test_descriptors_over_many_epochs() -> None:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_worker_inherits_nothing_of_its_siblings() -> None:
-    """A forked worker keeps none of the sockets that the main process holds for the others, of its own pool or not."""
+    """A forked worker keeps none of the sockets that the main process holds for other workers, of its pool or
+    another.
+    """
     before = open_descriptors(os.getpid()).count("socket")
     one: Any = iter(DataLoader[Any](Numbers(50), num_workers=3, multiprocessing_context="fork"))
     two: Any = iter(DataLoader[Any](Numbers(50), num_workers=1, multiprocessing_context="fork"))
     for _ in range(3):
-        next(one)  # one of each worker: all of them are past their start
+        next(one)  # a batch of each worker: all of them are past their start
     next(two)
     counts = [open_descriptors(process.pid).count("socket") for process in [*one._workers, *two._workers]]
-    assert counts == [before + 1] * 4  # each has its own end
+    assert counts == [before + 1] * 4  # each worker has its own end

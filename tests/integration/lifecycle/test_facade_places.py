@@ -34,7 +34,7 @@ def two_epochs(name: str) -> None:
 
 @every
 def test_in_a_thread(name: str) -> None:
-    """Made, used and closed in a thread that is not the main one."""
+    """The loader is made, used and closed in a thread that is not the main thread."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(two_epochs, name).result()
 
@@ -42,7 +42,7 @@ def test_in_a_thread(name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS[1:])
 @every
 def test_inside_a_coroutine(kind: str, name: str) -> None:
-    """A plain `for` inside a coroutine, under a running loop: what a notebook cell is."""
+    """A plain `for` inside a coroutine, under a running loop, as in a notebook cell."""
 
     async def cell() -> None:
         two_epochs(name)
@@ -54,7 +54,7 @@ def test_inside_a_coroutine(kind: str, name: str) -> None:
 
 @every
 async def test_in_a_callback_and_in_a_thread_of_a_running_loop(name: str) -> None:
-    """From `call_soon` and from `to_thread`, while the loop runs."""
+    """The loader is used in `call_soon` and in `to_thread`, while the loop runs."""
     done = asyncio.get_running_loop().create_future()
 
     def callback() -> None:
@@ -71,7 +71,7 @@ async def test_in_a_callback_and_in_a_thread_of_a_running_loop(name: str) -> Non
 
 
 def test_across_cells() -> None:
-    """An iterator begun in one coroutine is continued in another, under another loop: it has a loop of its own."""
+    """An iterator begun in one coroutine is continued in another, under another loop: the facade has its own loop."""
     batches = iter(DataLoader[Any](Numbers(30), batch_size=4, num_workers=2))
 
     async def cell() -> Any:
@@ -81,7 +81,7 @@ def test_across_cells() -> None:
 
 
 def test_made_here_and_used_there() -> None:
-    """An iterator may be handed from thread to thread; each `next` may come from another."""
+    """An iterator may be handed from thread to thread; each `next` may be called in another thread."""
     batches = iter(DataLoader[Any](Numbers(30), batch_size=4, num_workers=2))
     got: list[Any] = []
     for _ in range(len(EXPECTED)):
@@ -118,7 +118,7 @@ def test_facade_inside_a_workers_dataset() -> None:
 
 
 async def test_async_loader_beside_a_facade() -> None:
-    """Both loaders at a time in one process: a train loop and a validation loop inside it."""
+    """Both loaders work at the same time in one process: a validation loop inside a training loop."""
     count = 0
     async with AsyncDataLoader[Any](Numbers(30), batch_size=4, num_workers=1) as train:
         got = []

@@ -1,4 +1,6 @@
-"""Ctrl-C while a batch is being delivered: whoever goes on gets it, and all others, once and in order."""
+"""Ctrl-C while a batch is being delivered: a caller that continues gets this batch, and all others, once and in
+order.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +40,24 @@ WATCHED = [
 ]
 
 MONITORING: Any = getattr(sys, "monitoring", None)
-"""From Python 3.12 on; there `settrace` tells instructions only now and then."""
+"""From Python 3.12 on; there `settrace` reports instructions only now and then."""
 TOOL = 4
 
 PROMPTS = ("CALL", "RESUME", "JUMP_BACKWARD", "BEFORE_WITH", "WITH_EXCEPT_START", "SEND")
-"""Python looks for signals where a function begins, after calls, and at jumps back: the instructions' names."""
+"""Python checks for signals where a function begins, after calls, and at jumps back: prefixes of the instructions'
+names.
+"""
 
 
 @cache
 def _prompts(code: CodeType) -> frozenset[int]:
-    """Where the instructions stand after which there may be a signal."""
+    """The offsets of the instructions after which a signal may be handled."""
     return frozenset(each.offset for each in dis.get_instructions(code) if each.opname.startswith(PROMPTS))
 
 
 class Interruption:
-    """Raises KeyboardInterrupt at one place of a call: the `at`-th of those in the watched functions where Python may
-    have looked for signals since the instruction before.
+    """Raises KeyboardInterrupt at one place of a call: the `at`-th place in the watched functions where Python may have
+    checked for signals since the instruction before.
     """
 
     def __init__(self, at: int) -> None:
@@ -93,7 +97,7 @@ class Interruption:
                 raise KeyboardInterrupt
 
     def handled(self, code: CodeType, offset: int, error: BaseException) -> None:
-        self.before[code] = False  # nobody looks on the way to a handler
+        self.before[code] = False  # Python does not check on the way to a handler
 
     def called(self, frame: FrameType, event: str, argument: Any) -> Any:
         if frame.f_code not in self.codes:
@@ -104,7 +108,7 @@ class Interruption:
 
     def traced(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "exception":
-            self.before[frame] = False  # nobody looks on the way to a handler
+            self.before[frame] = False  # Python does not check on the way to a handler
         if event != "opcode":
             return self.traced
         if self.before[frame]:
@@ -116,7 +120,7 @@ class Interruption:
 
 
 class Samples(torch.utils.data.Dataset[Any]):
-    """Of this size, full of their indices. Those with odd indices raise, if they are to."""
+    """Samples of this size, full of their indices. Those with odd indices raise, if `raises` is set."""
 
     def __init__(self, size: int = 3, *, raises: bool = False) -> None:
         self.size = size
@@ -150,7 +154,7 @@ def _made(case: str) -> DataLoader[Any]:
 
 
 def _next(batches: Iterator[Any], held: deque[Any]) -> int:
-    """What the next batch holds; below zero, what the error in its place is about."""
+    """The value in the next batch; where an error is raised instead, the index of its sample, negated."""
     try:
         held.append(next(batches))
     except ValueError as error:
@@ -161,8 +165,8 @@ def _next(batches: Iterator[Any], held: deque[Any]) -> int:
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_ctrl_c_at_every_place(case: str) -> None:
-    """At each one in turn, in another batch's delivery. Nothing stays leased, and the state is that of an epoch without
-    Ctrl-C.
+    """Ctrl-C strikes at each place in turn, each time in another batch's delivery. Nothing stays leased, and the state
+    is that of an epoch without Ctrl-C.
     """
     torch.manual_seed(SEED)
     with _made(case) as plain, _made(case) as loader:
@@ -201,7 +205,7 @@ def test_ctrl_c_at_every_place(case: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", ["views", "copied out", "segments of their own", "copied out of their segments"])
 def test_an_epoch_left_after_ctrl_c_at_every_place(case: str) -> None:
-    """Nobody takes the batch that was under way: its slot is free again, and its descriptor closed."""
+    """The batch whose delivery was interrupted is never taken: its slot is free again, and its descriptor closed."""
     with _made(case) as loader:
         held: deque[Any] = deque(maxlen=CASES[case][2])
         struck = at = 0

@@ -1,4 +1,4 @@
-"""A start of workers that is interrupted, or overtaken by a fork: it is undone, and the next start works."""
+"""A start of workers that is interrupted is undone, and the next start works; a fork during a start does no harm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def whole(loader: Any) -> bool:
 
 
 def sockets() -> set[str]:
-    """The sockets that this process has open."""
+    """The open sockets of this process."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor of this very listing
@@ -38,7 +38,7 @@ def our_threads() -> list[threading.Thread]:
 
 def test_ctrl_c_while_the_loops_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Thread.start` waits for the thread: an interrupt there leaves neither the thread nor the workers, and the next
-    `iter` has its own.
+    `iter` starts its own.
     """
     start = threading.Thread.start
 
@@ -47,7 +47,7 @@ def test_ctrl_c_while_the_loops_thread_starts(monkeypatch: pytest.MonkeyPatch) -
         if thread.name == "asyncloader-loop":
             raise KeyboardInterrupt
 
-    before = set(children_of(os.getpid()))  # a fork server, perhaps
+    before = set(children_of(os.getpid()))  # may contain a fork server
     loader = DataLoader[Any](Numbers(10), num_workers=2)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
@@ -62,7 +62,7 @@ def test_ctrl_c_while_the_loops_thread_starts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system refuses a thread: its error comes through, and nothing is left."""
+    """The system refuses a thread: its error is raised, and nothing is left behind."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -79,7 +79,7 @@ def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Gated(multiprocessing.context.ForkContext):
-    """The second process that is made waits, half made, until it may go on."""
+    """The second process stays half constructed until `go_on` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Gated(multiprocessing.context.ForkContext):
 
 
 def test_a_fork_while_another_thread_starts_workers() -> None:
-    """The child lets go of what is ours, though one worker is half made; the start goes on as if nothing was."""
+    """The child releases our resources, though a worker is half constructed; the start in the parent continues."""
     context = Gated()
     before = sockets()
     found: list[bool] = []
@@ -107,7 +107,7 @@ def test_a_fork_while_another_thread_starts_workers() -> None:
 
     def child() -> None:
         assert not worker_process._processes
-        assert len(sockets() - before) <= 1  # the end that was on its way to the worker: nobody waits for its closing
+        assert len(sockets() - before) <= 1  # the worker's end, on its way to it: no process waits for its closing
 
     try:
         fork(child).wait()

@@ -1,4 +1,4 @@
-"""Rings and leases on real batches: hoarding, letting go in any order, growing, bounded, and never overwritten."""
+"""Rings and leases on real batches: keeping them, dropping them in any order, growing, bounded, never overwritten."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.running import BOTH, KINDS, collect, run_async, run_loader
 
 
 def growing(n: int) -> list[int]:
-    """Sizes with steps, ups and downs, and single giants."""
+    """Sizes that rise in steps and fall back, with a giant in the middle."""
     sizes = [1 << (4 + i % 18) for i in range(n)]
     sizes[n // 2] = 9 << 20
     return sizes
@@ -29,7 +29,7 @@ def growing(n: int) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_order", [True, False])
 def test_hoarding(kind: str, in_order: bool) -> None:
-    """`list(loader)` over hundreds of batches equals torch's: views, copies and one-off segments are all right."""
+    """`list(loader)` over 300 batches equals torch's: views, copies and one-off segments are all right."""
     dataset = Sized([100_000] * 300)
     batches = run_loader(kind, dataset, num_workers=2, batch_size=1, in_order=in_order).epochs[0]
     got = sorted(hashlib.sha1(batch.numpy()).hexdigest() for batch in batches)
@@ -40,7 +40,7 @@ def test_hoarding(kind: str, in_order: bool) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_batches_that_are_held_never_change(kind: str) -> None:
-    """A consumer that keeps some batches and drops others, in random order, finds each as it came."""
+    """A consumer that keeps some batches and drops others, in random order, finds each batch unchanged."""
     choose = random.Random(5)
     held: list[tuple[int, Any]] = []
 
@@ -90,7 +90,7 @@ def test_any_kind_of_view_holds_the_slot() -> None:
 
 
 def test_dropped_batches_are_not_copied() -> None:
-    """A consumer that drops each batch gets views all along, and the ring stays at its size."""
+    """A consumer that drops each batch gets views only, and no copy."""
     loader = DataLoader[Any](Sized([40_000] * 500), num_workers=2)
     for batch in loader:
         del batch
@@ -98,7 +98,7 @@ def test_dropped_batches_are_not_copied() -> None:
 
 
 def test_hoarding_is_copied_and_counted() -> None:
-    """A consumer that keeps all gets views as long as the ring can spare them, then copies, which are counted."""
+    """A consumer that keeps all batches gets views while the ring can spare slots, then copies, which are counted."""
     loader = DataLoader[Any](Sized([40_000] * 100), num_workers=2)
     kept = list(loader)
     copies = loader.stats()["data/ring_copies"]
@@ -109,14 +109,16 @@ def test_hoarding_is_copied_and_counted() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_growing_size(kind: str) -> None:
-    """Batches larger than the ring's slots come through segments of their own, and the ring grows after them."""
+    """Batches larger than the ring's slots, which travel in segments of their own until the ring has grown, equal
+    torch's.
+    """
     dataset = Sized(growing(60))
     assert_same(collect(kind, dataset, num_workers=2, batch_size=1), collect("torch", dataset, batch_size=1))
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_growing_batches_with_persistent_workers(kind: str) -> None:
-    """Grown rings serve the following epochs."""
+    """Batches are right in the following epochs, too, which use the grown rings."""
     dataset = Sized(growing(40))
     run = run_loader(kind, dataset, epochs=3, num_workers=2, batch_size=1, persistent_workers=True)
     expected = collect("torch", dataset, batch_size=1)
@@ -127,14 +129,14 @@ def test_growing_batches_with_persistent_workers(kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("ring_bytes", [1, 4096 * 20, 3 << 20])
 def test_ring_bytes_bounds_the_ring(kind: str, ring_bytes: int) -> None:
-    """With a bounded ring all batches come too, however much larger than a slot they are."""
+    """With a bounded ring all batches are delivered, however much larger than a slot they are."""
     dataset = Sized(growing(40))
     got = collect(kind, dataset, num_workers=1, batch_size=1, tuning=Tuning(ring_bytes=ring_bytes))
     assert_same(got, collect("torch", dataset, batch_size=1))
 
 
 def test_ring_bytes_is_kept() -> None:
-    """`explain()` tells the size of the rings: within the bound, although the batches are larger."""
+    """`explain()` reports the rings' sizes, which are within the bound."""
     bound = 1 << 20
     with DataLoader[Any](
         Sized([700_000] * 20), num_workers=2, tuning=Tuning(ring_bytes=bound), persistent_workers=True
@@ -148,13 +150,13 @@ def test_ring_bytes_is_kept() -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_empty_batches(kind: str) -> None:
-    """Batches without a byte use no slot and arrive."""
+    """Batches of no bytes are delivered."""
     got = collect(kind, Numbers(9, width=0), num_workers=2, batch_size=2)
     assert [batch.shape for batch in got] == [(2, 0)] * 4 + [(1, 0)]
 
 
 def test_memory_goes_with_the_last_view() -> None:
-    """While one batch lives its segment is mapped; when it dies nothing is (the leak check looks too)."""
+    """While a batch lives its segment is mapped; afterwards no segment is (the leak check looks too)."""
 
     def segments() -> int:
         return sum("memfd:asyncloader" in line for line in Path("/proc/self/maps").read_text().splitlines())

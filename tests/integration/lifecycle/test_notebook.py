@@ -1,4 +1,4 @@
-"""Cells of a notebook, run in a real kernel: what they define is at home in every kind of worker."""
+"""Cells of a notebook, run in a real kernel: their classes and functions work in every kind of worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.running import PATIENCE_S, environment
 
 pytest.importorskip("cloudpickle")
 
-# In a process of its own: the client leaves threads and sockets of zmq, which end with the process.
+# Runs in a process of its own: the client leaves threads and sockets of zmq, which end with the process.
 CLIENT = """
 import sys
 import nbformat
@@ -25,7 +25,7 @@ nbformat.write(notebook, sys.argv[1])
 
 
 def run_cells(folder: Path, *cells: str) -> list[Any]:
-    """Run the cells in one kernel; the outputs of each. A cell that raises fails the test, with its traceback."""
+    """Run the cells in one kernel; the outputs of each cell. A cell that raises fails the test, with its traceback."""
     pytest.importorskip("ipykernel")
     pytest.importorskip("nbclient")
     notebooks = pytest.importorskip("nbformat.v4")
@@ -33,7 +33,7 @@ def run_cells(folder: Path, *cells: str) -> list[Any]:
     file.write_text(notebooks.writes(notebooks.new_notebook(cells=[*map(notebooks.new_code_cell, cells)])))
     env = {
         **environment(),
-        "PYTHONWARNINGS": "default",  # the kernel's own code has some
+        "PYTHONWARNINGS": "default",  # the kernel's own code causes some
         **dict.fromkeys(["IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"], str(folder)),
     }
     command = [sys.executable, "-c", CLIENT, str(file)]
@@ -148,8 +148,8 @@ assert multiprocessing.active_children() == []
 @pytest.mark.network
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_what_cells_define_goes_to_workers_and_comes_back_as_itself(method: str, tmp_path: Path) -> None:
-    """Dataset, collate function, indices, batches and exceptions; a cell that is run again takes effect; an interrupt
-    ends the workers.
+    """Dataset, collate function, indices, batches and exceptions keep their classes; a cell that is run again takes
+    effect; an interrupt ends the workers.
     """
     cells = [DEFINITIONS, f"METHOD = {method!r}\n{CHECKS}", READ, READ_ASYNC, RAISE, REDEFINE, INTERRUPT, "make()"]
     outputs: list[Any] = run_cells(tmp_path, *cells)
@@ -197,8 +197,8 @@ with loader:
 
 @pytest.mark.thorough
 def test_each_class_is_sent_to_a_worker_once(tmp_path: Path) -> None:
-    """Also those that come with the first index, or lie in a shared list: what a worker counts in a class stays. Here
-    for a program read from standard input, whose `__file__` no child can import.
+    """A class is sent once, also if the first index brings it, or a shared list contains it: a count that a worker
+    keeps in a class stays. The program is read from standard input: no child can import its `__file__`.
     """
     command = [sys.executable, "-"]
     ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""`share` under real workers: one segment, whoever starts them and however; what is written stays private."""
+"""`share` under real workers: one segment, for every loader and start method; writes stay private."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks a
 
 
 def inode(shared: Any) -> int:
-    """Which segment it is in."""
+    """The inode of the segment that holds it."""
     segment = shared._shared[0] if hasattr(shared, "_shared") else shared._node.region.owner
     return os.fstat(segment._fd).st_ino
 
 
 def is_mapped(number: int) -> bool:
-    """Whether this process maps that segment; not known where there is no /proc."""
+    """Whether this process maps that segment; True where /proc does not exist."""
     maps = Path("/proc/self/maps")
     return not maps.exists() or bool(re.search(rf" {number} +/memfd:asyncloader", maps.read_text()))
 
 
 class Everything(Dataset[Any]):
-    """Reads every kind of shared structure; says whether it lies in the segments of the main process."""
+    """Reads every kind of shared structure; reports whether it lies in the segments of the main process."""
 
     def __init__(self) -> None:
         self.words = share(WORDS)
@@ -94,7 +94,9 @@ def epoch(loader: str, dataset: Dataset[Any], method: str, **options: Any) -> li
     ),
 )
 def test_workers_read_the_main_process_segments(loader: str, method: str) -> None:
-    """Under torch's loader and ours, forked or spawned: the contents are right, and the memory is the very same."""
+    """Under torch's loader and ours, forked or spawned: the contents are right, and the memory is that of the main
+    process.
+    """
     dataset = Everything()
     samples = epoch(loader, dataset, method)
     assert len({sample["pid"] for sample in samples} - {os.getpid()}) == 2
@@ -113,7 +115,7 @@ def test_workers_read_the_main_process_segments(loader: str, method: str) -> Non
 
 
 class Parts(Dataset[Any]):
-    """Samples that are parts of shared structures themselves."""
+    """Samples that are themselves parts of shared structures."""
 
     def __init__(self) -> None:
         self.data: Any = share({"words": WORDS[:2000], "x": torch.arange(6).view(2, 3), "t": torch.arange(3)})
@@ -128,7 +130,7 @@ class Parts(Dataset[Any]):
 @pytest.mark.parametrize("loader", ["torch", "sync"])
 @pytest.mark.parametrize("collate", ["default", "list"])
 def test_shared_parts_as_samples(loader: str, collate: str) -> None:
-    """A worker may return them: they are collated as sequences, or arrive by value as plain lists."""
+    """A worker may return such parts: they are collated as sequences, or arrive by value as plain lists."""
     options: dict[str, Any] = {"collate_fn": list} if collate == "list" else {"collate_fn": None}
     dataset = Parts()
     make: Any = torch.utils.data.DataLoader if loader == "torch" else DataLoader
@@ -156,7 +158,7 @@ class Rows(Dataset[Any]):
 
 @pytest.mark.parametrize("method", METHODS[:2])
 def test_rows_of_arrays_as_samples(method: str) -> None:
-    """Our workers collate read-only rows without a word (torch's function warns of them): batches are writable."""
+    """Our workers collate read-only rows without a warning (torch's function warns): batches are writable."""
     ((x, rows),) = DataLoader[Any](Rows(), batch_size=3, num_workers=1, multiprocessing_context=method)
     assert x.tolist() == [[0, 1], [2, 3], [4, 5]]
     assert rows["row"].tolist() == [[0, 1]] * 3
@@ -164,7 +166,7 @@ def test_rows_of_arrays_as_samples(method: str) -> None:
 
 
 def test_one_descriptor_for_all_parts() -> None:
-    """Whatever of one segment a dataset holds, one descriptor travels, and no bytes of it."""
+    """However many parts of one segment a dataset holds, one descriptor is sent, and none of the content."""
     shared: Any = share({"words": WORDS, "more": WORDS[:5000]})
     payload = Payload.dump(setup([shared, shared["words"], shared["more"][::2], shared["words"][5:]]))
     try:
@@ -178,7 +180,9 @@ def test_one_descriptor_for_all_parts() -> None:
 
 
 class Writes(Dataset[Any]):
-    """Each sample counts how often this worker wrote to the shared tensors, and tries to write to the arrays."""
+    """Each sample is the counts of this worker's writes to the shared tensors, and of writes that the arrays
+    refused.
+    """
 
     def __init__(self) -> None:
         self.inside: Any = share({"t": torch.zeros(10, dtype=torch.int64), "a": np.zeros(10)})
@@ -202,7 +206,7 @@ class Writes(Dataset[Any]):
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", quickly(METHODS, "fork", "forkserver"))
 def test_writing_is_private(method: str) -> None:
-    """A worker's writes to a tensor are seen by that worker alone; an array refuses."""
+    """A worker's writes to a tensor are seen by that worker alone; an array refuses writes."""
     dataset = Writes()
     samples = epoch("sync", dataset, method, batch_size=1)
     # Two workers of four samples each: had they written to the same memory, counts would go up to 8.
@@ -212,7 +216,7 @@ def test_writing_is_private(method: str) -> None:
 
 
 def private_growth(data: Any) -> int:
-    """Bytes of private memory that reading all items once makes in this process."""
+    """Bytes of private memory that reading all items adds to this process."""
     before = private_memory()
     for item in data:
         len(item)
@@ -227,7 +231,7 @@ def private_memory() -> int:
 
 
 def measure(connection: Any, data: Any, growth: Callable[[Any], int]) -> None:
-    growth(data[:10])  # the code's own pages first
+    growth(data[:10])  # loads the code's own pages
     connection.send(growth(data))
 
 
@@ -250,15 +254,15 @@ def test_forked_reader_does_not_grow() -> None:
     data = [f"{i:0200d}" for i in range(50_000)]
     assert growth_in_child(data) > 8_000_000
     shared = share(data)
-    assert shared == data  # a page that only one process has looked at counts as private to it
+    assert shared == data  # read all pages: a page that a single process has read counts as private to it
     assert growth_in_child(shared) < 1_000_000
 
 
-# ------------------------------------------------------------------------------------------------- other ways to go
+# ------------------------------------------------------------------------------------------------- passing it on
 
 
 def rank(connection: Any, dataset: Everything, method: str) -> None:
-    """A process of a launcher, whose loader starts workers in its turn."""
+    """A launcher's process, whose loader starts workers itself."""
     samples = epoch("torch", dataset, method, num_workers=1)
     connection.send([(sample["word"], sample["same segments"]) for sample in samples])
 
@@ -280,7 +284,7 @@ def test_passed_on_by_a_spawned_process(method: str) -> None:
 
 
 def test_through_a_pipe_by_value() -> None:
-    """To a process that runs already it goes by value, as the plain list."""
+    """A process that runs already receives it by value, as the plain list."""
     ours, theirs = multiprocessing.Pipe()
     ours.send(share(WORDS[:10]))
     found = theirs.recv()
@@ -292,14 +296,14 @@ def test_through_a_pipe_by_value() -> None:
 
 @pytest.mark.parametrize("method", METHODS[:2])
 def test_shared_list_is_a_dataset(method: str) -> None:
-    """It may be the dataset itself."""
+    """A shared list may itself be the dataset."""
     shared: Any = share(list(range(100)))
     loader = DataLoader[Any](shared, batch_size=10, num_workers=2, multiprocessing_context=method)
     assert [value for batch in loader for value in batch.tolist()] == list(range(100))
 
 
 def test_seeded_shuffle() -> None:
-    """In seeded mode the shuffled strings come the same from a shared list as from a plain one."""
+    """In seeded mode the shuffled strings of a shared list are those of a plain list."""
     runs: list[Any] = []
     for data in (share(WORDS[:1000]), WORDS[:1000]):
         dataset: Any = data

@@ -1,4 +1,4 @@
-"""Lives of the facade's iterators: break, close, `with`, persistent workers, and what torch promises of `_iterator`."""
+"""Lives of the facade's iterators: break, close, `with`, persistent workers, and torch's promises about `_iterator`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def our_threads() -> list[str]:
 @pytest.mark.thorough
 def test_break_frees_the_workers() -> None:
     """Leaving the loop with `break` ends the processes and the private loop's thread by themselves, while the loader
-    lives on. What comes next waits for that: the next iterator, before it forks, and `close()`.
+    lives on. The next iterator waits for that before it forks, and so does `close()`.
     """
     loader = DataLoader[Any](Pids(100), num_workers=2)
     deaths = Deaths([])
@@ -52,20 +52,20 @@ def test_break_frees_the_workers() -> None:
 
 
 def test_the_workers_of_a_dropped_iterator_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    """Although a busy loop thread sees that they have ended before it gets to end the epoch."""
+    """They are not, although a busy loop thread sees their exit before it can end the epoch."""
     loader = DataLoader[Any](Numbers(100), num_workers=2, seed=1)
     batches: Any = iter(loader)
     next(batches)
     busy = threading.Event()
     batches._bridge.call_soon(busy.wait)
-    del batches  # waits until the workers have ended
+    del batches  # waits until the workers have exited
     busy.set()
     loader.close()
     assert not [record for record in caplog.records if "is replaced" in record.message]
 
 
 def test_exception_in_the_body_frees_the_workers() -> None:
-    """So does an exception, once nobody looks at its traceback any more."""
+    """An exception in the loop's body ends the workers, too, once its traceback is deleted."""
     deaths = Deaths([])
     try:
         for batch in DataLoader[Any](Pids(100), num_workers=2):
@@ -79,7 +79,7 @@ def test_exception_in_the_body_frees_the_workers() -> None:
 
 
 def test_exhaustion_ends_the_workers_before_the_loop_does() -> None:
-    """When a `for` loop is over the processes are gone, although the iterator is still there."""
+    """When a `for` loop is over the processes have exited, although the iterator still exists."""
     batches = iter(DataLoader[Any](Numbers(5), num_workers=2))
     assert len(list(batches)) == 5
     assert not multiprocessing.active_children()
@@ -91,7 +91,7 @@ def test_exhaustion_ends_the_workers_before_the_loop_does() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_with_and_close(workers: int) -> None:
-    """`with` and `close()` return when the processes are gone; closing twice is fine; a closed loader says so."""
+    """`with` and `close()` return when the processes have exited; closing twice is allowed; a closed loader raises."""
     with DataLoader[Any](Pids(50), num_workers=workers, persistent_workers=bool(workers)) as loader:
         batches = iter(loader)
         deaths = Deaths([int(next(batches)[0])] if workers else [])
@@ -120,7 +120,7 @@ def test_close_ends_every_iterator() -> None:
 
 
 def test_several_iterators_at_a_time() -> None:
-    """Iterators of one loader run side by side; zip stops with the shortest and leaves nothing."""
+    """Iterators of one loader run side by side, in `zip` and nested, and leave no thread."""
     expected = collect("torch", Numbers(20), batch_size=3)
     loader = DataLoader[Any](Numbers(20), batch_size=3, num_workers=1)
     assert_same([list(pair) for pair in zip(loader, loader, loader, strict=True)], [[batch] * 3 for batch in expected])
@@ -131,7 +131,7 @@ def test_several_iterators_at_a_time() -> None:
 
 
 def test_persistent_workers_are_one_iterator() -> None:
-    """As in torch: `_iterator` is the one iterator, `iter()` resets and returns it, the processes stay."""
+    """`_iterator` is the only iterator, `iter()` resets and returns it, and the processes stay, as in torch."""
     for make in (torch.utils.data.DataLoader, DataLoader):
         loader = make(Pids(10), num_workers=2, persistent_workers=True)
         assert loader._iterator is None
@@ -151,14 +151,14 @@ def test_persistent_workers_are_one_iterator() -> None:
 
 
 def test_iterator_that_the_loop_collects() -> None:
-    """An iterator in a cycle may be collected in the loop's own thread. Batches that were ready are let go, too: no
-    descriptor of one in a segment of its own stays open.
+    """An iterator in a cycle may be collected in the loop's own thread. Batches that were ready are freed, too: no
+    descriptor of a batch in a segment of its own stays open.
     """
     before = set(Path("/proc/self/fd").iterdir())
     loader = DataLoader[Any](Pages(), num_workers=1, prefetch_factor=3)
     batches: Any = iter(loader)
     next(batches)
-    batches._queue.put(batches._queue.get())  # there is one that nobody takes
+    batches._queue.put(batches._queue.get())  # a batch is ready that is never taken
     (loop,) = (thread for thread in threading.enumerate() if thread.name == "asyncloader-loop")
     gc.disable()
     try:
@@ -177,7 +177,7 @@ def test_iterator_that_the_loop_collects() -> None:
 
 
 class Pages(Dataset[Any]):
-    """Each sample is larger than the one before, and than a slot."""
+    """Each sample is larger than the sample before, and than a slot."""
 
     def __len__(self) -> int:
         return 9
@@ -187,7 +187,7 @@ class Pages(Dataset[Any]):
 
 
 def test_without_persistent_workers_there_is_no_iterator() -> None:
-    """As in torch: `_iterator` stays None, each `iter()` is new."""
+    """`_iterator` stays None, and each `iter()` gives a new iterator, as in torch."""
     for workers in (0, 1):
         loader = DataLoader[Any](Numbers(3), num_workers=workers)
         one, two = iter(loader), iter(loader)
@@ -207,7 +207,7 @@ def test_abandoned_epochs_leave_no_stale_batch() -> None:
 
 
 def test_abandoned_stream_epochs() -> None:
-    """The same for an iterable dataset whose copies were left in the middle."""
+    """The epochs of an iterable dataset begin at the beginning, too, when they were left in the middle."""
     from tests.helpers.datasets import UnevenStream
 
     with DataLoader[Any](UnevenStream([9, 4]), num_workers=2, persistent_workers=True) as loader:
@@ -219,7 +219,7 @@ def test_abandoned_stream_epochs() -> None:
 
 
 def test_iterators_know_their_length() -> None:
-    """`len(iterator)` is that of the sampler, as in torch."""
+    """`len(iterator)` is the sampler's length, as in torch."""
     for workers in (0, 1):
         assert len(iter(DataLoader[Any](Numbers(10), batch_size=3, num_workers=workers))) == 4
 
@@ -239,7 +239,9 @@ def test_async_dataset_without_workers_leaves_no_thread() -> None:
 
 
 def test_batches_outlive_everything() -> None:
-    """Batches stay as they are when the iterator, the loader and the workers are gone and memory is used anew."""
+    """Batches keep their values after the end of the iterator, the loader and the workers, when memory is used
+    again.
+    """
     loader = DataLoader[Any](Numbers(60, 1000), num_workers=2, batch_size=3)
     kept = [batch for batch, _ in zip(loader, range(7), strict=False)]
     del loader

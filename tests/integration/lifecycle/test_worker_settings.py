@@ -1,4 +1,4 @@
-"""What a worker process is like: init function, seeds, threads, signals, names, environment."""
+"""The settings of a worker process: init function, seeds, threads, signals, names, environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.running import BOTH, assert_like_torch, collect, outcomes
 
 
 class Facts(Dataset[Any]):
-    """What the process that fetches looks like."""
+    """Settings of the process that fetches."""
 
     def __len__(self) -> int:
         return 4
@@ -56,7 +56,7 @@ def test_worker_is_set_up_as_torchs(kind: str, method: str) -> None:
 
 
 class Seeds(Dataset[Any]):
-    """The seeds that a worker began with, however many samples it has fetched."""
+    """The seeds that a worker began with; no sample draws."""
 
     def __len__(self) -> int:
         return 6
@@ -79,7 +79,7 @@ def test_worker_seeds_are_torchs(kind: str) -> None:
 
 
 class Log:
-    """An init function that leaves its mark on the dataset, after seeding and worker info, before any fetch."""
+    """An init function that marks the dataset, after seeding and worker info, before any fetch."""
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
@@ -100,7 +100,9 @@ class Marked(Dataset[Any]):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_worker_init_fn_comes_first(kind: str) -> None:
-    """It runs once in each worker, after seeding, and its changes to the worker's dataset are seen by every fetch."""
+    """`worker_init_fn` runs once per worker, after seeding; its changes to the worker's dataset are seen by every
+    fetch.
+    """
     run = assert_like_torch(
         kind,
         Marked(),
@@ -121,7 +123,9 @@ def fail_in_second(worker: int) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_error_of_worker_init_fn(kind: str) -> None:
-    """The error is raised instead of that worker's first batch, with torch's text; the other worker's batches come."""
+    """The error is raised instead of that worker's first batch, with torch's text; the other worker's batch is
+    delivered.
+    """
     options: dict[str, Any] = {"num_workers": 2, "worker_init_fn": fail_in_second, "batch_size": 2}
     expected = outcomes("torch", Numbers(4), **options)
     got = outcomes(kind, Numbers(4), **options)
@@ -135,7 +139,7 @@ def test_error_of_worker_init_fn(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_each_worker_is_a_process_of_its_own(kind: str) -> None:
-    """Batches come from as many child processes as there are workers; without workers from this one."""
+    """Batches are made in two child processes with two workers, and in this process without workers."""
     pids = {int(batch[0]) for batch in collect(kind, Pids(8), num_workers=2)}
     assert len(pids) == 2
     assert os.getpid() not in pids

@@ -1,6 +1,6 @@
-"""The signal handlers of the program stay the main process's; and workers that are left stop soon, by request.
+"""The program's signal handlers stay in the main process; workers that are left stop soon, when asked to.
 
-torch's workers do not run the program's SIGTERM handler either: they set one of their own, in C.
+torch's workers do not run the program's SIGTERM handler either: they set their own handler, in C.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ OURS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SI
 
 
 def caught() -> set[int]:
-    """The signals that the kernel has a handler of this process for."""
+    """The signals for which this process has a handler, according to the kernel."""
     mask = int(re.findall(r"^SigCgt:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)[0], 16)
     return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
 
 
 class Signals(Dataset[Any]):
-    """A sample tells how signals are handled in its process."""
+    """Each sample describes how signals are handled in its process."""
 
     def __len__(self) -> int:
         return 2
@@ -57,7 +57,7 @@ class Signals(Dataset[Any]):
 
 
 def sets_handlers(worker: int) -> None:
-    """Those of the worker's own."""
+    """Set the worker's own handlers."""
     del worker
     faulthandler.register(signal.SIGUSR2)
     signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -65,7 +65,7 @@ def sets_handlers(worker: int) -> None:
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """Handlers in Python, in C, and by `faulthandler`; returns those that were called."""
+    """Handlers in Python, in C, and by `faulthandler`; gives the signals whose handlers were called."""
     calls: list[int] = []
     before = {number: signal.getsignal(number) for number in OURS}
     libc = ctypes.CDLL(None)
@@ -76,7 +76,7 @@ def handled() -> Iterator[list[int]]:
     faulthandler.register(signal.SIGUSR2, chain=False)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGXCPU, signal.SIG_IGN)
-    libc.signal(ctypes.c_int(signal.SIGXCPU), in_c)  # as a library does, of which Python does not know
+    libc.signal(ctypes.c_int(signal.SIGXCPU), in_c)  # like a library, unknown to Python
     yield calls
     faulthandler.unregister(signal.SIGUSR2)
     for number, handler in before.items():
@@ -90,7 +90,7 @@ def one(batch: list[Any]) -> Any:
 @pytest.mark.spawns
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_begin_with_default_handlers(handled: list[int], method: str) -> None:
-    """Neither Python nor the kernel has a handler of the program's there, and no loop is woken; signals that the
+    """In a worker neither Python nor the kernel has a handler of the program, and no loop is woken; signals that the
     program ignores stay ignored.
     """
 
@@ -106,15 +106,15 @@ def test_workers_begin_with_default_handlers(handled: list[int], method: str) ->
         assert found["wakes"] == -1
         assert not found["blocked"]
         assert found["ignored"] >= {signal.SIGINT, signal.SIGPIPE}
-        if method != "forkserver":  # whose server another test may have begun
+        if method != "forkserver":  # another test may have started its server
             assert signal.SIGHUP in found["ignored"]
-        (stacks,) = found["kernel"] - {*CRASHES}  # our own: see `stacks.py`
+        (stacks,) = found["kernel"] - {*CRASHES}  # the loader's own: see `stacks.py`
         assert stacks > signal.SIGRTMIN
     assert not handled
 
 
 def test_ignored_signals_stay_ignored(handled: list[int]) -> None:
-    """Also where a library has set a handler since, which is not the worker's."""
+    """Also where a library has set a handler since, which the worker does not have."""
     loader = DataLoader[Any](Signals(), num_workers=1, collate_fn=one, multiprocessing_context="fork")
     for found in loader:
         assert signal.SIGXCPU in found["ignored"]
@@ -123,7 +123,7 @@ def test_ignored_signals_stay_ignored(handled: list[int]) -> None:
 
 
 def test_worker_init_fn_sets_handlers(handled: list[int]) -> None:
-    """Also one by `faulthandler`, which had one for the same signal before the fork."""
+    """Also a handler by `faulthandler`, which had a handler for the same signal before the fork."""
     loader = DataLoader[Any](
         Signals(), num_workers=1, collate_fn=one, multiprocessing_context="fork", worker_init_fn=sets_handlers
     )
@@ -134,7 +134,7 @@ def test_worker_init_fn_sets_handlers(handled: list[int]) -> None:
 
 
 def test_blocked_signals_stay_blocked(handled: list[int]) -> None:
-    """The mask of the thread that starts workers is theirs, as with any fork, and is the same afterwards."""
+    """Workers have the mask of the thread that starts them, as with any fork; the thread's mask does not change."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         loader = DataLoader[Any](Signals(), num_workers=1, collate_fn=one, multiprocessing_context="fork")
@@ -146,7 +146,7 @@ def test_blocked_signals_stay_blocked(handled: list[int]) -> None:
 
 
 class SignalsItself:
-    """Has every child of `multiprocessing` send itself a signal before its own code runs, while it is alive."""
+    """While it exists, every child of `multiprocessing` sends itself a signal before its own code runs."""
 
     def __init__(self, wrote: int) -> None:
         multiprocessing.util.register_after_fork(self, SignalsItself.act)
@@ -158,7 +158,7 @@ class SignalsItself:
 
 @pytest.mark.usefixtures("handled")
 def test_signal_to_a_process_that_is_not_a_worker_yet() -> None:
-    """The program's handler does not run in it: it ends of the signal."""
+    """The program's handler does not run in the child: the signal ends it."""
     read, wrote = os.pipe()
     try:
         itself = SignalsItself(wrote)
@@ -209,7 +209,9 @@ def test_leaving_early_runs_no_handler(kind: str, handled: list[int], monkeypatc
 
 
 def await_leaving(told: Told, text: str) -> None:
-    """In a worker: say this, and wait until the main process has closed its side of one of this process's sockets."""
+    """In a worker: send this text, and wait until the main process has closed its side of one of this process's
+    sockets.
+    """
     poll = select.poll()
     for fd in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
         with suppress(OSError):
@@ -222,7 +224,7 @@ def await_leaving(told: Told, text: str) -> None:
 
 
 class Left(Dataset[Any]):
-    """Each sample but the first tells its index, and then lasts until the worker is left."""
+    """Each sample but the first sends its index, and then lasts until the worker is left."""
 
     def __init__(self, told: Told) -> None:
         self.told = told
@@ -249,7 +251,7 @@ def drop(loader: DataLoader[Any], batches: list[Any]) -> None:
 @pytest.mark.parametrize("padding", [0, 5_000], ids=["short tasks", "tasks that fill the socket"])
 @pytest.mark.parametrize("end", [close, drop])
 def test_queued_tasks_are_not_begun(end: Callable[[Any, Any], None], padding: int) -> None:
-    """A worker that is left finishes the batch that it is at, and begins none of the tasks that wait for it."""
+    """A worker that is left finishes its current batch, and begins none of the tasks that wait for it."""
     sampler = [[number, *[0] * padding] for number in range(64)]
     with Told() as told:
         options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 32, "multiprocessing_context": "fork"}

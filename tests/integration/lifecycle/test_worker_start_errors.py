@@ -1,5 +1,5 @@
-"""An error in which a worker starts: `StatefulDataLoader` raises it from `iter()`, as torchdata; `DataLoader` from the
-first `next()`, as torch.
+"""An error while a worker starts: `StatefulDataLoader` raises it from `iter()`, like torchdata; `DataLoader` instead of
+that worker's first batch, like torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROWS: Any = list(range(6))
 
 
 class Refused(Exception):
-    """The worker's."""
+    """The error raised in the worker."""
 
 
 def refuse(worker: int) -> None:
@@ -42,7 +42,7 @@ class Once(IterableDataset[Any]):
 @pytest.mark.thorough
 @METHODS
 def test_a_stateful_loader_raises_it_from_iter(method: str) -> None:
-    """No batch comes before it, and a loader that is set right can be iterated."""
+    """No batch is delivered before the error, and a loader whose option is corrected can be iterated."""
     loader: Any = StatefulDataLoader(
         ROWS, 2, num_workers=2, worker_init_fn=refuse, multiprocessing_context=method, persistent_workers=True
     )
@@ -56,7 +56,7 @@ def test_a_stateful_loader_raises_it_from_iter(method: str) -> None:
 @pytest.mark.thorough
 @METHODS
 def test_a_plain_loader_raises_it_with_that_workers_first_batch(method: str) -> None:
-    """As torch does."""
+    """The other worker's batch is delivered before the error, as in torch."""
     loader: Any = DataLoader(ROWS, 2, num_workers=2, worker_init_fn=refuse, multiprocessing_context=method)
     batches = iter(loader)
     assert next(batches).tolist() == [0, 1]
@@ -66,7 +66,9 @@ def test_a_plain_loader_raises_it_with_that_workers_first_batch(method: str) -> 
 
 
 def test_persistent_workers_begin_each_epoch_so() -> None:
-    """A later epoch that cannot begin is no end: `iter()` raises, and the next one starts new workers."""
+    """A later epoch that cannot begin does not end the loader: `iter()` raises, the next `iter()` starts new
+    workers.
+    """
     loader: Any = StatefulDataLoader(Once(), 3, num_workers=1, multiprocessing_context="fork", persistent_workers=True)
     assert len(list(loader)) == 2
     with pytest.raises(Refused, match="the second epoch"):
@@ -76,7 +78,7 @@ def test_persistent_workers_begin_each_epoch_so() -> None:
 
 
 class Initialized(Dataset[Any]):
-    """A sample tells its worker's attempt at `worker_init_fn` that succeeded."""
+    """Each sample is the number of the attempt at `worker_init_fn` that succeeded in its worker."""
 
     attempts = 0
     attempt = 0
@@ -89,7 +91,7 @@ class Initialized(Dataset[Any]):
 
 
 class AwaitedInitialized(Initialized):
-    """The same, awaited."""
+    """The samples of `Initialized`, awaited."""
 
     async def __getitem__(self, index: int) -> int:  # type: ignore[override]
         return self.attempt
@@ -117,7 +119,7 @@ async def succeeds_at_third_later(worker: int) -> None:
 )
 @pytest.mark.parametrize("kind", BOTH)
 def test_persistent_workers_do_not_go_on_uninitialized(kind: str, dataset: Any, init: Any) -> None:
-    """The next epoch calls `worker_init_fn` again, until it returns; and then no more. (torch goes on without.)"""
+    """Each epoch calls `worker_init_fn` again until it has returned, and not afterwards. (torch continues without.)"""
     options: dict[str, Any] = {"num_workers": 1, "worker_init_fn": init, "persistent_workers": True}
 
     async def load() -> list[Any]:

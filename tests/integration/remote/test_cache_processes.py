@@ -21,12 +21,12 @@ from tests.helpers.cache_process import OBJECTS, content
 from tests.helpers.forking import fork
 from tests.helpers.running import PATIENCE_S, ROOT, environment, run_script
 
-LIMIT = 600_000  # about half of what the objects of `cache_process` take in all
+LIMIT = 600_000  # about half of the size of all objects of `cache_process`
 
 
 @contextmanager
 def started(role: str, folder: Path, *numbers: int) -> Generator[subprocess.Popen[str]]:
-    """Run a part of `cache_process`; it is killed at the end if it goes on."""
+    """Run a part of `cache_process`, which is killed at the end if it still runs."""
     process = subprocess.Popen(
         [sys.executable, "-m", cache_process.__name__, role, str(folder), *map(str, numbers)],
         stdin=subprocess.PIPE,
@@ -59,7 +59,7 @@ def go_on(process: subprocess.Popen[str]) -> None:
 
 
 def finish(process: subprocess.Popen[str]) -> list[str]:
-    """The words of its last line; fails with the process's own words if it failed."""
+    """The words of the process's last line; fails with its standard error if the process failed."""
     words, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     assert errors == ""
@@ -88,7 +88,7 @@ def account(folder: Path) -> int:
 
 
 async def read_all(folder: Path) -> CachedTransport:
-    """Read every object of `cache_process` through the cache, and compare."""
+    """Read every object of `cache_process` through the cache, and compare its bytes."""
     objects = {str(number): content(number, 0) for number in range(OBJECTS)}
     async with CachedTransport(MemoryTransport(objects), "memory://shared", folder, LIMIT) as transport:
         for path, data in objects.items():
@@ -99,7 +99,7 @@ async def read_all(folder: Path) -> CachedTransport:
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_processes_that_fill_and_evict_together(tmp_path: Path, seed: int) -> None:
-    """Processes that read, stream, change and leave objects at once get the right bytes; the limit holds."""
+    """Processes that read, stream, change and leave objects at the same time get the right bytes; the limit holds."""
     with started("work", tmp_path, LIMIT, seed, 240) as one, started("work", tmp_path, LIMIT, seed + 100, 240) as two:
         hits, misses, evictions = (
             sum(numbers) for numbers in zip(*(map(int, finish(each)) for each in [one, two]), strict=True)
@@ -113,7 +113,7 @@ def test_processes_that_fill_and_evict_together(tmp_path: Path, seed: int) -> No
 
 @pytest.mark.chaos
 def test_processes_that_are_killed(tmp_path: Path) -> None:
-    """Whatever killed processes leave, the others go on; what is left is cleaned, and no byte is wrong."""
+    """Whatever killed processes leave, the others continue; the remains are deleted, and no byte is wrong."""
     draw = random.Random(5)
     with started("work", tmp_path, LIMIT, 7, 2400) as steady:
         assert line(steady) == "turn"
@@ -121,7 +121,7 @@ def test_processes_that_are_killed(tmp_path: Path) -> None:
             with started("work", tmp_path, LIMIT, 1000 + seed, 100_000) as victim:
                 for _ in range(draw.randrange(1, 8)):
                     assert line(victim) == "turn"
-                kill(victim)  # while it does what follows
+                kill(victim)  # in the middle of its next turn
         assert len(finish(steady)) == 3
         assert disk_use(tmp_path) <= account(tmp_path)
     asyncio.run(read_all(tmp_path))
@@ -138,7 +138,7 @@ def test_a_process_killed_in_the_middle_of_a_fill(tmp_path: Path) -> None:
             go_on(process)
         assert line(process) == "chunk"
         (left,) = files(tmp_path, "fills")
-        # While its writer lives nobody else writes the object, or takes the file away; everybody can read it.
+        # While its writer lives no other process writes the object, or removes the file; every process can read the object.
         asyncio.run(stream_once(tmp_path, data, hits=0))
         assert files(tmp_path, "fills") == [left]
         assert files(tmp_path, "objects") == []
@@ -151,7 +151,7 @@ def test_a_process_killed_in_the_middle_of_a_fill(tmp_path: Path) -> None:
 
 
 def test_two_processes_that_stream_the_same_object(tmp_path: Path) -> None:
-    """Both get the whole object, and one of them writes one file."""
+    """Both processes get the whole object, and only one of them writes a file."""
     with started("fill", tmp_path) as one, started("fill", tmp_path) as two:
         words = {process: line(process) for process in [one, two]}
         while "chunk" in words.values():
@@ -167,12 +167,14 @@ def test_two_processes_that_stream_the_same_object(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["answered", "killed"])
 def test_processes_that_want_the_same_block(tmp_path: Path, end: str) -> None:
-    """One downloads it and the others wait; if that one is killed, one of those goes on, and nothing is left."""
+    """One process downloads it and the others wait; if the first is killed, one of the others downloads it, and nothing
+    is left behind.
+    """
     size, block = len(content(1, 0) * 20), 1 << 20
     with ExitStack() as stack:
         first = stack.enter_context(started("part", tmp_path, block + 5, 10))
         assert line(first) == f"range {block} {block}"
-        ranges = [(block + 100, 100), (2 * block - 1, 2)]  # of the other block of the second range nobody knows yet
+        ranges = [(block + 100, 100), (2 * block - 1, 2)]  # no process reads the second range's other block yet
         later = [stack.enter_context(started("part", tmp_path, *each)) for each in ranges]
         assert line(later[1]) == f"range {2 * block} {size - 2 * block}"
         go_on(later[1])
@@ -238,7 +240,7 @@ FULL_DISK = """
 
 @pytest.mark.thorough
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """Every byte is returned, cached objects stay, nothing incomplete is left, and each directory warns once."""
+    """Every byte is returned, cached objects stay, nothing incomplete is left, with one warning per directory."""
     ended = run_script(tmp_path, FULL_DISK)
     assert (ended.returncode, ended.stderr) == (0, "")
     first, second = ended.stdout.splitlines()
@@ -274,7 +276,7 @@ READ_ONLY = """
 
 @pytest.mark.thorough
 def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
-    """Reads go on, with one warning in the process, and the directory stays as it is."""
+    """Reads still work, with one warning in the process, and the directory does not change."""
     tmp_path.chmod(0o755)
     ended = run_script(tmp_path, READ_ONLY)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -285,7 +287,7 @@ def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 async def test_a_forked_child_uses_the_cache(tmp_path: Path) -> None:
-    """A transport in use works on in a forked child; a stream in progress stays the parent's, and is cached."""
+    """A transport in use works in a forked child; a stream in progress remains the parent's, and is cached."""
     data = content(2, 0) * 9
 
     async def use() -> None:

@@ -1,4 +1,6 @@
-"""Shards of every format with `cache_dir`, in every way of reading: the second epoch asks the store for no data."""
+"""Shards of every format with `cache_dir`, in every way of reading: the second epoch requests no data from the
+store.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.unit.formats.mds_writer import shard_entry, write_index, write_shard
 from tests.unit.remote.shards import jsonl, number_of, parquet, tar
 
 COUNT = 300
-"""Samples in a shard of about 3 MiB: some blocks, and more ranges than blocks."""
+"""Samples in a shard of about 3 MiB: several blocks, and more ranges than blocks."""
 
 FIELD = 10_000
 OPTIONS: dict[str, Any] = {"batch_size": 16, "seed": 3, "num_workers": 2}
@@ -36,7 +38,7 @@ def mds(numbers: Sequence[int]) -> bytes:
 
 
 def wide(numbers: Sequence[int]) -> bytes:
-    """A Parquet shard of several row groups, whose bytes cannot be compressed away."""
+    """A Parquet shard of several row groups, whose bytes cannot be compressed."""
     return parquet(numbers, group=64, size=FIELD // 2, compression="none", use_dictionary=False)
 
 
@@ -49,7 +51,7 @@ MAKERS: dict[str, Callable[[Sequence[int]], bytes]] = {
 
 
 def fill(store: HttpStore, name: str, first: int = 0) -> str:
-    """Put a shard of a format into the store, with an index if there is one; return what is opened."""
+    """Put a shard of a format into the store, with an index if the format has one; return the URL to open."""
     data = MAKERS[name](range(first, first + COUNT))
     store.put(name, data)
     if name != "s.mds":
@@ -59,7 +61,7 @@ def fill(store: HttpStore, name: str, first: int = 0) -> str:
 
 
 def downloaded(store: HttpStore) -> Counter[str]:
-    """The bytes of shards that were asked for, by path; and begin anew."""
+    """The bytes of shards requested since the last call, by path."""
     found: Counter[str] = Counter()
     for asked in store.asked:
         if asked.method == "GET" and asked.path.startswith("s."):
@@ -83,7 +85,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 @pytest.mark.parametrize("way", ["no workers", "fork", "spawn", "forkserver", "service"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_second_epoch_is_in_the_cache(name: str, way: str, tmp_path: Path, node: NodeProcess) -> None:
-    """The first one downloads each byte of a shard that is cut once, although workers ask at the same time."""
+    """The first epoch downloads each byte of a shard that is cut once, although workers request it at the same time."""
     options: dict[str, Any] = dict(OPTIONS)
     if way == "no workers":
         options["num_workers"] = 0
@@ -116,7 +118,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 @pytest.mark.parametrize("name", ["s.parquet", "s.jsonl"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_two_ranks(name: str, apart: bool, two: RankGroup, tmp_path: Path) -> None:
-    """On one host they share what they download. On two, each has its own ranges, with the blocks at their edges."""
+    """Ranks on one host share their downloads. On two hosts each rank downloads its own ranges, with the blocks at
+    their edges.
+    """
 
     async def run() -> None:
         async with serving_http() as store:
@@ -136,7 +140,7 @@ def test_two_ranks(name: str, apart: bool, two: RankGroup, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_run_that_is_resumed(name: str, tmp_path: Path) -> None:
-    """In the middle of a shard: it goes on from the cache, or reads the rest into it."""
+    """Resumed in the middle of a shard, a run continues from the cache, or reads the rest into it."""
 
     async def run() -> None:
         async with serving_http() as store:
@@ -160,7 +164,7 @@ def test_a_run_that_is_resumed(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["s.parquet", "s.jsonl"])
 def test_samples_and_reads_that_fail(name: str, tmp_path: Path) -> None:
-    """A sample that is skipped, and requests that are refused at first: everything is cached all the same."""
+    """A sample is skipped, and requests are refused at first: everything is cached nevertheless."""
 
     def unlucky(sample: Any) -> int:
         if number_of(sample) == 13:
@@ -184,7 +188,7 @@ def test_samples_and_reads_that_fail(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_shard_that_is_replaced_between_epochs(name: str, workers: int, tmp_path: Path) -> None:
-    """Its new version is read, and cached; nothing of the old one is returned."""
+    """The shard's new version is read, and cached; nothing of the old version is returned."""
 
     async def run() -> None:
         async with serving_http() as store:
@@ -203,7 +207,9 @@ def test_a_shard_that_is_replaced_between_epochs(name: str, workers: int, tmp_pa
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_files_of_the_cache_that_are_damaged(name: str, tmp_path: Path) -> None:
-    """Truncated, changed or deleted between two runs: they are read from the store again, and nothing else is."""
+    """Truncated or changed between two runs, a file is read from the store again, and nothing else is (but all of a
+    tar).
+    """
     draw = random.Random(7)
 
     async def run() -> None:
@@ -227,7 +233,7 @@ def test_files_of_the_cache_that_are_damaged(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("limit", ["100kB", "1.5MiB"])
 def test_a_bound_that_holds_no_shard(name: str, limit: str, tmp_path: Path) -> None:
-    """Everything is read, and the bound holds."""
+    """Everything is read, and the cache stays within the bound."""
 
     async def run() -> None:
         async with serving_http() as store:
@@ -242,7 +248,7 @@ def test_a_bound_that_holds_no_shard(name: str, limit: str, tmp_path: Path) -> N
 
 
 def test_the_index_is_asked_for_once(tmp_path: Path) -> None:
-    """By the process that plans: its shards' edges are read through the cache, too."""
+    """Planning reads the edges of MDS shards through the cache: a second plan downloads nothing."""
 
     async def run() -> None:
         async with serving_http() as store:

@@ -1,4 +1,4 @@
-"""RemoteIterableDataset in both loaders: every sample once, full batches, one order; lengths, refusals.
+"""RemoteIterableDataset in both loaders: every sample once, full batches, the same order; lengths, refusals.
 
 Workers are forked where shards are local files, which is fast; three tests have the other start methods.
 """
@@ -38,19 +38,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def whole(batches: list[list[int]], size: int, count: int = len(ALL)) -> None:
-    """Each sample came once, in full batches but for the last."""
+    """Check that each sample was delivered once, in full batches except the last."""
     assert sorted(flat(batches)) == list(range(count))
     assert [len(batch) for batch in batches[:-1]] == [size] * (len(batches) - 1)
 
 
-# ------------------------------------------------------------------------------------------- what comes
+# ------------------------------------------------------------------------------------------- samples and batches
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
 @pytest.mark.parametrize("kind", BOTH)
 def test_every_sample_comes_once_in_full_batches(kind: str, workers: int, tars: str) -> None:
-    """Also with more workers than shards, which cannot be cut; both loaders give the same, and a second run too."""
+    """Also with more workers than shards, which cannot be cut; both loaders, and a second run, give the same
+    batches.
+    """
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 1}
     (batches,) = epochs_of(kind, dataset_of(tars), **options)
     whole(batches, 4)
@@ -94,7 +96,7 @@ def test_out_of_order(kind: str, tars: str) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_loader_that_shuffles(kind: str, workers: int, seed: int | None, tars: str) -> None:
-    """As for map datasets: the same as a buffer of 1,000 samples, or of as many as the dataset says."""
+    """`shuffle=True` shuffles, as for map datasets: with a buffer of 1,000 samples, or of the dataset's own size."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": seed}
     for given, meant in ({}, 1000), ({"shuffle_buffer": 6}, 6), ({"shuffle_buffer": 6, "shuffle_shards": False}, 6):
         dataset = dataset_of(tars, **given)
@@ -103,13 +105,13 @@ def test_a_loader_that_shuffles(kind: str, workers: int, seed: int | None, tars:
         torch.manual_seed(5)
         assert epochs_of(kind, dataset, epochs=2, shuffle=True, **options) == expected
         assert expected[0] != expected[1]
-        assert dataset.shuffle_buffer == given.get("shuffle_buffer", 0)  # the user's is left alone
+        assert dataset.shuffle_buffer == given.get("shuffle_buffer", 0)  # the user's dataset does not change
 
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epochs_are_shuffled_anew(kind: str, workers: int, tars: str) -> None:
-    """Persistent workers' epochs differ, and each is what a fresh loader gives after `set_epoch`."""
+    """Persistent workers' epochs differ, and the third is that of a fresh loader after `set_epoch`."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 5}
     dataset = dataset_of(tars, shuffle_buffer=6)
     epochs = epochs_of(kind, dataset, 3, **options, persistent_workers=bool(workers))
@@ -123,7 +125,7 @@ def test_epochs_are_shuffled_anew(kind: str, workers: int, tars: str) -> None:
 
 @pytest.mark.thorough
 def test_torch_mode_draws_from_the_global_generator(tars: str) -> None:
-    """Without a seed the order is drawn as torch's base seed is: `torch.manual_seed` reproduces it."""
+    """Without a seed the order is drawn like torch's base seed: `torch.manual_seed` reproduces it."""
     persistent = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
 
     def once(seed: int) -> list[list[int]]:
@@ -147,7 +149,7 @@ def test_start_methods(method: str, tars: str) -> None:
 
 
 def test_workers_are_not_forked_by_themselves(tars: str) -> None:
-    """Where the user says nothing the start method is no fork: a store's client would not survive it."""
+    """Where the user chooses none, the start method is not fork: a store's client would not survive a fork."""
     with DataLoader[Any](dataset_of(tars), num_workers=1, batch_size=4, decode=number_of) as loader:
         batches: Any = iter(loader)
         next(batches)
@@ -155,7 +157,9 @@ def test_workers_are_not_forked_by_themselves(tars: str) -> None:
 
 
 def test_alone(tars: str) -> None:
-    """``async for`` over the data set itself gives raw samples in order; a plain ``for`` says what to do."""
+    """``async for`` over the dataset itself gives raw samples in order; a plain ``for`` raises and names ``async
+    for``.
+    """
 
     async def run() -> list[int]:
         async with dataset_of(tars) as dataset:
@@ -167,7 +171,7 @@ def test_alone(tars: str) -> None:
 
 
 def test_two_loaders_of_one_dataset(tars: str) -> None:
-    """They read at the same time, and each gets everything."""
+    """The loaders read at the same time, and each gets every sample."""
     dataset = dataset_of(tars, shuffle_buffer=6)
     options = with_method({"batch_size": 4, "num_workers": 2, "seed": 1, "decode": number_of})
     with DataLoader[Any](dataset, **options) as one, DataLoader[Any](dataset, **options) as other:
@@ -177,7 +181,7 @@ def test_two_loaders_of_one_dataset(tars: str) -> None:
 
 
 def test_decode_in_threads_and_inline(tars: str) -> None:
-    """In threads or not, the batches are the same."""
+    """In threads or not, the samples are the same, and without workers the batches, too."""
     expected = [[2 * n for n in batch] for batch in epochs_of("sync", dataset_of(tars), batch_size=4, seed=1)[0]]
     for threads in (0, 3):
         for workers in (0, 2):
@@ -197,7 +201,7 @@ def _doubled(sample: dict[str, Any]) -> int:
 
 
 class Tens:
-    """A reader of the user's own: every ten bytes are a sample. As `asyncloader.formats.base` asks."""
+    """A user's own reader, with the interface of `asyncloader.formats.base`: every ten bytes are a sample."""
 
     pending = False
     done = False
@@ -220,7 +224,9 @@ class Tens:
 
 
 def test_a_reader_of_the_user_s_own(tmp_path: Path) -> None:
-    """``format=`` may be a function that makes a reader; it resumes in the middle of a shard as the others do."""
+    """``format=`` may be a function that makes a reader; such a reader resumes in the middle of a shard like the
+    others.
+    """
     (tmp_path / "a.tens").write_bytes(b"".join(b"%010d" % n for n in range(20)))
     (tmp_path / "b.tens").write_bytes(b"".join(b"%010d" % n for n in range(20, 33)))
     dataset = dataset_of([tmp_path / "a.tens", tmp_path / "b.tens"], format=Tens)
@@ -246,7 +252,7 @@ def test_a_transport_of_the_user_s_own() -> None:
 
 
 def test_lengths(tmp_path: Path) -> None:
-    """`len` where indexes know it; else TypeError, and an estimate that is close."""
+    """`len` works where indexes have the length; elsewhere it raises TypeError, and an estimate is close."""
     for ending in ("mds", "parquet"):
         folder = tmp_path / ending
         folder.mkdir()
@@ -262,7 +268,7 @@ def test_lengths(tmp_path: Path) -> None:
 
 
 def test_length_under_a_running_loop(tmp_path: Path) -> None:
-    """It blocks, but works."""
+    """`len` blocks the loop, but works."""
 
     async def run() -> int:
         return len(dataset_of(make_shards(tmp_path, (5, 4), ending="mds")))
@@ -278,7 +284,9 @@ def test_length_under_a_running_loop(tmp_path: Path) -> None:
 def test_a_plan_depends_on_nothing_that_was_done_before(
     ending: str, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that has looked at a sample, or asked for a length, plans what the others do; many shards or few."""
+    """A rank that has read a sample, or asked for a length, has the plan of the other ranks; for many shards and
+    few.
+    """
     monkeypatch.setattr("asyncloader.remote.dataset.MAX_SIZE_REQUESTS", 20)
     url = make_shards(tmp_path, (600 // shards,) * shards, ending=ending)
 
@@ -311,7 +319,7 @@ def test_a_plan_depends_on_nothing_that_was_done_before(
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_leaving_early(kind: str, workers: int, tars: str) -> None:
-    """An iterator that is dropped, a loader that is closed in the middle: nothing is left, the next epoch is whole."""
+    """An iterator is dropped, or a loader closed in the middle: nothing is left, and the next epoch is complete."""
     options = with_method({"batch_size": 2, "num_workers": workers, "seed": 5})
     with Stepwise(kind, dataset_of(tars), **options, persistent_workers=bool(workers)) as run:
         run.begin()
@@ -324,7 +332,7 @@ def test_leaving_early(kind: str, workers: int, tars: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_cancelled_waits_lose_nothing(workers: int, tars: str) -> None:
-    """`__anext__` is cancelled again and again, from the first call on: every sample comes once."""
+    """`__anext__` is cancelled again and again, beginning with the first call: every sample is delivered once."""
 
     async def run() -> list[list[int]]:
         got: list[list[int]] = []
@@ -353,7 +361,7 @@ async def _next(batches: Any) -> list[int]:
     return found
 
 
-# ------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -367,7 +375,7 @@ async def _next(batches: Any) -> list[int]:
     ],
 )
 def test_arguments(arguments: dict[str, Any], words: str) -> None:
-    """What is out of range is refused by the constructor."""
+    """Values out of range are refused by the constructor."""
     with pytest.raises(ValueError, match=words):
         dataset_of("x.tar", **arguments)
 
@@ -384,7 +392,7 @@ def test_arguments(arguments: dict[str, Any], words: str) -> None:
     ],
 )
 def test_arguments_without_effect(urls: Any, arguments: dict[str, Any], words: str | None) -> None:
-    """One warning, at the line that makes the dataset."""
+    """Arguments without effect cause one warning, at the line that makes the dataset."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NoEffectWarning)
         RemoteIterableDataset(urls, **arguments)
@@ -395,7 +403,7 @@ def test_arguments_without_effect(urls: Any, arguments: dict[str, Any], words: s
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_shards(kind: str, workers: int, tmp_path: Path) -> None:
-    """A prefix without a shard, or an extension that nobody knows, is an error with its name; no worker is started."""
+    """A prefix without a shard, or an unknown extension, is an error that names it; no worker is left."""
     for url, words in ((f"{tmp_path}/", str(tmp_path)), (f"{tmp_path}/a.what", "a.what")):
         with (
             Stepwise(kind, dataset_of(url), **with_method({"num_workers": workers})) as run,
@@ -412,7 +420,7 @@ def environment_of(_: Any) -> dict[str, str]:
 
 
 def first_of(url: str, **options: Any) -> Any:
-    """What the first sample's worker has in its environment."""
+    """The environment of the first sample's worker."""
     dataset: Any = RemoteIterableDataset(url)
     options |= {"num_workers": 1, "batch_size": None, "decode": environment_of}
     with DataLoader[Any](dataset, **options) as loader:
@@ -421,8 +429,8 @@ def first_of(url: str, **options: Any) -> Any:
 
 @pytest.mark.spawns
 def test_workers_have_the_environment_of_their_start(tars: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials that were renewed reach the workers that start later: the user did not choose the fork server, which
-    keeps the environment of its own start.
+    """Renewed credentials reach the workers that start later, if the user did not choose the fork server, which keeps
+    the environment of its own start.
     """
     monkeypatch.setenv("ASYNCLOADER_TEST_OLD", "old")
     monkeypatch.setenv("ASYNCLOADER_TEST_KEY", "old")
@@ -435,7 +443,7 @@ def test_workers_have_the_environment_of_their_start(tars: str, monkeypatch: pyt
 
 
 def torch_first_of(decode: Any) -> Any:
-    """The same as torch's loader has it with a fork server."""
+    """The environment of the first sample's worker, with torch's loader and a fork server."""
     torch_loader = torch.utils.data.DataLoader(
         Made(decode), num_workers=1, batch_size=None, multiprocessing_context="forkserver"
     )

@@ -47,7 +47,7 @@ COUNT = sum(SIZES)
 @pytest.mark.parametrize("ending", ["tar", "jsonl"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_deaths_change_nothing(kind: str, ending: str, tmp_path: Path) -> None:
-    """Three workers are killed in an epoch; in seeded mode the batches are those of an undisturbed one."""
+    """Three workers are killed in an epoch; in seeded mode the batches are those of an undisturbed epoch."""
     url = make_shards(tmp_path, SIZES, ending=ending)
     (tmp_path / "struck").mkdir()
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 3, "seed": 5}
@@ -59,7 +59,7 @@ def test_deaths_change_nothing(kind: str, ending: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_deaths_in_torch_mode_and_out_of_order(tmp_path: Path) -> None:
-    """Every sample still comes once."""
+    """Every sample is still delivered once."""
     url = make_shards(tmp_path, SIZES)
     for number, options in enumerate(({"max_worker_restarts": 3}, {"in_order": False, "seed": 1})):
         struck = tmp_path / f"struck{number}"
@@ -71,7 +71,7 @@ def test_deaths_in_torch_mode_and_out_of_order(tmp_path: Path) -> None:
 
 
 def test_workers_that_grow_are_replaced(tmp_path: Path) -> None:
-    """`worker_memory_limit`: each leaves after a batch, and its successor reads on in the middle of a shard."""
+    """`worker_memory_limit`: a worker exits after a batch, and its successor continues in the middle of a shard."""
     url = make_shards(tmp_path, SIZES)
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 5}
     expected = epochs_of("sync", dataset_of(url, shuffle_buffer=6), **options)
@@ -84,7 +84,9 @@ def test_workers_that_grow_are_replaced(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_workers_that_hang_are_replaced(kind: str, tmp_path: Path) -> None:
-    """After `worker_timeout`: one alone, both at their first samples, and one that waits for no assignment any more."""
+    """After `worker_timeout`: one worker alone, both at their first samples, and a worker that needs no more
+    assignments.
+    """
     url = make_shards(tmp_path, SIZES)
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 5}
     expected = epochs_of(kind, dataset_of(url, shuffle_buffer=6), **options)
@@ -99,9 +101,9 @@ def test_workers_that_hang_are_replaced(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_consumer_that_takes_its_time_kills_nobody(tmp_path: Path) -> None:
-    """A worker that waits for an assignment, and so for another's batch and the consumer, does not time out."""
-    # Of four shards the first worker reads the short ones, and is then told that it is over when the other one has made
-    # its third batch: for that the other's first one has to be taken.
+    """A worker that waits for an assignment, and so for another worker's batch and the consumer, does not time out."""
+    # The first worker reads the short shards, and learns the end when the other worker has made its third batch: for that
+    # the other worker's first batch has to be taken.
     url = make_shards(tmp_path, (4, 40, 4))
     with Stepwise("sync", dataset_of(url), batch_size=4, num_workers=2, max_worker_restarts=1,
                   recovery=Recovery(worker_timeout=2.0),
@@ -129,7 +131,7 @@ class Hoard:
 
 
 def broken_shards(folder: Path) -> str:
-    """JSON lines with two bad ones, a tar that is cut off, and one that is whole; 28 samples can be read."""
+    """JSON lines with two bad lines, a tar that is cut off, and a whole tar."""
     lines = [b'{"n": %d}\n' % n for n in range(10)]
     lines[3], lines[7] = b"{nope\n", b"\xff\xfe\n"
     (folder / "a.jsonl").write_bytes(b"".join(lines))
@@ -148,7 +150,9 @@ def broken_shards(folder: Path) -> str:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_left_out(kind: str, workers: int, tmp_path: Path) -> None:
-    """``on_error="skip"``: full batches of the others; `loader.skipped_samples` names URL and offset of each."""
+    """``on_error="skip"``: full batches of the other samples; `loader.skipped_samples` names URL and offset of a bad
+    one.
+    """
     url = broken_shards(tmp_path)
     with Stepwise(kind, dataset_of(url), **with_method({"batch_size": 4, "num_workers": workers, "seed": 1,
                                                         "on_error": "skip"})) as run:  # fmt: skip
@@ -168,7 +172,7 @@ def test_bad_samples_are_left_out(kind: str, workers: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_replaced(workers: int, tmp_path: Path) -> None:
-    """A function as `on_error` gets a ShardError for each, and its result is in the batch."""
+    """A function as `on_error` gets a ShardError for each bad sample, and its result is in the batch."""
     (batches,) = epochs_of(
         "sync", dataset_of(broken_shards(tmp_path)), batch_size=4, num_workers=workers, seed=1, on_error=_instead
     )
@@ -184,7 +188,7 @@ def _instead(index: Any, error: Exception) -> int:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_raised(kind: str, workers: int, tmp_path: Path) -> None:
-    """``on_error="raise"``: an error with URL and offset instead of the batch; all other samples come after it."""
+    """``on_error="raise"``: an error with URL and offset is raised instead of the batch; other samples follow."""
     got: list[int] = []
     errors: list[ShardError] = []
     options = with_method({"batch_size": 4, "num_workers": workers, "seed": 1})
@@ -219,7 +223,7 @@ def test_missing_shards(workers: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "mds"])
 def test_shards_whose_sizes_are_unknown(ending: str, workers: int, tmp_path: Path) -> None:
-    """If shards are to be cut, a missing or damaged one does not fail the plan, but its reader."""
+    """Where shards are to be cut, a missing or damaged shard does not fail the plan, but its reader."""
     url = make_shards(tmp_path, (5, 5, 5), ending=ending)
     second = sorted(path for path in tmp_path.iterdir() if path.suffix != ".json")[1]
     urls = url if ending == "mds" else sorted(tmp_path.iterdir())
@@ -234,7 +238,7 @@ def test_shards_whose_sizes_are_unknown(ending: str, workers: int, tmp_path: Pat
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_decode_errors(workers: int, tmp_path: Path) -> None:
-    """What `decode` raises is the sample's error: skipped, batches are full; raised, it says which sample it was."""
+    """An error of `decode` is its sample's: skipped, it leaves the batches full; raised, it reaches the user."""
     url = make_shards(tmp_path, (9, 8))
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 1, "tuning": Tuning(decode_threads=2)}
     (batches,) = epochs_of("sync", dataset_of(url, decode=_no_five), **options, on_error="skip")
@@ -250,7 +254,9 @@ def test_decode_errors(workers: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("on_error", ["skip", "function"])
 @pytest.mark.parametrize("bad", ["line", "decode"])
 def test_bad_samples_at_the_end_of_an_epoch(bad: str, on_error: str, tmp_path: Path) -> None:
-    """Bad samples of a batch that a worker cannot fill go to another worker with the rest, and are reported once."""
+    """Bad samples of a batch that a worker cannot fill are passed to another worker with the rest, and reported
+    once.
+    """
     count = 4 * 13
     wrong = set(range(3, count, 7))
     for shard in range(4):
@@ -283,7 +289,7 @@ def _no_threes_of_seven(sample: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("steps", [2, 8, 22])
 def test_bad_rows_of_parquet_are_reported_with_their_offset(steps: int, tmp_path: Path) -> None:
-    """Before the rows after them; a resumed run reports the same ones, each once."""
+    """Bad rows are reported before the rows after them; a resumed run reports the same rows, each once."""
     values = [b"%d" % n for n in range(60)]
     values[10] = values[40] = b"\xff"
     table = pa.table({"n": list(range(60)), "text": pa.array(values, pa.binary()).view(pa.string())})
@@ -337,7 +343,7 @@ ASKS: dict[str, tuple[int, int, Any]] = {
 
 
 class Asking:
-    """`number_of`; the worker that decodes number 9 sends an invalid request, and nothing more."""
+    """`number_of`; the worker that decodes number 9 sends an invalid request, and nothing afterwards."""
 
     def __init__(self, how: str) -> None:
         self.how = how

@@ -1,4 +1,4 @@
-"""A store that has never answered: little time for all that is tried, one line in the log, and an error that helps."""
+"""A store that has never answered: little time for all attempts, one line in the log, and an error that helps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
 
 @contextmanager
 def silent() -> Generator[tuple[socket.socket, int]]:
-    """A socket that does not listen, and its port, which nobody else can have meanwhile."""
+    """A socket that does not listen, and its port, which no other process can take as long as the socket is open."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         yield sock, int(sock.getsockname()[1])
@@ -39,7 +39,7 @@ PATIENT = RetryPolicy(first_delay_s=0.01, cap_s=0.02)
 
 
 class Told(logging.Handler):
-    """The log's lines, and what `look` returns with each; `event` is set with each."""
+    """Keeps the log's lines, and the result of `look` at each line; `event` is set with each line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,9 @@ class Told(logging.Handler):
 
 
 async def test_a_wrong_address_is_told_soon() -> None:
-    """The error has host, cause, tries and option; a second read adds one attempt to the first one's, and no time."""
+    """The error has host, cause, attempts and option; a second read adds one attempt to those of the first, and no
+    time.
+    """
     retry = RetryPolicy(first_contact_s=0.3, first_delay_s=0.01, cap_s=0.02)
     with silent() as (_, port):
         url = f"http://127.0.0.1:{port}"
@@ -79,7 +81,7 @@ async def test_a_wrong_address_is_told_soon() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_tells_it_too(workers: int) -> None:
-    """Looking for sizes and reading share the time."""
+    """Requests for sizes and reads share the time."""
     retry = RetryPolicy(first_contact_s=0.3, first_delay_s=0.01, cap_s=0.02)
     with silent() as (_, port):
         dataset = RemoteIterableDataset(f"http://127.0.0.1:{port}/x.tar", storage_options={"retry": retry})
@@ -96,7 +98,7 @@ def told() -> Iterator[Told]:
 
 
 async def test_a_store_that_comes_back_is_told(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line when it has not answered for some seconds, one when it does, and none in a healthy run."""
+    """A line when the store has not answered for some seconds, a line when it answers, and none in a healthy run."""
     monkeypatch.setattr(retrying_client, "_SILENT_S", -1.0)
     with silent() as (sock, port):
         root = f"http://127.0.0.1:{port}"
@@ -134,13 +136,13 @@ class Objects(Dataset[Any]):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 async def test_what_three_workers_see_is_told_once(told: Told, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the log of the main process, wherever the workers were started."""
+    """The log is the main process's, however the workers were started."""
     monkeypatch.setattr(retrying_client, "_SILENT_S", -1.0)
     asked: Counter[bytes] = Counter()
 
     async def down_at_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked[(await reader.readuntil(b"\r\n\r\n")).split()[1]] += 1
-        up = len(asked) == 3 and min(asked.values()) > 1  # by then each worker has told that it is down
+        up = len(asked) == 3 and min(asked.values()) > 1  # by then each worker has reported the silence
         writer.write(ANSWER if up else b"HTTP/1.1 503 Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         await writer.drain()
         writer.close()
@@ -152,7 +154,7 @@ async def test_what_three_workers_see_is_told_once(told: Told, method: str, monk
             told.look = loader.explain
             assert [batch.tolist() async for batch in loader] == [[2]] * 3
             assert "waiting: " not in loader.explain()
-    # On a busy machine the log also says what the time to the first batch went to.
+    # On a busy machine the log also reports how the time to the first batch was spent.
     lines = {line: seen for line, seen in zip(told.lines, told.seen, strict=True) if root in line}
     down, up = lines
     assert down.startswith(f"WARNING {root} has not answered for ")
@@ -162,5 +164,5 @@ async def test_what_three_workers_see_is_told_once(told: Told, method: str, monk
 
 
 def impatient(worker: int) -> None:
-    """A worker that is not forked has not the test's changes."""
+    """Apply the test's change: a worker that is not forked does not have it."""
     retrying_client._SILENT_S = -1.0

@@ -1,8 +1,9 @@
 """Every format in every way in which shards can be read: the same samples, and the same batches where order is fixed.
 
-A row is a format, a column a way. The samples are those that were written; batches of two workers are the same however
-these are started, at a service too, and behind a resume. A format is parsed in one place, whatever the way: each test
-has each format once and each way at least once, and every pair of them with `--combinations`.
+A row is a format, a column a way of reading. The samples read are those written; the batches of two workers are equal
+however the workers are started, also at a service, and after a resume. A format is parsed in one place, whatever the
+way of reading: each test has each format once and each way at least once, and every pair of them with
+`--combinations`.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def write(folder: Path, format: str) -> None:
 
 @pytest.fixture(scope="module", params=FORMATS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shards of a row."""
+    """The shards of a format."""
     made = tmp_path_factory.mktemp("shards")
     write(made, request.param)
     return made
@@ -142,7 +143,7 @@ def numbers_of(batches: Sequence[Any]) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
 def test_without_workers(folder: Path, kind: str, expected: list[Any]) -> None:
-    """Each sample once, with the fields that workers find."""
+    """Each sample is read once, with the fields that workers read."""
     (batches,) = read(kind, OPTIONS | {"num_workers": 0}, definitions.files(str(folder)))
     assert sorted(numbers_of(batches)) == sorted(numbers_of(expected)) == [*range(sum(SIZES))]
     assert sorted(field for _, fields in batches for field in fields) == sorted(
@@ -152,7 +153,7 @@ def test_without_workers(folder: Path, kind: str, expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("way", ["fork", "spawn", "asyncio"])
 def test_by_workers(folder: Path, way: str, expected: list[Any]) -> None:
-    """However they are started, and whichever loader asks."""
+    """However the workers are started, and with either loader, the batches are equal."""
     kind, method = ("asyncio", "forkserver") if way == "asyncio" else ("sync", way)
     options: dict[str, Any] = OPTIONS | {"multiprocessing_context": method}
     assert_same(read(kind, options, definitions.files(str(folder)))[0], expected)
@@ -160,13 +161,13 @@ def test_by_workers(folder: Path, way: str, expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
 def test_at_a_service(folder: Path, kind: str, node: NodeProcess, expected: list[Any]) -> None:
-    """Whose node finds the same shards."""
+    """A service's node finds the same shards, and gives the same batches."""
     assert_same(read(kind, OPTIONS | {"workers": node.tcp}, definitions.files(str(folder)))[0], expected)
 
 
 @pytest.mark.parametrize("places", ["local", "to a service", "from a service"])
 def test_resumed(folder: Path, places: str, node: NodeProcess, expected: list[Any]) -> None:
-    """By another loader, also at another place."""
+    """Another loader resumes the run, also at another place."""
     here, there = node.unix if places == "from a service" else None, node.unix if places == "to a service" else None
     served = definitions.files(str(folder))
     with DataLoader[Any](served, **OPTIONS, workers=here) as loader:
@@ -180,7 +181,7 @@ def test_resumed(folder: Path, places: str, node: NodeProcess, expected: list[An
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_by_two_ranks(folder: Path, workers: int, two: RankGroup) -> None:
-    """As many batches on each, no sample twice."""
+    """The ranks end together, with at most one sample's difference, and no sample twice."""
     ranks = two("shards", f"{folder}/", num_workers=workers)
     assert [end for ((_, end),) in ranks] == ["end", "end"]
     first, second = ([int(n) for batch in batches for n in batch] for ((batches, _),) in ranks)
@@ -192,7 +193,7 @@ def test_by_two_ranks(folder: Path, workers: int, two: RankGroup) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_from_a_cache(folder: Path, workers: int, tmp_path: Path, expected: list[Any]) -> None:
-    """The second epoch has what the first one had, in its own order, and asks the store for no data."""
+    """The second epoch has the samples of the first, in its own order, and requests no data from the store."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     options: dict[str, Any] = OPTIONS | {"num_workers": workers}
 
@@ -215,7 +216,7 @@ def test_from_a_cache(folder: Path, workers: int, tmp_path: Path, expected: list
 
 @pytest.mark.parametrize("place", ["no workers", "local", "service"])
 def test_one_sample_that_raises(folder: Path, place: str, node: NodeProcess, expected: list[Any]) -> None:
-    """Is left out, and told."""
+    """The sample is left out, and recorded."""
     options: dict[str, Any] = OPTIONS | {"on_error": "skip", "num_workers": 0 if place == "no workers" else 2}
     served = definitions.unlucky_files(str(folder))
     with DataLoader[Any](served, **options, workers=node.tcp if place == "service" else None) as loader:
@@ -229,7 +230,9 @@ def test_one_sample_that_raises(folder: Path, place: str, node: NodeProcess, exp
 def test_a_shard_that_is_cut_off(
     place: str, node: NodeProcess, tmp_path: Path, folder: Path, expected: list[Any]
 ) -> None:
-    """It raises; where bad samples are skipped, all other shards are read, and a record says that something is lost."""
+    """A truncated shard raises; where bad samples are skipped, all other shards are read, and a record reports the
+    loss.
+    """
     for path in folder.iterdir():
         data = path.read_bytes()
         damaged = path.name.startswith(("s1.", "shard.00001"))
@@ -251,7 +254,7 @@ def test_a_shard_that_is_cut_off(
 
 @pytest.mark.parametrize("place", ["no workers", "local", "service"])
 def test_a_sample_that_raises_is_named(folder: Path, place: str, node: NodeProcess) -> None:
-    """By its key and its shard: those of a record are those of the note on the error that is raised otherwise."""
+    """Key and shard name the sample, in a record and in the note on the error that is raised otherwise."""
     served = definitions.unlucky_files(str(folder))
     options: dict[str, Any] = OPTIONS | {
         "num_workers": 0 if place == "no workers" else 2,

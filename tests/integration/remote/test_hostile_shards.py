@@ -36,7 +36,7 @@ Serve: TypeAlias = Callable[[str, bytes], tuple[Stores, Shard]]
 
 @pytest_asyncio.fixture(params=["memory", "http"])
 async def serve(request: pytest.FixtureRequest) -> AsyncIterator[Serve]:
-    """Puts a shard into a store, and gives what reads it."""
+    """A function that puts a shard into a store, and returns the arguments to read it."""
     if request.param == "memory":
         async with MemoryTransport() as transport:
 
@@ -107,7 +107,7 @@ def bomb(ending: str) -> bytes:
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 async def test_a_bomb_in_one_line(serve: Serve, ending: str) -> None:
-    """A few KB that hold a line of 64 MB: refused at the limit, without the memory for it."""
+    """A few KB that hold a line of 64 MB are refused at the limit, without the memory for the line."""
     data = bomb(ending)
     stores, shard = serve(f"a.jsonl.{ending}", data)
     tracemalloc.start()
@@ -124,7 +124,7 @@ async def test_a_bomb_in_one_line(serve: Serve, ending: str) -> None:
 
 @pytest.mark.thorough
 async def test_a_bomb_of_many_small_samples(serve: Serve) -> None:
-    """Each one is allowed, so all are given, some at a time: memory does not grow with what is inside."""
+    """Each sample is allowed, so all are delivered, some at a time: memory does not grow with the content."""
     inside = tar(range(2000), size=20_000)
     stores, shard = serve("a.tar.gz", gzip.compress(inside, 9))
     count = 0
@@ -140,7 +140,7 @@ async def test_a_bomb_of_many_small_samples(serve: Serve) -> None:
 
 
 def lying_tar(size: bytes) -> bytes:
-    """The second sample's first header claims `size`."""
+    """A tar in which the second sample's first header claims `size`."""
     data = bytearray(tar(range(3)))
     at = 4 * 512
     data[at + 124 : at + 136] = size
@@ -171,7 +171,7 @@ async def test_a_tar_with_a_lying_size(serve: Serve, size: bytes, match: str) ->
 
 
 async def test_a_tfrecord_with_a_lying_length(serve: Serve) -> None:
-    """Also with a valid checksum of the wrong length."""
+    """The length is refused, also with a valid checksum of the wrong length."""
     head = struct.pack("<Q", 1 << 50)
     stores, shard = serve("a.tfrecord", head + struct.pack("<I", mask_crc(crc32c(head))) + b"x" * 100)
     _, error = await fails(stores, shard)
@@ -191,12 +191,12 @@ async def test_a_truncated_shard(serve: Serve, path: str, make: Callable[[range]
     assert error.offset is not None
     read = [number_of(sample) for sample, _ in got]
     assert read == list(range(len(read)))
-    assert read or path == "a.parquet"  # which is read from its end
+    assert read or path == "a.parquet"  # a Parquet file is read from its end
 
 
 @pytest.mark.parametrize("claim", [b"\xff\xff\xff\x7f", b"\x00\x00\x00\x00", b"\x10\x00\x00\x00"])
 async def test_a_parquet_file_with_a_lying_footer(serve: Serve, claim: bytes) -> None:
-    """A size that it cannot have, or one that leads into other bytes."""
+    """The footer claims a size that it cannot have, or a size that leads into other bytes."""
     data = parquet(range(100))
     stores, shard = serve("a.parquet", data[:-8] + claim + b"PAR1")
     got, error = await fails(stores, shard)
@@ -205,7 +205,7 @@ async def test_a_parquet_file_with_a_lying_footer(serve: Serve, claim: bytes) ->
 
 
 async def test_bad_samples_are_skipped_and_told_of(serve: Serve) -> None:
-    """Where their end is known; the others are read as if nothing had been."""
+    """Bad samples are skipped where their end is known; the others are read as if no bad sample existed."""
     lines = jsonl(range(10)).splitlines(keepends=True)
     lines[3], lines[7] = b"{nonsense\n", b'"no object"\n'
     stores, shard = serve("a.jsonl", b"".join(lines))
@@ -217,7 +217,7 @@ async def test_bad_samples_are_skipped_and_told_of(serve: Serve) -> None:
 
 
 async def test_deep_json_is_an_error_not_a_crash(serve: Serve) -> None:
-    """Nested deeper than the parser goes."""
+    """JSON that is nested deeper than the parser goes."""
     stores, shard = serve("a.jsonl", json.dumps({"n": 0}).encode() + b"\n" + b"[" * 200_000 + b"\n")
     got, error = await fails(stores, shard)
     assert len(got) == 1

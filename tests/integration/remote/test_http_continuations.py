@@ -1,4 +1,4 @@
-"""A read that broke goes on with bytes of the same version, or is an error, whatever a server answers."""
+"""A broken read continues with bytes of the same version, or is an error, whatever a server answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHANGED = {
     "shorter": CONTENT[: SIZE - 5],
 }
 OLD, DATE = "Tue, 03 Nov 2026 08:00:00 GMT", "Sat, 21 Nov 2026 18:00:00 GMT"
-VALIDATORS: dict[str, list[dict[str, str]]] = {  # of the first version, and of the next one
+VALIDATORS: dict[str, list[dict[str, str]]] = {  # of the first and the next version
     "strong": [{"ETag": '"1"'}, {"ETag": '"2"'}],
     "weak": [{"ETag": 'W/"1"'}, {"ETag": 'W/"2"'}],
     "weak and old": [{"ETag": 'W/"1"', "Last-Modified": OLD}, {"ETag": 'W/"2"', "Last-Modified": DATE}],
@@ -38,7 +38,7 @@ VALIDATORS: dict[str, list[dict[str, str]]] = {  # of the first version, and of 
 
 
 def answering(data: bytes, validators: dict[str, str], how: str) -> Fault:
-    """Serve the object as a server of this kind does."""
+    """Serve the object like a server of this kind."""
 
     async def fault(store: HttpStore, request: web.Request) -> web.StreamResponse:
         headers = {"Date": DATE, **validators}
@@ -67,7 +67,7 @@ SERVERS = ["honours", "ignores", "silent", "mute", "no ranges", "other bytes"]
 
 @pytest.mark.parametrize("known", VALIDATORS)
 async def test_bytes_are_of_one_version(store: HttpStore, known: str) -> None:
-    """A stream that breaks after half of the object, by the server's kind and by what the object is then."""
+    """A stream breaks after half of the object, for each kind of server and each later content of the object."""
     first, second = VALIDATORS[known]
 
     async def streamed(path: str, how: str, becomes: str, start: int) -> None:
@@ -94,7 +94,7 @@ async def test_bytes_are_of_one_version(store: HttpStore, known: str) -> None:
 
 
 async def test_a_range_that_goes_on_without_its_version_is_read_again(store: HttpStore) -> None:
-    """The case of which a mixture was made: a part of the next version, without a word about which it is."""
+    """A part of the next version without a validator: this case once gave a mixture of two versions."""
     store.put("a", CONTENT)
     silent = answering(b"x" * SIZE, {}, "silent")
     store.faults["a"] += [broken(SIZE // 2), silent, silent]
@@ -103,7 +103,7 @@ async def test_a_range_that_goes_on_without_its_version_is_read_again(store: Htt
 
 
 async def test_parts_of_an_object_that_nothing_identifies(store: HttpStore) -> None:
-    """Several requests for parts of it are refused; weak validators that are equal will do, one request as well."""
+    """Several requests for its parts are refused; equal weak validators suffice, and so does a single request."""
     data = bytes(4 << 20)
     ranges = [(0, 10), (3 << 20, 10)]
     store.put("a", data, etag="")
@@ -116,7 +116,7 @@ async def test_parts_of_an_object_that_nothing_identifies(store: HttpStore) -> N
 
 
 async def test_a_digest_of_a_stream_cannot_be_repaired(store: HttpStore) -> None:
-    """Its bytes were given when the digest turned out to be wrong: an error, and no second try."""
+    """The stream's bytes were given when the digest proved wrong: an error, and no second attempt."""
     store.put("a", CONTENT, Content_MD5="AAAAAAAAAAAAAAAAAAAAAA==")
     async with (
         HttpTransport(store.url, retry=SOON) as transport,
@@ -129,7 +129,7 @@ async def test_a_digest_of_a_stream_cannot_be_repaired(store: HttpStore) -> None
 
 
 async def test_a_server_that_sends_a_byte_now_and_then(store: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is asked again within the budget, and then the error says how slow it was; a slow consumer is no slow server."""
+    """It is asked again within the budget, then the error states how slow it was; a slow consumer is no slow server."""
     monkeypatch.setattr("asyncloader.transports.download.SLOW_S", 0.2)
 
     async def trickle(store: HttpStore, request: web.Request) -> web.StreamResponse:
@@ -158,7 +158,7 @@ async def test_a_server_that_sends_a_byte_now_and_then(store: HttpStore, monkeyp
 
 
 async def test_the_object_changes_back_and_forth(store: HttpStore) -> None:
-    """Each break finds another version of equal length under one weak ETag: an error or one of them."""
+    """Each break finds another version of equal length under one weak ETag: an error, or the bytes of one version."""
     store.put("a", CONTENT, etag='W/"1"')
     other = CHANGED["after the break"]
     store.faults["a"] += [

@@ -96,7 +96,7 @@ async def test_a_cancelled_read_gives_its_slot_back(store: HttpStore) -> None:
 
 
 async def test_a_stream_that_is_left_gives_its_slot_back(store: HttpStore) -> None:
-    """Its connection is closed, because the rest of the object is still in it."""
+    """The stream's connection is closed, because the rest of the object is still in it."""
     store.put("big", CONTENT)
     async with opened(store, requests=1) as transport:
         async with aclosing(transport.stream("big", chunk_size=10)) as chunks:
@@ -115,7 +115,7 @@ async def test_closing_ends_what_waits(store: HttpStore) -> None:
     store.put("c", b"1")
     store.faults["c"].append(broken(-1, stall=True))
     reads += [asyncio.create_task(transport.read("c")) for _ in range(2)]
-    await store.seen(3)  # in the slot that "b" left when it met its answer
+    await store.seen(3)  # in the slot that "b" left after its answer
     assert transport.retries.total == 1
     await transport.aclose()
     for outcome in await asyncio.gather(*reads, return_exceptions=True):
@@ -123,7 +123,7 @@ async def test_closing_ends_what_waits(store: HttpStore) -> None:
 
 
 async def test_another_loop_is_told_so(store: HttpStore) -> None:
-    """In a second loop reading and closing raise; the first loop continues."""
+    """Reading and closing in a second loop raise; the first loop continues."""
     async with opened(store) as transport:
         assert await transport.read("a") == b"data"
         for call in (transport.read, lambda _: transport.aclose()):
@@ -134,9 +134,9 @@ async def test_another_loop_is_told_so(store: HttpStore) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:Unclosed:ResourceWarning")  # raised in a finalizer, it would keep what it is about
+@pytest.mark.filterwarnings("ignore:Unclosed:ResourceWarning")  # raised in a finalizer, it would keep its subject alive
 async def test_a_forked_child_makes_its_own_connections(store: HttpStore) -> None:
-    """A transport in use works in a forked child, which leaves the parent's connection as it is."""
+    """A transport in use works in a forked child, which does not touch the parent's connection."""
 
     async def read() -> None:
         async with transport:
@@ -157,7 +157,7 @@ async def test_a_forked_child_makes_its_own_connections(store: HttpStore) -> Non
 
 
 def test_without_aiohttp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the extra to install; making the transport needs nothing."""
+    """The error names the extra to install; constructing the transport needs no aiohttp."""
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(TransportError, match=r"pip install 'asyncloader\[http\]'"):
         asyncio.run(HttpTransport("http://127.0.0.1:9").read("a"))
@@ -170,7 +170,7 @@ def test_without_aiohttp(monkeypatch: pytest.MonkeyPatch) -> None:
     "url", ["ftp://host/", "http://", "https:///path", "host/path", "http://host:99999/", "http://h/#x"]
 )
 def test_malformed_urls(url: str) -> None:
-    """What is no http or https URL is refused when the transport is made."""
+    """A URL that is not http or https is refused when the transport is constructed."""
     with pytest.raises(ValueError, match=r"malformed|not an http|fragment"):
         HttpTransport.from_url(url)
 
@@ -185,7 +185,7 @@ def test_options_out_of_bounds(options: dict[str, Any]) -> None:
 
 
 async def test_secrets_reach_the_server_and_no_text(store: HttpStore) -> None:
-    """A password and a query in the URL are sent with each request, and stand in no repr, error or traceback."""
+    """A password and a query in the URL are sent with each request, and appear in no repr, error or traceback."""
     url = store.url.replace("http://", "http://zaphod:tri%40llian@") + "/dir/?sig=gold%2Fheart"
     store.put("dir/a", b"data")
     store.faults["dir/bad"].append(status(403))
@@ -205,7 +205,7 @@ async def test_secrets_reach_the_server_and_no_text(store: HttpStore) -> None:
 
 
 async def test_headers_are_asked_for_before_every_attempt(store: HttpStore) -> None:
-    """A token that is renewed between two attempts is used by the second, from plain and async functions."""
+    """A token renewed between two attempts is used by the second attempt, from plain and async functions."""
     store.faults["a"] += [status(503), status(503)]
     tokens = iter(["one", "two", "three", "four"])
 
@@ -224,7 +224,7 @@ async def test_headers_are_asked_for_before_every_attempt(store: HttpStore) -> N
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 async def test_redirects_are_followed(store: HttpStore, code: int) -> None:
-    """A relative or absolute target is asked with the same range; an answer there counts as the object's."""
+    """A relative or absolute target is requested with the same range; an answer there counts as the object's."""
     store.put("b", b"12345")
     store.faults["a"] += [redirect("/b", code), redirect(f"{store.url}/b?x=%2F", code)]
     async with opened(store) as transport:
@@ -236,7 +236,7 @@ async def test_redirects_are_followed(store: HttpStore, code: int) -> None:
 
 @pytest.mark.parametrize("root", ["my data/é", "my%20data/%C3%A9"])
 async def test_urls_need_not_be_escaped(store: HttpStore, root: str) -> None:
-    """Spaces and letters beyond ASCII reach the server escaped, of a root, its query, and a redirect; once."""
+    """Spaces and letters beyond ASCII reach the server escaped once, in a root, its query, and a redirect."""
     store.put("my data/é/a", b"here")
     store.put("ü b", b"there")
     store.faults["my data/é/a"] += [redirect("/ü b?c=d e"), redirect("/%C3%BC%20b?c=d%20e")]
@@ -247,7 +247,7 @@ async def test_urls_need_not_be_escaped(store: HttpStore, root: str) -> None:
 
 
 async def test_a_redirect_takes_no_authority_elsewhere(store: HttpStore) -> None:
-    """Headers go along within the origin, and not to another one."""
+    """Headers are sent along within the origin, and not to another origin."""
     async with serving() as other:
         other.put("b", b"there")
         store.faults["a"] += [redirect("/a"), redirect(f"{other.url}/b")]
@@ -294,7 +294,7 @@ async def test_a_certificate_that_nobody_signed(tmp_path: Path) -> None:
 
 
 async def test_an_endless_redirect(store: HttpStore) -> None:
-    """The eleventh is an error."""
+    """The eleventh redirect is an error."""
     store.faults["a"].extend([redirect("/a")] * 50)
     async with opened(store) as transport:
         with pytest.raises(ReadFailed, match="redirect number 11"):
@@ -303,7 +303,7 @@ async def test_an_endless_redirect(store: HttpStore) -> None:
 
 
 async def test_a_proxy_of_the_environment(store: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`http_proxy` is asked for hosts that `no_proxy` does not name."""
+    """`http_proxy` is used for hosts that `no_proxy` does not name."""
     monkeypatch.setenv("http_proxy", store.url)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     async with opened(store) as direct, HttpTransport("http://nowhere.invalid/", retry=SOON) as proxied:
@@ -313,7 +313,7 @@ async def test_a_proxy_of_the_environment(store: HttpStore, monkeypatch: pytest.
 
 
 async def test_a_failing_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its response to CONNECT is retryable or not, like a response of the server itself."""
+    """A proxy's response to CONNECT is retryable or not, like a response of the server itself."""
     answers = [b"503 Service Unavailable\r\nRetry-After: 0", b"407 Proxy Authentication Required"]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -332,7 +332,9 @@ async def test_a_failing_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_system_looks_names_up(store: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if another resolver is installed, whose errors do not show which failures are retryable."""
+    """The system's resolver is used although another is installed, whose errors do not show which failures are
+    retryable.
+    """
     monkeypatch.setattr("aiohttp.connector.DefaultResolver", None)
     async with HttpTransport(store.url.replace("127.0.0.1", "localhost"), retry=SOON) as transport:
         assert await transport.read("a") == b"data"
@@ -343,14 +345,14 @@ async def test_the_system_looks_names_up(store: HttpStore, monkeypatch: pytest.M
 
 
 async def test_no_listing(store: HttpStore) -> None:
-    """Without a listing object the error says how to name one."""
+    """Without a listing object the error names the option."""
     async with opened(store) as transport:
         with pytest.raises(TransportError, match=r"cannot be listed.*pass listing="):
             await drain(transport.list())
 
 
 async def test_a_listing_is_an_object(store: HttpStore) -> None:
-    """Lines end by LF or CRLF; empty ones and repeats are passed over; a last line needs no end."""
+    """Lines end by LF or CRLF; empty lines and repeats are skipped; the last line needs no end."""
     store.put("index", b"b/2\r\n\nb/1\na\nb/1\n" + "é".encode())
     async with opened(store, listing="index") as transport:
         assert await drain(transport.list()) == ["a", "b/1", "b/2", "é"]

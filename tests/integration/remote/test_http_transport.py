@@ -52,12 +52,12 @@ def raw(answer: bytes) -> Fault:
     return fault
 
 
-# ------------------------------------------------------------------------------------------------ what is retried
+# ------------------------------------------------------------------------------------------------ retries
 
 
 @pytest.mark.parametrize("code", [408, 429, 500, 502, 503, 504])
 async def test_a_retryable_status_is_retried(store: HttpStore, code: int) -> None:
-    """Requests to failing servers are retried until they succeed, and the counts say what happened."""
+    """Requests to failing servers are retried until they succeed, and each retry is counted."""
     store.put("a", b"data")
     store.faults["a"] += [status(code), status(code, Retry_After="0"), status(code, Retry_After="soon")]
     async with opened(store) as transport:
@@ -82,7 +82,7 @@ async def test_a_status_that_is_not_retryable_fails_at_once(store: HttpStore, co
 
 
 async def test_a_server_that_asks_for_too_much_time(store: HttpStore) -> None:
-    """A Retry-After past the budget ends the read at once, and the error says so."""
+    """A Retry-After past the budget ends the read at once, and the error names it."""
     store.put("a", b"data")
     store.faults["a"].append(status(503, Retry_After="3600"))
     async with opened(store) as transport:
@@ -94,7 +94,7 @@ async def test_a_server_that_asks_for_too_much_time(store: HttpStore) -> None:
 
 
 async def test_the_budget_ends_a_read_without_progress(store: HttpStore) -> None:
-    """A server that never recovers is given up after the budget; the error says how often it was asked."""
+    """A server that never recovers is given up after the budget; the error has the number of attempts."""
     store.put("a", b"data")
     store.faults["a"].extend([status(503)] * 1000)
     async with opened(store, retry=RetryPolicy(budget_s=0.3, first_delay_s=0.01, cap_s=0.1)) as transport:
@@ -134,10 +134,10 @@ async def test_nobody_listens() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", [broken(1 << 20), broken(1 << 20, stall=True), broken(-1), broken(-1, stall=True)])
 async def test_a_broken_read_gives_the_object(store: HttpStore, fault: Fault) -> None:
-    """Resets and stalls, before the answer and in its middle: the bytes are right in the end."""
+    """Resets and stalls, before the answer and in its middle: in the end the bytes are right."""
     store.put("a", CONTENT)
     store.faults["a"] += [fault, fault]
-    # A reset at once may be met by aiohttp's own second try on a connection that it had kept.
+    # A reset at once may be hidden by aiohttp's own second attempt on a connection that it had kept.
     async with opened(store, first_byte_s=1.0, stalled_s=1.0) as transport:
         assert await transport.read("a") == CONTENT
         assert transport.retries.total >= 1
@@ -146,7 +146,7 @@ async def test_a_broken_read_gives_the_object(store: HttpStore, fault: Fault) ->
 @pytest.mark.thorough
 @pytest.mark.parametrize("stall", [False, True])
 async def test_a_broken_stream_goes_on_where_it_broke(store: HttpStore, stall: bool) -> None:
-    """The rest is asked for by Range and If-Range from the first byte on that was not given; none comes twice."""
+    """The rest is requested by Range and If-Range from the first byte that was not given; no byte is given twice."""
     store.put("a", CONTENT)
     seen = asyncio.Event()
     store.faults["a"].append(broken(1 << 20, when=seen, stall=stall))
@@ -214,7 +214,7 @@ async def test_ranges_of_one_call_are_of_one_version(store: HttpStore) -> None:
 
 
 async def test_without_a_validator_a_read_begins_again(store: HttpStore) -> None:
-    """Without an ETag the whole object is fetched again: here another one, and never a mixture."""
+    """Without an ETag the whole object is fetched again: here its new version, and never a mixture."""
     store.put("a", CONTENT, etag="")
     store.faults["a"] += [broken(1 << 20, stall=True), change(OTHER)]
     async with opened(store, stalled_s=0.5) as transport:
@@ -225,7 +225,7 @@ async def test_without_a_validator_a_read_begins_again(store: HttpStore) -> None
 
 @pytest.mark.parametrize("etag", ["", 'W/"weak"'])
 async def test_without_a_strong_validator_a_stream_begins_again(store: HttpStore, etag: str) -> None:
-    """Bytes that were given cannot be taken back, so they are read again and compared."""
+    """Bytes that were given cannot be taken back, so the object is read again and compared with them."""
     store.put("a", CONTENT, etag=etag)
     store.faults["a"].append(broken(1 << 20, stall=True))
     async with opened(store, stalled_s=0.5) as transport:
@@ -236,7 +236,7 @@ async def test_without_a_strong_validator_a_stream_begins_again(store: HttpStore
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_a_server_without_ranges_is_resumed_by_skipping(store: HttpStore, known: bool) -> None:
-    """The same ETag on the whole object proves it too; a changed one is noticed as well."""
+    """The same ETag on the whole object proves its version, too, and a changed ETag is noticed."""
     store.ranges = False
     store.put("a", CONTENT)
     store.faults["a"] += [broken(1 << 20, stall=True), *([] if known else [change(OTHER)])]
@@ -245,14 +245,14 @@ async def test_a_server_without_ranges_is_resumed_by_skipping(store: HttpStore, 
             assert await transport.read("a") == CONTENT
             assert transport.retries.resumed == 1
         else:
-            assert await transport.read("a") == OTHER  # nothing of the other one was returned
+            assert await transport.read("a") == OTHER  # no byte of the old version was returned
 
 
 # ------------------------------------------------------------------------------------------------- lying servers
 
 
 async def test_a_body_shorter_than_stated(store: HttpStore) -> None:
-    """An answer that ends before its stated length is broken, however often it comes."""
+    """An answer that ends before its stated length is broken, however often it is sent."""
     store.put("a", b"12345")
     store.faults["a"].extend([broken(5, stated=5)] * 1000)
     async with opened(store, retry=RetryPolicy(budget_s=0.2, first_delay_s=0.01)) as transport:
@@ -271,7 +271,7 @@ async def test_a_body_without_an_end(store: HttpStore) -> None:
 
 
 async def test_an_object_without_a_length(store: HttpStore) -> None:
-    """A chunked answer is read to its end, and counted against `max_bytes` as it comes."""
+    """A chunked answer is read to its end, and counted against `max_bytes` as it arrives."""
     store.put("a", CONTENT)
     store.faults["a"] += [chunked(), chunked()]
     async with opened(store) as transport:
@@ -293,7 +293,7 @@ async def test_another_range_than_asked(store: HttpStore, head: str) -> None:
 
 
 async def test_a_server_that_hangs_up_in_the_handshake() -> None:
-    """It is retried, and the error says what happened although the system has no text for it."""
+    """The connection is retried, and the error names the cause although the system has no text for it."""
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -310,7 +310,7 @@ async def test_a_server_that_hangs_up_in_the_handshake() -> None:
 
 
 async def test_what_is_not_http(store: HttpStore) -> None:
-    """An answer that is no HTTP fails at once."""
+    """An answer that is not HTTP fails at once."""
     store.faults["a"].append(raw(b"220 smtp.example.org ready\r\n\r\n"))
     async with opened(store) as transport:
         with pytest.raises(ReadFailed, match="not legal HTTP"):
@@ -319,7 +319,7 @@ async def test_what_is_not_http(store: HttpStore) -> None:
 
 @pytest.mark.parametrize("start", [1 << 20, (1 << 20) + 1])
 async def test_a_server_that_ignores_range(store: HttpStore, start: int) -> None:
-    """Up to `range_gap` bytes before the range are read over; more is an error."""
+    """Up to `range_gap` bytes before the range are read and dropped; more are an error."""
     store.ranges = False
     store.put("a", CONTENT)
     async with opened(store) as transport:
@@ -333,7 +333,7 @@ async def test_a_server_that_ignores_range(store: HttpStore, start: int) -> None
 
 
 async def test_an_encoded_body(store: HttpStore) -> None:
-    """Compressed bytes are not taken for the object's, unless asked for; nothing is ever decompressed here."""
+    """Compressed bytes are not taken for the object's, unless requested; nothing is ever decompressed here."""
     store.put("a", b"\x1f\x8b not really", Content_Encoding="gzip")
     async with opened(store) as transport:
         for call in (transport.read("a"), transport.read_range("a", 0, 3), transport.size("a")):
@@ -371,7 +371,7 @@ async def test_a_declared_digest_is_checked(store: HttpStore, header: str) -> No
 
 
 async def test_size_without_head(store: HttpStore) -> None:
-    """A server that refuses HEAD is asked for one byte; an empty object has none to give."""
+    """A server that refuses HEAD is asked for one byte; an empty object has no byte to give."""
     store.heads = False
     store.put("a", CONTENT)
     store.put("empty", b"")

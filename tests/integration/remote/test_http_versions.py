@@ -61,7 +61,7 @@ def answer(code: int, body: bytes = b"", **headers: str) -> Fault:
 
 
 async def test_only_what_is_wanted_is_asked_for(store: HttpStore) -> None:
-    """The bytes before the start do not travel; from byte 0 on the object is asked for as a whole."""
+    """The bytes before the start are not sent; from byte 0 on the whole object is requested."""
     async with opened(store) as transport:
         for start in [0, 1, len(CONTENT) - 1]:
             assert await streamed(transport, start) == CONTENT[start:]
@@ -69,7 +69,7 @@ async def test_only_what_is_wanted_is_asked_for(store: HttpStore) -> None:
 
 
 async def test_a_server_without_ranges(store: HttpStore) -> None:
-    """It sends the whole object, and the bytes before the start are dropped; also if it does not state its size."""
+    """It sends the whole object, and the bytes before the start are dropped; also if it does not state the size."""
     store.ranges = False
     async with opened(store) as transport:
         for start in [1, 1_500_000, len(CONTENT)]:
@@ -79,7 +79,7 @@ async def test_a_server_without_ranges(store: HttpStore) -> None:
 
 
 async def test_a_start_past_the_end_of_an_object_without_ranges(store: HttpStore) -> None:
-    """It is an error also where only the end of the bytes shows how long the object is."""
+    """Such a start is an error, also where only the end of the bytes shows the object's length."""
     store.ranges = False
     async with opened(store) as transport:
         for fault in [None, chunked()]:
@@ -91,7 +91,7 @@ async def test_a_start_past_the_end_of_an_object_without_ranges(store: HttpStore
 
 
 async def test_a_broken_stream_from_the_middle(store: HttpStore) -> None:
-    """It goes on from the byte where it broke, by Range and If-Range, as one from the beginning does."""
+    """The stream continues at the byte where it broke, by Range and If-Range, like a stream from the beginning."""
     seen = asyncio.Event()
     store.faults["a"].append(broken(500_000, when=seen))
     async with opened(store) as transport:
@@ -109,7 +109,7 @@ async def test_a_broken_stream_from_the_middle(store: HttpStore) -> None:
 
 
 async def test_a_broken_stream_from_the_middle_of_what_changed(store: HttpStore) -> None:
-    """The object is another one when it is asked for the rest: an error, never a mixture."""
+    """The object has been replaced when the rest is requested: an error, never a mixture."""
     seen = asyncio.Event()
     store.faults["a"] += [broken(500_000, when=seen), change(OTHER)]
     async with opened(store) as transport, aclosing(transport.stream("a", start=5, chunk_size=1000)) as chunks:
@@ -164,7 +164,7 @@ async def test_answers_that_are_not_used(store: HttpStore, fault: Fault, text: s
 
 
 async def test_a_server_that_gives_less_than_asked_for(store: HttpStore) -> None:
-    """A part that ends before the object does is followed by the next one."""
+    """A part that ends before the object does is followed by a request for the next part."""
     etag = store.objects["a"].etag or ""
     store.faults["a"].append(answer(206, CONTENT[5:9], Content_Range=f"bytes 5-8/{len(CONTENT)}", ETag=etag))
     async with opened(store) as transport:
@@ -173,7 +173,7 @@ async def test_a_server_that_gives_less_than_asked_for(store: HttpStore) -> None
 
 
 async def test_a_part_of_what_has_no_length(store: HttpStore) -> None:
-    """An object that came in chunks and broke is not over where a part of it is that states no size either."""
+    """An object that was sent in chunks and broke does not end with a part of it that states no size either."""
     etag = store.objects["a"].etag or ""
 
     async def break_off(store: HttpStore, request: web.Request) -> web.StreamResponse:
@@ -209,7 +209,7 @@ async def test_a_part_of_what_has_no_length(store: HttpStore) -> None:
     ids=["strong", "weak", "old", "new", "weak and old", "nothing"],
 )
 async def test_what_proves_a_version(store: HttpStore, etag: str, headers: dict[str, str], known: str | None) -> None:
-    """A strong ETag does, or a date long past; anything else might stand for other bytes as well."""
+    """A strong ETag does, or a date long past; any other validator might stand for other bytes as well."""
     store.put("a", b"data", etag=etag, **headers)
     async with opened(store) as transport:
         assert await transport.info("a") == (4, known)
@@ -218,7 +218,9 @@ async def test_what_proves_a_version(store: HttpStore, etag: str, headers: dict[
 
 
 async def test_the_version_without_head(store: HttpStore) -> None:
-    """A server that serves no HEAD is asked for one byte, and its answer tells as much; so for no bytes at all."""
+    """A server that serves no HEAD is asked for one byte, and its answer has size and version; also for an empty
+    object.
+    """
     store.heads = False
     store.put("empty", b"")
     async with opened(store) as transport:
@@ -228,7 +230,7 @@ async def test_the_version_without_head(store: HttpStore) -> None:
 
 
 async def test_the_version_of_an_error_page(store: HttpStore) -> None:
-    """An ETag on an answer that refuses a range describes that answer, and is not taken for the object's."""
+    """An ETag on an answer that refuses a range belongs to that answer, and is not taken for the object's."""
     store.put("empty", b"")
     store.faults["empty"] += [status(405), answer(416, b"page", Content_Range="bytes */0", ETag='"page"')]
     async with opened(store) as transport:
@@ -236,7 +238,7 @@ async def test_the_version_of_an_error_page(store: HttpStore) -> None:
 
 
 async def test_a_read_that_is_resumed_knows_its_version(store: HttpStore) -> None:
-    """The version is that of all bytes, over as many requests as they took."""
+    """The version is that of all bytes, over any number of requests."""
     store.faults["a"].append(broken(1_000_000))
     async with opened(store) as transport:
         data, info = await transport.read_with_info("a")
