@@ -20,7 +20,7 @@ def put(store: CacheStore, url: str, etag: str = "1", data: bytes = DATA) -> Non
 
 
 def held(store: CacheStore, url: str, etag: str = "1") -> bytes | None:
-    """The cached bytes of an object, None if it is not cached."""
+    """The cached bytes of an object, or None if it is not cached."""
     return content(store.open(hash_key(url), etag))
 
 
@@ -39,7 +39,7 @@ def file_of(folder: Path, url: str, etag: str = "1") -> Path:
 
 
 def everything(folder: Path) -> set[Path]:
-    """All objects' files, and all that are being written."""
+    """The files of all objects, and of all objects that are being written."""
     root = folder / ROOT_NAME
     return {file for part in ["objects", "fills"] for file in (root / part).rglob("*") if file.is_file()}
 

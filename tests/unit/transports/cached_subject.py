@@ -60,10 +60,10 @@ def around(inner: Transport, folder: Path, cache_bytes: int | None = None, **opt
 
 
 def copied(store: MemoryTransport) -> MemoryTransport:
-    """A store of the same objects, as the first closes with its transport."""
+    """A store with the same objects, for a second transport: closing a transport closes its store."""
     return MemoryTransport(store._objects)
 
 
 def files(folder: Path) -> list[Path]:
-    """All objects in the cache, and all that are being written."""
+    """The files of all cached objects, and of all objects that are being written."""
     return [file for part in ["objects", "fills"] for file in (folder / ROOT_NAME / part).rglob("*") if file.is_file()]

@@ -16,4 +16,4 @@ def forked(body):
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 """
-"""Defines ``forked(body)``: calls it in a child, and waits for its end; it must not raise."""
+"""Defines ``forked(body)``: calls `body` in a child and waits for the child's exit; `body` must not raise."""

@@ -11,7 +11,7 @@ CONTENT = bytes(range(250))
 
 
 class Gated(MemoryTransport):
-    """Holds each request at a gate, and keeps count. `full` is set when `held` requests are at the gate."""
+    """Holds each request at a gate, and counts requests. `full` is set when `held` requests wait there."""
 
     range_gap: ClassVar[int] = 4
     range_size: ClassVar[int] = 20
@@ -64,7 +64,7 @@ async def test_requests_overlap_up_to_the_bound() -> None:
 
 
 async def test_failed_request_cancels_the_others_and_is_raised_as_it_is() -> None:
-    """The caller gets the error itself, not a group, and no request is left behind."""
+    """The caller gets the error itself, not a group, and no request is left running."""
 
     class LastFails(Gated):
         range_requests: ClassVar[int] = 4
@@ -93,7 +93,7 @@ async def test_cancelled_read_ranges_cancels_its_requests() -> None:
 
 
 async def test_leaving_the_block_closes() -> None:
-    """`async with` gives the transport itself, and closes it although the block failed."""
+    """`async with` gives the transport itself, and closes it even if the block fails."""
     transport = MemoryTransport()
 
     async def use() -> None:
@@ -107,6 +107,6 @@ async def test_leaving_the_block_closes() -> None:
 
 
 def test_the_contract_is_abstract() -> None:
-    """A transport that leaves a method out cannot be made."""
+    """A transport that lacks a method cannot be constructed."""
     with pytest.raises(TypeError, match="abstract"):
         Transport()  # type: ignore[abstract]

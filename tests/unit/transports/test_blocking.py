@@ -21,7 +21,7 @@ class Hold:
 
     def __call__(self) -> object:
         self.begun.set()
-        self.free.wait(30)  # a bound for tests that fail; the others let it go
+        self.free.wait(30)  # a bound for tests that fail; the others release it
         return self.result
 
     async def wait_begun(self) -> None:
@@ -36,13 +36,13 @@ async def pool() -> AsyncIterator[BlockingPool]:
 
 
 async def test_run_gives_the_result_from_a_thread(pool: BlockingPool) -> None:
-    """The call runs in one of the pool's own threads, named after it."""
+    """The call runs in one of the pool's own threads, which has the pool's name."""
     name = await pool.run(lambda: threading.current_thread().name)
     assert name.startswith("asyncloader-test")
 
 
 async def test_run_raises_what_the_call_raises(pool: BlockingPool) -> None:
-    """An error comes back as it is."""
+    """The error is raised unchanged."""
     error = KeyError("a")
 
     def fail() -> None:
@@ -54,7 +54,7 @@ async def test_run_raises_what_the_call_raises(pool: BlockingPool) -> None:
 
 
 async def test_threads_are_bounded() -> None:
-    """No more calls run at once than there are threads."""
+    """No more calls run at once than the pool has threads."""
     pool = BlockingPool("test", threads=2)
     running, most, lock = 0, 0, threading.Lock()
     both = threading.Barrier(2)
@@ -64,7 +64,7 @@ async def test_threads_are_bounded() -> None:
         with lock:
             running += 1
             most = max(most, running)
-        both.wait()  # passes only when two run at once
+        both.wait()  # passes only when two calls run at once
         with lock:
             running -= 1
 
@@ -117,13 +117,13 @@ async def test_cancelled_acquire_releases_what_comes_too_late(pool: BlockingPool
 
 
 async def test_cancelled_acquire_that_was_served_already_releases(pool: BlockingPool) -> None:
-    """Also when the result was there and the caller had not yet been woken."""
+    """The result is released also if it existed before the caller was woken."""
     hold = Hold("file")
     released: list[object] = []
     acquiring = asyncio.create_task(pool.acquire(hold, released.append))
     await hold.wait_begun()
     hold.free.set()
-    pool.submit(lambda: None).result()  # blocks this loop until the thread is past the call
+    pool.submit(lambda: None).result()  # blocks this loop until the thread has finished the call
     acquiring.cancel()
     with pytest.raises(asyncio.CancelledError):
         await acquiring
@@ -140,7 +140,7 @@ async def test_acquire_that_succeeds_or_fails_releases_nothing(pool: BlockingPoo
 
 
 async def test_finish_goes_on_without_its_caller(pool: BlockingPool) -> None:
-    """A cleanup runs although its caller was cancelled while it was queued."""
+    """A cleanup runs even if its caller was cancelled while it was queued."""
     hold, cleaned = Hold(), []
     holding = asyncio.create_task(pool.run(hold))
     await hold.wait_begun()
@@ -164,7 +164,7 @@ async def test_finish_after_close_runs_at_once() -> None:
 
 
 async def test_close_waits_for_the_calls_and_joins_the_threads() -> None:
-    """Calls that run or wait in the queue end; then no thread of the pool is left."""
+    """Running and queued calls are finished; then no thread of the pool is left."""
     before = set(threading.enumerate())
     pool, hold = BlockingPool("test", threads=1), Hold("first")
     calls = [asyncio.create_task(pool.run(hold)), asyncio.create_task(pool.run(lambda: "second"))]
@@ -185,7 +185,7 @@ async def test_close_waits_for_the_calls_and_joins_the_threads() -> None:
 
 
 def test_shutdown_from_outside_a_loop() -> None:
-    """As an Executor it can be closed by plain code, which waits for its threads."""
+    """Used as an Executor it can be closed by plain code, which waits for its threads."""
     with BlockingPool("test", threads=1) as pool:
         future = pool.submit(os.getpid)
     assert future.result() == os.getpid()

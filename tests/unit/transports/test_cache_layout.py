@@ -56,7 +56,7 @@ def test_object_url(root: str, url: str) -> None:
 
 
 def test_neighbours() -> None:
-    """Groups end at gaps; no blocks are no group."""
+    """A group ends at each gap; without blocks there are no groups."""
     assert group_neighbours([]) == []
     assert group_neighbours([3]) == [[3]]
     assert group_neighbours([0, 1, 2, 5, 7, 8]) == [[0, 1, 2], [5], [7, 8]]
@@ -64,7 +64,7 @@ def test_neighbours() -> None:
 
 @given(st.text(), st.text())
 def test_names_are_hashes(url: str, etag: str) -> None:
-    """Whatever the URL and the ETag hold, a name is of harmless characters, and names of other versions differ."""
+    """For any URL and ETag a name has harmless characters only; another version has another name."""
     key = hash_key(url)
     name = entry_name(key, etag)
     assert entry_url_key(name) == key
@@ -75,7 +75,7 @@ def test_names_are_hashes(url: str, etag: str) -> None:
 
 @given(st.text())
 def test_other_names_are_ignored(name: str) -> None:
-    """A file is taken for an object, or for one that is being written, by its whole name or not at all."""
+    """Only a file with exactly the name of an object, or of an object being written, is taken for one."""
     ours = entry_name(hash_key("u"), "e")
     for foreign in [name, f"{ours}{name or 'x'}", f"{name or 'x'}{ours}", ours.replace(".", "G"), ours[:-1]]:
         assert entry_url_key(foreign) is None
@@ -85,7 +85,7 @@ def test_other_names_are_ignored(name: str) -> None:
 
 @given(FOOTERS, st.binary(max_size=100))
 def test_footer_comes_back(footer: CacheFooter, data: bytes) -> None:
-    """A footer is read from its file's end, whatever bytes come before it."""
+    """A footer is read from its file's end, whatever bytes precede it."""
     packed = footer.pack()
     tail = (data + packed)[-TAIL_SIZE:]
     assert CacheFooter.parse(tail, footer.size + len(packed)) == footer
@@ -94,7 +94,7 @@ def test_footer_comes_back(footer: CacheFooter, data: bytes) -> None:
 
 @given(FOOTERS, st.data())
 def test_damaged_footer_is_none(footer: CacheFooter, data: st.DataObject) -> None:
-    """A file that is shorter or longer than it says, or whose footer lost or changed a byte, has no footer."""
+    """A file of another length than its footer states, or with a lost or changed byte in its footer, has no footer."""
     packed = footer.pack()
     size = footer.size + len(packed)
     assert CacheFooter.parse(packed, size + data.draw(st.integers(1, 9))) is None
@@ -113,7 +113,7 @@ def test_damaged_footer_is_none(footer: CacheFooter, data: st.DataObject) -> Non
     [('"x"', True), ("é" * (MOST_ETAG // 2), True), ("é" * (MOST_ETAG // 2) + "x", False), ("\udcff", False)],
 )
 def test_storable_etag(etag: str, storable: bool) -> None:
-    """What a header can hold and a footer cannot, is not cached."""
+    """ETags that a header can hold but a footer cannot are not cached."""
     assert storable_etag(etag) is storable
 
 
@@ -128,7 +128,7 @@ def test_charge_is_whole_blocks(size: int, charged: int) -> None:
     st.integers(-5, 400),
 )
 def test_victims_are_the_oldest_and_enough(files: list[Stored], excess: int) -> None:
-    """No file is chosen before one that was used earlier, no more than needed, and all if they are too few."""
+    """No file is chosen before a file that was used earlier, no more than needed, and all if they are too few."""
     victims = choose_victims(iter(files), excess)
     kept = set(files) - set(victims)
     assert len(victims) + len(kept) == len(files)
@@ -142,7 +142,7 @@ def test_victims_are_the_oldest_and_enough(files: list[Stored], excess: int) -> 
 
 @pytest.mark.thorough
 def test_choosing_holds_few_files() -> None:
-    """Of a hundred thousand files only the chosen ones are held in memory, in whatever order they come."""
+    """Of a hundred thousand files only the chosen files are held in memory, in whatever order they are read."""
     stored = [Stored(used, str(used), 4096) for used in range(100_000)]
     for files in [stored, stored[::-1]]:
         tracemalloc.start()

@@ -18,7 +18,7 @@ from tests.unit.transports.cache_subject import DATA, begun, content, everything
 
 
 def charge_of(size: int) -> int:
-    """The bytes that an object of this size, with the ETag "1", counts."""
+    """The bytes that count for an object of this size with the ETag "1"."""
     return charge(size + len(CacheFooter(hash_key("u"), "1", size, 0, 0).pack()))
 
 
@@ -27,11 +27,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "deep" / "cache"
 
 
-# -------------------------------------------------------------------------------------------- what goes in comes out
+# -------------------------------------------------------------------------------------------- writing and reading
 
 
 def test_put_and_open(folder: Path) -> None:
-    """An object comes back under its URL and ETag and no other, in whole and in parts."""
+    """An object is read under its own URL and ETag and no other, whole or in part."""
     store = opened(folder)
     put(store, "u", "1")
     put(store, "u", "2", b"other")
@@ -50,7 +50,7 @@ def test_put_and_open(folder: Path) -> None:
 
 
 def test_the_newest_version(folder: Path) -> None:
-    """Of several versions the one that was written last is given, in whatever order the disk lists them."""
+    """Of several versions the version that was written last is given, in whatever order the disk lists them."""
     store = opened(folder)
     assert store.open_newest(hash_key("u")) is None
     for number in range(8):
@@ -109,7 +109,7 @@ def test_urls_are_not_stored(folder: Path) -> None:
 
 
 def test_the_directory_is_tagged(folder: Path) -> None:
-    """Backup programs find the standard mark of a cache, and nothing else of the user's directory is touched."""
+    """Backup programs find the standard mark of a cache; the rest of the user's directory is untouched."""
     folder.mkdir(parents=True)
     (folder / "mine").write_text("x")
     put(opened(folder), "u")
@@ -147,7 +147,7 @@ def test_a_fill_of_another_length_is_dropped(folder: Path, written: bytes, last:
 
 
 def test_the_last_bytes_come_with_the_commit(folder: Path) -> None:
-    """They are counted and checked like all others."""
+    """Bytes passed to `commit` are counted and checked like all others."""
     store = opened(folder)
     fill = begun(store, "u")
     fill.write(DATA[:-50])
@@ -163,7 +163,7 @@ def test_an_aborted_fill_leaves_nothing(folder: Path) -> None:
         fill.write(DATA)
         fill.abort()
         assert everything(folder) == set()
-        assert store.usage._append() == 0  # what the account sums up to
+        assert store.usage._append() == 0  # the sum of the account
     put(store, "v", data=b"x" * 7000)
     assert held(store, "v") == b"x" * 7000
 
@@ -182,7 +182,7 @@ def test_one_writer_at_a_time(folder: Path) -> None:
 
 
 def test_a_dead_writer_is_followed(folder: Path) -> None:
-    """A file whose writer was killed is taken over by the next writer, whatever and however much is in it."""
+    """A file whose writer was killed is taken over by the next writer, whatever it contains."""
     store = opened(folder)
     fill = begun(store, "u")
     fill.write(b"left behind" * 1000)
@@ -240,7 +240,7 @@ def test_a_torn_file_is_removed(folder: Path, tear: Callable[[bytes], bytes]) ->
 
 @pytest.mark.parametrize("place", [0, len(DATA) // 2, len(DATA) - 1])
 def test_a_flipped_bit_is_found_at_the_first_use(folder: Path, place: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Of each process: the file is deleted, counted and logged, and can be written again. Later uses trust it."""
+    """The first use in each process verifies the file: it is deleted, counted and logged. Later uses trust it."""
     put(opened(folder), "u")
     file = file_of(folder, "u")
     data = bytearray(file.read_bytes())
@@ -285,7 +285,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_what_is_no_file_is_never_opened(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of an object, of one that is being written, or of the cache's own files: nothing waits for it."""
+    """In the place of an object, a file being written, or the cache's own files, such an entry is never waited for."""
     monkeypatch.chdir(folder.parent.parent)
     store = opened(folder, 1 << 20)
     put(store, "u")
@@ -313,7 +313,7 @@ def test_what_is_no_file_is_never_opened(folder: Path, kind: str, monkeypatch: p
 
 @pytest.mark.parametrize("place", ["objects", "fills", "shelf"])
 def test_links_to_directories_are_not_followed(folder: Path, place: str) -> None:
-    """Nothing is read from, and nothing is written to, what lies outside."""
+    """Nothing outside is read or written."""
     put(opened(folder), "u")
     elsewhere = folder.parent / "elsewhere"
     target = file_of(folder, "u").parent if place == "shelf" else folder / ROOT_NAME / place
@@ -345,7 +345,7 @@ def test_a_file_that_is_cut_under_a_reader(folder: Path) -> None:
 
 
 def test_a_deleted_file_is_read_to_its_end(folder: Path) -> None:
-    """An open object can be read although it was evicted meanwhile."""
+    """An open object can be read even if it was evicted after it was opened."""
     store = opened(folder)
     put(store, "u")
     entry = store.open(hash_key("u"), "1")
@@ -365,7 +365,7 @@ def test_a_renamed_file_is_not_used(folder: Path) -> None:
         assert held(store, url, etag) is None
 
 
-# ------------------------------------------------------------------------------------------------ what is not ours
+# -------------------------------------------------------------------------------------- foreign and deleted caches
 
 
 def test_a_foreign_directory(folder: Path) -> None:
@@ -417,7 +417,7 @@ def test_a_cache_that_is_deleted_under_a_fill(folder: Path) -> None:
 
 
 def test_a_cache_that_lost_its_marker(folder: Path) -> None:
-    """A deletion may end after the marker. The cache is marked again, and nothing is lost."""
+    """A deletion may be interrupted after the marker. The cache is marked again, and nothing is lost."""
     put(opened(folder), "u")
     (folder / ROOT_NAME / MARKER_NAME).unlink()
     store = opened(folder)

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_least_recently_used_goes(folder: Path) -> None:
-    """The least recently used object is evicted first, and a read is a use; the limit holds at every moment."""
+    """The least recently used object is evicted first, and a read is a use; the limit always holds."""
     store = opened(folder, 5 * 4096)
     for age, url in enumerate(["a", "b", "c", "d"]):
         put(store, url)
@@ -38,7 +38,7 @@ def test_the_least_recently_used_goes(folder: Path) -> None:
 
 
 def test_evictions_are_counted(folder: Path) -> None:
-    """The counter gives the number of evicted files."""
+    """The counter has the number of evicted files."""
     counts = CacheCounts()
     store = CacheStore(str(folder), 40 * 4096, counts)
     for number in range(100):
@@ -49,7 +49,7 @@ def test_evictions_are_counted(folder: Path) -> None:
 
 
 def test_the_time_of_use_is_known_to_the_minute(folder: Path) -> None:
-    """A hit renews a time that is older than a minute, or in the future, and leaves the others alone."""
+    """A hit renews a time that is older than a minute, or in the future; a recent time stays."""
     store = opened(folder)
     put(store, "u")
     file = file_of(folder, "u")
@@ -80,7 +80,7 @@ def test_what_is_being_written_counts(folder: Path) -> None:
 
 
 def test_foreign_files_stay(folder: Path) -> None:
-    """Eviction deletes what has the name of an object and nothing else, and follows no link."""
+    """Eviction deletes only files with the name of an object, and follows no link."""
     store = opened(folder, 4 * 4096)
     put(store, "a")
     shelf = file_of(folder, "a").parent
@@ -93,7 +93,7 @@ def test_foreign_files_stay(folder: Path) -> None:
         file.write_bytes(bytes(100_000))
     link = shelf / file_of(folder, "c").name
     link.symlink_to(precious)
-    os.utime(link, (1000, 1000), follow_symlinks=False)  # used longest ago, if it were ours
+    os.utime(link, (1000, 1000), follow_symlinks=False)  # the least recently used, if it belonged to the cache
     (folder / ROOT_NAME / "objects" / "linked").symlink_to(outside)
     for number in range(20):
         put(store, str(number))
@@ -104,7 +104,7 @@ def test_foreign_files_stay(folder: Path) -> None:
 
 
 def test_a_link_in_place_of_an_object(folder: Path) -> None:
-    """It is not followed, neither to read nor to write."""
+    """The link is not followed."""
     store = opened(folder)
     put(store, "a")
     target = folder.parent / "target"
@@ -161,7 +161,7 @@ def test_an_eviction_in_another_process_is_not_waited_for(folder: Path) -> None:
 
 
 def test_the_usage_file_of_another_process_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that start together on a new directory all cache: none is refused until the file is made."""
+    """Processes that start together on a new directory all cache: none is refused before the file exists."""
     store, other = opened(folder), opened(folder)
     put(store, "a")
     (folder / ROOT_NAME / "usage").unlink()

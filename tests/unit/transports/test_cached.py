@@ -20,7 +20,7 @@ from asyncloader.transports import (
 from asyncloader.transports.testing.subject import CONTENT, drain
 from tests.unit.transports.cached_subject import CHUNKS, OTHER, Asked, around, copied, files
 
-# ------------------------------------------------------------------------------------------------ what it asks for
+# ------------------------------------------------------------------------------------------------ requests to the store
 
 
 async def test_requests_of_reads(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ async def test_requests_without_revalidation(tmp_path: Path) -> None:
 
 
 async def test_sizes_are_not_cached(tmp_path: Path) -> None:
-    """They are asked for, and nothing is written for them."""
+    """Each call asks the store, and writes no file."""
     store = Asked({"a": CONTENT})
     async with around(store, tmp_path) as transport:
         await transport.size("a")
@@ -98,7 +98,7 @@ async def test_objects_without_a_version_are_not_cached(tmp_path: Path) -> None:
 
 
 async def test_young_files_are_not_cached(tmp_path: Path) -> None:
-    """A file has a version when it has not been changed for some seconds, and then it is cached."""
+    """A file has a version once it has not been changed for some seconds, and is cached from then on."""
     root = tmp_path / "data"
     root.mkdir()
     (root / "a").write_bytes(CONTENT)
@@ -123,7 +123,7 @@ async def test_young_files_are_not_cached(tmp_path: Path) -> None:
 
 
 async def test_an_object_belongs_to_its_url(tmp_path: Path) -> None:
-    """The same path below another root is another object, also if its version has the same name."""
+    """The same path below another root is another object, even if the versions have equal names."""
     async with (
         CachedTransport(MemoryTransport({"a": CONTENT}), "memory://one", tmp_path, revalidate=False) as one,
         CachedTransport(MemoryTransport({"a": OTHER}), "memory://two", tmp_path, revalidate=False) as two,
@@ -147,7 +147,7 @@ async def test_limits_hold_for_hits(tmp_path: Path) -> None:
 
 
 async def test_a_copy_shares_the_directory(tmp_path: Path) -> None:
-    """A worker's copy finds what its parent cached, and counts for itself."""
+    """A worker's copy finds the objects that its parent cached, and has counts of its own."""
     async with around(MemoryTransport({"a": CONTENT}), tmp_path, 1 << 20, revalidate=False) as transport:
         await transport.read("a")
         async with pickle.loads(pickle.dumps(transport)) as copy:
@@ -178,7 +178,7 @@ async def test_from_url(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("cache_bytes", 0), ("cache_bytes", -1), ("threads", 0)])
 def test_impossible_options(tmp_path: Path, name: str, value: int) -> None:
-    """A cache without room or without threads is refused when it is made."""
+    """A cache without room or without threads is refused when it is constructed."""
     with pytest.raises(ValueError, match=f"{name} (must be|should be a number of bytes,) at least 1"):
         CachedTransport(MemoryTransport(), "memory://", tmp_path, **{name: value})  # type: ignore[arg-type]
 
@@ -199,7 +199,7 @@ async def test_a_stream_is_cached_in_passing(tmp_path: Path) -> None:
 
 
 async def test_a_large_stream_is_cached(tmp_path: Path) -> None:
-    """Many megabytes in odd chunks are returned unchanged, both times."""
+    """Many megabytes in odd chunks are returned unchanged each time."""
     data = os.urandom(5 << 20)
     async with around(MemoryTransport({"a": data}), tmp_path) as transport:
         for size in [100_003, 3 << 20, 65_536]:
@@ -241,7 +241,7 @@ async def test_a_cancelled_stream_leaves_nothing(tmp_path: Path) -> None:
                 await asyncio.sleep(0)
             cancelled = task.cancel()
             outcomes = await asyncio.gather(task, return_exceptions=True)
-        # Closed, so the threads are done with what the cancelled call had begun.
+        # The transport is closed, so its threads have finished the work that the cancelled call had begun.
         if cancelled:
             assert isinstance(outcomes[0], asyncio.CancelledError)
             assert [file for file in files(folder) if file.parent.name == "fills"] == []
@@ -275,7 +275,7 @@ async def test_an_object_that_changes_is_not_cached(tmp_path: Path, moment: str,
 
 
 async def test_a_stream_whose_version_cannot_be_confirmed(tmp_path: Path) -> None:
-    """The object may be gone by the end of its stream: its reader gets all of it, and it is not cached."""
+    """The object may be deleted by the end of its stream: the reader gets all of it, and it is not cached."""
     store = Asked({"a": CONTENT})
     async with around(store, tmp_path) as transport, aclosing(transport.stream("a", chunk_size=1000)) as chunks:
         got = [await anext(chunks)]

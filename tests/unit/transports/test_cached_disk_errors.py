@@ -38,7 +38,7 @@ async def test_a_file_cut_under_a_stream(tmp_path: Path) -> None:
 
 
 async def test_a_file_cut_under_a_stream_of_an_object_that_changed(tmp_path: Path) -> None:
-    """The bytes of two versions are never mixed: it is an error."""
+    """The bytes of two versions are never mixed: an error is raised."""
     store = Asked({"a": CONTENT})
     async with around(store, tmp_path) as transport:
         await transport.read("a")
@@ -65,13 +65,13 @@ async def test_a_cut_file_is_read_again(tmp_path: Path, size: int) -> None:
 
 
 def blocked(folder: Path) -> None:
-    """Make a file where the cache's directory should be, which stops the superuser too."""
+    """Make a file in the place of the cache's directory, which stops the superuser too."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.write_text("not a directory")
 
 
 async def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
-    """Caching ends with one warning that names the directory; every read is served, in this transport and others."""
+    """Caching ends with one warning that names the directory; all reads succeed, in this transport and others."""
     folder = tmp_path / "cache"
     blocked(folder)
     store = Asked({"a": CONTENT, "b": OTHER})
@@ -88,7 +88,7 @@ async def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 async def test_a_foreign_directory(tmp_path: Path) -> None:
-    """A directory of the cache's name without its mark is not used: a warning, and reads as before."""
+    """A directory with the cache's name but without its mark is not used: there is a warning, and reads succeed."""
     root = tmp_path / ROOT_NAME
     root.mkdir()
     (root / "mine").write_text("x")
@@ -100,7 +100,7 @@ async def test_a_foreign_directory(tmp_path: Path) -> None:
 
 
 async def test_hits_go_on_when_writing_fails(tmp_path: Path) -> None:
-    """Cached objects are served although nothing can be written any more."""
+    """Cached objects are served even if no further object can be written."""
     store = Asked({"a": CONTENT, "b": OTHER})
     async with around(store, tmp_path) as transport:
         await transport.read("a")
@@ -141,7 +141,7 @@ async def test_a_disk_that_fails_under_a_stream(tmp_path: Path, monkeypatch: pyt
 
 
 async def test_closing_under_a_hit(tmp_path: Path) -> None:
-    """A stream from the cache ends with TransportClosed, and its file is closed."""
+    """A stream from the cache raises TransportClosed, and its file is closed."""
     async with around(MemoryTransport({"a": CONTENT}), tmp_path) as transport:
         await transport.read("a")
         async with aclosing(transport.stream("a", chunk_size=10)) as chunks:

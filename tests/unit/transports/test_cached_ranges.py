@@ -1,4 +1,4 @@
-"""Ranges in the cache: what is requested, who downloads, and what becomes of blocks that are lost, old or not whole."""
+"""Ranges in the cache: requests, concurrent downloads, and blocks that are lost, old or incomplete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LATER = os.urandom(SIZE)
 
 
 class Ranged(Asked):
-    """A store that records which bytes it is asked for, as whole KiB."""
+    """A store that records the requested bytes, as whole KiB."""
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
         self._note("read_range", f"{start / KIB:g}+{length / KIB:g}")
@@ -37,7 +37,7 @@ class Ranged(Asked):
 
 
 class Held(Ranged):
-    """A store whose answers to range requests wait for `go_on`."""
+    """A store whose responses to range requests wait for `go_on`."""
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__(objects)
@@ -64,7 +64,7 @@ async def got(transport: CachedTransport, *ranges: tuple[float, float]) -> bool:
 
 @given(st.integers(0, 4 * BLOCK_BYTES), st.integers(0, 4 * BLOCK_BYTES))
 def test_pieces_are_the_range(start: int, length: int) -> None:
-    """They follow each other, and each lies in one block."""
+    """The pieces follow each other, and each lies in one block."""
     at = start
     for piece in split_range(start, length):
         assert piece.start == at
@@ -73,11 +73,11 @@ def test_pieces_are_the_range(start: int, length: int) -> None:
     assert at == start + length
 
 
-# ------------------------------------------------------------------------------------------------ what it asks for
+# ------------------------------------------------------------------------------------------------ requests to the store
 
 
 async def test_a_range_is_downloaded_once(tmp_path: Path) -> None:
-    """With the rest of its blocks and nothing else; neighbours come in one request, and only what is missing."""
+    """The rest of its blocks is downloaded with it; neighbouring blocks are one request, without cached blocks."""
     store = Ranged({"a": LARGE})
     async with around(store, tmp_path) as transport:
         assert await got(transport, (5 * 1024 + 699, 1))
@@ -90,11 +90,11 @@ async def test_a_range_is_downloaded_once(tmp_path: Path) -> None:
         assert store.taken() == ["info"]
         counts = transport.cache_counts
         assert (counts.hits, counts.misses) == (1, 3)
-        assert counts.bytes_saved == SIZE + KIB + (2048 + 680) * KIB  # and of the third read what was there
+        assert counts.bytes_saved == SIZE + KIB + (2048 + 680) * KIB  # and the blocks that the third read found
 
 
 async def test_a_cached_block_between_missing_ones_is_not_read_again(tmp_path: Path) -> None:
-    """Nor one that another reader downloads at the moment: both sides are requests of their own."""
+    """The blocks on both sides of it are two requests."""
     store = Ranged({"a": LARGE})
     async with around(store, tmp_path) as transport:
         assert await got(transport, (1100, 1))
@@ -104,7 +104,7 @@ async def test_a_cached_block_between_missing_ones_is_not_read_again(tmp_path: P
 
 
 async def test_a_small_object_is_one_block(tmp_path: Path) -> None:
-    """A range of it reads all of it, and it is then cached as a whole."""
+    """A range of it reads the whole object, which is then cached."""
     store = Ranged({"a": CONTENT})
     async with around(store, tmp_path) as transport:
         assert await transport.read_range("a", 1, 2) == CONTENT[1:3]
@@ -117,7 +117,7 @@ async def test_a_small_object_is_one_block(tmp_path: Path) -> None:
 
 
 async def test_a_whole_copy_answers_ranges(tmp_path: Path) -> None:
-    """Also if blocks are cached, which are not read any more."""
+    """The whole copy is used even if blocks are cached."""
     store = Ranged({"a": LARGE})
     async with around(store, tmp_path) as transport:
         assert await got(transport, (0, 1))
@@ -130,7 +130,7 @@ async def test_a_whole_copy_answers_ranges(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk_size", [1000, 300_000, 1 << 21])
 async def test_streams_of_a_part(tmp_path: Path, chunk_size: int) -> None:
-    """A stream from the middle, or to a stop, reads blocks; nothing behind the stop's block unless it is wanted."""
+    """A stream from the middle, or to a stop, reads blocks; none behind the stop's block unless it is wanted."""
     store = Ranged({"a": LARGE})
     start, stop = 1500 * KIB, 2500 * KIB
     async with around(store, tmp_path) as transport:
@@ -156,7 +156,7 @@ async def test_streams_of_a_part(tmp_path: Path, chunk_size: int) -> None:
 
 
 async def test_without_revalidation_nothing_is_asked(tmp_path: Path) -> None:
-    """Not even the object's size, whichever of its blocks is cached."""
+    """Not even the object's size is asked for, whichever of its blocks is cached."""
     async with around(MemoryTransport({"a": LARGE}), tmp_path) as transport:
         info = await transport.info("a")
         assert await got(transport, (3000, 1))
@@ -171,7 +171,7 @@ async def test_without_revalidation_nothing_is_asked(tmp_path: Path) -> None:
 
 
 async def test_a_replaced_object_is_read_anew(tmp_path: Path) -> None:
-    """Blocks of the old version are never returned, and those of the new one are cached."""
+    """Blocks of the old version are never returned, and those of the new version are cached."""
     store = Ranged({"a": LATER})
     async with around(store, tmp_path) as transport:
         await transport.read_ranges("a", edges((0, SIZE / KIB)))
@@ -183,8 +183,9 @@ async def test_a_replaced_object_is_read_anew(tmp_path: Path) -> None:
 
 
 async def test_a_replaced_object_without_revalidation(tmp_path: Path) -> None:
-    """What is cached of the old version is read. The first read that misses a block is an error; the next one is of
-    the new version.
+    """Cached blocks of the old version are returned. The first read that misses a block is an error.
+
+    The next read is of the new version.
     """
     store = Ranged({"a": LARGE})
     async with around(store, tmp_path, revalidate=False) as transport:
@@ -201,7 +202,7 @@ async def test_a_replaced_object_without_revalidation(tmp_path: Path) -> None:
 
 
 async def test_a_pinned_version_goes_on_in_the_cache(tmp_path: Path) -> None:
-    """As far as it is cached; other blocks of it are an error. A read that is not pinned takes the new version."""
+    """Its cached blocks are read; its other blocks are an error. A read that is not pinned gets the new version."""
     store = Ranged({"a": LARGE})
     async with around(store, tmp_path) as transport:
         pinned = transport.pinned("a")
@@ -228,7 +229,7 @@ async def test_an_object_that_changes_during_a_read(tmp_path: Path) -> None:
 
 
 async def test_many_ask_and_one_downloads(tmp_path: Path) -> None:
-    """Of a process and of others: those that come later wait, and are served from the cache."""
+    """Later readers, of this process and of others, wait and are served from the cache."""
     store = Held({"a": LARGE})
     later = [Held({"a": LARGE}) for _ in range(3)]
     async with around(store, tmp_path) as transport:
@@ -237,7 +238,7 @@ async def test_many_ask_and_one_downloads(tmp_path: Path) -> None:
         others = [around(each, tmp_path) for each in later]
         waiting = [asyncio.create_task(got(each, (1100, 100))) for each in [transport, *others]]
         overlapping = asyncio.create_task(got(others[0], (1100, 1000)))
-        await later[0].waiting.wait()  # the block that nobody else has claimed is not waited for
+        await later[0].waiting.wait()  # a block that no other reader has claimed is not waited for
         later[0].go_on.set()
         store.go_on.set()
         assert await asyncio.gather(first, *waiting, overlapping) == [True] * 6
@@ -250,7 +251,7 @@ async def test_many_ask_and_one_downloads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["cancelled", "fails"])
 async def test_a_download_that_ends_is_taken_over(tmp_path: Path, end: str) -> None:
-    """By one that waits for it; nothing incomplete is left."""
+    """A waiting reader takes it over; no incomplete file is left."""
     store = Held({"a": LARGE})
     other = Ranged({"a": LARGE})
     asking = asyncio.Event()
@@ -272,7 +273,7 @@ async def test_a_download_that_ends_is_taken_over(tmp_path: Path, end: str) -> N
 
 
 async def test_who_downloads_and_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is waited for for a while; then the bytes are read from the store, and not cached."""
+    """Other readers wait for it for a limited time; then they read from the store, without caching."""
     monkeypatch.setattr("asyncloader.transports.cached_object._WAIT_S", 0.0)
     store, other = Held({"a": LARGE}), Ranged({"a": LARGE})
     async with around(store, tmp_path) as transport, around(other, tmp_path) as second:
@@ -299,7 +300,7 @@ def flip(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [tear, flip, Path.unlink])
 async def test_a_block_that_is_lost(tmp_path: Path, damage: Any) -> None:
-    """Truncated, damaged or evicted, it is read anew, alone."""
+    """A block that is truncated, damaged or evicted is read again, and no other block is."""
     async with around(MemoryTransport({"a": LARGE}), tmp_path) as transport:
         assert await got(transport, (0, 3000))
     (file, *_) = (each for each in files(tmp_path) if each.stat().st_size > BLOCK_BYTES)
@@ -315,7 +316,7 @@ async def test_a_block_that_is_lost(tmp_path: Path, damage: Any) -> None:
 
 
 async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warning; then exactly what is wanted is read, and what is cached is still served."""
+    """There is one warning; then exactly the wanted bytes are read, and cached blocks are still served."""
 
     def full(descriptor: int, parts: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -337,7 +338,7 @@ async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("limit", [100_000, BLOCK_BYTES, 2 * BLOCK_BYTES + 30_000])
 async def test_a_bound_that_is_smaller_than_a_range(tmp_path: Path, limit: int) -> None:
-    """The range is read all the same, as far as it does not fit without its blocks' other bytes; the bound holds."""
+    """The range is read nevertheless; where its blocks do not fit, only its own bytes are. The bound holds."""
     store = Ranged({"a": LARGE})
     async with around(store, tmp_path, limit) as transport:
         for _ in range(2):
@@ -350,7 +351,7 @@ async def test_a_bound_that_is_smaller_than_a_range(tmp_path: Path, limit: int) 
 
 
 async def test_more_blocks_than_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long range claims some blocks at a time."""
+    """A long range claims a few blocks at a time."""
     monkeypatch.setattr("asyncloader.transports.cached_object._MOST_CLAIMED", 2)
     store = Ranged({"a": LARGE})
     async with around(store, tmp_path) as transport:
@@ -362,7 +363,7 @@ async def test_more_blocks_than_files_are_open(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_answers_that_name_no_version(tmp_path: Path) -> None:
-    """The store is asked again behind the read, and the bytes are cached if it still has the same version."""
+    """The store is asked for the version after the read; the bytes are cached if it is the same as before."""
 
     class Nameless(Ranged):
         def pinned(self, path: str) -> Any:
@@ -386,7 +387,7 @@ async def test_answers_that_name_no_version(tmp_path: Path) -> None:
 
 
 async def test_a_store_without_versions(tmp_path: Path) -> None:
-    """Ranges are read as they are asked for."""
+    """Exactly the wanted ranges are read."""
 
     class Plain(Ranged):
         async def info(self, path: str) -> ObjectInfo:
@@ -402,7 +403,7 @@ async def test_a_store_without_versions(tmp_path: Path) -> None:
 
 
 async def test_copies_share_blocks(tmp_path: Path) -> None:
-    """What one transport has cached, another one finds."""
+    """A transport reads the blocks that another transport has cached."""
     store = MemoryTransport({"a": LARGE})
     async with around(store, tmp_path) as transport:
         assert await got(transport, (0, SIZE / KIB))

@@ -23,7 +23,7 @@ from asyncloader.transports.errors import InvalidPath, ObjectTooLarge, RangeOutO
     ],
 )
 def test_refusal_names_the_fault(path: str, text: str) -> None:
-    """The message says which rule the path breaks."""
+    """The message names the rule that the path breaks."""
     with pytest.raises(InvalidPath, match=text) as caught:
         check_path(path)
     assert caught.value.path == path
@@ -31,14 +31,14 @@ def test_refusal_names_the_fault(path: str, text: str) -> None:
 
 @pytest.mark.parametrize("path", ["a", "a/b.c", "...", "..a/b..", " ", "a\\b", "C:", "\n"])
 def test_legal_paths(path: str) -> None:
-    """Whatever is canonical is legal, however odd."""
+    """Every canonical path is legal, however odd."""
     check_path(path)
     check_prefix(path)
 
 
 @given(st.text(alphabet="ab./\0", max_size=8))
 def test_accepted_paths_are_canonical_and_stay_inside(path: str) -> None:
-    """An accepted path is its own normal form below any root; a path that is not is refused."""
+    """An accepted path is its own normal form below any root; every other path is refused."""
     normal = posixpath.normpath("/root/" + path)
     canonical = path != "" and "\0" not in path and not path.startswith("/") and normal == "/root/" + path
     try:
@@ -51,7 +51,7 @@ def test_accepted_paths_are_canonical_and_stay_inside(path: str) -> None:
 
 @given(st.text(alphabet="ab./", max_size=8), st.integers(0, 8))
 def test_every_beginning_of_a_legal_path_is_a_legal_prefix(path: str, length: int) -> None:
-    """`check_prefix` refuses nothing that a stored path could begin with."""
+    """`check_prefix` refuses no beginning of a legal path."""
     try:
         check_path(path)
     except InvalidPath:
@@ -61,7 +61,7 @@ def test_every_beginning_of_a_legal_path_is_a_legal_prefix(path: str, length: in
 
 @given(st.integers(0, 100), st.integers(0, 100))
 def test_size_limit(size: int, limit: int) -> None:
-    """Refused exactly when larger; None is no limit."""
+    """A size is refused exactly when it is larger than the limit; None is no limit."""
     check_size("a", size, None)
     if size <= limit:
         check_size("a", size, limit)
@@ -72,7 +72,7 @@ def test_size_limit(size: int, limit: int) -> None:
 
 @given(st.integers(0, 20), st.integers(0, 30), st.integers(0, 30))
 def test_range_is_held_exactly_when_its_slice_is_whole(size: int, start: int, length: int) -> None:
-    """The model is a slice: the range is held if the slice has its length."""
+    """The model is a slice: the range is accepted if the slice has its length."""
     if len(bytes(size)[start : start + length]) == length:
         check_range("a", size, start, length)
     else:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.loops
 
 
 class Client:
-    """A client of no network."""
+    """A client without a network."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -25,7 +25,7 @@ class Client:
 
 
 class Owner(ClientOwner[Client]):
-    """Owns such clients, and remembers those that it opened."""
+    """Owns such clients, and records the clients that it opened."""
 
     def __init__(self, requests: int = 1) -> None:
         super().__init__("the test's transport", requests)
@@ -33,20 +33,20 @@ class Owner(ClientOwner[Client]):
         self.refuses = False
 
     def open_client(self) -> Client:
-        """Make one; refuse while told so."""
+        """Open a client; raise an error while `refuses` is set."""
         if self.refuses:
             raise TransportError("none can be made")
         self.opened.append(Client())
         return self.opened[-1]
 
     async def close_client(self, client: Client) -> None:
-        """Close it after the loop has run."""
+        """Close it after one turn of the loop."""
         await asyncio.sleep(0)
         client.closed = True
 
     @staticmethod
     def leave_to_parent(client: Client) -> object:
-        """Note it on the client."""
+        """Record it on the client."""
         client.left = True
         return client
 
@@ -67,7 +67,7 @@ async def waiting(owner: Owner, limit: float | None = None) -> asyncio.Task[None
 
 
 async def test_one_client_serves_all_calls_of_a_loop() -> None:
-    """It is opened by the first use."""
+    """The first use opens it."""
     owner = Owner()
     assert not owner.opened
     client = owner.use()
@@ -83,7 +83,7 @@ def test_the_next_loop_gets_a_client_and_slots_of_its_own() -> None:
 
     async def hold() -> tuple[Client, asyncio.Semaphore]:
         await owner.scope().__aenter__()  # is never left
-        await owner.slots.acquire()  # is never given back
+        await owner.slots.acquire()  # is never released
         return owner.use(), owner.slots
 
     first, slots = asyncio.run(hold())
@@ -116,7 +116,7 @@ async def test_another_loop_is_refused_while_the_first_is_open() -> None:
 
 
 async def test_a_client_that_cannot_be_opened_is_asked_for_again() -> None:
-    """The call raises, and no client is bound."""
+    """The call raises, and the next use tries again to open a client."""
     owner = Owner()
     owner.refuses = True
     with pytest.raises(TransportError, match="none can be made"):
@@ -150,13 +150,13 @@ async def test_what_came_while_the_loop_stood_still_is_read(monkeypatch: pytest.
     async with owner.scope() as scope:
         scope.limit(0.01)
         time.sleep(0.7)  # noqa: ASYNC251 - the loop stands still: that is what is tested, nothing is waited for
-        for _ in range(10):  # what came is read in a few turns of the loop
+        for _ in range(10):  # received data is read in a few turns of the loop
             await asyncio.sleep(0)
     await owner.aclose()
 
 
 async def test_a_loop_that_is_blocked_again_and_again_has_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first of two limits in a row that were noticed late is given more time."""
+    """Of two limits in a row that were noticed late only the first is extended."""
     monkeypatch.setattr(client_owner, "_STOOD_STILL", 0.05)
     owner = Owner()
     call = await waiting(owner, 0.01)
@@ -204,7 +204,7 @@ async def test_closing_ends_a_sleep() -> None:
 
 
 async def test_a_cancelled_caller_leaves_the_closing_to_the_others() -> None:
-    """The client is closed although the first caller was cancelled."""
+    """The client is closed even if the first caller was cancelled."""
     owner = Owner()
     client = owner.use()
     first, second = (asyncio.create_task(owner.aclose()) for _ in range(2))
@@ -216,7 +216,7 @@ async def test_a_cancelled_caller_leaves_the_closing_to_the_others() -> None:
 
 
 async def test_closing_begins_again_when_all_tasks_were_cancelled() -> None:
-    """A program that cancels every task of the loop, the closing one among them, can close after that."""
+    """A program that cancels every task of the loop, including the closing task, can close afterwards."""
     owner = Owner()
     client = owner.use()
     closing = asyncio.create_task(owner.aclose())
@@ -231,7 +231,7 @@ async def test_closing_begins_again_when_all_tasks_were_cancelled() -> None:
 
 
 async def test_a_closed_client_is_let_go() -> None:
-    """The owner keeps no reference, so that a client that is closed by garbage collection is closed."""
+    """The owner keeps no reference, so a client that is closed by garbage collection is closed."""
     owner = Owner()
     client = weakref.ref(owner.use())
     owner.opened.clear()
@@ -240,14 +240,14 @@ async def test_a_closed_client_is_let_go() -> None:
 
 
 def test_a_forked_child_leaves_the_parents_client_alone() -> None:
-    """In the child it is neither used, closed nor garbage-collected; in the parent it continues to work."""
+    """The child neither uses, closes nor garbage-collects it; in the parent it continues to work."""
     owner = Owner()
     loop = asyncio.new_event_loop()
 
     async def use() -> Client:
         return owner.use()
 
-    clients = [loop.run_until_complete(use())]  # whoever empties this list and the owner's holds none of them
+    clients = [loop.run_until_complete(use())]  # with this list and the owner's emptied, no reference is left
 
     def child() -> None:
         assert clients[0].left

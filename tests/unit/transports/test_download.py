@@ -19,19 +19,19 @@ SOON = RetryPolicy(budget_s=60, first_delay_s=1e-6, cap_s=1e-6)
 
 
 class Tag(NamedTuple):
-    """A version by its number; `proves_bytes`: it stands for the bytes, and otherwise says nothing."""
+    """A version by its number. It can be compared with others only if `proves_bytes`."""
 
     number: int
     proves_bytes: bool
 
     @property
     def validator(self) -> str | None:
-        """The number, if it proves."""
+        """The number, if it proves the bytes."""
         return str(self.number) if self.proves_bytes else None
 
     @property
     def name(self) -> str | None:
-        """The number, if it proves."""
+        """The number, if it proves the bytes."""
         return self.validator
 
     @property
@@ -40,22 +40,22 @@ class Tag(NamedTuple):
         return None
 
     def differs(self, other: Tag) -> bool:
-        """By the numbers, if they say anything."""
+        """Compares the numbers, if both prove the bytes."""
         return self.proves_bytes and other.proves_bytes and self.number != other.number
 
     def proves(self, other: Tag) -> bool:
-        """By the numbers, if they say anything."""
+        """Compares the numbers, if they prove the bytes."""
         return self.proves_bytes and self == other
 
     def resembles(self, other: Tag) -> bool:
-        """As `proves`."""
+        """Like `proves`."""
         return self.proves(other)
 
 
 class Answer(NamedTuple):
-    """What the store says next: which version the object has, and how many bytes arrive (None: all).
+    """The store's next response: the object's version, and the number of bytes that arrive (None: all).
 
-    A silent one does not say which version it is of, and may give the whole object although a part was asked for.
+    A silent response does not name its version. A whole response has the whole object, even if a part was asked for.
     """
 
     number: int = 0
@@ -65,7 +65,7 @@ class Answer(NamedTuple):
 
 
 class Store:
-    """One object, whose bytes all are its version's number, and the answers for it. The last one is given for ever."""
+    """One object, whose bytes all are its version's number, and its responses. The last response is repeated."""
 
     def __init__(self, size: int, answers: list[Answer], *, proves: bool) -> None:
         self.size = size
@@ -74,32 +74,32 @@ class Store:
         self.asked: list[int] = []
 
     def content(self, number: int) -> bytes:
-        """The bytes of a version: the first half of all versions is the same."""
+        """The bytes of a version: the first half of all versions is equal."""
         return bytes(self.size // 2) + bytes([number]) * (self.size - self.size // 2)
 
     def ask(self, position: int) -> Answer:
-        """Give the next answer."""
+        """Return the next response."""
         self.asked.append(position)
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
 class StoreOwner(ClientOwner[Store]):
-    """Its client is the store itself."""
+    """An owner whose client is the store itself."""
 
     def __init__(self, store: Store) -> None:
         super().__init__("the test's transport", 1)
         self.store = store
 
     def open_client(self) -> Store:
-        """Nothing is to be opened."""
+        """Return the store; nothing needs to be opened."""
         return self.store
 
     async def close_client(self, client: Store) -> None:
-        """Nothing is to be closed."""
+        """Do nothing."""
 
     @staticmethod
     def leave_to_parent(client: Store) -> object:
-        """It only has to be kept."""
+        """Return the client, which only has to be kept alive."""
         return client
 
 
@@ -107,12 +107,12 @@ class StoreClient(RetryingClient[Store]):
     """Requests to such a store."""
 
     def where(self, path: str | None) -> str:
-        """A URL."""
+        """A URL for error messages."""
         return f"test://{path or ''}"
 
 
 class StoreDownload(Download[StoreClient, Tag]):
-    """Reads the store's answers, three bytes at a time."""
+    """Reads the store's responses, three bytes at a time."""
 
     peer = "store"
 
@@ -157,7 +157,7 @@ class StoreDownload(Download[StoreClient, Tag]):
 
 @asynccontextmanager
 async def client_of(store: Store) -> AsyncGenerator[StoreClient]:
-    """A client, and the check that nothing it had is kept."""
+    """A client; checks at the end that it has released its slot."""
     client = StoreClient(StoreOwner(store), SOON)
     try:
         yield client
@@ -167,7 +167,7 @@ async def client_of(store: Store) -> AsyncGenerator[StoreClient]:
 
 
 def run(store: Store, use: Callable[[StoreClient], Awaitable[bytes]]) -> tuple[bytes, StoreClient]:
-    """Use a client of the store in a loop of its own."""
+    """Use a client of the store in an event loop of its own."""
 
     async def main() -> tuple[bytes, StoreClient]:
         async with client_of(store) as client:
@@ -184,7 +184,7 @@ LAST = st.builds(Answer, st.integers(0, 2), st.none(), st.booleans(), st.boolean
 def test_bytes_are_of_one_version_or_there_is_an_error(
     size: int, answers: list[Answer], last: Answer, proves: bool, streams: bool, start: int
 ) -> None:
-    """Whatever breaks and changes: one version as a whole or an error, never a mixture."""
+    """Whatever breaks and changes, the result is one version as a whole or an error, never a mixture."""
     start = min(start, size)
     store = Store(size, [*answers, last], proves=proves)
     given_out: list[bytes] = []
@@ -228,7 +228,7 @@ def test_an_unproved_read_begins_again() -> None:
 
 @pytest.mark.parametrize(("proves", "answer"), [(False, Answer(1, 6)), (True, Answer(1, 6, silent=True))])
 async def test_an_unproved_stream_begins_again_and_compares(proves: bool, answer: Answer) -> None:
-    """Returned bytes cannot be taken back: they are read again, and the rest is taken if they are the same ones."""
+    """Returned bytes cannot be taken back: they are read again, and if they are equal, the rest is returned."""
     store = Store(12, [answer, Answer(1, silent=not proves)], proves=proves)
     async with client_of(store) as client:
         download = StoreDownload(client, "a")
@@ -243,7 +243,7 @@ async def test_an_unproved_stream_begins_again_and_compares(proves: bool, answer
 
 
 async def test_an_error_that_is_not_the_stores_is_raised_as_it_is() -> None:
-    """And the slot is free again."""
+    """The slot is free afterwards."""
 
     class Buggy(StoreDownload):
         async def _next(self, scope: Scope, most: int) -> bytes:
@@ -257,7 +257,7 @@ async def test_an_error_that_is_not_the_stores_is_raised_as_it_is() -> None:
 
 
 async def test_a_download_that_waits_for_a_slot_can_be_cancelled() -> None:
-    """A download without a slot releases none; one that is left in the middle releases its own."""
+    """A download without a slot releases none; a download that is left in the middle releases its own."""
     async with client_of(Store(9, [Answer()], proves=True)) as client:
         first, second = StoreDownload(client, "a"), StoreDownload(client, "a")
         assert await first.part(3) == bytes(3)
@@ -271,7 +271,7 @@ async def test_a_download_that_waits_for_a_slot_can_be_cancelled() -> None:
 
 
 async def test_blocks_of_two_versions_are_refused() -> None:
-    """Ranges that were read by several requests are of one version, or there is an error that names the object."""
+    """Ranges that several requests read are of one version, or an error names the object."""
     async with client_of(Store(9, [Answer(0), Answer(1)], proves=True)) as client:
         downloads = [StoreDownload(client, "a", start, 3) for start in (0, 6)]
         with pytest.raises(ReadFailed, match="'a' in test:// changed between the requests for its parts") as caught:
@@ -280,7 +280,7 @@ async def test_blocks_of_two_versions_are_refused() -> None:
 
 
 async def test_blocks_come_in_order() -> None:
-    """Any number of them, including none."""
+    """This holds for any number of blocks, including none."""
     store = Store(9, [Answer(1)], proves=True)
     async with client_of(store) as client:
         for count in range(4):

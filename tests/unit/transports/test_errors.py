@@ -22,13 +22,13 @@ LEAVES: dict[type[errors.TransportError], type[Exception]] = {
 
 
 def test_the_table_is_complete() -> None:
-    """Every public error is the family's root or one of the leaves tested here."""
+    """Every public error is the family's root or one of the classes tested here."""
     assert {getattr(errors, name) for name in errors.__all__} == {errors.TransportError, *LEAVES}
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_leaf_is_ours_and_the_builtin_error(leaf: type[errors.TransportError]) -> None:
-    """A program catches the package's root, the family's root, or the builtin that it knows."""
+    """It can be caught as the package's root, the family's root, or the builtin."""
     assert issubclass(leaf, LoaderError)
     assert issubclass(leaf, errors.TransportError)
     assert issubclass(leaf, LEAVES[leaf])
@@ -36,7 +36,7 @@ def test_leaf_is_ours_and_the_builtin_error(leaf: type[errors.TransportError]) -
 
 @pytest.mark.parametrize("leaf", [errors.TransportError, *LEAVES])
 def test_message_alone_makes_an_error(leaf: type[errors.TransportError]) -> None:
-    """An error that a worker met is made again from its text; the text is all that it shows."""
+    """An error of a worker is rebuilt from its text alone, and shows only that."""
     error = leaf("what happened")
     assert str(error) == "what happened"
     assert error.path is None
@@ -54,7 +54,7 @@ def test_errors_pickle_with_their_attributes(leaf: type[errors.TransportError]) 
 
 
 def test_sizes_survive_pickling() -> None:
-    """The sizes that explain an error travel with it."""
+    """The sizes that explain an error are pickled with it."""
     large = pickle.loads(pickle.dumps(errors.ObjectTooLarge("m", path="a", size=5, max_bytes=4)))
     assert (large.path, large.size, large.max_bytes) == ("a", 5, 4)
     outside = pickle.loads(pickle.dumps(errors.RangeOutOfBounds("m", path="a", size=5)))
@@ -62,7 +62,7 @@ def test_sizes_survive_pickling() -> None:
 
 
 def test_numbers_of_the_system() -> None:
-    """Code that looks at `errno` finds the number it expects, also after a pickle."""
+    """Code that reads `errno` finds the expected number, also after a pickle."""
     numbers: dict[OSError, int] = {
         errors.ObjectNotFound("m"): errno.ENOENT,
         errors.AccessDenied("m"): errno.EACCES,

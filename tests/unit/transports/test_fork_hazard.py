@@ -50,6 +50,6 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_what_a_process_remembers(program: str) -> None:
-    """The use is remembered by the process that did it and by those that it forks, and by no other."""
+    """The use is remembered by the process itself and by those that it forks, and by no other."""
     body = "\n".join(line.removeprefix("        ") for line in program.splitlines())
     subprocess.run([sys.executable, "-W", "error", "-c", FORKED + HEAD + body], cwd=ROOT, check=True, timeout=60)

@@ -8,7 +8,7 @@ from asyncloader.transports.base import gather_all
 
 
 async def test_results_come_in_the_order_of_the_calls() -> None:
-    """Whichever ends first."""
+    """The order does not depend on which call ends first."""
     gates = [asyncio.Event() for _ in range(3)]
 
     async def call(number: int) -> int:
@@ -21,7 +21,7 @@ async def test_results_come_in_the_order_of_the_calls() -> None:
 
 
 async def test_no_calls() -> None:
-    """Nothing to await gives nothing."""
+    """The result is an empty list."""
     assert await gather_all([]) == []
 
 
@@ -47,7 +47,7 @@ async def test_the_first_failure_ends_all() -> None:
 
 
 async def test_a_cancelled_caller_takes_the_calls_with_it() -> None:
-    """No call outlives the one that awaits it."""
+    """No call outlives its caller."""
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def waits() -> None:

@@ -44,7 +44,7 @@ hostile = st.dictionaries(st.sampled_from(names), values)
     ],
 )
 def test_content_range(text: str | None, expected: ContentRange | None) -> None:
-    """What is legal is read with an exclusive end; what contradicts itself counts as not said."""
+    """A legal header is read with an exclusive end; a contradictory header counts as missing."""
     assert parse_content_range(text) == expected
 
 
@@ -84,7 +84,7 @@ def test_hostile_headers_never_raise(mine: dict[str, str], other: dict[str, str]
     ],
 )
 def test_what_proves_equality(headers: dict[str, str], validator: str | None) -> None:
-    """A strong ETag does, and without one a date that is a minute old; nothing else."""
+    """Only a strong ETag proves it, and without one a date that is at least a minute old."""
     assert Version.of(headers, None).validator == validator
 
 
@@ -103,7 +103,7 @@ def test_what_proves_equality(headers: dict[str, str], validator: str | None) ->
 def test_what_shows_a_difference(
     one: tuple[dict[str, str], int], two: tuple[dict[str, str], int], differ: bool
 ) -> None:
-    """Sizes, ETags of either kind and dates, as far as both answers have them."""
+    """Sizes, ETags of either kind and dates are compared, as far as both responses have them."""
     assert Version.of(*one).differs(Version.of(*two)) is differ
 
 
@@ -112,12 +112,12 @@ def test_what_shows_a_difference(
     [("gzip", "gzip"), ("identity", None), ("", None), (" Identity ", None), ("br, gzip", "br, gzip")],
 )
 def test_foreign_encoding(value: str, expected: str | None) -> None:
-    """Everything but `identity` is named."""
+    """Every encoding but `identity` is named."""
     assert foreign_encoding({"Content-Encoding": value}) == expected
 
 
 def test_declared_digests() -> None:
-    """The strongest header comes first; a value of the wrong length or alphabet counts as not said."""
+    """The strongest header has precedence; a value of the wrong length or alphabet counts as missing."""
     md5, sha = hashlib.md5(b"x").digest(), hashlib.sha256(b"x").digest()
     headers = {"Content-MD5": base64.b64encode(md5).decode()}
     assert declared_digest(headers) == ("md5", md5)
@@ -133,7 +133,7 @@ def test_declared_digests() -> None:
     [("identity", None, True), ("gzip", "gzip", True), ("gzip", None, False), (None, None, True)],
 )
 def test_googles_digest_is_of_the_bytes_as_stored(stored: str | None, sent: str | None, declared: bool) -> None:
-    """An object that is stored compressed and sent decompressed has none."""
+    """An object that is stored compressed and sent decompressed has no usable digest."""
     md5 = hashlib.md5(b"x").digest()
     headers = {"x-goog-hash": f"crc32c=AAAAAA==,md5={base64.b64encode(md5).decode()}"}
     if stored is not None:
@@ -159,7 +159,7 @@ def test_safe_url(url: str, shown: str) -> None:
 
 @given(st.integers(100, 599))
 def test_each_status_has_an_error(status: int) -> None:
-    """The kind follows from the status, and the text has status, URL, path and note."""
+    """The class follows from the status, and the text has status, URL and note."""
     error = status_error(status, "Reason", "https://me:secret@host/a?secret", "a", "note")
     kinds = {404: ObjectNotFound, 410: ObjectNotFound, **dict.fromkeys((401, 403, 407, 451), AccessDenied)}
     assert type(error) is kinds.get(status, ReadFailed)

@@ -8,7 +8,7 @@ from asyncloader.transports.http_client import origin_of
 
 @pytest.mark.parametrize("url", ["https://host", "https://HOST:443/a", "https://user:password@host/b?c"])
 def test_an_origin_has_one_form(url: str) -> None:
-    """The port that the scheme has anyway, and the case of the host, make no difference."""
+    """The scheme's default port and the case of the host make no difference."""
     for encoded in (False, True):
         assert origin_of(URL(url, encoded=encoded)) == ("https", "host", 443)
 

@@ -28,7 +28,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# --- where the root is
+# --- the root
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def root(tmp_path: Path) -> Path:
     ],
 )
 def test_url(url: str, expected: str) -> None:
-    """A URL is unescaped, a plain path is taken as it is."""
+    """A URL is unescaped, a plain path is not."""
     assert LocalTransport.from_url(url).root == expected
 
 
@@ -76,14 +76,14 @@ async def test_missing_root(tmp_path: Path) -> None:
 
 
 def test_threads_are_bounded_by_default() -> None:
-    """The default is a number of threads that fits the machine; nonsense is refused."""
+    """The default is a number of threads that fits the machine; values below 1 are refused."""
     assert 1 < LocalTransport("/").threads <= 32
     with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
         LocalTransport("/", threads=0)
 
 
 def test_making_one_starts_nothing() -> None:
-    """Construction takes no thread and touches no disk."""
+    """Constructing a transport starts no thread and needs no directory."""
     before = threading.active_count()
     LocalTransport("/no/such/directory", threads=4)
     assert threading.active_count() == before
@@ -126,7 +126,7 @@ async def test_ranges_far_into_a_sparse_file(root: Path) -> None:
 
 @linux
 async def test_file_that_is_longer_than_its_size() -> None:
-    """A file that says 0 bytes and gives more, as one that grows would, is read whole and still bounded."""
+    """A file that states 0 bytes and gives more, like a growing file, is read whole, within `max_bytes`."""
     async with LocalTransport("/proc") as transport:
         assert await transport.size("version") == 0
         expected = Path("/proc/version").read_bytes()  # noqa: ASYNC240 - not a file on a disk
@@ -137,7 +137,7 @@ async def test_file_that_is_longer_than_its_size() -> None:
 
 @pytest.mark.skipif(not Path("/proc/kallsyms").exists(), reason="needs a file that is given page by page")
 def test_ranges_come_whole_from_a_file_that_gives_less_than_asked() -> None:
-    """A system call may give fewer bytes than it was asked for: always above 2 GiB, here after a page."""
+    """A system call may return fewer bytes than requested: always above 2 GiB, here after a page."""
     with Path("/proc/kallsyms").open("rb") as file:
         expected = file.read(30_000)
         assert len(os.pread(file.fileno(), 20_000, 10_000)) < 20_000
@@ -153,7 +153,7 @@ def test_file_cut_short_after_its_size_was_taken(root: Path) -> None:
 
 @linux
 async def test_broken_read() -> None:
-    """An error of the disk is ReadFailed with the system's number. (Page 0 of a process is never mapped.)"""
+    """An error of the disk is ReadFailed with the system's message. (Page 0 of a process is never mapped.)"""
     async with LocalTransport(f"/proc/{os.getpid()}") as transport:
         with pytest.raises(ReadFailed, match=r"reading '/proc/.*/mem' failed: Input/output error") as caught:
             await transport.read("mem")

@@ -25,7 +25,7 @@ async def hold_threads(transport: LocalTransport, free: threading.Event) -> list
 
     def call() -> bool:
         begun.wait()
-        return free.wait(30)  # a bound for tests that fail; the others let it go
+        return free.wait(30)  # a bound for tests that fail; the others release it
 
     tasks = [asyncio.create_task(transport._pool.run(call)) for _ in range(transport.threads)]
     await asyncio.to_thread(begun.wait)
@@ -52,7 +52,7 @@ async def test_read_is_cancelled_in_the_queue_of_the_threads(root: Path) -> None
 
 
 async def test_open_gives_a_file_of_aiofiles(root: Path) -> None:
-    """It reads, seeks and tells, and is closed when the block ends."""
+    """It can read, seek and give its position, and is closed when the block ends."""
     async with LocalTransport(root) as transport:
         async with transport.open("a.bin") as file:
             assert await file.read(3) == b"\x00\x01\x02"
@@ -64,7 +64,7 @@ async def test_open_gives_a_file_of_aiofiles(root: Path) -> None:
 
 
 async def test_open_file_is_closed_when_its_task_is_cancelled(root: Path) -> None:
-    """A task cancelled in the block, and again in its end, leaves no descriptor: the leak check sees it."""
+    """A task cancelled in the block, and again in its end, leaves no descriptor: the leak check verifies that."""
     free = threading.Event()
     opened = asyncio.Event()
 
@@ -80,7 +80,7 @@ async def test_open_file_is_closed_when_its_task_is_cancelled(root: Path) -> Non
         held = await hold_threads(transport, free)
         using.cancel()  # its close has to wait for the thread
         await asyncio.sleep(0)
-        using.cancel()  # and its patience ends there
+        using.cancel()  # which ends that wait
         with pytest.raises(asyncio.CancelledError):
             await using
         free.set()
@@ -101,7 +101,7 @@ async def test_open_file_after_close(root: Path) -> None:
 
 
 def test_pickle_keeps_root_and_threads(root: Path) -> None:
-    """A worker's copy is configured alike."""
+    """A worker's copy has the same configuration."""
     copy = pickle.loads(pickle.dumps(LocalTransport(root, threads=3)))
     assert (copy.root, copy.threads) == (str(root), 3)
 
@@ -117,7 +117,7 @@ def _read_in_child(transport: LocalTransport, answer: Connection) -> None:
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_transport_used_before_a_fork_works_in_the_child(root: Path) -> None:
-    """The parent's threads do not exist in the child, which starts its own; the parent's stay as they are."""
+    """The parent's threads do not exist in the child, which starts its own; the parent's keep working."""
     with asyncio.Runner() as runner:
         transport = LocalTransport(root, threads=1)
         assert len(runner.run(transport.read("a.bin"))) == 10240

@@ -10,7 +10,7 @@ from asyncloader.transports import InvalidPath, MemoryTransport
 
 
 async def test_objects_are_copied_from_the_mapping() -> None:
-    """What the caller does to its mapping later changes nothing."""
+    """Later changes of the caller's mapping have no effect."""
     objects = {"a": b"1"}
     async with MemoryTransport(objects) as transport:
         objects["b"] = b"2"
@@ -18,7 +18,7 @@ async def test_objects_are_copied_from_the_mapping() -> None:
 
 
 async def test_put_replaces() -> None:
-    """The last object put under a path is the one that is read."""
+    """A read returns the last object put under its path."""
     async with MemoryTransport({"a": b"1"}) as transport:
         transport.put("a", b"22")
         assert await transport.read("a") == b"22"
@@ -36,20 +36,20 @@ async def test_stream_gives_the_object_as_it_was() -> None:
 
 @pytest.mark.parametrize("path", ["", "/a", "a/../b"])
 def test_put_refuses_illegal_paths(path: str) -> None:
-    """What could not be read cannot be stored."""
+    """An object that could not be read cannot be stored."""
     with pytest.raises(InvalidPath):
         MemoryTransport({path: b""})
 
 
 @pytest.mark.parametrize("data", [bytearray(b"1"), "1", memoryview(b"1")])
 def test_put_refuses_what_is_not_bytes(data: Any) -> None:
-    """A read must give immutable bytes, so only those go in."""
+    """A read returns immutable bytes, so only bytes can be stored."""
     with pytest.raises(TypeError, match=f"the object 'a' must be bytes, got {type(data).__name__}"):
         MemoryTransport().put("a", data)
 
 
 async def test_pickled_copy_has_objects_of_its_own() -> None:
-    """A worker's copy is complete, and apart."""
+    """A worker's copy is complete and independent."""
     transport = MemoryTransport({"a": b"1"})
     copy = pickle.loads(pickle.dumps(transport))
     transport.put("b", b"2")
@@ -59,14 +59,14 @@ async def test_pickled_copy_has_objects_of_its_own() -> None:
 
 
 def test_url() -> None:
-    """Two URLs give two stores; a name in the URL would suggest that they are shared."""
+    """Two URLs give two stores; a name in the URL, which would suggest a shared store, is refused."""
     assert "objects=0" in repr(MemoryTransport.from_url("Memory://"))
     with pytest.raises(ValueError, match="just memory://, got 'memory://shared'"):
         MemoryTransport.from_url("memory://shared")
 
 
 async def test_each_call_lets_the_loop_run() -> None:
-    """Code that forgets that a read can be interleaved shows it with this transport too."""
+    """Code that overlooks that reads can be interleaved fails with this transport too."""
     async with MemoryTransport({"a": b"1"}) as transport:
         order: list[str] = []
 

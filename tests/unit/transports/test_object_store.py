@@ -22,20 +22,20 @@ from asyncloader.transports import InvalidPath, ObjectStoreTransport, RetryPolic
     ],
 )
 def test_impossible_options(options: dict[str, Any], text: str) -> None:
-    """They are refused where they are given."""
+    """They are refused by the constructor."""
     with pytest.raises(ValueError, match=text):
         ObjectStoreTransport(options.pop("root", "s3://bucket"), **options)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "S3"])
 def test_schemes(scheme: str) -> None:
-    """Each scheme of a store opens this transport, without a request and without a loop."""
+    """Each scheme of a store opens this transport, without a request and without an event loop."""
     transport = open_transport(f"{scheme}://bucket/a", requests=3)
     assert repr(transport) == f"<ObjectStoreTransport '{scheme.lower()}://bucket/a' requests=3 open>"
 
 
 def test_texts_hold_no_keys() -> None:
-    """The configuration is not shown, and travels with the pickle."""
+    """The configuration is not in the repr, but is in the pickle."""
     transport = ObjectStoreTransport(
         "s3://bucket/a", config={"secret_access_key": "hidden"}, retry=RetryPolicy(budget_s=1), skip_signature=True
     )
@@ -46,7 +46,7 @@ def test_texts_hold_no_keys() -> None:
 
 
 async def test_names_that_obstore_cannot_hold() -> None:
-    """A control character is refused by name before anything is asked."""
+    """A path with a control character is refused before any request."""
     async with ObjectStoreTransport("s3://bucket") as transport:
         for path in ["a\nb", "a\x7fb", "\x01"]:
             with pytest.raises(InvalidPath, match="control character") as caught:
@@ -55,7 +55,7 @@ async def test_names_that_obstore_cannot_hold() -> None:
 
 
 def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call says what to install; making the transport does not need it."""
+    """The first call raises an error that names the extra; constructing the transport does not need obstore."""
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setattr("asyncloader.transports.object_store_client.note_use", lambda: None)
     transport = ObjectStoreTransport("s3://bucket")

@@ -20,7 +20,7 @@ from asyncloader.transports.object_store_config import (
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home, and no cloud in the environment."""
+    """An empty home directory, and no cloud settings in the environment."""
     for name in list(os.environ):
         if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):
             monkeypatch.delenv(name)
@@ -65,7 +65,7 @@ def connected(**options: Any) -> dict[str, Any]:
     ],
 )
 def test_urls(url: str, location: BucketLocation) -> None:
-    """Scheme, bucket and prefix are told apart; nothing in the prefix is unescaped."""
+    """Scheme, bucket and prefix are separated; nothing in the prefix is unescaped."""
     assert parse_location(url) == location
 
 
@@ -73,20 +73,20 @@ def test_urls(url: str, location: BucketLocation) -> None:
     "url", ["s3:/bucket", "bucket/a", "ftp://bucket", "s3://", "s3:///a", "gs://a:80/b", "az://a b/c"]
 )
 def test_urls_of_no_store(url: str) -> None:
-    """It is refused before anything is asked."""
+    """Such a URL is refused before any request."""
     with pytest.raises(ValueError, match="write"):
         parse_location(url)
 
 
 def test_passwords_in_urls_are_not_repeated() -> None:
-    """Where others write user and password, keys may stand; the error does not show them."""
+    """Some URLs have user and password there, which may be keys; the error does not show them."""
     with pytest.raises(ValueError, match="malformed") as caught:
         parse_location("s3://AKIA:secret@bucket/a")
     assert "secret" not in str(caught.value)
 
 
 def test_unknown_servers_of_azure() -> None:
-    """Another cloud's server is named by `endpoint`, not guessed."""
+    """Another cloud's server must be given by `endpoint`; it is not guessed."""
     with pytest.raises(ValueError, match="pass endpoint="):
         parse_location("abfss://files@acme.dfs.core.chinacloudapi.cn/a")
 
@@ -102,7 +102,7 @@ def test_prefixes_are_canonical(url: str) -> None:
 
 
 def test_how_the_policy_maps_to_obstore() -> None:
-    """Budget and back-off are obstore's; no budget, or no policy, is no retry."""
+    """Budget and back-off become obstore's; without a budget, or without a policy, there is no retry."""
     assert retry_config(RetryPolicy(budget_s=7, first_delay_s=0.5, cap_s=3)) == {
         "max_retries": 1 << 30,
         "retry_timeout": timedelta(seconds=7),
@@ -129,7 +129,7 @@ def test_options_become_obstores() -> None:
 
 
 def test_timeouts_become_obstores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole download has no time limit; plain http is allowed to those who write it, also in the environment."""
+    """A whole download has no time limit; a plain http endpoint allows http, also from the environment."""
     options = connected(connect_s=3, stalled_s=4, client={"user_agent": "me"})
     assert options == {"connect_timeout": "3s", "read_timeout": "4s", "timeout": "30days", "user_agent": "me"}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://x:1")
@@ -138,7 +138,7 @@ def test_timeouts_become_obstores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_configuration_that_obstore_refuses() -> None:
-    """The error names the root and says what is wrong."""
+    """The error has the root and the reason."""
     with pytest.raises(TransportError, match=r"s3://bucket cannot be opened: .*no_such_setting"):
         configured(config={"no_such_setting": "1"})
     with pytest.raises(TransportError, match=r"az://files cannot be opened: .*[Aa]ccount"):
@@ -149,7 +149,7 @@ def test_a_configuration_that_obstore_refuses() -> None:
 
 
 def test_keys_of_the_default_profile(home: Path) -> None:
-    """Keys, region and endpoint are read as the AWS tools write them; a percent sign in a key is a percent sign."""
+    """Keys, region and endpoint are read as the AWS tools write them; a percent sign in a key is literal."""
     write(
         home,
         credentials="[default]\naws_access_key_id = A\naws_secret_access_key = s%e\naws_session_token=t\n[other]\n",
@@ -162,7 +162,7 @@ def test_keys_of_the_default_profile(home: Path) -> None:
 
 def test_a_named_profile_in_files_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment names profile and files; the config file calls its sections ``profile x``."""
-    (tmp_path / "keys").write_text("[x]\naws_access_key_id = A\n")  # half a key is none
+    (tmp_path / "keys").write_text("[x]\naws_access_key_id = A\n")  # half a key counts as no key
     (tmp_path / "conf").write_text("[profile x]\naws_access_key_id = B\naws_secret_access_key = b\n[x]\nregion=no\n")
     monkeypatch.setenv("AWS_PROFILE", "x")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
@@ -173,7 +173,7 @@ def test_a_named_profile_in_files_elsewhere(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_comes_before_a_profile(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options and environment win, each alone: the keys of one and the secret of another never meet."""
+    """Options and environment have precedence, as a whole: the key of one and the secret of another never meet."""
     keys = "[default]\naws_access_key_id = A\naws_secret_access_key = a\n"
     write(home, credentials=keys, config="[default]\nregion = r1\n")
     assert configured(region="r2")["region"] == "r2"
@@ -184,13 +184,13 @@ def test_what_comes_before_a_profile(home: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "C")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "c")
     found = configured()
-    # obstore does not say what it found in the environment itself.
+    # obstore does not report the settings that it found in the environment itself.
     assert (found.get("region", "r3"), found.get("access_key_id", "C")) == ("r3", "C")
 
 
 @pytest.mark.parametrize("setting", ["sso_session", "role_arn", "credential_process"])
 def test_profiles_that_need_more_than_keys(home: Path, setting: str) -> None:
-    """A way in that obstore does not know is refused, instead of going in as somebody else; keys beside it win."""
+    """Access that obstore does not support is refused, not replaced by another identity; given credentials win."""
     write(home, config=f"[default]\n{setting} = x\n")
     with pytest.raises(TransportError, match=f"'default' gets its keys by {setting}.*Boto3CredentialProvider"):
         configured()
@@ -199,7 +199,7 @@ def test_profiles_that_need_more_than_keys(home: Path, setting: str) -> None:
 
 
 def test_a_profile_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong name is told; having no files at all is usual."""
+    """A wrong name is an error; having no files at all is usual."""
     assert configured()["bucket"] == "bucket"
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(TransportError, match=r"profile 'nobody' .*is in neither"):
@@ -207,7 +207,7 @@ def test_a_profile_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_broken_file_does_not_leak(home: Path) -> None:
-    """The error names the file and no line of it."""
+    """The error names the file and quotes no line of it."""
     write(home, credentials="aws_secret_access_key = hidden\n")
     with pytest.raises(TransportError, match="credentials cannot be read: MissingSectionHeaderError") as caught:
         configured()

@@ -20,7 +20,7 @@ WHERE = "s3://bucket/root"
 
 
 def answered(status: int, body: str = "") -> str:
-    """What obstore 0.12 writes when a store answers with an error."""
+    """The text of obstore 0.12 for a store's error response."""
     return (
         f"Generic S3 error: Error performing GET http://h/bucket/root/a in 1ms - Server returned non-2xx status code: "
         f'{status} Word: {body}\n\nDebug source:\nGeneric {{\n    store: "S3",\n    source: RetryError(\n'
@@ -31,7 +31,7 @@ def answered(status: int, body: str = "") -> str:
 
 
 def broke(kind: str, words: str = "error sending request", inner: str = "") -> str:
-    """What it writes when a connection fails."""
+    """The text of obstore 0.12 for a failed connection."""
     return (
         f'Generic S3 error: HTTP error: {words}\n\nDebug source:\nGeneric {{\n    store: "S3",\n'
         f"    source: HttpError {{\n        kind: {kind},\n        source: reqwest::Error {{ {inner} }},\n    }},\n}}"
@@ -47,7 +47,7 @@ def classified(error: BaseException, path: str | None = "a") -> tuple[str, bool,
 
 @pytest.mark.parametrize("status", [400, 409, 416, 429, 500, 501, 503, 507])
 def test_statuses(status: int) -> None:
-    """A status is retryable if the policy says so, whatever text the store sends with it."""
+    """A status is retryable if the policy has it, whatever text the store sends with it."""
     error = exceptions.GenericError(answered(status, "status: 503, inner: Status { status: 500,"))
     assert status_of(error) == status
     kind, retryable, text = classified(error)

@@ -29,14 +29,14 @@ def read(plan: ReadPlan) -> list[bytes]:
 
 
 def test_near_ranges_share_a_block() -> None:
-    """The picture in the module: two near ranges are one read, the far one is another."""
+    """The picture in the module: two near ranges are one read, the far range is another read."""
     plan = plan_ranges([(0, 7), (9, 5), (40, 9)], max_gap=2)
     assert plan.blocks == (ByteRange(0, 14), ByteRange(40, 9))
     assert plan.cuts == (Cut(0, 0, 7), Cut(0, 9, 5), Cut(1, 0, 9))
 
 
 def test_gap_limit_is_exact() -> None:
-    """A gap of `max_gap` bytes is read over, one byte more is not."""
+    """A gap of `max_gap` bytes is read over, a gap of one byte more is not."""
     assert len(plan_ranges([(0, 1), (4, 1)], max_gap=3).blocks) == 1
     assert len(plan_ranges([(0, 1), (5, 1)], max_gap=3).blocks) == 2
 
@@ -54,14 +54,14 @@ def test_a_long_range_is_not_split() -> None:
 
 
 def test_a_range_inside_another_costs_nothing() -> None:
-    """Of two ranges that begin alike the longer one serves both, also when it is above `max_size`."""
+    """Of two ranges that begin alike the longer serves both, even if it exceeds `max_size`."""
     plan = plan_ranges([(0, 4), (0, 100)], max_size=10)
     assert plan.blocks == (ByteRange(0, 100),)
     assert plan.cuts == (Cut(0, 0, 4), Cut(0, 0, 100))
 
 
 def test_nothing_asked_nothing_read() -> None:
-    """No ranges, or empty ones, need no read."""
+    """No ranges, or empty ranges, need no read."""
     assert plan_ranges([]) == ReadPlan((), ())
     plan = plan_ranges([(5, 0), (0, 0)])
     assert plan.blocks == ()
@@ -85,13 +85,13 @@ def test_an_answer_that_is_its_block_is_not_copied() -> None:
     ],
 )
 def test_impossible_arguments(ranges: list[tuple[int, int]], options: dict[str, int], text: str) -> None:
-    """Arguments that mean nothing are refused with their values."""
+    """Meaningless arguments are refused with their values."""
     with pytest.raises(ValueError, match=text):
         plan_ranges(ranges, **options)
 
 
 def test_cut_checks_what_was_read() -> None:
-    """Missing and short blocks are refused, not cut into wrong answers."""
+    """Missing and short blocks are refused, not cut into wrong results."""
     plan = plan_ranges([(0, 4), (50, 4)])
     with pytest.raises(ValueError, match="the plan has 2 blocks, got the bytes of 1"):
         plan.cut([b"1234"])
@@ -101,7 +101,7 @@ def test_cut_checks_what_was_read() -> None:
 
 @given(asked_ranges, gaps, sizes)
 def test_answers_are_the_slices(ranges: list[tuple[int, int]], gap: int, size: int | None) -> None:
-    """Whatever the plan, its cuts are the slices that were asked for, in order."""
+    """For any plan the cuts are the slices that were asked for, in order."""
     plan = plan_ranges(ranges, max_gap=gap, max_size=size)
     assert plan.cut(read(plan)) == [CONTENT[start : start + length] for start, length in ranges]
 
@@ -119,7 +119,7 @@ def test_blocks_obey_the_limits(ranges: list[tuple[int, int]], gap: int, size: i
 
 @given(asked_ranges, gaps, sizes)
 def test_blocks_are_few(ranges: list[tuple[int, int]], gap: int, size: int | None) -> None:
-    """Blocks ascend, none lies in another, and no two neighbours could have been one."""
+    """Blocks ascend, none lies in another, and no two neighbours could have been one block."""
     blocks = plan_ranges(ranges, max_gap=gap, max_size=size).blocks
     assert len(blocks) <= sum(length > 0 for _, length in ranges)
     for left, right in pairwise(blocks):

@@ -57,7 +57,7 @@ def test_files(url: str | Path) -> None:
 
 
 def test_memory() -> None:
-    """Options go to the constructor."""
+    """Options are passed to the constructor."""
     transport = open_transport("memory://", objects={"a": b"1"})
     assert isinstance(transport, MemoryTransport)
     assert "objects=1" in repr(transport)
@@ -70,7 +70,7 @@ def test_unknown_option() -> None:
 
 
 def test_unknown_scheme_lists_what_is_known(install: Install) -> None:
-    """The error names the scheme and the known ones with their packages, not the URL and its password."""
+    """The error has the scheme and the known schemes with their packages, not the URL and its password."""
     install("gopherpack", gopher="gopherpack_module:Gopher")
     with pytest.raises(UnknownScheme) as caught:
         open_transport("ftp://user:secret@host/data")
@@ -82,7 +82,7 @@ def test_unknown_scheme_lists_what_is_known(install: Install) -> None:
 
 
 def test_an_installed_package_adds_a_scheme(install: Install) -> None:
-    """An entry point is found by its scheme, whatever the letter case, and gets URL and options."""
+    """An entry point is found by its scheme, in any letter case, and gets URL and options."""
     install("gopherpack", gopher="gopherpack_module:Gopher")
     transport = open_transport("GOPHER://hole/1", objects={"a": b"1"})
     assert type(transport).__name__ == "Gopher"
@@ -92,14 +92,14 @@ def test_an_installed_package_adds_a_scheme(install: Install) -> None:
 
 
 def test_built_in_schemes_stay_ours(install: Install) -> None:
-    """A package cannot change what file:// means."""
+    """A package cannot change the meaning of file://."""
     install("thief", file="thief_module:Gopher")
     assert isinstance(open_transport("file:///data"), LocalTransport)
     assert known_schemes()["file"] == "asyncloader"
 
 
 def test_two_packages_for_one_scheme(install: Install) -> None:
-    """Which of two wins would depend on the search path, so neither does."""
+    """A choice would depend on the search path, so neither package is used."""
     install("one", gopher="one_module:Gopher")
     install("two", gopher="two_module:Gopher")
     with pytest.raises(TransportError, match=r"more than one package serves the scheme 'gopher': one .*, two "):
@@ -115,14 +115,14 @@ def test_two_packages_for_one_scheme(install: Install) -> None:
     ],
 )
 def test_broken_package(install: Install, value: str, text: str) -> None:
-    """A package that cannot be used is named, with the reason."""
+    """The error names the unusable package and the reason."""
     install("broken", gopher=value)
     with pytest.raises(TransportError, match=rf"package 'broken', {text}"):
         open_transport("gopher://hole")
 
 
 def test_importing_the_package_does_not_import_the_transports() -> None:
-    """What a scheme needs is imported when it is used; the names are there all the same."""
+    """A scheme's module is imported when it is used; the names exist nevertheless."""
     program = (
         "import sys, asyncloader.transports as t\n"
         "assert 'asyncloader.transports.local' not in sys.modules\n"

@@ -56,7 +56,7 @@ def test_policy_refuses_what_makes_no_sense(options: dict[str, float], match: st
 
 
 def test_policy_pickles() -> None:
-    """A policy travels to the workers as it is."""
+    """A policy is sent to the workers unchanged."""
     policy = RetryPolicy(budget_s=3, statuses=frozenset({503}))
     assert pickle.loads(pickle.dumps(policy)) == policy
 
@@ -69,7 +69,7 @@ def test_statuses_about_the_request_are_not_retryable(status: int) -> None:
 
 @given(policies(), st.integers(1, 10_000), jitters)
 def test_delay_is_within_the_bounds(policy: RetryPolicy, failures: int, jitter: float) -> None:
-    """Each wait is between 0 and the doubled first one, and never above the cap, after any number of failures."""
+    """Each wait is between 0 and the doubled first wait, and never above the cap, after any number of failures."""
     delay = policy.delay(failures, jitter)
     assert 0 <= delay <= policy.cap_s
     if failures < 50:
@@ -77,7 +77,7 @@ def test_delay_is_within_the_bounds(policy: RetryPolicy, failures: int, jitter: 
 
 
 def test_delays_double_up_to_the_cap() -> None:
-    """At the largest jitter the waits are 1, 2, 4, 5, 5 for a first one of 1 and a cap of 5."""
+    """At the largest jitter the waits are 1, 2, 4, 5, 5 for a first wait of 1 and a cap of 5."""
     policy = RetryPolicy(first_delay_s=1, cap_s=5)
     assert [policy.delay(failures, 1.0) for failures in range(1, 6)] == [1, 2, 4, 5, 5]
 
@@ -87,9 +87,9 @@ def test_delays_double_up_to_the_cap() -> None:
 
 @given(policies(), st.lists(st.tuples(seconds, jitters), max_size=50))
 def test_nothing_is_begun_after_the_budget(policy: RetryPolicy, each: list[tuple[float, float]]) -> None:
-    """Whatever the attempts take, no wait leads past the budget, and a failure after it gives up.
+    """Whatever time the attempts take, no wait leads past the budget, and a failure after it gives up.
 
-    An attempt counts for half of it at most.
+    An attempt uses up at most half of the budget.
     """
     draws = iter([jitter for _, jitter in each])
     attempts = Attempts(policy, began=100.0, jitter=lambda: next(draws))
@@ -110,7 +110,7 @@ def test_nothing_is_begun_after_the_budget(policy: RetryPolicy, each: list[tuple
 
 @given(policies(), seconds, seconds)
 def test_one_long_attempt_is_followed_by_another(policy: RetryPolicy, more: float, taken: float) -> None:
-    """The process may have stood still meanwhile: suspended, or with a blocked loop."""
+    """The process may have stood still during the attempt: suspended, or with a blocked loop."""
     attempts = Attempts(policy, began=0.0, jitter=lambda: 0.5)
     delay = attempts.failed(policy.budget_s + more).delay
     if not policy.budget_s:
@@ -124,7 +124,7 @@ def test_one_long_attempt_is_followed_by_another(policy: RetryPolicy, more: floa
 
 @given(policies(), jitters)
 def test_an_operation_without_progress_ends(policy: RetryPolicy, jitter: float) -> None:
-    """Attempts that fail at once come to an end, too: each wait is positive, or time passes otherwise."""
+    """Attempts that fail at once end, too: each wait is positive, or time passes otherwise."""
     policy = RetryPolicy(min(policy.budget_s, 20 * policy.first_delay_s), policy.first_delay_s, policy.cap_s)
     attempts = Attempts(policy, began=0.0, jitter=lambda: max(jitter, 0.01))
     now = 0.0
@@ -139,7 +139,7 @@ def test_an_operation_without_progress_ends(policy: RetryPolicy, jitter: float) 
 
 @given(policies(), seconds, st.floats(0, 2000.0), jitters)
 def test_retry_after_is_kept_or_given_up(policy: RetryPolicy, taken: float, asked: float, jitter: float) -> None:
-    """The server is left alone for at least as long as it asks, or the operation ends; never less."""
+    """The operation waits at least as long as the server asks, or ends."""
     verdict = Attempts(policy, began=0.0, jitter=lambda: jitter).failed(taken, retry_after=asked)
     left = policy.budget_s - min(taken, policy.budget_s / 2)
     if not policy.budget_s or asked > left + 1e-9:
@@ -150,14 +150,14 @@ def test_retry_after_is_kept_or_given_up(policy: RetryPolicy, taken: float, aske
 
 
 def test_those_that_were_turned_away_together_come_back_apart() -> None:
-    """The server told all of them the same moment: the jitter comes on top of it."""
+    """The server named the same time to all clients: the jitter is added to it."""
     policy = RetryPolicy(budget_s=100, first_delay_s=4)
     waits = [Attempts(policy, 0.0, lambda: jitter).failed(1.0, retry_after=10).delay for jitter in (0.0, 0.5, 1.0)]  # noqa: B023
     assert waits == [10.0, 12.0, 14.0]
 
 
 def test_reasons_say_what_ended_it() -> None:
-    """The clause for the error's text names the budget, or what the server asked for."""
+    """The clause for the error's text names the budget, or the wait that the server asked for."""
     assert Attempts(RetryPolicy(budget_s=0), 0.0).failed(1.0).reason == "retries are off"
     attempts = Attempts(RetryPolicy(budget_s=5), 0.0, jitter=lambda: 0.0)
     assert not attempts.failed(2.5).reason
@@ -177,7 +177,7 @@ def test_progress_starts_the_budget_and_the_back_off_again() -> None:
 
 
 def test_a_pause_uses_nothing_up() -> None:
-    """Time in which no bytes were requested is not part of the outage; a negative one counts as none."""
+    """Time in which no bytes were requested does not use up the budget; a negative pause counts as none."""
     attempts = Attempts(RetryPolicy(budget_s=10), 0.0, jitter=lambda: 0.0)
     attempts.paused(1000.0)
     attempts.paused(-50.0)
@@ -187,14 +187,14 @@ def test_a_pause_uses_nothing_up() -> None:
 
 
 def test_own_jitter_leaves_the_global_generator_alone() -> None:
-    """A retry draws nothing from the generator that data sets use, so it never changes a sample."""
+    """A retry draws nothing from the generator that datasets use, so it never changes a sample."""
     state = random.getstate()
     delays = {Attempts(RetryPolicy(), 0.0).failed(1.0).delay for _ in range(20)}
     assert len(delays) > 10
     assert random.getstate() == state
 
 
-# ------------------------------------------------------------------------------------------------ what is retryable
+# ------------------------------------------------------------------------------------------------ retryable errors
 
 
 @pytest.mark.parametrize(
@@ -244,12 +244,12 @@ def test_retry_after_in_seconds(number: int) -> None:
 
 @given(st.integers(0, 4 * 10**9), st.floats(0, 4e9))
 def test_retry_after_as_a_date(moment: int, now: float) -> None:
-    """The second form is a date; one that has passed means now."""
+    """The second form is a date; a date in the past means no wait."""
     assert parse_retry_after(formatdate(moment, usegmt=True), now) == max(0.0, moment - now)
 
 
 def test_retry_after_in_the_old_formats() -> None:
-    """RFC 850's and asctime's formats, which say no zone or another one, are read as UTC."""
+    """RFC 850's and asctime's formats, with another zone or none, are read as UTC."""
     for text in ["Sun, 06 Nov 1994 08:49:37 GMT", "Sunday, 06-Nov-94 08:49:37 GMT", "Sun Nov  6 08:49:37 1994"]:
         assert parse_retry_after(text, now=784111777.0 - 10) == 10
 
@@ -258,14 +258,14 @@ def test_retry_after_in_the_old_formats() -> None:
     st.text() | st.sampled_from(["-1", "1.5", "1e3", "nan", "99999999999999999999", "Sun, 99 Nov 1994 08:49:37 GMT"])
 )
 def test_retry_after_of_a_hostile_server(text: str) -> None:
-    """What is not legal says nothing, or some time that is not negative; it never raises."""
+    """An illegal value gives None, or a time that is not negative; it never raises."""
     found = parse_retry_after(text, now=0.0)
     assert found is None or found >= 0
     assert parse_retry_after(None, now=0.0) is None
 
 
 def test_counts_give_a_copy() -> None:
-    """The snapshot is plain and does not follow what is counted later."""
+    """The snapshot is plain and does not change with later counts."""
     counts = RetryCounts()
     counts.kinds["status 503"] += 2
     counts.kinds["stalled"] += 1
@@ -283,7 +283,7 @@ def test_counts_give_a_copy() -> None:
 
 @pytest.mark.parametrize("clock_is_off", [-86_400.0, 0.0, 86_400.0])
 def test_dates_of_one_answer_are_compared_with_each_other(clock_is_off: float) -> None:
-    """A clock here that is a day behind does not turn 5 seconds into a day; without a date only this clock is known."""
+    """A wrong clock here does not turn 5 seconds into a day; without the server's date only this clock is used."""
     moment = 1_700_000_000
     date = {"Retry-After": formatdate(moment + 5, usegmt=True)}
     for sent in (formatdate(moment, usegmt=True), f" {formatdate(moment, usegmt=True)}"):

@@ -14,7 +14,7 @@ from asyncloader.transports.rooted_files import RootedFiles, os_errors
 
 @pytest.fixture(params=["/proc/self/fd", "/nowhere"], ids=["descriptors shown", "names resolved again"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> RootedFiles:
-    """A root with a/b.txt in it, and a secret beside it; with and without help from /proc."""
+    """A root with the file a/b.txt, and a secret beside the root; with and without help from /proc."""
     (tmp_path / "root/a").mkdir(parents=True)
     (tmp_path / "root/a/b.txt").write_bytes(b"inside")
     (tmp_path / "root-2").mkdir()
@@ -58,7 +58,7 @@ def test_a_file_inside(root: RootedFiles) -> None:
     ],
 )
 def test_links_that_lead_out_are_refused(root: RootedFiles, name: str, target: str, path: str) -> None:
-    """Relative or absolute, to a file or through a directory, also to a sibling of a like name."""
+    """Refused are relative and absolute links, to files and through directories, also to a sibling of similar name."""
     link(root, name, target)
     with pytest.raises(InvalidPath, match=f"'{path}' leads out of the root .* by a link") as caught:
         root.open(path)
@@ -82,14 +82,14 @@ def test_links_inside_are_followed(root: RootedFiles) -> None:
 
 
 def test_dots_are_refused_before_the_disk_is_asked(root: RootedFiles) -> None:
-    """The name alone is enough, also when it would come back in."""
+    """The path alone is refused, even if it would lead back in."""
     for path in ["../root-2/secret", "a/../a/b.txt", "/etc/passwd", str(Path(root.directory) / "a/b.txt")]:
         with pytest.raises(InvalidPath):
             root.open(path)
 
 
 def test_the_root_may_be_a_link_that_moves(root: RootedFiles, tmp_path: Path) -> None:
-    """A root such as `current` is followed wherever it leads now, before and after it was first used."""
+    """A root such as `current` is followed to its present target, before and after it was first used."""
     current = tmp_path / "current"
     current.symlink_to("root")
     moving = RootedFiles(str(current), root._descriptors)
@@ -101,7 +101,7 @@ def test_the_root_may_be_a_link_that_moves(root: RootedFiles, tmp_path: Path) ->
 
 
 def test_a_file_replaced_while_it_is_opened(tmp_path: Path) -> None:
-    """Where names have to be resolved again, another file under the same name is not taken for the opened one."""
+    """Where names have to be resolved again, another file under the same name is not taken for the opened file."""
     file = tmp_path / "a"
     file.write_bytes(b"old")
     root = RootedFiles(str(tmp_path), descriptors="/nowhere")
@@ -139,7 +139,7 @@ def test_what_is_no_regular_file_is_not_found(root: RootedFiles) -> None:
 
 
 def test_missing(root: RootedFiles, tmp_path: Path) -> None:
-    """A missing file, a file taken for a directory, and a missing root are told apart."""
+    """A missing file, a file used as a directory, and a missing root have different errors."""
     for path in ["c", "a/c", "c/d", "a/b.txt/c"]:
         with pytest.raises(ObjectNotFound, match=f"/{path}' does not exist"):
             root.open(path)
@@ -171,7 +171,7 @@ def test_listing_is_in_the_order_of_the_paths(root: RootedFiles) -> None:
 
 
 def test_listing_refuses_links_that_lead_out(root: RootedFiles) -> None:
-    """A link that cannot be read is an error, not a data set that is silently smaller."""
+    """A link that cannot be read is an error, not a dataset that is silently smaller."""
     link(root, "a/evil", "../../root-2/secret")
     with pytest.raises(InvalidPath, match="'a/evil'"):
         walk(root)
@@ -182,7 +182,7 @@ def test_listing_refuses_links_that_lead_out(root: RootedFiles) -> None:
 
 
 def test_listing_passes_over_dangling_links_and_cycles(root: RootedFiles) -> None:
-    """A link to nothing lists nothing; a walk through links that lead back comes to an end."""
+    """A link to nothing lists nothing; a walk through links that lead back terminates."""
     link(root, "nothing", "no/such/file")
     link(root, "a/up", "..")
     (Path(root.directory) / "x").mkdir()
@@ -209,7 +209,7 @@ def test_listing_passes_over_dangling_links_and_cycles(root: RootedFiles) -> Non
     ],
 )
 def test_errors_of_the_system(number: int, kind: type[Exception], tmp_path: Path) -> None:
-    """Each number means one of our errors, which names the whole path, and keeps number and cause."""
+    """Each number has one of our errors, which names the whole path, and keeps number and cause."""
     original = OSError(number, os.strerror(number))
     with pytest.raises(kind) as caught, os_errors("a/b", str(tmp_path)):
         raise original
@@ -222,7 +222,7 @@ def test_errors_of_the_system(number: int, kind: type[Exception], tmp_path: Path
 
 @pytest.fixture
 def nobody(root: RootedFiles) -> Iterator[None]:
-    """Take the permissions of a/b.txt away, and run as a user for whom permissions count."""
+    """Take the permissions of a/b.txt away, and run as a user that permissions apply to."""
     (Path(root.directory) / "a/b.txt").chmod(0)
     user = os.geteuid()
     if user == 0:
@@ -234,6 +234,6 @@ def nobody(root: RootedFiles) -> Iterator[None]:
 
 
 def test_unreadable_file(root: RootedFiles, nobody: None) -> None:
-    """A file that we may not read says so."""
+    """A file that we may not read raises AccessDenied."""
     with pytest.raises(AccessDenied, match=r"no permission to read '/.*/a/b\.txt'"):
         root.open("a/b.txt")

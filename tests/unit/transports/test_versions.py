@@ -13,7 +13,7 @@ from asyncloader.transports.checks import check_start
 
 
 def test_check_start() -> None:
-    """Any byte of the object and its end may be a start; what lies outside is an error that has the size."""
+    """Any byte of the object, and its end, may be a start; other starts are an error that has the size."""
     for start in [0, 3, 5]:
         check_start("a", 5, start)
     check_start("a", None, 1 << 60)
@@ -24,7 +24,7 @@ def test_check_start() -> None:
         check_start("a", None, -1)
 
 
-# ------------------------------------------------------------------------------------------------ what is inherited
+# ------------------------------------------------------------------------------------------------ inherited methods
 
 
 class Plain(MemoryTransport):
@@ -59,7 +59,7 @@ class Told(Plain):
 async def test_a_version_that_is_asked_for_twice(
     versions: tuple[str | None, ...], data: bytes, known: str | None
 ) -> None:
-    """Without a way of its own a transport names a version for a read only if it was the same before and after."""
+    """Without a method of its own a transport names a read's version only if it was the same before and after."""
     assert await Told(*versions, data=data).read_with_info("a") == (data, (len(data), known))
 
 
@@ -72,7 +72,7 @@ async def test_a_transport_of_somebody_else_has_sizes() -> None:
 
 
 async def test_memory_versions_are_of_the_bytes() -> None:
-    """Equal bytes have one version in all stores and copies, others have others, and it follows a replacement."""
+    """Equal bytes have one version in all stores and copies, other bytes another; `put` changes the version."""
     one, two = MemoryTransport({"a": b"1", "b": b"2"}), MemoryTransport({"a": b"1"})
     assert await one.info("a") == await two.info("a") == await pickle.loads(pickle.dumps(one)).info("a")
     assert (await one.info("a")).etag != (await one.info("b")).etag
@@ -84,7 +84,7 @@ async def test_memory_versions_are_of_the_bytes() -> None:
 
 
 async def test_a_files_version(tmp_path: Path) -> None:
-    """It is there when the file has rested, is another one for another file, size or time, and survives a reader."""
+    """A file has a version once it has rested; another file, size or time has another; reading does not change it."""
     file = tmp_path / "a"
     file.write_bytes(b"data")
     async with LocalTransport(tmp_path, threads=1) as transport:
@@ -113,7 +113,7 @@ async def test_a_files_version(tmp_path: Path) -> None:
 
 
 async def test_a_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
-    """Bytes that do not fit the version before and after have none."""
+    """Bytes whose version differs before and after the read have no version."""
     file = tmp_path / "a"
     file.write_bytes(b"data")
     os.utime(file, (1000, 1000))
