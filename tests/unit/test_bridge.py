@@ -41,7 +41,7 @@ def test_loop_runs_in_a_daemon_thread_of_its_own(bridge: Bridge) -> None:
 
 
 def test_run_gives_the_result_or_the_error(bridge: Bridge) -> None:
-    """A coroutine's outcome is the caller's."""
+    """The caller gets the coroutine's outcome."""
 
     async def give(value: int) -> int:
         await asyncio.sleep(0)
@@ -55,7 +55,7 @@ def test_run_gives_the_result_or_the_error(bridge: Bridge) -> None:
 
 
 def test_calls_keep_their_order(bridge: Bridge) -> None:
-    """Calls of one thread are made in the order in which they were asked for, all of them."""
+    """All calls of one thread are made, in the order in which they were requested."""
     seen: list[int] = []
     for number in range(1000):
         bridge.call_soon(seen.append, number)
@@ -86,14 +86,14 @@ def test_calls_from_several_threads_are_all_made(bridge: Bridge) -> None:
 
 
 def test_a_call_may_call_again(bridge: Bridge) -> None:
-    """A call made in the loop's thread may ask for another one."""
+    """A call made in the loop's thread may request another call."""
     done = threading.Event()
     bridge.call_soon(lambda: bridge.call_soon(done.set))
     assert done.wait(60)
 
 
 def test_a_failing_call_does_not_hold_up_the_others(bridge: Bridge, caplog: pytest.LogCaptureFixture) -> None:
-    """Calls that wait behind one that raises are made all the same; the error goes to the loop's handler."""
+    """Calls behind a call that raises are still made; the error goes to the loop's handler."""
     caplog.set_level(logging.CRITICAL + 1, logger="asyncio")
     go, done = threading.Event(), threading.Event()
     told: list[BaseException | None] = []
@@ -114,7 +114,7 @@ def test_a_failing_call_does_not_hold_up_the_others(bridge: Bridge, caplog: pyte
 
 
 def test_the_loops_thread_cannot_wait_for_itself(bridge: Bridge) -> None:
-    """`run` in the loop's own thread is refused rather than hung, and the coroutine is not left unawaited."""
+    """`run` in the loop's own thread raises instead of hanging, and the coroutine is not left unawaited."""
 
     async def reenter() -> str:
         assert bridge.in_loop_thread
@@ -126,7 +126,7 @@ def test_the_loops_thread_cannot_wait_for_itself(bridge: Bridge) -> None:
 
 
 def test_thread_lives_from_first_acquire_to_last_release() -> None:
-    """Users share one thread; the last to go ends it."""
+    """Users share one thread; the last release ends it."""
     bridge = Bridge()
     bridge.acquire()
     first = bridge.run(loop_thread())[1]
@@ -139,7 +139,7 @@ def test_thread_lives_from_first_acquire_to_last_release() -> None:
 
 
 def test_bridge_starts_again() -> None:
-    """After its end it may be acquired anew, with a new loop."""
+    """After its end it may be acquired again, with a new loop."""
     bridge = Bridge()
     loops = []
     for _ in range(2):
@@ -154,7 +154,7 @@ def test_bridge_starts_again() -> None:
 
 
 def test_a_closed_bridge_says_so_every_time_and_can_start_again() -> None:
-    """A call or a run without a loop raises, again and again; and does no harm to a later start."""
+    """Without a loop each call and each run raises; a later start is not harmed."""
     bridge = Bridge()
     for _ in range(3):
         with pytest.raises(LoaderClosed, match="it was closed"):
@@ -193,7 +193,7 @@ def test_release_cancels_what_is_still_running() -> None:
 
 
 def test_release_from_the_loops_own_thread() -> None:
-    """The loop's thread may let go of the bridge itself: it ends once it is done."""
+    """The loop's thread may release the bridge itself: it ends when the call is done."""
     bridge = Bridge()
     bridge.acquire()
     _, thread = bridge.run(loop_thread())
@@ -203,7 +203,7 @@ def test_release_from_the_loops_own_thread() -> None:
 
 
 def in_child(check: object) -> int:
-    """Run `check` in a forked child; 0 when it holds there."""
+    """Run `check` in a forked child; 0 if it passes there."""
     assert callable(check)
     pid = os.fork()
     if pid == 0:
@@ -218,7 +218,7 @@ def in_child(check: object) -> int:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_is_told_at_once(bridge: Bridge) -> None:
-    """In a forked child the thread is missing: waiting for it is refused, and letting go of it does nothing."""
+    """In a forked child the thread is missing: waiting for it raises, and releasing it does nothing."""
 
     def check() -> None:
         for _ in range(2):
@@ -234,7 +234,7 @@ def test_a_forked_child_is_told_at_once(bridge: Bridge) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_may_start_its_own(bridge: Bridge) -> None:
-    """Once the child has let go of its parent's loop, it can have one of its own."""
+    """Once the child has released its parent's loop, it can have a loop of its own."""
 
     def check() -> None:
         bridge.release()
@@ -255,7 +255,7 @@ def test_loop_factory_makes_loops() -> None:
 
 
 def test_an_interrupted_call_does_not_stop_those_after_it(bridge: Bridge) -> None:
-    """Ctrl-C may come just where the loop is to be woken: the next call wakes it, for both."""
+    """Ctrl-C may strike just where the loop is to be woken: the next call wakes it, for both calls."""
     loop = bridge._loop
     assert loop is not None
     done: list[int] = []
@@ -282,7 +282,7 @@ def test_an_interrupted_call_does_not_stop_those_after_it(bridge: Bridge) -> Non
 def test_a_task_that_exits_ends_the_call_and_not_the_loop(
     leaving: type[BaseException], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller gets what the task, or one that it waits for, raised; the thread goes on, and ends when released."""
+    """The caller gets the exception of the task, or of a task it waits for; the thread goes on until it is released."""
     if not fast:
         monkeypatch.setattr("asyncloader.bridge.uvloop", None)
     bridge = Bridge()
@@ -304,7 +304,7 @@ def test_a_task_that_exits_ends_the_call_and_not_the_loop(
 
 
 async def test_a_thread_gives_its_call_s_result_or_error() -> None:
-    """The call's own, which nothing refers to once it was caught; and the end of an iterator is an error here."""
+    """No reference to the call's error is kept once it was caught; the end of an iterator is an error here."""
 
     class Held:
         pass
@@ -329,7 +329,7 @@ async def test_a_thread_gives_its_call_s_result_or_error() -> None:
 
 
 async def test_a_call_whose_caller_is_cancelled_goes_on() -> None:
-    """Neither its result nor its error reaches anything."""
+    """Neither its result nor its error reaches the cancelled caller."""
     begun, released, ended = threading.Event(), threading.Event(), threading.Event()
 
     def call() -> None:

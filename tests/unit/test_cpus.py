@@ -42,7 +42,7 @@ print(found)
 
 @pytest.mark.thorough
 def test_a_stage_computes_on_one_core_and_nobody_else_does() -> None:
-    """Not threads that are made later, nor the caller's, which has computed nothing yet."""
+    """Threads that are made later, and the calling thread, which has computed nothing yet, keep their number."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False)
     openmp = "OpenMP" in torch.__config__.parallel_info().partition("\n")[2]
     assert done.stdout.strip() == ("[1, 3, 3]" if openmp else "[3, 3, 3]"), done.stderr

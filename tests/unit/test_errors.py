@@ -52,14 +52,14 @@ BUILTIN: dict[type[LoaderError], type[Exception]] = {
     StateError: ValueError,
     ShardError: ValueError,
 }
-# What an attribute says where an error was made from a text, by its type otherwise.
+# Values of attributes of an error that was made from a text.
 NOTHING = ("", 0, -1, (), None)
 
 
 def every_error() -> list[type[LoaderError]]:
     """Every subclass of the root, in all modules of the package."""
     for module in pkgutil.walk_packages(asyncloader.__path__, "asyncloader."):
-        if not module.name.startswith("asyncloader.integrations."):  # each imports its framework; none has an error
+        if not module.name.startswith("asyncloader.integrations."):  # each imports its framework; none defines an error
             importlib.import_module(module.name)
     found: list[type[LoaderError]] = []
     todo = [LoaderError]
@@ -71,7 +71,7 @@ def every_error() -> list[type[LoaderError]]:
 
 @pytest.mark.parametrize("error", ALL, ids=lambda e: type(e).__name__)
 def test_error_pickles(error: LoaderError) -> None:
-    """An error comes out of pickle with its type, attributes, text and notes."""
+    """Type, attributes, text and notes survive."""
     error = pickle.loads(pickle.dumps(error))
     error.add_note("seen in a worker")
     copy = pickle.loads(pickle.dumps(error))
@@ -82,7 +82,7 @@ def test_error_pickles(error: LoaderError) -> None:
 
 @pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
 def test_error_is_made_from_a_text(kind: type[LoaderError]) -> None:
-    """As torch's `ExceptionWrapper` raises it: the same type, the text as it is, harmless attributes; it pickles."""
+    """torch's `ExceptionWrapper` raises it so: with its type, the unchanged text, harmless attributes; it pickles."""
 
     def wrapped() -> ExceptionWrapper:
         made = next((error for error in ALL if type(error) is kind), None) or kind("what happened")
@@ -119,7 +119,7 @@ def test_error_passes_through_a_datapipe(error: LoaderError) -> None:
 
 @pytest.mark.parametrize("error", ALL, ids=lambda e: type(e).__name__)
 def test_error_is_a_loader_error_and_a_builtin_one(error: LoaderError) -> None:
-    """One `except` catches all of ours, and torch's users find the type they wait for."""
+    """One `except` catches all of ours, and torch's users find the builtin type they expect."""
     assert isinstance(error, LoaderError)
     assert isinstance(error, BUILTIN.get(type(error), RuntimeError))
 
@@ -141,7 +141,7 @@ def test_segfault_is_not_blamed_on_memory() -> None:
 
 @pytest.mark.parametrize(("exitcode", "words"), [(3, "exit code 3"), (0, "exit code 0"), (None, "exit code unknown")])
 def test_exited_worker_reads_as_torch_says_it(exitcode: int | None, words: str) -> None:
-    """An exit without a signal is torch's other wording, with worker and code."""
+    """An exit without a signal has torch's other wording, with worker and code."""
     text = str(WorkerDied(1, 99, exitcode))
     assert text.startswith("DataLoader worker (pid(s) 99) exited unexpectedly")
     assert "worker 1" in text
@@ -154,19 +154,19 @@ def test_real_time_signal_has_a_text() -> None:
 
 
 def test_reason_and_advice_follow_the_death() -> None:
-    """What the loader knows beyond the exit code, and what to do, each a sentence of its own behind torch's."""
+    """The loader's reason and the advice are sentences of their own behind torch's text."""
     text = str(WorkerDied(1, 99, -signal.SIGKILL, "The loader killed it.", "Set max_worker_restarts."))
     assert text.endswith("It was worker 1 of the loader. The loader killed it. Set max_worker_restarts.")
     assert str(WorkerDied(1, 99, 3, "", "Set it.")).endswith("worker 1, exit code 3. Set it.")
 
 
 def test_a_kill_of_ours_is_not_blamed_on_memory() -> None:
-    """With a reason known, the kernel's memory shortage is no guess any more."""
+    """With a known reason, the kernel's memory shortage is not suggested."""
     assert "memory" not in str(WorkerDied(1, 99, -signal.SIGKILL, "The loader killed it."))
 
 
 def test_what_to_do_comes_last() -> None:
-    """Stacks and standard error stand in lines of their own, before the advice; without any there is no heading."""
+    """Stacks and stderr stand in lines of their own, before the advice; without them there is no heading."""
     error = WorkerDied(1, 99, -signal.SIGSEGV, "A reason.", "An advice.", "Fatal error\n  File a.py")
     sentence, heading, *trace, last = str(error).splitlines()
     assert sentence == "DataLoader worker (pid 99) is killed by signal: Segmentation fault."
@@ -177,7 +177,7 @@ def test_what_to_do_comes_last() -> None:
 
 
 def test_advice_is_given_to_a_death_that_is_known() -> None:
-    """The same death with an advice: nothing else of it changes, and the first stays as it was."""
+    """The death with an advice is otherwise equal, and the original is unchanged."""
     error = WorkerDied(1, 99, -9, "A reason.", "", "a stack")
     advised = error.with_advice("Do this.")
     assert vars(advised) == {**vars(error), "advice": "Do this."}
@@ -185,7 +185,7 @@ def test_advice_is_given_to_a_death_that_is_known() -> None:
 
 
 def test_quarantine_names_indices_and_deaths() -> None:
-    """Which samples, which workers, how each of them died, their last lines, and what to do."""
+    """The text has the samples, the workers, how each died, their last lines, and the remedy."""
     text = str(TaskQuarantined([17, 4], [(0, 11, -signal.SIGSEGV), (1, 12, 3)], "free(): invalid pointer"))
     for words in (
         "indices [17, 4]",
@@ -200,7 +200,7 @@ def test_quarantine_names_indices_and_deaths() -> None:
 
 
 def test_quarantine_of_a_silent_task() -> None:
-    """Where nothing was written nothing is said of it; a stream's task has no indices."""
+    """Without output the text does not mention it; a stream's task has no indices."""
     error = TaskQuarantined(None, [(0, 11, -9), (0, 12, None)])
     assert error.stderr == ""
     assert "standard error" not in str(error)
@@ -209,7 +209,7 @@ def test_quarantine_of_a_silent_task() -> None:
 
 
 def test_quarantine_of_many_indices_stays_readable() -> None:
-    """A batch of thousands is cut in the text, and whole in the attribute."""
+    """A batch of thousands is shortened in the text, and whole in the attribute."""
     indices = list(range(10_000))
     error = TaskQuarantined(indices, [(0, 11, -9), (0, 12, -9)])
     assert error.indices == indices
@@ -217,7 +217,7 @@ def test_quarantine_of_many_indices_stays_readable() -> None:
 
 
 def test_too_many_bad_samples_names_the_limit_and_the_last() -> None:
-    """How many there may be, what the last one was, where all of them are, and which option to change."""
+    """The text has the limit, the last sample, the list of all samples, and the option to change."""
     text = str(TooManySkippedSamples(10, "index 3, ValueError: bad jpeg"))
     for words in ("max_skipped_samples=10", "index 3, ValueError: bad jpeg", "loader.skipped_samples", "None"):
         assert words in text
@@ -227,12 +227,12 @@ def test_too_many_bad_samples_names_the_limit_and_the_last() -> None:
     ("exitcode", "words"), [(None, "exit code unknown"), (0, "exit code 0"), (-9, "killed by signal: Killed")]
 )
 def test_endings_in_a_few_words(exitcode: int | None, words: str) -> None:
-    """How a process ended, for a list of several."""
+    """How a process ended, in a list of several."""
     assert ending(exitcode) == words
 
 
 def test_long_values_are_cut_in_the_middle() -> None:
-    """Beginning and end are shown, and how long it is; what is short is shown as it is."""
+    """Long values are shown with beginning, end and length, short values unchanged."""
     assert shortened([1, 2]) == "[1, 2]"
     assert shortened("x" * 198) == repr("x" * 198)
     text = shortened(list(range(1000)))
@@ -247,7 +247,7 @@ def test_timeout_reads_as_torch_says_it() -> None:
 
 
 def test_memory_error_names_sizes_and_options() -> None:
-    """What was wanted, what there is, why, and which options to change."""
+    """The text has the wanted and the available size, the reason, and the options to change."""
     text = str(RingMemoryError(1_234_567, 1_000_000, "memory limit of control group /a"))
     for words in ("1,234,567 bytes", "1,000,000 bytes", "control group /a", "ring_bytes", "num_workers"):
         assert words in text
@@ -255,7 +255,7 @@ def test_memory_error_names_sizes_and_options() -> None:
 
 
 def test_memory_error_may_have_another_advice() -> None:
-    """Memory that is no ring's is not mended by a ring's options."""
+    """A ring's options do not help with memory that belongs to no ring."""
     text = str(RingMemoryError(1, None, "mmap", "Share less."))
     assert text.endswith("(mmap). Share less.")
     assert "ring_bytes" not in text

@@ -24,12 +24,12 @@ from tests.helpers.datasets import Numbers
     ],
 )
 def test_faults_are_explained(options: dict[str, Any], words: str) -> None:
-    """What becomes of workers that die and samples that raise is in the text."""
+    """The text says what happens after a worker's death and after a sample's error."""
     assert words in DataLoader[Any](Numbers(4), num_workers=1, **options).explain()
 
 
 class Silent(Numbers):
-    """Must not be asked for anything by a `repr`."""
+    """A dataset that `repr` must not ask for its length or its own `repr`."""
 
     def __len__(self) -> int:
         raise AssertionError
@@ -38,7 +38,7 @@ class Silent(Numbers):
 
 
 def test_the_repr_shows_dataset_order_and_place() -> None:
-    """Before, within and after an epoch, and of a loader that is closed; nothing is asked of the dataset for it."""
+    """The repr is right before, within and after an epoch and when closed; it asks the dataset for nothing."""
     loader = DataLoader[Any](Numbers(6), batch_size=3, seed=5)
     head = "<DataLoader of Numbers: batch_size=3, sampler=SeededSampler, num_workers=0, seed=5; "
     assert repr(loader) == f"{head}not iterated yet>"
@@ -60,7 +60,7 @@ def test_a_loader_that_is_not_constructed_has_a_repr(loader: type[Any]) -> None:
 
 
 def test_the_table_for_notebooks_is_escaped() -> None:
-    """It has the same words."""
+    """The table has the words of the repr."""
 
     class Odd(Numbers):
         pass

@@ -23,7 +23,7 @@ for register in (before_fork, in_forked_child, at_exit):
 
 
 def test_each_hook_runs_once_in_the_order_of_registration(tmp_path: Path) -> None:
-    """Before a fork and at exit the newest comes first, as the interpreter has it; in the child the oldest."""
+    """Before a fork and at exit the newest runs first, as in the interpreter; in the child the oldest runs first."""
     script = """
 child = os.fork()
 if child:
@@ -37,7 +37,7 @@ else:
 
 
 def test_exit_hooks_of_a_parent_do_not_run_in_its_child(tmp_path: Path) -> None:
-    """A child that registers one of them runs that one."""
+    """Only a hook that the child registers itself runs at its exit."""
     script = """
 child = os.fork()
 if child:

@@ -1,4 +1,4 @@
-"""Work that goes on if who waits for it is cancelled."""
+"""Work that goes on when a task that waits for it is cancelled."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from asyncloader.shielding import shielded
 
 @pytest.fixture
 async def complaints() -> list[dict[str, Any]]:
-    """What the event loop would log."""
+    """The errors that the event loop would log."""
     found: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
     return found
 
 
 class Wrong(Exception):
-    """The work's."""
+    """The error of the work."""
 
 
 @pytest.mark.loops
 @pytest.mark.parametrize("fails", [False, True])
 async def test_each_waiter_gets_the_outcome(fails: bool, complaints: list[dict[str, Any]]) -> None:
-    """But for the one that was cancelled, which changes nothing for the others; and nothing is logged."""
+    """A waiter that is cancelled changes nothing for the others; nothing is logged."""
     work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def wait() -> int:
@@ -51,7 +51,7 @@ async def test_each_waiter_gets_the_outcome(fails: bool, complaints: list[dict[s
 
 
 async def test_work_that_is_cancelled_cancels_who_waits() -> None:
-    """As if it were awaited."""
+    """The waiter is cancelled as if it awaited the work directly."""
     work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     waiting = shielded(work)
     work.cancel()
@@ -60,7 +60,7 @@ async def test_work_that_is_cancelled_cancels_who_waits() -> None:
 
 
 class Breaks(Dataset[int]):
-    """Its one sample raises as soon as it may."""
+    """Its one sample raises as soon as `may` is set."""
 
     def __init__(self) -> None:
         self.begun, self.may = asyncio.Event(), asyncio.Event()
@@ -76,7 +76,7 @@ class Breaks(Dataset[int]):
 
 @pytest.mark.loops
 async def test_a_batchs_error_comes_with_the_next_call_alone(complaints: list[dict[str, Any]]) -> None:
-    """The call that waited for the batch was cancelled: the next one raises, and the loop logs nothing."""
+    """The call that waited for the batch was cancelled: the next call raises, and the loop logs nothing."""
     dataset = Breaks()
     async with AsyncDataLoader[Any](dataset) as loader:
         batches = aiter(loader)

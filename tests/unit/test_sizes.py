@@ -23,7 +23,7 @@ from asyncloader.sizes import bytes_of, size
     ],
 )
 def test_texts(text: str, expected: int) -> None:
-    """Units of powers of 1000, and with an i of 1024; case and blanks do not matter."""
+    """Units are powers of 1000, with an i of 1024; case and blanks make no difference."""
     assert bytes_of(text) == expected
 
 
@@ -36,14 +36,14 @@ def test_numbers(number: int) -> None:
 
 @pytest.mark.parametrize("value", ["", "MB", "12", "1 iB", "1XB", "-1MB", "1e3MB", 1.5, None, True, b"1MB"])
 def test_what_is_no_size(value: object) -> None:
-    """A text needs a unit, so that nobody takes megabytes for bytes; the error names the argument and shows a text."""
+    """A text needs a unit, so that megabytes are not mistaken for bytes; the error has the argument and an example."""
     assert bytes_of(value) is None
     with pytest.raises(ValueError, match=r'cache_bytes should be a number of bytes.*"512MB".*but got cache_bytes='):
         size("cache_bytes", value)  # type: ignore[arg-type]
 
 
 def test_the_least() -> None:
-    """Below it is refused, however it is written."""
+    """A size below `least` is refused, however it is written."""
     assert size("read_ahead", "1kB", least=1000) == 1000
     for value in (999, "0.9kB"):
         with pytest.raises(ValueError, match="at least 1000"):

@@ -1,4 +1,4 @@
-"""What type checkers know of a loader. They run over this file: `assert_type` is theirs, and does nothing itself."""
+"""The types that type checkers see. They check this file; `assert_type` does nothing when it is run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def joined(samples: list[int]) -> str:
 
 
 def test_batches_are_what_collate_fn_returns() -> None:
-    """Of every loader; without one they are Any, as in torch."""
+    """This holds for every loader; without `collate_fn` batches are Any, as in torch."""
     loader = DataLoader(Squares(), batch_size=2, collate_fn=joined)
     assert_type(loader, DataLoader[int, str])
     for batch in loader:
@@ -34,7 +34,7 @@ def test_batches_are_what_collate_fn_returns() -> None:
 
 
 async def test_batches_of_async_for() -> None:
-    """The same, awaited."""
+    """Batches have the type that `collate_fn` returns here, too."""
     batches = []
     async for batch in AsyncDataLoader(Squares(), batch_size=2, collate_fn=joined):
         assert_type(batch, str)

@@ -1,4 +1,4 @@
-"""Definitions: what a loader may be given in the place of a dataset, and how a node calls it."""
+"""Definitions: the loader's argument in the place of a dataset, and how a node calls it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def many(
 
 
 def test_a_definition_without_a_service_is_its_dataset() -> None:
-    """With its functions; the same line of code runs both ways."""
+    """The dataset's functions are used, too; the same line of code runs both ways."""
     loader: Any = DataLoader(many(4, scale=2), batch_size=2)
     assert loader.dataset == [8] * 4
     assert list(loader) == [16, 16]
@@ -41,7 +41,7 @@ def test_a_definition_without_a_service_is_its_dataset() -> None:
     ],
 )
 def test_arguments_become_what_the_annotations_say(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    """From the command line, and from a loader's JSON."""
+    """The arguments may be given on the command line, or in a loader's JSON."""
     found = many.convert(given)
     assert found == expected
     assert [type(value) for value in found.values()] == [type(value) for value in expected.values()]
@@ -59,13 +59,13 @@ def test_arguments_become_what_the_annotations_say(given: dict[str, Any], expect
     ],
 )
 def test_arguments_of_another_type(given: dict[str, Any], text: str) -> None:
-    """Are an error that names the argument."""
+    """The error names the argument."""
     with pytest.raises(ValueError, match=text):
         many.convert(given)
 
 
 def test_mistakes_where_a_loader_is_made() -> None:
-    """Each says what to do."""
+    """Each error says what to do."""
     options: dict[str, Any] = {"num_workers": 1, "seed": 1, "workers": "tcp://127.0.0.1:9"}
     mistakes: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"dataset": [1, 2]}, TypeError, "put what makes it into a function with @asyncloader.definition"),
@@ -87,7 +87,7 @@ def test_mistakes_where_a_loader_is_made() -> None:
 
 
 def test_mistakes_in_a_definition() -> None:
-    """What it returns is looked at."""
+    """The definition's return value is checked."""
     for made, text in [(None, "returned None"), (([1], {"collate": sum}), "returned 'collate' beside its dataset")]:
         with pytest.raises(TypeError, match=text):
             DataLoader[Any](Definition(lambda made=made: made)())
@@ -105,7 +105,7 @@ def test_mistakes_in_a_definition() -> None:
     ],
 )
 def test_names_of_definitions(target: str, text: str) -> None:
-    """A wrong one is an error with those that there are."""
+    """For a wrong name the error lists the existing names."""
     with pytest.raises(ValueError, match=text):
         load_definition(target)
     assert load_definition("tests.service.definitions:numbers") is definitions.numbers

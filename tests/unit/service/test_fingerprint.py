@@ -34,7 +34,7 @@ PACKAGE = "one.two.three"
 
 
 def parsed(source: str) -> Iterator[str]:
-    """As `_imported_names`, by a syntax tree."""
+    """The result that `_imported_names` must have, found by a syntax tree."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
@@ -45,20 +45,21 @@ def parsed(source: str) -> Iterator[str]:
 
 
 def test_imports_are_found() -> None:
-    """In every form in which Python has them, and nowhere else."""
+    """All forms of Python's imports are found, and nothing else."""
     sources = [path.read_text() for path in Path(asyncloader.__file__).parent.rglob("*.py")]
     for source in (SHAPES.replace("    raise ValueError from u\n", ""), *sources):
         assert sorted(_imported_names(source, PACKAGE)) == sorted(parsed(source))
 
 
 def test_a_cell_that_is_no_python_has_no_imports() -> None:
-    """As one with a magic command that a bracket or a quote is missing in."""
+    """For example a cell with a magic command in which a bracket or a quote is missing."""
     assert list(_imported_names("%run (\nimport a", "")) == []
 
 
 def test_threads_at_a_time() -> None:
-    """Loaders are made in several threads: CPython 3.11 cannot build syntax trees in two at once, if the collector runs
-    Python code meanwhile.
+    """Loaders are made in several threads at a time.
+
+    CPython 3.11 cannot build syntax trees in two threads if the collector runs Python code in between.
     """
 
     def collecting(phase: str, info: dict[str, int]) -> None:

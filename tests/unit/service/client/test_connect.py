@@ -1,4 +1,4 @@
-"""How long a loader looks for a node, and waits for one that says that it is at work."""
+"""How long a loader looks for a node, and how long it waits for a node that reports that it is busy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.service import definitions
 
 @contextmanager
 def busy_node(challenges: bool) -> Generator[str]:
-    """A peer that sends PONGs for ever, at once or instead of its WELCOME."""
+    """A peer that sends PONGs without end, at once or instead of its WELCOME."""
     ended = threading.Event()
 
     def play(sock: socket.socket) -> None:
@@ -35,7 +35,7 @@ def busy_node(challenges: bool) -> Generator[str]:
                 while not ended.wait(0.02):
                     sock.sendall(frames.pack_header(frames.PONG))
             except OSError:
-                pass  # the loader has hung up
+                pass  # the loader has disconnected
 
     def accept() -> None:
         while not ended.is_set():
@@ -61,7 +61,7 @@ def busy_node(challenges: bool) -> Generator[str]:
     ],
 )
 def test_a_peer_that_is_busy_for_ever(challenges: bool, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holds no loader for ever: it need not even have the token for that."""
+    """The loader gives up; such a peer need not even have the token."""
     monkeypatch.setattr(connect, "_LONGEST_ANSWER_S", 0.1)
     with busy_node(challenges) as address, pytest.raises(ServiceUnavailable, match=text):
         ask_dataset_info(Service(address, wait=0.2), definitions.numbers())
@@ -69,7 +69,7 @@ def test_a_peer_that_is_busy_for_ever(challenges: bool, text: str, monkeypatch: 
 
 @pytest.mark.parametrize("mirrors", [False, True])
 def test_a_peer_that_claims_to_have_the_token(mirrors: bool) -> None:
-    """Is refused, also if it sends the loader's own proof back: it could give wrong samples."""
+    """Such a peer is refused, also if it sends the loader's own proof back: it could give wrong samples."""
 
     def play() -> None:
         link = Link(listener.accept()[0])
@@ -88,7 +88,7 @@ def test_a_peer_that_claims_to_have_the_token(mirrors: bool) -> None:
 
 
 def test_nobody_waits_any_more() -> None:
-    """A loader that is closed leaves a node that goes on to say that it is at work, and no thread behind."""
+    """A loader that is closed stops waiting for a node that keeps reporting that it is busy, and leaves no thread."""
     closed = threading.Event()
     closed.set()
     with busy_node(True) as address, pytest.raises(ServiceUnavailable, match="the loader was closed meanwhile"):
@@ -96,7 +96,7 @@ def test_nobody_waits_any_more() -> None:
 
 
 def test_what_is_sent_may_be_long() -> None:
-    """Longer than the socket takes at once: an opening has the dataset's state."""
+    """A message may be longer than the socket takes at once: an opening has the dataset's state."""
     ours, theirs = socket.socketpair()
     with theirs:
         link = Link(ours)
@@ -117,7 +117,7 @@ def test_what_is_sent_may_be_long() -> None:
 
 
 def test_a_worker_looks_on_while_others_deliver() -> None:
-    """Their loader goes on without it; once nothing comes any more, `wait` seconds are left."""
+    """Other workers' batches extend its search; once no more are delivered, it has `wait` seconds left."""
     tries = 0
 
     def order(addresses: Sequence[str]) -> Iterator[tuple[int, float]]:

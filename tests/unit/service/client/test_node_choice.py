@@ -1,4 +1,4 @@
-"""At which node a worker is made, and which workers move when a node comes."""
+"""The node at which a worker is started, and the workers that move when a node is added."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from asyncloader.service.client.node_choice import node_order, to_move
 
 
 def test_the_least_loaded_comes_first_and_equal_ones_take_turns() -> None:
-    """So workers spread evenly from the beginning, and again after a node has died."""
+    """So workers are spread evenly from the beginning, and again after a node has died."""
     assert node_order([0.5, 0.0, 0.25], 7) == [1, 2, 0]
     assert [node_order([0, 0, 0], turn) for turn in range(3)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
     assert node_order([], 3) == []
 
 
 def test_a_node_that_fails_comes_last() -> None:
-    """However little it has to do."""
+    """Its load does not matter."""
     assert node_order([0.5, 0.0, 0.25], 0, [0, 1, 0]) == [2, 0, 1]
 
 
 def test_a_node_that_comes_gets_its_part() -> None:
-    """By its processes; the newest workers move."""
+    """A new node gets a share by its number of processes; the newest workers move."""
     assert to_move(["a", "a", "a", "a"], {"a": 1, "b": 1}) == [3, 2]
     assert to_move(["a", "a", "a", "a"], {"a": 3, "b": 1}) == [3]
     assert to_move(["a", "a", "a"], {"a": 1, "b": 1}) == [2]
@@ -37,7 +37,7 @@ def test_a_node_that_comes_gets_its_part() -> None:
     st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 8), min_size=1),
 )
 def test_moving_evens_out_and_ends(places: list[str], capacities: dict[str, int]) -> None:
-    """Those that moved, made anew at the least loaded node, leave nobody to move; none leaves a node below its part."""
+    """Moved to the least loaded node, no worker would move again; no node is left with less than its share."""
     moved = to_move(places, capacities)
     after = Counter(place for number, place in enumerate(places) if number not in moved)
     total = sum(capacities.values())
@@ -52,7 +52,7 @@ def test_moving_evens_out_and_ends(places: list[str], capacities: dict[str, int]
 
 
 def test_a_node_that_failed_attracts_nobody() -> None:
-    """A worker that left for it would come back, in each epoch anew. Those that it has do not count as gone."""
+    """A worker that moved there would return, again in each epoch. Its present workers do not count as lost."""
     assert to_move(["a", "a", "b"], {"a": 1, "b": 1, "c": 1}) == [1]
     assert to_move(["a", "a", "b"], {"a": 1, "b": 1, "c": 1}, ["c"]) == []
     assert to_move(["a", "a", "a", "a"], {"a": 1, "b": 1, "c": 1}, ["b"]) == [3, 2]

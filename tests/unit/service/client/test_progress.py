@@ -1,4 +1,4 @@
-"""Which node is left alone for a while, and when an epoch ends since none delivers."""
+"""Which node is left alone for a while, and when an epoch fails because no node delivers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from asyncloader.service.client.progress import NodeProgress
 
 
 def fail(progress: NodeProgress, now: float, *, every: int = 0, tasks: int = 1, address: str = "a") -> None:
-    """A worker connection that was just opened ends."""
+    """A worker connection that was just opened is lost."""
     progress.connected(address)
     progress.lost(address, "the end", now, tasks, 0, every, now)
 
 
 def test_a_node_that_delivers_nothing_is_left_alone_for_longer_each_time() -> None:
-    """Up to three seconds; worker connections that break at a time count once, and the first batch ends that."""
+    """The rest is at most three seconds; connections lost at one time count once, and the first batch resets it."""
     progress = NodeProgress(60)
     rests, now = [], 0.0
     for _ in range(9):
@@ -30,7 +30,7 @@ def test_a_node_that_delivers_nothing_is_left_alone_for_longer_each_time() -> No
 
 
 def test_no_progress() -> None:
-    """Reported once three worker connections with tasks ended in `wait` seconds or more, without an answer."""
+    """It is reported once three worker connections with tasks were lost in `wait` seconds or more without an answer."""
     progress = NodeProgress(60)
     for now in range(0, 70, 10):
         assert now == 60 or progress.problem(7, False, now) is None
@@ -41,21 +41,21 @@ def test_no_progress() -> None:
     assert "for 61 seconds, and 7 connections" in text
     assert "a: connected 7 times, 0 batches, 7 times nothing before the end (last: the end)" in text
     assert "b: not connected (Connection refused\\n\\x1b[2J)" in text
-    assert progress.problem(7, True, 61) is None  # a node is at work, perhaps for hours
-    assert progress.problem(8, False, 61) is None  # a batch came
+    assert progress.problem(7, True, 61) is None  # a node is busy, perhaps for hours
+    assert progress.problem(8, False, 61) is None  # a batch has arrived
 
 
 @pytest.mark.parametrize(
     "ends",
     [
         [(0, 0, 1), (60, 0, 1)],  # twice only
-        [(0, 0, 1), (61, 0, 1), (122, 0, 1)],  # a connection that stood for longer than that is no failure
-        [(0, 0, 1), (30, 1, 1), (60, 1, 1)],  # a batch came in between
-        [(0, 0, 0), (30, 0, 0), (60, 0, 0)],  # nothing was to be done
+        [(0, 0, 1), (61, 0, 1), (122, 0, 1)],  # a connection that lasted longer than `wait` is no failure
+        [(0, 0, 1), (30, 1, 1), (60, 1, 1)],  # a batch arrived in between
+        [(0, 0, 0), (30, 0, 0), (60, 0, 0)],  # no task was outstanding
     ],
 )
 def test_what_is_no_lack_of_progress(ends: list[tuple[int, int, int]]) -> None:
-    """However long ago the last batch was."""
+    """None of these is reported, however long ago the last batch was."""
     progress = NodeProgress(60)
     for now, every, tasks in ends:
         fail(progress, now, every=every, tasks=tasks)
@@ -64,7 +64,7 @@ def test_what_is_no_lack_of_progress(ends: list[tuple[int, int, int]]) -> None:
 
 
 def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connections() -> None:
-    """Answers that could be read, in between, give it a new start; the text that it sent is shown without escapes."""
+    """A readable answer in between resets the count; the text that the node sent is shown without escapes."""
     progress = NodeProgress(60.0)
     for number, answers in enumerate((0, 0, 5, 0)):
         progress.lost("a", "\x1b[2Jbroken", float(number), 8, answers, answers, number + 0.5, unreadable=True)
@@ -75,11 +75,11 @@ def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connectio
 
 
 def test_a_node_that_was_not_there_is_avoided_for_a_minute() -> None:
-    """As one that delivers nothing is; until a connection to it succeeds."""
+    """It is avoided like a node that delivers nothing, until a connection to it succeeds."""
     progress = NodeProgress(60)
     assert not progress.avoided("a", 0.0)
     progress.refused("a", "Connection refused", 10.0)
-    assert progress.failures("a", 11.0) == 0  # a worker that has no node tries it like the others
+    assert progress.failures("a", 11.0) == 0  # a worker without a node tries it like the others
     assert progress.avoided("a", 69.0)
     assert not progress.avoided("a", 71.0)
     progress.refused("a", "Connection refused", 100.0)

@@ -1,4 +1,4 @@
-"""The loader's end of a worker connection: when a node counts as gone."""
+"""The loader's end of a worker connection: when a node counts as lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKS = remote_channel._MOST_PINGS + 4
 
 
 def checked(meanwhile: Callable[[socket.socket, Link], object]) -> bool:
-    """Whether a node with a task is still connected after the checks, between which this happens and no reader runs."""
+    """Whether a node with a task counts as connected after the checks; `meanwhile` runs between them, and no reader."""
 
     async def run() -> bool:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -43,12 +43,12 @@ def checked(meanwhile: Callable[[socket.socket, Link], object]) -> bool:
 
 
 def test_a_silent_node() -> None:
-    """Is gone."""
+    """It counts as lost."""
     assert not checked(lambda node, link: None)
 
 
 def test_a_silent_node_in_a_later_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is gone, too: each epoch may have a loop of its own, and the timers of one that is closed never come."""
+    """It counts as lost, too: each epoch may have its own loop, and the timers of a closed loop never fire."""
     monkeypatch.setattr(remote_channel, "_CHECK_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = Link(socket.create_connection(server.getsockname()))
@@ -71,12 +71,12 @@ def test_a_silent_node_in_a_later_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_that_the_loop_has_not_read() -> None:
-    """Count: it was blocked."""
+    """They prove that the node lives: only the loop was blocked."""
     assert checked(lambda node, link: node.send(frames.pack_header(frames.PONG)))
 
 
 def test_a_slow_payload() -> None:
-    """Counts, although too little of it is there to wake the reader."""
+    """It proves that the node lives, although too little of it has arrived to wake the reader."""
 
     def trickle(node: socket.socket, link: Link) -> None:
         if not link.received:
@@ -89,14 +89,14 @@ def test_a_slow_payload() -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="no such option")
 def test_a_worker_connection_has_no_time_out_of_the_kernels() -> None:
-    """That would count a closed window."""
+    """The kernel's time-out would also end a connection whose window is closed."""
     seen = []
     checked(lambda node, link: seen.append(link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)))
     assert set(seen) == {0}
 
 
 def test_a_batch_that_no_memory_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is not an error of the loader's: the node may announce any size, so its tasks go elsewhere."""
+    """The node may announce any size, so this is no error of the loader: the connection ends, its tasks go elsewhere."""
 
     async def run() -> tuple[bool, str]:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -107,7 +107,7 @@ def test_a_batch_that_no_memory_can_hold(monkeypatch: pytest.MonkeyPatch) -> Non
                 channel.send(wire.pack_task(0, 3, -1, 0, 0.0, b""))
                 node.sendall(frames.pack_header(wire.RESULT, 0, 0, 3, 1 << 40))
                 link.sock.setblocking(True)
-                link.sock.recv(1, socket.MSG_PEEK)  # it has come
+                link.sock.recv(1, socket.MSG_PEEK)  # it has arrived
                 link.sock.setblocking(False)
                 assert list(channel.receive()) == []
                 ended = channel.broken, channel.why
@@ -134,7 +134,7 @@ def with_task() -> Generator[tuple[RemoteChannel, socket.socket]]:
 
 @pytest.mark.parametrize(("task", "nbytes", "sound"), [(3, 5, True), (3, 6, False), (3, 1 << 40, False), (4, 5, False)])
 async def test_a_batch_that_is_not_as_its_header_says(task: int, nbytes: int, sound: bool) -> None:
-    """The node is given up: the batch would be read from memory that has not come, or stand for another."""
+    """The connection is ended: the batch would be read from memory that was not sent, or taken for another batch."""
     with with_task() as (channel, node):
         result = wire.Result(0, task, 0, nbytes, 0, 1, 0.0, same=False)
         body = wire.pack_result(result, b"template")[wire.PREFIX_BYTES :]
@@ -144,7 +144,7 @@ async def test_a_batch_that_is_not_as_its_header_says(task: int, nbytes: int, so
 
 
 async def test_a_worker_that_moves() -> None:
-    """It ends with the answer to its last task, or at once if it has none."""
+    """Its connection ends with the answer to its last task, or at once if it has no task."""
     with with_task() as (channel, node):
         channel.leave("another node has come")
         assert not channel.ended

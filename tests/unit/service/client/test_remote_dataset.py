@@ -1,4 +1,4 @@
-"""A loader with `workers=` is made without the network; a node is asked once something depends on the dataset."""
+"""A loader with `workers=` is made without the network; a node is asked when an attribute depends on the dataset."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STREAM = DatasetInfo(iterable=True, asynchronous=False, stateful=False, length=4
 
 
 class Node:
-    """What the node answers, and how often it was asked."""
+    """The node's answer, and the number of requests for it."""
 
     def __init__(self) -> None:
         self.info = MAP
@@ -43,7 +43,7 @@ class Node:
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Node:
-    """Answers in the place of the network."""
+    """A node that replaces the network."""
     node = Node()
     monkeypatch.setattr(connect, "ask_dataset_info", node)
     return node
@@ -67,7 +67,7 @@ def silent() -> Iterator[str]:
 
 @pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
 def test_what_needs_no_dataset_asks_nobody(kind: Any, node: Node) -> None:
-    """To make a loader, show it, copy it, clone it and close it."""
+    """A loader is made, shown, copied, cloned and closed without a request."""
     node.away = True
     loader = kind(definitions.numbers(), shuffle=True, **OPTIONS)
     assert "UnknownDataset" in repr(loader)
@@ -85,7 +85,7 @@ def test_what_needs_no_dataset_asks_nobody(kind: Any, node: Node) -> None:
 
 @pytest.mark.parametrize("read", [len, iter, lambda loader: loader.dataset, lambda loader: loader.state_dict()])
 def test_a_node_is_asked_once(read: Any, node: Node) -> None:
-    """By what comes first, again after an error, and with the same result as if the constructor had asked."""
+    """The first use asks the node, again after an error, with the result as if the constructor had asked."""
     node.away = True
     with DataLoader[Any](definitions.numbers(), shuffle=True, **OPTIONS) as loader:
         for asked in (1, 2):
@@ -101,11 +101,11 @@ def test_a_node_is_asked_once(read: Any, node: Node) -> None:
         with loader.clone() as clone:
             assert isinstance(clone.sampler, SeededSampler)
             assert clone.sampler.shuffle
-    assert node.asked == 4  # the clone asks for itself
+    assert node.asked == 4  # the clone asks again
 
 
 def test_a_clone_has_the_order_and_what_was_set(node: Node) -> None:
-    """Of a loader that has asked nobody yet, too."""
+    """This holds also for a clone of a loader that has not asked yet."""
     order = RandomSampler(range(40))
     loader = DataLoader[Any](definitions.numbers(), sampler=order, **OPTIONS)
     loader.timeout = 7.0
@@ -118,7 +118,7 @@ def test_a_clone_has_the_order_and_what_was_set(node: Node) -> None:
 
 
 def test_arguments_that_do_not_go_with_the_dataset(node: Node) -> None:
-    """Raise what a constructor raises, once the dataset is known; those that go with none, in the constructor."""
+    """They raise the constructor's error once the dataset is known; arguments that suit no dataset raise it at once."""
     node.info = STREAM
     loader = DataLoader[Any](definitions.numbers(), shuffle=True, **OPTIONS)
     for _ in range(2):
@@ -136,8 +136,9 @@ def test_arguments_that_do_not_go_with_the_dataset(node: Node) -> None:
 
 
 def test_options_without_an_effect_are_known_with_the_dataset(node: Node) -> None:
-    """The warning is of the line that asks; of a clone's options it is of those that were changed. Warnings that do not
-    depend on the dataset come from the constructor, once.
+    """The warning is given at the line that asks; a clone warns only of changed options.
+
+    Warnings that do not depend on the dataset are given by the constructor, once.
     """
     node.info = STREAM
     with pytest.warns(NoEffectWarning, match="device_prefetch=3 does nothing without device="):
@@ -155,7 +156,7 @@ def test_options_without_an_effect_are_known_with_the_dataset(node: Node) -> Non
 
 @pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
 def test_nobody_answers(kind: Any, silent: str) -> None:
-    """The constructor does not wait for anybody; the error comes from `iter()`, or `aiter()`."""
+    """The constructor does not wait for a node; `iter()` or `aiter()` raises the error."""
     service = Service(f"{silent},tcp://127.0.0.1:1", wait=0.01)
     loader = kind(definitions.numbers(), **{**OPTIONS, "workers": service})
 

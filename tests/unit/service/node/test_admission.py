@@ -28,7 +28,7 @@ def test_fixed_arguments() -> None:
 
 
 def test_arguments_of_the_loaders_choice() -> None:
-    """They replace the node's."""
+    """The loader's arguments replace the node's."""
     everything = serving(arguments={"n": 40}, open=True)
     assert find_served(everything, ASKED)[1] == {"n": 7}
     assert find_served(everything, ASKED._replace(arguments="{}"))[1] == {"n": 40}

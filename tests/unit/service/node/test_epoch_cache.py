@@ -11,7 +11,7 @@ from asyncloader.service.node.epoch_cache import _ENTRY_BYTES, EpochCache, MadeB
 from asyncloader.workers.ipc.wire import Result
 
 MOST = 10
-"""Units of an entry's own cost."""
+"""The limit, in units of an entry's own cost."""
 
 
 def batch(key: int, size: int) -> MadeBatch:
@@ -21,10 +21,10 @@ def batch(key: int, size: int) -> MadeBatch:
 
 @given(st.lists(st.tuples(st.sampled_from(["ask", "made", "failed", "leave"]), st.integers(0, 3), st.integers(0, 6))))
 def test_one_makes_it_and_all_get_it(steps: list[tuple[str, int, int]]) -> None:
-    """One waiter at a time is asked to make it; after a failure the next is. A waiter that left is not asked."""
+    """One waiter at a time is asked to make a batch; after a failure the next is. A waiter that left is not asked."""
     cache = EpochCache(MOST * _ENTRY_BYTES)
     made: dict[int, int] = {}  # sizes, the oldest first
-    makers: dict[int, int] = {}  # who makes what
+    makers: dict[int, int] = {}  # the maker of each batch
     lines: dict[int, dict[int, object]] = {key: {} for key in range(4)}
     told: dict[int, MadeBatch | None] = {}
 
@@ -74,7 +74,7 @@ def test_one_makes_it_and_all_get_it(steps: list[tuple[str, int, int]]) -> None:
 
 
 def test_a_hundred_thousand_waiters_that_are_gone() -> None:
-    """Whether they refuse or fail at making it: each is asked once, and the last makes it."""
+    """Whether they refuse or fail to make it, each is asked once, and the last waiter makes it."""
     for by_failing in (False, True):
         cache, asked = EpochCache(1 << 20), 0
 
@@ -95,7 +95,7 @@ def test_a_hundred_thousand_waiters_that_are_gone() -> None:
 
 
 def test_what_has_no_payload_is_evicted_too() -> None:
-    """Batches of texts are all template; empty ones take their entry."""
+    """A batch of texts is all template; an empty batch counts with its entry."""
     for template in (bytes(32 << 10), b""):
         cache = EpochCache(100 << 10)
         for key in range(1000):
@@ -106,7 +106,7 @@ def test_what_has_no_payload_is_evicted_too() -> None:
 
 
 def test_a_line_that_is_full() -> None:
-    """A connection that asks then makes the batch, too, and gives it to all that wait."""
+    """When the line is full the next connection makes the batch, too, and all waiters get it."""
     cache, came = EpochCache(1 << 20, most_waiting=2), []
 
     def take(made: MadeBatch | None) -> bool:
@@ -123,7 +123,7 @@ def test_a_line_that_is_full() -> None:
 
 
 def test_without_connections_nothing_is_kept() -> None:
-    """The last connection that leaves drops all batches."""
+    """When the last connection leaves, all batches are dropped."""
     cache = EpochCache(1 << 20)
     cache.join()
     cache.join()

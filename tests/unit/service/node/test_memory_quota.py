@@ -9,7 +9,7 @@ from asyncloader.service.node.memory_quota import MemoryQuota
 
 
 def test_what_is_unsent_makes_it_full() -> None:
-    """It is full until enough was sent; a waiting function is called once. Rings alone never fill it."""
+    """The quota is full until enough was sent; a waiting function is called once. Rings alone never fill it."""
     called: list[bool] = []
     quota = MemoryQuota("one", 100)
     quota.hold(90)
@@ -44,7 +44,7 @@ def test_what_is_unsent_makes_it_full() -> None:
 
 
 def test_all_that_wait_are_called() -> None:
-    """In their order; a function that waits again within its call is called the next time."""
+    """They are called in their order; a function that waits again within its call is called the next time."""
     called: list[str] = []
     quota = MemoryQuota("one", 100)
 

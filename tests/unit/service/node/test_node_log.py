@@ -1,4 +1,4 @@
-"""A node's log: lines that a peer causes are escaped, cut and counted."""
+"""A node's log: lines that a peer causes are escaped, shortened and counted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def log() -> Log:
 
 
 def test_no_line_is_forged(log: Log) -> None:
-    """Neither a peer's text nor an exception's looks like another record."""
+    """Neither a peer's text nor an exception's can look like another record."""
     forged = "a\n2026-01-01 00:00:00,000 ERROR forged\x1b[2J"
     log.logger.info("refused: %s", forged, extra={"peer": "10.0.0.1"})
     (line,) = log.lines()
@@ -53,7 +53,7 @@ def test_no_line_is_forged(log: Log) -> None:
 
 
 def test_many_long_lines(log: Log) -> None:
-    """Of one peer, of very many, and of none: the last are not crowded out, and nothing is left out silently."""
+    """Lines of one peer, of very many peers, and of none: those of none are kept, and all omissions are reported."""
     for _ in range(10_000):
         log.logger.info("%s", "x" * 100_000, extra={"peer": "10.0.0.1"})
     lines = log.lines()

@@ -26,7 +26,7 @@ MOST = 8 << 20
 
 
 async def test_a_loader_gets_no_more_memory_than_its_share() -> None:
-    """Its other connections count; the refusal is a death that it is blamed for, so it does not try for ever."""
+    """Its other connections count; the refusal is a death that it is blamed for, so it does not retry forever."""
     quota = MemoryQuota("one", most_bytes=1 << 21)
     theirs, ours = socket.socketpair()
     loader, (node_end, process_end) = Link(theirs), channel_pair()
@@ -35,7 +35,7 @@ async def test_a_loader_gets_no_more_memory_than_its_share() -> None:
     quota.hold(1 << 21)
     try:
         loader.send(wire.TASK, b"index", epoch=0, task=0)
-        loader.send(wire.TASK, b"index", epoch=0, task=1)  # what comes after it is of no use
+        loader.send(wire.TASK, b"index", epoch=0, task=1)  # later tasks are ignored
         said: list[Message] = []
         while not said:
             await asyncio.sleep(0)
@@ -47,7 +47,7 @@ async def test_a_loader_gets_no_more_memory_than_its_share() -> None:
         loader.close()
         await ended.wait()
         quota.hold(-(1 << 21))
-        quota.hold(1 << 21)  # the connection itself holds nothing any more
+        quota.hold(1 << 21)  # the connection itself holds no memory any more
     finally:
         connection.close()
         loader.close()
@@ -110,7 +110,7 @@ async def test_the_end_of_a_stream_that_comes_late() -> None:
         played.loader.send(wire.TASK, b"index", epoch=1, task=1)
         ((_, following),) = await played.frames_at_process(1)
         slots = [wire.unpack_task(body)[2] for body in (task, following)]
-        assert len(set(slots)) == 2  # the slot of the first one was not given to the second
+        assert len(set(slots)) == 2  # the slot of the first task was not given to the second
         start = ring.offset(slots[0], 3)
         ring.memory[start : start + 3] = b"abc"
         played.process.send(wire.pack_result(wire.Result(1, 0, slots[0], 3, 0, 1, 0.0, same=False), b"template"))
@@ -119,13 +119,13 @@ async def test_the_end_of_a_stream_that_comes_late() -> None:
 
 
 async def test_tasks_behind_the_end_of_a_stream() -> None:
-    """They are not answered, so a node that is asked to end does not wait for them."""
+    """They are not answered, so a node that is asked to stop does not wait for them."""
     async with Played() as played:
         played.loader.send(wire.TASK, b"index", epoch=0, task=0)
         await played.frames_at_process(2)
         played.process.send(wire.pack_answer(wire.EXHAUSTED, 0, 0, 0.0))
         await played.messages_at_loader(1)
-        played.loader.send(wire.TASK, b"index", epoch=0, task=1)  # it did not know
+        played.loader.send(wire.TASK, b"index", epoch=0, task=1)  # the loader did not know of the end
         played.loader.send(frames.PING)
         ((header, _),) = await played.messages_at_loader(1)
         assert header.kind == frames.PONG  # so the task was read, too
@@ -134,7 +134,7 @@ async def test_tasks_behind_the_end_of_a_stream() -> None:
 
 
 GIVEN = slot_count(4)
-"""Tasks that the process may have."""
+"""The number of tasks that the process may have."""
 
 
 def answered(epoch: int, task: int) -> bytes:
@@ -182,7 +182,7 @@ async def test_waiting_tasks_do_not_follow_the_end_of_their_epoch() -> None:
 
 
 async def test_batches_before_a_death() -> None:
-    """They are sent before its report: they would be made a second time."""
+    """They are sent before the report of the death: otherwise they would be made a second time."""
     async with Played() as played:
         for task in range(2):
             played.loader.send(wire.TASK, b"index", epoch=0, task=task)
@@ -215,7 +215,7 @@ async def test_a_node_that_drains() -> None:
             await draining
 
 
-# ------------------------------------------------------------------------------------------------ what is held
+# ------------------------------------------------------------------------------------------------ memory held
 
 
 def oneoff(played: Played, body: bytes, nbytes: int) -> None:
@@ -230,7 +230,7 @@ def oneoff(played: Played, body: bytes, nbytes: int) -> None:
 
 
 async def test_batches_that_are_not_read() -> None:
-    """Beyond its share a loader gets nothing made until it reads; then it gets everything."""
+    """Beyond its share no batch is made for a loader until it reads; then it gets all of them."""
     async with Played(most_bytes=MOST) as played:
         number, size, given, came, turn = 60, MOST // 16, 0, 0, 0
         for task in range(number):
@@ -266,7 +266,7 @@ async def test_one_batch_that_is_larger_than_a_loaders_share() -> None:
 
 @pytest.mark.parametrize("kind", [frames.PING, wire.RESET, wire.TASK])
 async def test_floods(kind: int) -> None:
-    """The link is not read on while PONGs are not read, or RESETs and tasks are not taken by the process."""
+    """The node stops reading the link while PONGs are not read, or the process does not take RESETs and tasks."""
     async with Played() as played:
         body = b"" if kind == frames.PING else bytes(1 << 20)
         body = wire.pack_reset(kind, 1, body)[wire.PREFIX_BYTES :] if kind == wire.RESET else body
@@ -281,7 +281,7 @@ async def test_floods(kind: int) -> None:
         node = played.connection
         held = node._link.unsent.memory + node._channel.unsent.memory + node._waiting_bytes
         assert held <= 3 * _MOST_QUEUED
-        while not played.connection._reads_link:  # once it is read, so is the link
+        while not played.connection._reads_link:  # once they are read, the link is read, too
             await asyncio.sleep(0)
             list(played.loader.receive())
             for each, frame in played.process.receive():
@@ -292,7 +292,7 @@ async def test_floods(kind: int) -> None:
 
 
 async def test_a_process_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection is closed: that the loader hung up would not be noticed."""
+    """The connection is closed: otherwise the node would not notice that the loader has disconnected."""
     monkeypatch.setattr("asyncloader.service.node.worker_connections._DEAF_S", 0.0)
     async with Played() as played:
         body = wire.pack_reset(wire.RESET, 1, bytes(1 << 20))[wire.PREFIX_BYTES :]
@@ -305,7 +305,7 @@ async def test_a_process_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("reason", ["", "no descriptors"])
 async def test_a_connection_that_ends_while_its_process_lives(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader learns it, whether the process reports why or not."""
+    """The loader is notified, whether the process reports a reason or not."""
     monkeypatch.setattr("asyncloader.service.node.worker_connections._SILENT_S", 0.0 if not reason else 100.0)
     async with Played() as played:
         played.process.close()

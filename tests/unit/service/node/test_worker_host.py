@@ -32,7 +32,7 @@ def connection(number: int, loader: str) -> Any:
 
 
 def test_loaders_have_equal_time() -> None:
-    """However many connections each has; a loader that comes late gets its share from then on only."""
+    """Loaders share time equally, however many connections they have; a late loader gets its share from then on."""
     host: Any = _Host(None, None, None, None, DatasetInfo())  # type: ignore[arg-type]
     for number in range(8):
         host._add(connection(number, "large"))
@@ -58,7 +58,7 @@ def test_loaders_have_equal_time() -> None:
 
 
 def test_a_loader_that_suspects_a_task() -> None:
-    """It cannot capture the standard error that the process's tasks share; the descriptor that it passed is closed."""
+    """It cannot capture the stderr that the process's tasks share; the descriptor that it passed is closed."""
     fd = os.open("/dev/zero", os.O_RDONLY)
     runner: Any = object.__new__(TaskRunner)
     runner._draw_check, runner._suspect = object(), None  # a service's
@@ -87,7 +87,7 @@ class Divided(IterableDataset[int]):
 
 
 def test_a_connection_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its dataset is compared with the node's outside of any worker, as the node's was described."""
+    """Its dataset is compared with the node's outside of any worker, where the node's was described."""
     monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(num_workers=2))
     start = MSGPACK.dumps(tuple(EpochStart()))
     opening: Any = SimpleNamespace(
@@ -98,7 +98,7 @@ def test_a_connection_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_loader_must_know() -> None:
-    """Kind, length and state; or why the dataset cannot be served."""
+    """Kind, length and state are described; or the reason why the dataset cannot be served."""
     for defined, expected in [
         (definitions.numbers(), DatasetInfo(False, 40, False, False)),
         (definitions.awaited(), DatasetInfo(False, 40, True, False)),
@@ -107,7 +107,7 @@ def test_what_a_loader_must_know() -> None:
     ]:
         assert dataset_info_of(defined.make().dataset) == expected
     assert "has no length" in dataset_info_of(definitions.endless().make().dataset).problem
-    # Nothing is looked for in the store yet.
+    # The store is not asked yet.
     assert dataset_info_of(RemoteIterableDataset("none.tar", shuffle_buffer=7)) == DatasetInfo(
         True, None, True, False, 7
     )

@@ -15,7 +15,7 @@ from asyncloader.service.node.worker_processes import HostProcesses, NotMade
     "error", [EOFError(), RuntimeError("can't start new thread"), OSError("too many open files")], ids=repr
 )
 async def test_one_that_cannot_be_forked(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaders receive the error, whichever it is, and the process is started again."""
+    """Loaders receive any such error, and another start is tried."""
     tried = asyncio.Event()
     loop = asyncio.get_running_loop()
     attempts: list[int] = []

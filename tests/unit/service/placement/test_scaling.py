@@ -1,4 +1,4 @@
-"""How many nodes follow from a load: planted loads at a model of a service."""
+"""The number of nodes that follows from a load, in a model of a service."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PROCESSES, START_S, CALM_S, PREFETCHED = 2, 8.0, 300.0, 32.0
 def nodes_over_time(
     demand: Callable[[float], float], cost: float, seconds: float, most: int = 64, step: float = 0.1
 ) -> list[int]:
-    """The nodes that are wanted in each second, where loaders take `demand` batches in a second if these are there.
+    """The number of nodes wanted in each second, where loaders take up to `demand` batches per second.
 
-    Each batch costs a process so many seconds. What loaders prefetch is there at the beginning: to make that, too, is a
-    load like any other. A node that is wanted comes after some seconds.
+    Each batch costs a process `cost` seconds. Prefetched batches exist at the beginning: to replace them is a load like
+    any other. A wanted node is ready after START_S seconds.
     """
     scaling, prefetched, history = Scaling(1, most, CALM_S), PREFETCHED, [1]
     ready, busy, tasks = [0.0], [0.0], [0.0]
@@ -46,7 +46,7 @@ def nodes_over_time(
 
 @given(st.floats(0.05, 90), st.floats(0.01, 5.0))
 def test_a_steady_load(load: float, cost: float) -> None:
-    """It ends with the nodes that the load needs at 80 %, and never has a fifth more than that, and one."""
+    """The number ends at the nodes that the load needs at 80 %, and never exceeds 1.2 times that plus 1."""
     needed = min(64, max(1, math.ceil(load / 0.8 / PROCESSES)))
     history = nodes_over_time(lambda _: load / cost, cost, 1500)
     assert abs(history[-1] - needed) <= 1
@@ -55,12 +55,12 @@ def test_a_steady_load(load: float, cost: float) -> None:
 
 @given(st.floats(0.01, 0.75), st.floats(0.01, 5.0))
 def test_a_slow_trainer_gets_no_node_more(load: float, cost: float) -> None:
-    """One that takes less than 80 % of what a node's processes can make, whatever a batch costs."""
+    """A trainer that takes less than 80 % of a node's batches gets one node, whatever a batch costs."""
     assert set(nodes_over_time(lambda _: load * PROCESSES / cost, cost, 600)) == {1}
 
 
 def test_a_pause_costs_no_node_and_a_lower_load_does() -> None:
-    """Two minutes of validation change nothing. Once the load was lower for five minutes, nodes go."""
+    """Two minutes of validation change nothing. After five minutes of a lower load, nodes are removed."""
 
     def demand(now: float) -> float:
         return 100 if now < 200 or 320 < now < 500 else 0 if now < 320 else 10
@@ -73,18 +73,18 @@ def test_a_pause_costs_no_node_and_a_lower_load_does() -> None:
 
 @pytest.mark.parametrize(("most", "end"), [(1, 1), (3, 3)])
 def test_never_more_than_the_most(most: int, end: int) -> None:
-    """However great the load is."""
+    """The limit holds however great the load is."""
     assert max(nodes_over_time(lambda _: 1e6, 0.1, 200, most)) == end
 
 
 def test_never_less_than_the_fewest() -> None:
-    """However long no loader asks for anything."""
+    """The limit holds however long no loader asks for a batch."""
     scaling = Scaling(2, 8, CALM_S)
     assert {scaling.look(float(now), {"a": Load(0.0, 0, 2)}) for now in range(0, 3 * int(CALM_S), 10)} == {2}
 
 
 def test_what_is_not_known_changes_nothing() -> None:
-    """No node is ready; or the processes are others than before, so their totals have begun anew; or no task ended."""
+    """No change follows if no node is ready, if totals restart with other processes, or if no task ended."""
     scaling = Scaling(1, 8, CALM_S)
     for now in range(100):
         assert scaling.look(now, {}) == 1

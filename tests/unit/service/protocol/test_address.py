@@ -1,4 +1,4 @@
-"""What `workers=` says of where a service is."""
+"""The addresses of a service in `workers=`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncloader import Service
     ],
 )
 def test_several_addresses(url: str, addresses: tuple[str, ...]) -> None:
-    """One without a scheme has that of the one before."""
+    """An address without a scheme has the scheme of the address before."""
     assert Service(url).addresses == addresses
 
 
@@ -26,6 +26,6 @@ def test_several_addresses(url: str, addresses: tuple[str, ...]) -> None:
     [("a:7070", "a:7070"), ("unix:/run/node,b:1", "b:1"), ("tcp://a:7070,b", "tcp://b"), ("tcp://a:1,,", "tcp://")],
 )
 def test_what_is_no_address(url: str, named: str) -> None:
-    """Is named."""
+    """The error names it."""
     with pytest.raises(ValueError, match=f"workers='{named}' is no address"):
         Service(url)

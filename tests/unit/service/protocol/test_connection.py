@@ -39,7 +39,7 @@ def connected(**options: Any) -> Generator[tuple[socket.socket, Link]]:
 
 @given(MESSAGES, st.data())
 def test_messages_arrive_as_they_were_sent(messages: list[tuple[int, bytes, bytes]], data: st.DataObject) -> None:
-    """Their payloads where the receiver wants them."""
+    """Payloads are stored where the receiver wants them."""
     stream = b"".join(
         pack_header(kind, len(body), 1, number, len(payload)) + body + payload
         for number, (kind, body, payload) in enumerate(messages)
@@ -66,7 +66,7 @@ def test_messages_arrive_as_they_were_sent(messages: list[tuple[int, bytes, byte
 
 @given(st.binary(max_size=100))
 def test_any_bytes(data: bytes) -> None:
-    """Give messages or a ValueError, and nothing is allocated for them."""
+    """Any bytes give messages within the limit, or a ValueError."""
     with connected(most_body=50) as (ours, link):
         ours.sendall(data)
         ours.close()
@@ -80,7 +80,7 @@ def test_any_bytes(data: bytes) -> None:
 
 @pytest.mark.parametrize(("body", "payload"), [(51, 0), (0, 1), ((1 << 32) - 1, 0), (0, (1 << 64) - 1)])
 def test_sizes_over_the_limit(body: int, payload: int) -> None:
-    """Are refused by the header alone. Without a place there may be no payload at all."""
+    """They are refused by the header alone. Without a `place` there may be no payload at all."""
     with connected(most_body=50) as (ours, link):
         ours.sendall(pack_header(1, body, payload=payload))
         with pytest.raises(ValueError, match="over the limit"):
@@ -88,7 +88,7 @@ def test_sizes_over_the_limit(body: int, payload: int) -> None:
 
 
 def test_a_reader_that_waits() -> None:
-    """What the socket does not take is kept, in order, and its owner is told once it was sent."""
+    """Bytes that the socket does not take are kept, in order, and their owner is notified once they were sent."""
     sent: list[int] = []
     payload = os.urandom(1 << 20)
     with connected() as (ours, link):
@@ -115,7 +115,7 @@ def test_a_reader_that_waits() -> None:
 
 
 def test_a_closed_link_lets_go() -> None:
-    """The owners of what was not sent are told, and descriptors that were to be passed are closed."""
+    """The owners of unsent payloads are notified, and descriptors that were to be passed are closed."""
     sent: list[int] = []
     reader, writer = os.pipe()
     with connected() as (_, link):
@@ -129,7 +129,7 @@ def test_a_closed_link_lets_go() -> None:
 
 
 def test_a_descriptor_of_a_long_message() -> None:
-    """It comes once, although the socket takes the message in several pieces."""
+    """It is received once, although the socket takes the message in several pieces."""
     reader, writer = os.pipe()
     with connected() as (ours, link):
         assert not link.send(1, bytes(1 << 22), fd=writer)
@@ -146,7 +146,7 @@ def test_a_descriptor_of_a_long_message() -> None:
 
 
 def test_bytes_that_tls_has_decrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not make the socket readable, so a reader that waits for it has them all at the first look."""
+    """They do not make the socket readable, so a reader that waits for it gets them all at once."""
     files = make_authority(tmp_path)
     node_side, loader_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     node_side.load_cert_chain(files["node_cert"], files["node_key"])
@@ -164,7 +164,7 @@ def test_bytes_that_tls_has_decrypted(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_header_of_another_protocol() -> None:
-    """Is named."""
+    """The error shows the bytes."""
     with pytest.raises(ValueError, match="b'HTTP'"):
         unpack_header(b"HTTP/1.1 200 OK" + bytes(32), 1, 1)
 
@@ -195,7 +195,7 @@ TURN, WAKE = 1 << 15, 1 << 12
 
 @pytest.mark.parametrize("left", [1, WAKE - 1, WAKE, WAKE + 1, TURN])
 def test_a_turn_that_ends_within_a_payload(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest wakes the reader, however little it is: the socket must not wait for more bytes than will come."""
+    """The rest wakes the reader, however small: the socket must not wait for more bytes than will follow."""
     monkeypatch.setattr(link_module, "_TURN", TURN)
     monkeypatch.setattr(link_module, "_WAKE", WAKE)
     payload = os.urandom(100 + TURN + left)
@@ -214,8 +214,9 @@ def test_a_turn_that_ends_within_a_payload(left: int, monkeypatch: pytest.Monkey
 
 @given(st.lists(st.integers(0, 3 * TURN), min_size=1, max_size=4), st.data())
 def test_no_payload_stalls(sizes: list[int], data: st.DataObject) -> None:
-    """Whatever sizes payloads have and in whatever pieces they come, a reader that waits for its socket gets all of
-    them. The socket's options are changed once for a payload and once after it, at most, and once where a turn ends.
+    """A reader that waits for its socket gets payloads of all sizes, in whatever pieces they arrive.
+
+    The socket's options change at most once for a payload and once after it, and once where a turn ends.
     """
     stream = b"".join(pack_header(1, 2, payload=size) + b"ab" + bytes(size) for size in sizes)
     with pytest.MonkeyPatch.context() as patch, connected_by_tcp() as (ours, theirs):

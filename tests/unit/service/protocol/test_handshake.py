@@ -19,7 +19,7 @@ from asyncloader.service.protocol.records import DatasetInfo
     ],
 )
 def test_a_dataset_that_cannot_be(info: DatasetInfo) -> None:
-    """Is refused before anything is planned with it, such as one that has neither a length nor is iterated."""
+    """It is refused before anything is planned with it: for example, it has no length and is not iterable."""
     with pytest.raises(ValueError, match="a WELCOME that cannot be read"):
         Welcome(b"", info).checked_info()
 
@@ -28,7 +28,7 @@ def test_a_dataset_that_cannot_be(info: DatasetInfo) -> None:
     "info", [DatasetInfo(length=0), DatasetInfo(iterable=True), DatasetInfo(problem="it has no length")]
 )
 def test_a_dataset_that_can_be(info: DatasetInfo) -> None:
-    """Or one that the node itself calls a problem."""
+    """A dataset that the node itself reports as a problem is accepted here, too."""
     assert Welcome(b"", info).checked_info() == info
 
 

@@ -1,4 +1,4 @@
-"""Cursors, records of samples and starts of epochs between a loader and a service: complete, and checked on arrival."""
+"""Cursors, records of samples and starts of epochs between a loader and a service: complete, checked on arrival."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def taken(state: Any) -> Cursor:
 
 
 def test_a_cursor_arrives_as_it_was() -> None:
-    """With everything in its state, a long list included; each reading gives a copy of its own."""
+    """Its state is complete, with a long list; each reading gives a copy of its own."""
     cursor = taken(STATE)
     assert (*cursor[:3], *cursor[4:]) == (1, 4, False, None, "", "")
     assert cursor.dataset["at"] == 3
@@ -52,7 +52,7 @@ def test_a_cursor_arrives_as_it_was() -> None:
 
 
 def test_a_state_that_cannot_be_sent_does_not_fail_the_batch() -> None:
-    """The cursor says where the value is that cannot be sent, and has no state, as where a state cannot be pickled."""
+    """The cursor names the value that cannot be sent, and has no state, as where a state cannot be pickled."""
     cursor = taken({"lock": threading.Lock()})
     assert cursor[:5] == (1, 4, False, None, None)
     assert cursor.problem.startswith("its state [3]['lock'] is a _thread.lock, which a service does not send")
@@ -69,14 +69,14 @@ BROKEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
 def test_a_broken_cursor_is_refused_on_arrival(data: bytes) -> None:
-    """Not when its value is asked for: the answer that it came with must not count."""
+    """It is refused before its value is read: the answer that it was sent with must not count."""
     with pytest.raises(ValueError, match="broken stream"):
         MSGPACK.load_cursor(data)
 
 
 @pytest.mark.parametrize("itself", ["", "within", "before", "ended"])
 def test_an_epoch_may_begin_with_any_cursor(itself: str) -> None:
-    """Also with that of the end of the epoch before, from which new workers of a persistent loader go on."""
+    """Also the cursor of the end of the epoch before, from which new workers of a persistent loader go on."""
     start = EpochStart(epoch=3, cursor=Cursor(0, 0, False, {"at": 4}, {"at": 20}, itself=itself))
     assert MSGPACK.load_start(MSGPACK.dumps(tuple(start))) == start
 

@@ -1,4 +1,4 @@
-"""Values that travel to a service and back: the same afterwards, and nothing that is received is executed."""
+"""Values that are sent to a service and back: unchanged afterwards, and no received value is executed."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_plain_values_come_back(value: Any) -> None:
-    """With their types, at any depth, the sign of zero and the bits of NaN included."""
+    """Types are kept at any depth, and so are the sign of zero and the bits of NaN."""
     back = unpack(pack(value))
     assert pickle.dumps(_exact(back)) == pickle.dumps(_exact(value))
 
 
 def _exact(value: Any) -> Any:
-    """Something whose pickle tells apart what `==` does not, and is the same for equal values."""
+    """An object whose pickle differs where `==` does not see a difference, and is equal for equal values."""
     if isinstance(value, np.ndarray):
         return ["array", value.dtype.str, value.shape, value.tobytes()]
     if isinstance(value, dict):
@@ -115,7 +115,7 @@ def _exact(value: Any) -> Any:
     ids=lambda value: type(value).__name__,
 )
 def test_other_values_come_back(value: Any) -> None:
-    """With their types and dtypes."""
+    """Types and dtypes are kept."""
     back = unpack(pack(value))
     assert type(back) is type(value)
     assert_same(back, value)
@@ -124,7 +124,7 @@ def test_other_values_come_back(value: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
 @pytest.mark.parametrize("layout", sorted(SPARSE_LAYOUTS, key=str), ids=str)
 def test_sparse_tensors_come_back(layout: torch.layout) -> None:
-    """In their layout; coordinates also with whether they are coalesced."""
+    """Their layout is kept; for coordinates also whether they are coalesced."""
     block = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
     tensor = torch.tensor([[0.0, 1, 0, 2], [3, 0, 0, 4]], dtype=torch.float64).to_sparse(layout=layout, blocksize=block)
     for value in [tensor] if block or layout is not torch.sparse_coo else [tensor, tensor + tensor, doubled(tensor)]:
@@ -136,7 +136,7 @@ def test_sparse_tensors_come_back(layout: torch.layout) -> None:
 
 
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
-    """The same with each coordinate twice."""
+    """An equal tensor that has each coordinate twice."""
     return torch.sparse_coo_tensor(
         torch.cat([tensor._indices()] * 2, 1),
         torch.cat([tensor._values() / 2] * 2),
@@ -158,13 +158,13 @@ UNSENDABLE = {
 
 @pytest.mark.parametrize(("value", "text"), UNSENDABLE.values(), ids=UNSENDABLE)
 def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
-    """By the way to it and by its type."""
+    """The error names the path to it and its type."""
     with pytest.raises(Unsendable, match=text):
         pack(value)
 
 
 def test_a_value_that_contains_itself() -> None:
-    """Is an error, and no endless loop."""
+    """It is an error, and no endless loop."""
     value: list[Any] = []
     value.append(value)
     with pytest.raises(Unsendable, match="refers to itself"):
@@ -172,7 +172,7 @@ def test_a_value_that_contains_itself() -> None:
 
 
 def test_only_registered_types_are_made() -> None:
-    """A type that this process did not register is named, with what to do."""
+    """A type that this process did not register is an error that names it and the remedy."""
     with pytest.raises(ValueError, match=r"register_batch_type\(Unregistered\)"):
         unpack(pack(Unregistered(1)))
     with pytest.raises(TypeError, match="named tuple or a dataclass"):
@@ -223,13 +223,13 @@ BROKEN = {
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
 def test_broken_values(data: bytes) -> None:
-    """Are a ValueError, whatever is wrong with them."""
+    """Each of them is a ValueError."""
     with pytest.raises(ValueError):
         unpack(data)
 
 
 def test_how_many_containers() -> None:
-    """What is sent in few bytes takes little memory; texts and numbers may be as many as there are bytes."""
+    """Containers are bounded, since few bytes would take much memory; texts and numbers are not."""
     many = MOST_ARRAYS + 50_000
     texts: list[Any] = [[f"x{number}", number] for number in range(many)]
     assert unpack(pack(texts)) == texts
@@ -244,7 +244,7 @@ def test_how_many_containers() -> None:
 
 
 def test_how_many_keys() -> None:
-    """Texts are hashed with a secret; the keys that are not are bounded, on both sides."""
+    """Texts are hashed with a secret; other keys are bounded, when sent and when received."""
     texts = {f"key {number}": number for number in range(50_000)}
     assert unpack(pack(texts)) == texts
     graphs = [{number: [number] for number in range(300)} for _ in range(300)]
@@ -259,7 +259,7 @@ def test_how_many_keys() -> None:
 
 
 def test_how_deep() -> None:
-    """As deep as it may be sent, it can be read."""
+    """A value that may be sent may be received: up to 64 levels."""
     for levels in (62, 63, 64, 65, 66):
         value: Any = 1
         for _ in range(levels):
@@ -272,7 +272,7 @@ def test_how_deep() -> None:
 
 
 def test_keys_of_registered_types_are_checked_without_making_them() -> None:
-    """However many there are: what stands for them is alike, and they are not."""
+    """Any number of such keys is accepted: their encodings are alike, but the keys differ."""
     value = {Point(number, "x"): number for number in range(40)}
     tree = decode(pack(value))
     check(tree, ())
@@ -281,7 +281,7 @@ def test_keys_of_registered_types_are_checked_without_making_them() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_made_can_be_used(dtype: torch.dtype) -> None:
-    """Whatever bytes a tensor is made of, to print it or to compare it ends no process."""
+    """A tensor of any bytes can be printed and compared without ending the process."""
     name = str(dtype).removeprefix("torch.")
     tensor = unpack(msgspec.msgpack.encode([12, name, [1, 1], Ext(0, b"\xff" * dtype.itemsize)]))
     for use in (repr, bool, hash, complex, lambda value: value == value):
@@ -291,7 +291,7 @@ def test_what_is_made_can_be_used(dtype: torch.dtype) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
-    """Give a value or a ValueError."""
+    """They give a value or a ValueError."""
     with suppress(ValueError):
         unpack(data)
 
@@ -310,6 +310,6 @@ TREES = st.recursive(
 
 @given(TREES)
 def test_any_tree(tree: Any) -> None:
-    """So does any tree of values, with any tags."""
+    """Any tree of values with any tags gives a value or a ValueError."""
     with suppress(ValueError):
         unpack(msgspec.msgpack.encode(tree))

@@ -1,4 +1,4 @@
-"""Plans in messages, and requests for them: what is sent comes back, and nothing else is taken for one."""
+"""Plans in messages, and requests for them: they are read as sent, and nothing else is read as a plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUEST = PlanRequest(3, 1, 2, 1 << 63, True, "known")
 
 @pytest.mark.parametrize("shards", [0, 1, 20_000])
 def test_a_plan_comes_in_pieces(shards: int) -> None:
-    """However many shards there are, no message is large."""
+    """However many shards the plan has, no message is large."""
     plan = Plan(
         "mark",
         [f"shard {number}" for number in range(shards)],
@@ -41,17 +41,17 @@ def test_a_plan_comes_in_pieces(shards: int) -> None:
 
 
 def test_a_plan_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is given up before it takes all memory."""
+    """It is refused before it takes all memory."""
     part = next(iter(messages(Plan("mark", ["shard"] * 20_000, [], None, 0.0))))
     monkeypatch.setattr(shard_plan, "_MOST_PLAN", 10 * len(part))
     with pytest.raises(ValueError, match="a plan of more than"):
         read_plan(lambda: part)
 
 
-@example(b"\xa1\xff")  # a text that is none
+@example(b"\xa1\xff")  # a text that is invalid
 @given(st.one_of(st.binary(), st.builds(pack_record, st.one_of(INTEGERS, st.tuples(st.integers(-1, 5), INTEGERS)))))
 def test_what_is_no_plan(body: bytes) -> None:
-    """Is an error."""
+    """Other bodies are an error."""
     with pytest.raises(ValueError, match=r"broken|cannot"):
         read_plan(iter([body, body, body]).__next__)
 
@@ -71,7 +71,7 @@ def test_what_is_no_plan(body: bytes) -> None:
     ],
 )
 def test_requests_out_of_range(changes: dict[str, Any]) -> None:
-    """Are refused before anything is planned; a catalog is checked in the same way."""
+    """They are refused before anything is planned; a catalog is checked in the same way."""
     assert read_request(pack_record(REQUEST)) == REQUEST
     with pytest.raises(ValueError, match=r"PLAN|rank"):
         read_request(pack_record(REQUEST._replace(**changes)))

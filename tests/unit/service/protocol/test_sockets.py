@@ -36,7 +36,7 @@ async def test_the_socket_of_a_living_node_stays(tmp_path: Path) -> None:
 
 
 async def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
-    """Although the kernel refuses a connection to it, as it does for the socket of a killed node."""
+    """The kernel refuses a connection to it, too, as to the socket of a killed node."""
     path = tmp_path / "samples.bin"
     path.write_bytes(b"of a user")
     with pytest.raises(OSError, match="in use"):
