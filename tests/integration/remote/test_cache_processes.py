@@ -138,7 +138,7 @@ def test_a_process_killed_in_the_middle_of_a_fill(tmp_path: Path) -> None:
             go_on(process)
         assert line(process) == "chunk"
         (left,) = files(tmp_path, "fills")
-        # While its writer lives no other process writes the object, or removes the file; every process can read the object.
+        # While its writer lives, no other process writes the object or removes the file; every process can read it.
         asyncio.run(stream_once(tmp_path, data, hits=0))
         assert files(tmp_path, "fills") == [left]
         assert files(tmp_path, "objects") == []
@@ -151,7 +151,7 @@ def test_a_process_killed_in_the_middle_of_a_fill(tmp_path: Path) -> None:
 
 
 def test_two_processes_that_stream_the_same_object(tmp_path: Path) -> None:
-    """Both processes get the whole object, and only one of them writes a file."""
+    """Both processes get the whole object, and a single file is written."""
     with started("fill", tmp_path) as one, started("fill", tmp_path) as two:
         words = {process: line(process) for process in [one, two]}
         while "chunk" in words.values():

@@ -102,8 +102,8 @@ def test_workers_that_hang_are_replaced(kind: str, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_a_consumer_that_takes_its_time_kills_nobody(tmp_path: Path) -> None:
     """A worker that waits for an assignment, and so for another worker's batch and the consumer, does not time out."""
-    # The first worker reads the short shards, and learns the end when the other worker has made its third batch: for that
-    # the other worker's first batch has to be taken.
+    # The first worker reads the short shards, and learns the end when the other worker has made its third batch: for
+    # that the other worker's first batch has to be taken.
     url = make_shards(tmp_path, (4, 40, 4))
     with Stepwise("sync", dataset_of(url), batch_size=4, num_workers=2, max_worker_restarts=1,
                   recovery=Recovery(worker_timeout=2.0),

@@ -158,9 +158,10 @@ def lying_tar(size: bytes) -> bytes:
     ],
 )
 async def test_a_tar_with_a_lying_size(serve: Serve, size: bytes, match: str) -> None:
-    """Refused before memory is set aside, after the samples before it; the offset is the header's, or the end's.
+    """The size is refused before memory is allocated; samples before it are given; the offset is the header's or the
+    end's.
 
-    (Behind a header that cannot be read, nobody knows whether the sample before it was complete.)
+    (Behind a header that cannot be read, it is unknown whether the sample before it was complete.)
     """
     stores, shard = serve("a.tar", lying_tar(size))
     got, error = await fails(stores, shard, max_sample_bytes=MB)

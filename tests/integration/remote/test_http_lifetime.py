@@ -361,7 +361,7 @@ async def test_a_listing_is_an_object(store: HttpStore) -> None:
 
 @pytest.mark.parametrize("line", [b"../up", b"/etc/passwd", b"\xff", b"a//b"])
 async def test_a_hostile_listing(store: HttpStore, line: bytes) -> None:
-    """A line that is no path of an object is an error."""
+    """A line that is not an object's path is an error."""
     store.put("index", b"a\n" + line + b"\nb\n")
     async with opened(store, listing="index") as transport:
         with pytest.raises(InvalidPath):

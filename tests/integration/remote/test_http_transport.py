@@ -189,8 +189,8 @@ async def test_a_broken_range_is_resumed_within_itself(store: HttpStore) -> None
 async def test_a_changed_object_is_never_mixed(
     store: HttpStore, call: Callable[[HttpTransport], Awaitable[Any]], new: bytes | None
 ) -> None:
-    """An object that is replaced between the parts of its download: a stream that has returned some fails, and a read
-    takes the new one, not the halves of two.
+    """An object is replaced between the parts of its download: a stream that has given some bytes fails, and a read
+    returns the new object, not the halves of two.
     """
     store.put("a", CONTENT)
     store.faults["a"] += [broken(1 << 20, stall=True), change(OTHER)]
