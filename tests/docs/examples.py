@@ -15,12 +15,12 @@ PATIENTLY = pytest.mark.timeout(300)  # many interpreters that import torch, on 
 
 
 def environment(*folders: Path) -> dict[str, str]:
-    """The environment of a program that finds the package, and modules in these folders."""
+    """Return the environment of a program that finds the package, and modules in these folders."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT]))}
 
 
 def run_example(name: str, folder: Path, *arguments: str) -> str:
-    """Run an example to its end, with its files in `folder`; what it printed. It must not fail, or warn."""
+    """Run an example to its end, with its files in `folder`. It must not fail, or warn. Returns its output."""
     ran = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLES / name), "--folder", str(folder), *arguments],
         cwd=folder.parent,

@@ -1,8 +1,8 @@
 """The documentation is true: every Python block in it runs.
 
-A page's blocks, in their order, are one program. It runs in a process of its own, in an empty folder, with
-warnings as errors: as a script, because workers that are not forked import it. Most pages leave out the guard that such
-a script needs, and say so (`UNGUARDED`); here they get it. What the page on notebooks shows runs as cells do, in a
+A page's blocks, in their order, are one program. It runs in a process of its own, in an empty folder, with warnings as
+errors: as a script, because workers that are not forked import it. Most pages leave out the guard that such a script
+needs, and say so (`UNGUARDED`); here the guard is added. The program of the page on notebooks runs as cells do, in a
 `__main__` that no worker can import.
 
 A block that cannot run is preceded by a comment that says why:
@@ -36,7 +36,7 @@ NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>.*?)\s*-->")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: its language, first line (counted from 1), text, and the line above it."""
+    """A fenced block: its language, first line (counted from 1), text, and the line above it."""
 
     language: str
     line: int
@@ -45,7 +45,9 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the fenced blocks of a page. A fence is three or more backticks or colons, ended by as many."""
+    """Return the fenced blocks of a page. A fence is three or more backticks or colons, and is closed by the same
+    fence.
+    """
     found: list[Block] = []
     lines = page.splitlines()
     number = 0
@@ -65,9 +67,9 @@ def blocks(page: str) -> list[Block]:
 
 
 def program(page: str, without: Collection[str] = ()) -> str:
-    """Join the blocks that run, up to the first one that imports one of `without`.
+    """Join the blocks that run, up to the first block that imports a module of `without`.
 
-    Each stands at its line of the page, so a traceback names the right one.
+    Each block stands at its line of the page, so that a traceback names the page's line.
     """
     lines: list[str] = []
     for block in blocks(page):
@@ -80,9 +82,10 @@ def program(page: str, without: Collection[str] = ()) -> str:
 
 
 def guarded(page: Sequence[str]) -> list[str]:
-    """Indent what the program does, under guards that stand in the empty lines before it: every line keeps its number.
+    """Indent the statements that do something, under guards put into empty lines before them: every line keeps its
+    number.
 
-    Imports, classes, functions, lines that ask for it, and what is guarded already stay at the top.
+    Imports, classes, functions, lines with `AT_THE_TOP`, and statements that are guarded already are not indented.
     """
     lines = [*page]
     last, in_guard = 0, False
@@ -116,7 +119,7 @@ WITH_WORKERS = [
     page
     for page in RUN
     if re.search(r"num_workers|MultiProcessingReadingService\(", program(page.read_text(), FRAMEWORKS))
-    and page.stem != "several-ranks-on-one-host"  # they are of another program
+    and page.stem != "several-ranks-on-one-host"  # its blocks are parts of another program
 ]
 SLOW = {
     "feed-a-gpu",
@@ -129,7 +132,9 @@ SLOW = {
 
 
 def run_page(page: Path, folder: Path, without: Collection[str], first_line: str = "") -> None:
-    """Run the page's program, which must end without an error or a warning. Its own first line is the page's title."""
+    """Run the page's program, which must end without an error or a warning. The page's title is replaced by
+    `first_line`.
+    """
     text = page.read_text()
     without = [name for name in FRAMEWORKS if name in without or find_spec(name) is None]
     lines = program(text, without).splitlines()
@@ -151,7 +156,7 @@ def run_page(page: Path, folder: Path, without: Collection[str], first_line: str
 
 @pytest.mark.parametrize("page", quickly(RUN, *(page for page in RUN if page.stem not in SLOW)), ids=page_id)
 def test_blocks_of_the_page_run(page: Path, tmp_path: Path) -> None:
-    """With the platform's start method."""
+    """They run with the platform's start method."""
     run_page(page, tmp_path, without=[])
 
 
@@ -159,9 +164,9 @@ def test_blocks_of_the_page_run(page: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="a fork server is the default there: the test above uses it")
 @pytest.mark.parametrize("page", WITH_WORKERS, ids=page_id)
 def test_blocks_of_the_page_run_on_a_fork_server(page: Path, tmp_path: Path) -> None:
-    """As from Python 3.14 on: workers import the program, and get all else by pickle.
+    """This is the default from Python 3.14 on: workers import the program, and get everything else by pickle.
 
-    Without frameworks: before 3.14 each worker imports them anew, which takes minutes.
+    Frameworks are left out: before 3.14 each worker imports them itself, which takes minutes.
     """
     run_page(
         page, tmp_path, FRAMEWORKS, f"{GUARD} import multiprocessing; multiprocessing.set_start_method('forkserver')"
@@ -170,7 +175,7 @@ def test_blocks_of_the_page_run_on_a_fork_server(page: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_blocks_that_do_not_run_say_why(page: Path) -> None:
-    """No block escapes: Python has one spelling, and an exception gives a reason and stands above a block."""
+    """No block escapes the search: Python has one spelling, and an exception has a reason and stands above a block."""
     text = page.read_text()
     for block in blocks(text):
         assert block.language not in {"py", "python3", "Python", "{code-block}", "{code}"}, (
@@ -189,14 +194,14 @@ def test_blocks_that_do_not_run_say_why(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_of_the_page_lead_somewhere(page: Path) -> None:
-    """A relative link or picture names a file of the repository, so that the pages also read well there."""
+    """A relative link or picture names a file of the repository, so that the pages can be read there, too."""
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if not re.match(r"[a-z]+:", target):
             assert (page.parent / target).is_file(), f"{page_id(page)} links to {target}"
 
 
 def test_program_keeps_the_lines_of_the_page() -> None:
-    """Blocks are found in order, at their lines; an excused one and other languages are left out."""
+    """Blocks are found in order, at their lines; excused blocks and other languages are left out."""
     excused = "<!-- not run: needs a GPU here -->\n```python\nb\n```\n"
     page = f"text\n```python\na = 1\n```\n\n{excused}```text\nc\n```\n```python\nd = 2\n```\n"
     assert program(page).splitlines() == ["", "", "a = 1", *[""] * 10, "d = 2"]
@@ -204,7 +209,9 @@ def test_program_keeps_the_lines_of_the_page() -> None:
 
 
 def test_guarded_program_keeps_its_lines() -> None:
-    """What it does is guarded; what it defines is not, nor what says so; the lines of a string stay as they are."""
+    """Statements are guarded; definitions and lines marked as top-level are not; the lines of a string stay
+    unchanged.
+    """
     does = 'x = f("""\na\n""")\nfor y in x:\n    g(\n        y\n    )\n'
     guards = 'x = f("""\na\n""")\n    for y in x:\n        g(\n            y\n        )\n'
     text = f"import a\n\na.b()  {AT_THE_TOP}\nimport c\n\n\ndef f():\n    pass\n\n\n# why\n{does}"

@@ -1,4 +1,4 @@
-"""The demo does what it says: it trains to the accuracy that it names, and compares four ways to load."""
+"""The demo keeps its promises: it trains to the accuracy that it names, and compares four ways to load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, PATIENTLY]
 
 
 def test_demo_trains_and_reports(tmp_path: Path) -> None:
-    """More than 95 % of the test digits are named rightly; stages, verdict and rates follow."""
+    """More than 95 % of the test digits are classified rightly; the output has stages, verdict and rates."""
     folder = tmp_path / "digits"
     output = run_example("digits.py", folder)
 
@@ -35,7 +35,7 @@ def test_demo_trains_and_reports(tmp_path: Path) -> None:
 
 
 def test_pictures_are_written_once(tmp_path: Path) -> None:
-    """A second run reads the files that the first one wrote."""
+    """A second run reads the files that the first run wrote."""
     folder = tmp_path / "digits"
     program = "import pathlib, digits, sys; digits.write_digits(pathlib.Path(sys.argv[1]))"
 

@@ -1,4 +1,4 @@
-"""The reference pages list what there is: every option with its default, every statistic, every public name."""
+"""The reference pages are complete: every option with its default, every statistic, every public name."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def rows(page: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("loader", [AsyncDataLoader, DataLoader], ids=lambda loader: loader.__name__)
 def test_options_page_is_the_signature(loader: type) -> None:
-    """The page lists every argument of both loaders and every field of the option objects, in order, with defaults;
-    those of asyncloader's arguments that most runs need before the others.
+    """The page lists every argument of both loaders and every field of the option objects, in order, with defaults.
+    Of asyncloader's own arguments, those that most runs need stand first.
     """
     signature = inspect.signature(loader).parameters
     assert list(NEEDED) == [name for name in signature if name in NEEDED]
@@ -50,20 +50,24 @@ def test_options_page_is_the_signature(loader: type) -> None:
 
 
 def test_options_page_is_the_docstring() -> None:
-    """What the page says about an option is the first sentence of what editors show: ``python docs/options.py``."""
+    """The page has the first sentence of each option's docstring, which editors show: ``python docs/options.py``
+    writes it.
+    """
     assert PAGE.read_text() == filled(PAGE.read_text())
 
 
 @pytest.mark.parametrize("loader", [AsyncDataLoader, DataLoader, StatefulDataLoader], ids=lambda each: each.__name__)
 def test_a_constructor_documents_its_own_options(loader: Any) -> None:
-    """All of them in order, and no other; its name is the class's."""
+    """All of them in order, and no other; its `__qualname__` names the class."""
     assert list(meanings(loader.__init__)) == list(inspect.signature(loader).parameters)
     assert loader.__init__.__qualname__ == f"{loader.__name__}.__init__"
     assert set(loader.__init__.__annotations__) == {*inspect.signature(loader).parameters, "return"}
 
 
 def test_options_page_says_what_the_stateful_loader_lacks() -> None:
-    """torchdata's loader knows no seeded mode."""
+    """torchdata's loader has no seeded mode: the page, the docstring and the constructor agree on the options left
+    out.
+    """
     missing = inspect.signature(DataLoader).parameters.keys() - inspect.signature(StatefulDataLoader).parameters.keys()
     said = PAGE.read_text().partition("all but those of seeded mode")[2].partition("##")[0]
     assert set(re.findall("`([a-z_]+)`", said)) == missing
@@ -76,7 +80,7 @@ def test_options_page_says_what_the_stateful_loader_lacks() -> None:
 
 @pytest.mark.parametrize("loader", [AsyncDataLoader, DataLoader], ids=lambda loader: loader.__name__)
 def test_statistics_page_lists_every_key(loader: type) -> None:
-    """The page's tables, `stats()` and `metrics()` have the same keys, in the same order, and the same words."""
+    """The page's tables, `stats()` and `metrics()` have the same keys, in the same order, with the same words."""
     with loader([1, 2, 3]) as made:
         keys, described = list(made.stats()), {each.name: each.help for each in made.metrics()}
     table = {row[0]: row[1:] for row in rows("statistics.md") if row[0].startswith(("data/", "device/", "store/"))}
@@ -92,14 +96,14 @@ def test_statistics_page_lists_every_key(loader: type) -> None:
 
 
 def test_every_public_name_is_on_a_page() -> None:
-    """A name that `asyncloader` exports is documented on the page of the API or of the errors."""
+    """A name that `asyncloader` exports is documented on the page of the API, of the errors or of the names."""
     text = "".join((REFERENCE / page).read_text() for page in ("api.md", "errors.md", "names.md"))
     assert [name for name in asyncloader.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 
 @pytest.mark.parametrize("loader", [AsyncDataLoader, DataLoader], ids=lambda loader: loader.__name__)
 def test_the_api_page_has_every_member(loader: type) -> None:
-    """Every public method and attribute of our own, but for the options, which have a page of their own."""
+    """It lists every public method and attribute of our own, except the options, which have a page of their own."""
     page = (REFERENCE / "api.md").read_text()
     entry = page.partition(f".. autoclass:: asyncloader.{loader.__name__}\n")[2].partition("autoclass")[0]
     own = {name for name in dir(loader) if not name.startswith("_")} - set(dir(torch.utils.data.DataLoader))
@@ -108,7 +112,7 @@ def test_the_api_page_has_every_member(loader: type) -> None:
 
 
 def test_every_entry_of_the_api_page_has_a_text() -> None:
-    """Classes, functions, methods and properties: a heading with nothing below it helps nobody."""
+    """Classes, functions, methods and properties have docstrings: a heading without a text is of no help."""
     current: Any = None
     entries = re.findall(r"auto(class|function|method|property):: (\S+)", (REFERENCE / "api.md").read_text())
     assert len(entries) > 100
@@ -123,7 +127,7 @@ def test_every_entry_of_the_api_page_has_a_text() -> None:
 
 @pytest.mark.thorough
 def test_the_built_api_page_shows_types(tmp_path: Path) -> None:
-    """The signatures name the arguments' types and what is returned, and no base class of ours."""
+    """The signatures name the types of the arguments and of the result, and no base class of ours."""
     pytest.importorskip("sphinx", reason="the pages are built with the extra docs")
     for name, source in (("conf.py", DOCS / "conf.py"), ("index.md", REFERENCE / "api.md")):
         (tmp_path / name).write_text(source.read_text())
@@ -137,7 +141,7 @@ def test_the_built_api_page_shows_types(tmp_path: Path) -> None:
 
 
 def test_the_how_tos_are_ordered_by_need() -> None:
-    """All pages, those that most readers need first, and those for leavers of other libraries last."""
+    """All pages are listed: those that most readers need first, those for users of other libraries last."""
     listed = re.findall(r"^how-to/([\w-]+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(page.stem for page in (DOCS / "how-to").glob("*.md"))
     assert listed[0] == "migrate-from-torch"
@@ -145,7 +149,7 @@ def test_the_how_tos_are_ordered_by_need() -> None:
 
 
 def test_names_page_lists_torchs_names() -> None:
-    """Every public name of `torch.utils.data` has a row, and *torch's* means the same object."""
+    """Every public name of `torch.utils.data` has a row, and a row with *torch's* means the same object."""
     listed = {row[0]: row[-1] for row in rows("names.md") if len(row) == 4}
     assert set(torch.utils.data.__all__) <= set(listed)
     for name in torch.utils.data.__all__:
@@ -154,12 +158,12 @@ def test_names_page_lists_torchs_names() -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    """Names are looked up late, so a typing error would show only when a user asks for the name."""
+    """Names are looked up lazily, so that a typing error would show only when a user asks for the name."""
     assert all(getattr(asyncloader, name) is not None for name in asyncloader.__all__)
 
 
 def test_the_api_page_has_dataloader2() -> None:
-    """Every public name of it, of its adapters, graph functions and datapipes; torch's own three are torch's."""
+    """The page lists every public name of it, of its adapters, graph functions and datapipes, except torch's own."""
     page = (REFERENCE / "api.md").read_text()
     listed = set(re.findall(r"auto(?:class|function):: (asyncloader\.dataloader2\.[\w.]+)", page))
     names = {

@@ -1,4 +1,4 @@
-"""The remote demo does what it says: it trains from a slow store, is killed, and ends as if it had not been."""
+"""The remote demo keeps its promises: it trains from a slow store, is killed, and ends as an undisturbed run does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.network, PATIENTLY]
 
 
 def test_killed_run_ends_like_the_other(tmp_path: Path) -> None:
-    """With two epochs: a state before the kill was found, what came after it was repeated, and every fact holds."""
+    """In two epochs a state from before the kill is found, the batches after it are repeated, and every fact holds."""
     output = run_example("remote_digits.py", tmp_path / "digits", "--epochs", "2")
 
     again = re.search(r"it went on from batch (\d+); the (\d+) after it were trained again", output)
@@ -33,7 +33,7 @@ def test_killed_run_ends_like_the_other(tmp_path: Path) -> None:
     digests = re.search(r"digests of the keys (\w{16}) and (\w{16})$", output, re.MULTILINE)
     assert digests
     assert digests[1] == digests[2]
-    # Not a terminal: a line at the end of each epoch of the whole run, and of what the other run had of them.
+    # Not a terminal: a line at the end of each epoch of the whole run, and of each epoch of the other run.
     assert len(re.findall(r"^  epoch +\d+/2 \[", output, re.MULTILINE)) >= 4
 
     names: set[str] = set()
@@ -44,7 +44,7 @@ def test_killed_run_ends_like_the_other(tmp_path: Path) -> None:
 
 
 def test_facts_that_do_not_hold_are_told(tmp_path: Path) -> None:
-    """A run that lost a sample, or that ended with other weights, is not passed off as the same."""
+    """A run that lost a sample, or that ended with other weights, is reported as different."""
     program = """
 import copy, sys, torch, remote_digits as demo
 keys = demo.split()[0]
@@ -66,7 +66,7 @@ for spoil in (lambda run: run["seen"][0].pop(), lambda run: run["seen"][0].appen
 
 
 def test_store_serves_ranges_late(tmp_path: Path) -> None:
-    """The store answers with the bytes that were asked for, and ends with its standard input."""
+    """The store answers with the bytes that were asked for, and exits with its standard input."""
     (tmp_path / "object").write_bytes(bytes(range(256)))
     command = [sys.executable, "-W", "error", str(STORE), str(tmp_path), "1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as store:

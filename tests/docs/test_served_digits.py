@@ -1,4 +1,4 @@
-"""The service's demo does what it says: two trainers outlive a node, and have the batches of workers of their own."""
+"""The service's demo keeps its promises: two trainers outlive a node, and get the batches of workers of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.network, PATIENTLY]
 
 
 def test_a_node_is_killed(tmp_path: Path) -> None:
-    """Half-way of the first trainer; every fact holds, and what is lost is told."""
+    """It is killed half-way of the first trainer; every fact holds, and the lost node is reported."""
     output = run_example("served_digits.py", tmp_path, "--epochs", "2")
     assert len(re.findall(r"^  yes  trainer", output, re.MULTILINE)) == 4
     assert "  NO " not in output

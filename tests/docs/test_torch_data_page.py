@@ -33,7 +33,7 @@ WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
 class Range(IterableDataset[int]):
-    """Gives all of a range in every worker."""
+    """A stream that gives all of a range in every worker."""
 
     def __init__(self, start: int, end: int) -> None:
         self.start = start
@@ -44,7 +44,7 @@ class Range(IterableDataset[int]):
 
 
 class SplitRange(Range):
-    """Gives each worker its share of the range."""
+    """A stream that gives each worker its share of the range."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -68,7 +68,7 @@ def take_a_share(worker: int) -> None:
 
 @pytest.mark.parametrize(("workers", "shown"), [(0, [3, 4, 5, 6]), (2, [3, 5, 4, 6]), (12, [3, 4, 5, 6])])
 def test_splitting_in_iter(workers: int, shown: list[int]) -> None:
-    """Example 1 of IterableDataset: `__iter__` asks `get_worker_info` for its share. Each item is a batch of one."""
+    """Example 1 of IterableDataset: `__iter__` asks `get_worker_info` for its share. Each batch has one item."""
     loader = DataLoader[Any](SplitRange(start=3, end=7), num_workers=workers)
     assert repr(list(loader)) == repr([torch.tensor([i]) for i in shown])
 
@@ -83,12 +83,12 @@ def test_splitting_in_iter(workers: int, shown: list[int]) -> None:
     ],
 )
 def test_splitting_by_worker_init_fn(workers: int, init: Any, shown: list[int]) -> None:
-    """Example 2 of IterableDataset: without a split the data come once a worker, with `worker_init_fn` once in all."""
+    """Example 2 of IterableDataset: each worker gives all data without a split, and its share with `worker_init_fn`."""
     loader = DataLoader[Any](Range(start=3, end=7), num_workers=workers, worker_init_fn=init)
     assert [int(batch) for batch in loader] == shown
 
 
-# ------------------------------------------------------------------------------------- what loading is equivalent to
+# -------------------------------------------------------------------------------------------- equivalents of loading
 
 
 class Rows(Dataset[Any]):
@@ -167,7 +167,7 @@ def test_collate_fn_that_pads(workers: int) -> None:
 
 
 class SimpleCustomBatch:
-    """Inputs and targets; says how it is pinned."""
+    """Inputs and targets with a method `pin_memory`."""
 
     def __init__(self, data: list[Any]) -> None:
         inputs, targets = zip(*data, strict=True)
@@ -182,7 +182,7 @@ class SimpleCustomBatch:
 
 @WORKERS
 def test_custom_batch_with_pin_memory(workers: int) -> None:
-    """The batch arrives as the user's class, page-locked where there is an accelerator (the page's ``True``)."""
+    """The batch arrives as the user's class, page-locked where an accelerator exists (the page's ``True``)."""
     inputs = torch.arange(10 * 5, dtype=torch.float32).view(10, 5)
     targets = torch.arange(10 * 5, dtype=torch.float32).view(10, 5)
     dataset = TensorDataset(inputs, targets)
@@ -210,7 +210,7 @@ class Drawn(Dataset[Any]):
 
 
 def seed_worker(worker: int) -> None:
-    """The recipe for reproducible workers."""
+    """Seed numpy and random, as the recipe for reproducible workers does."""
     seed = torch.initial_seed() % 2**32
     np.random.seed(seed)
     random.seed(seed)
@@ -218,7 +218,7 @@ def seed_worker(worker: int) -> None:
 
 @pytest.mark.thorough
 def test_recipe_for_reproducible_workers() -> None:
-    """`worker_init_fn=seed_worker` and a seeded generator: the same numbers in each run, and torch's."""
+    """With `worker_init_fn=seed_worker` and a seeded generator each run has the same numbers, and they are torch's."""
     runs = []
     for make in (torch.utils.data.DataLoader, DataLoader, DataLoader):
         generator = torch.Generator()
@@ -243,7 +243,7 @@ class Seeds(Dataset[Any]):
 
 
 def test_worker_seeds() -> None:
-    """A worker's seed is ``base_seed + worker_id``: in its information and as `torch.initial_seed`."""
+    """A worker's seed is ``base_seed + worker_id``, in its information and as `torch.initial_seed`."""
     torch.manual_seed(3)
     base = torch.empty((), dtype=torch.int64).random_().item()
     torch.manual_seed(3)

@@ -37,7 +37,7 @@ WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
 class ByLength(Sampler[int]):
-    """Shortest first."""
+    """A sampler that gives the shortest sample first."""
 
     def __init__(self, data: list[str]) -> None:
         self.data = data
@@ -50,7 +50,7 @@ class ByLength(Sampler[int]):
 
 
 class BatchesByLength(Sampler[list[int]]):
-    """The same, in batches."""
+    """A sampler that gives lists of indices, the shortest samples first."""
 
     def __init__(self, data: list[str], batch_size: int) -> None:
         self.data = data
@@ -67,7 +67,7 @@ class BatchesByLength(Sampler[list[int]]):
 
 @WORKERS
 def test_own_samplers(workers: int) -> None:
-    """Samplers that sort by length: one gives indices, one gives lists of them."""
+    """Both samplers sort by length: one gives indices, the other lists of indices."""
     data: Any = ["dddd", "a", "ccc", "bb"]
     loader = DataLoader[Any](data, sampler=ByLength(data), batch_size=None, num_workers=workers)
     assert list(loader) == ["a", "bb", "ccc", "dddd"]
@@ -81,7 +81,7 @@ def test_own_samplers(workers: int) -> None:
     [(False, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]), (True, [[0, 1, 2], [3, 4, 5], [6, 7, 8]])],
 )
 def test_batch_sampler(drop_last: bool, shown: list[list[int]]) -> None:
-    """BatchSampler's example, as it is and in a loader."""
+    """BatchSampler's example gives the batches shown, by itself and in a loader."""
     sampler = BatchSampler(SequentialSampler(range(10)), batch_size=3, drop_last=drop_last)
     assert list(sampler) == shown
     dataset: Any = range(10)
@@ -106,7 +106,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 @WORKERS
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_random_samplers(name: str, workers: int) -> None:
-    """From the same seed a loader draws with torch's samplers what torch's loader draws."""
+    """From the same seed a loader draws the same indices with torch's samplers as torch's loader."""
     drawn = []
     numbers: Any = range(6)
     for make in (torch.utils.data.DataLoader, DataLoader):
@@ -122,7 +122,7 @@ def test_random_samplers(name: str, workers: int) -> None:
 
 @WORKERS
 def test_distributed_sampler(workers: int) -> None:
-    """The page's recipe: a sampler a rank, `shuffle` left to it, `set_epoch` before each epoch for another order."""
+    """The page's recipe: each rank has a sampler, which shuffles; `set_epoch` before each epoch gives another order."""
     dataset: Any = range(8)
     epochs: list[list[int]] = [[], [], []]
     for rank in range(2):
@@ -184,7 +184,7 @@ COLLATED: dict[str, tuple[list[Any], str]] = {
 @WORKERS
 @pytest.mark.parametrize("name", COLLATED)
 def test_default_collate_examples(name: str, workers: int) -> None:
-    """The printed results of `default_collate`'s examples."""
+    """The printed results are those of `default_collate`'s examples."""
     samples, shown = COLLATED[name]
     dataset: Any = samples
     (batch,) = DataLoader[Any](dataset, batch_size=len(samples), num_workers=workers)
@@ -207,7 +207,7 @@ class CustomType:
 
 
 def collate_custom(batch: list[Any]) -> Any:
-    """The first of the two ways to extend `default_collate`: a function around it."""
+    """Extend `default_collate` in the first of two ways: by a function around it."""
     if isinstance(batch[0], CustomType):
         return CustomType(sum(x.value for x in batch))
     return default_collate(batch)
@@ -218,7 +218,9 @@ class MappedType(CustomType):
 
 
 def collate_mapped(batch: list[MappedType], *, collate_fn_map: Any = None) -> MappedType:
-    """The second way: an entry in torch's table, which workers that are not forked make by importing this module."""
+    """Extend it in the second way: by an entry in torch's table. Workers that are not forked import this module for
+    it.
+    """
     return MappedType(sum(x.value for x in batch))
 
 
@@ -228,7 +230,7 @@ default_collate_fn_map[MappedType] = collate_mapped
 @WORKERS
 @pytest.mark.parametrize(("kind", "options"), [(CustomType, {"collate_fn": collate_custom}), (MappedType, {})])
 def test_two_ways_to_extend_default_collate(kind: type[CustomType], options: dict[str, Any], workers: int) -> None:
-    """A `collate_fn` that falls back to the default one, and an entry in `default_collate_fn_map`."""
+    """A `collate_fn` that falls back to the default collation, and an entry in `default_collate_fn_map`."""
     dataset: Any = [kind(n) for n in range(4)]
     batches = list(DataLoader[Any](dataset, batch_size=2, num_workers=workers, **options))
     assert [(type(batch), batch.value) for batch in batches] == [(kind, 1), (kind, 5)]

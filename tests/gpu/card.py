@@ -1,4 +1,4 @@
-"""What the tests on a card share."""
+"""Shared by the tests on a card."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEEDS_CARD = [pytest.mark.gpu, pytest.mark.skipif(not ON_CARD, reason="needs CUD
 
 
 def on_cpu(batch: Any) -> Any:
-    """The batch in the CPU's memory, once the current stream is there."""
+    """Copy the batch to the CPU's memory, after the work of the current stream."""
     return map_tensors(batch, lambda tensor: tensor.cpu())
 
 
@@ -25,8 +25,8 @@ def all_there(batch: Any) -> bool:
 
 
 def settled() -> int:
-    """Bytes of tensors on the card when all that was asked of it is done, and all garbage is collected."""
+    """Return the bytes of tensors on the card once all its work is done, and all garbage is collected."""
     gc.collect()
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # looks at the events of memory that other streams have used
+    torch.cuda.empty_cache()  # also frees memory that other streams have used
     return torch.cuda.memory_allocated()

@@ -9,7 +9,7 @@ from tests.helpers.datasets import Numbers
 
 @pytest.fixture(scope="session", autouse=True)
 def cuda_begun() -> None:
-    """What CUDA opens for the process when it is first used (descriptors, mappings) is no test's leak."""
+    """Let CUDA open its descriptors and mappings of the process first, which no test leaks."""
     if not torch.cuda.is_available():
         return
     torch.zeros(1).pin_memory().to("cuda", non_blocking=True).item()

@@ -30,7 +30,9 @@ def first(samples: list[Any]) -> Any:
 @WITH_WORKERS
 @pytest.mark.parametrize("dataset", [Images(41), Augmented(41)], ids=["images", "augmented"])
 def test_every_batch_is_right_to_the_bit(kind: str, workers: int, dataset: Any) -> None:
-    """On the device, in order, over three epochs, drawing the same random numbers, by a consumer that keeps all."""
+    """They are on the device, in order, over three epochs, with the same random numbers; the consumer keeps all
+    batches.
+    """
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "epochs": 3, "shuffle": True}
     expected = run_loader(kind, dataset, **options)
     got = run_loader(kind, dataset, device="cuda", **options)
@@ -41,7 +43,7 @@ def test_every_batch_is_right_to_the_bit(kind: str, workers: int, dataset: Any) 
 
 
 def test_batches_come_straight_from_locked_rings() -> None:
-    """None is copied in the CPU's memory first; the rings are locked once over the epochs."""
+    """No batch is copied in the CPU's memory first; the rings are locked once for all epochs."""
     with DataLoader[Any](Images(40), batch_size=4, num_workers=2, device="cuda", persistent_workers=True) as loader:
         epochs: list[dict[str, float]] = []
         for _ in range(3):
@@ -69,7 +71,7 @@ def test_slots_are_used_again_at_once() -> None:
 
 @SOME_KIND
 def test_batches_too_large_for_the_ring(kind: str) -> None:
-    """They take the other way, and are as right."""
+    """They go through pinned memory, and are right, too."""
     sizes = [1 << 10] * 4 + [1 << 22] * 8 + [100] * 4
     got = collect(kind, Sized(sizes), num_workers=1, device="cuda", collate_fn=first)
     assert [len(batch) for batch in got] == sizes
@@ -87,7 +89,7 @@ class Bytes(Images):
 
 @WITH_WORKERS
 def test_a_transform_on_the_device(workers: int) -> None:
-    """uint8 travels; what is delivered is half precision, channels last."""
+    """The copied batch is uint8; the delivered batch has half precision, channels last."""
     loader = DataLoader[Any](
         Bytes(20),
         batch_size=4,
@@ -102,7 +104,7 @@ def test_a_transform_on_the_device(workers: int) -> None:
 
 
 def test_a_transform_that_raises_leaves_the_device_alone() -> None:
-    """Its own error; the next epoch of another loader runs."""
+    """Its own error is raised; an epoch of another loader runs after that."""
 
     def refuse(batch: Any) -> Any:
         raise KeyError("no label")
@@ -117,7 +119,7 @@ def test_a_transform_that_raises_leaves_the_device_alone() -> None:
 
 
 def test_a_transform_sees_what_was_computed_before_the_epoch() -> None:
-    """Its stream waits for the consumer's at the epoch's beginning: a constant made there is there."""
+    """Its stream waits for the consumer's at the epoch's beginning: it reads a constant made there before."""
     torch.cuda._sleep(50_000_000)
     constant = torch.full((3,), 5.0, device="cuda")
     loader = DataLoader[Any](
@@ -135,7 +137,7 @@ def test_a_transform_sees_what_was_computed_before_the_epoch() -> None:
 
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 def test_memory_is_not_used_again_while_the_consumers_stream_reads_it(side: bool) -> None:
-    """Batches are dropped at once while a slow kernel still holds back what reads them."""
+    """Batches are dropped at once, while a slow kernel still delays the kernels that read them."""
     stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
     sums: list[torch.Tensor] = []
     with DataLoader[Any](Numbers(120, 1 << 18), batch_size=2, num_workers=2, device="cuda") as loader:
@@ -150,7 +152,7 @@ def test_memory_is_not_used_again_while_the_consumers_stream_reads_it(side: bool
 
 
 def test_an_async_consumer_on_a_side_stream() -> None:
-    """The stream that is current where the batch is taken is the one that waits."""
+    """The stream that is current where the batch is taken waits for the copies."""
     stream = torch.cuda.Stream()
 
     async def sums() -> list[int]:
@@ -165,8 +167,8 @@ def test_an_async_consumer_on_a_side_stream() -> None:
 
 @pytest.mark.parametrize("mode", ["thread_local", "global"])
 def test_a_graph_reads_static_batches(mode: str) -> None:
-    """Captured with the first batch, replayed with all of them, over two epochs. In torch's default mode, too: in that
-    a capture would be spoilt by what other threads ask of the device.
+    """The graph is captured with the first batch and replayed with all batches, over two epochs. Torch's default
+    mode ("global") is tested, too: it would spoil the capture if other threads called the device in the usual way.
     """
     with DataLoader[Any](
         Numbers(64, 1000),
@@ -185,7 +187,7 @@ def test_a_graph_reads_static_batches(mode: str) -> None:
                     place = batch.data_ptr()
                     graph = torch.cuda.CUDAGraph()
                     _ = batch[:, 0] * 2  # a kernel's first launch loads it, which must not happen in a capture
-                    # The loader's threads go on asking the device for memory and events meanwhile.
+                    # During the capture the loader's threads ask the device for memory and events.
                     with torch.cuda.graph(graph, capture_error_mode=mode):
                         result = batch[:, 0] * 2
                 assert batch.data_ptr() == place
@@ -203,7 +205,9 @@ def test_a_graph_reads_static_batches(mode: str) -> None:
 @SOME_KIND
 @pytest.mark.parametrize("persistent", [False, True])
 def test_epochs_that_are_left_early(kind: str, persistent: bool) -> None:
-    """With copies in flight: nothing is left (the leak check looks), and the next epoch begins at its beginning."""
+    """An epoch is left with copies in flight: nothing is left behind (the leak check looks), and the next begins at
+    its beginning.
+    """
     options: dict[str, Any] = {"num_workers": 2, "device": "cuda", "device_options": DeviceOptions(device_prefetch=3)}
     counts = [1, 5, 0, 9, 2, 1, 1, 1]
 
@@ -227,7 +231,7 @@ def test_epochs_that_are_left_early(kind: str, persistent: bool) -> None:
 
 
 def test_memory_on_the_device_does_not_grow() -> None:
-    """Over many batches of 4 MB no more is in use than a few of them; afterwards nothing."""
+    """Over many batches of 4 MB the memory of fewer than twenty is in use; afterwards none."""
     before = settled()
     torch.cuda.reset_peak_memory_stats()
     nbytes = 1 << 22
@@ -253,7 +257,7 @@ def test_a_consumer_that_keeps_everything() -> None:
 @SOME_KIND
 @pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
 def test_a_worker_that_is_killed(kind: str, tmp_path: Path) -> None:
-    """Its ring is never written again, and stays locked as long as the device reads there."""
+    """The batches are right: its ring is never written again, and stays locked as long as the device reads there."""
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": 2}
 
     def run(dataset: Any, **more: Any) -> list[Any]:
@@ -271,7 +275,7 @@ def test_a_worker_that_is_killed(kind: str, tmp_path: Path) -> None:
 
 
 def test_two_loaders_at_a_time() -> None:
-    """Each with its own stream; both right."""
+    """Each has its own stream; the batches of both are right."""
     options: dict[str, Any] = {
         "batch_size": 2,
         "num_workers": 1,
@@ -288,14 +292,14 @@ def test_two_loaders_at_a_time() -> None:
 
 
 def test_a_card_that_is_not_there() -> None:
-    """The error names it, and how many there are."""
+    """The error names the card, and the number of cards."""
     with pytest.raises(DeviceUnavailable, match="'cuda:99' cannot be used: torch sees"):
         iter(DataLoader[Any](Numbers(3), device="cuda:99"))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
 def test_another_card_than_the_current_one() -> None:
-    """Batches are on the card that was asked for; the thread's current one stays what it was."""
+    """Batches are on the requested card; the thread's current card stays."""
     for batch in DataLoader[Any](Numbers(20), num_workers=2, device="cuda:1"):
         assert batch.device == torch.device("cuda", 1)
     assert torch.cuda.current_device() == 0

@@ -29,13 +29,15 @@ def driver() -> Driver:
 
 
 def works() -> bool:
-    """Whether the device still computes, and no error waits to be told."""
+    """Whether the device still computes, without a pending error."""
     torch.cuda.synchronize()
     return bool((torch.ones(1000, device="cuda") * 2).sum().item() == 2000)
 
 
 def test_a_locked_ring_counts_as_pinned_memory() -> None:
-    """For torch as well: a batch in it is page-locked, as no other memory of ours is; it is copied without a wait."""
+    """torch counts it as pinned, too: a batch in the locked ring is pinned, before the lock it is not; it can be
+    copied.
+    """
     ring = new_ring()
     before = Opener(Statistics()).open(deliver(3, ring).outcome)
     assert not before.is_pinned()
@@ -51,7 +53,7 @@ def test_a_locked_ring_counts_as_pinned_memory() -> None:
 
 
 def test_a_range_can_be_locked_again_when_it_was_unlocked() -> None:
-    """And not before: the driver says that it is locked, and goes on working."""
+    """Before that, the driver reports that it is locked, and continues to work."""
     fd = segment.create(64 * PAGE)
     mapping = segment.map_segment(fd, 64 * PAGE)
     os.close(fd)
@@ -67,7 +69,7 @@ def test_a_range_can_be_locked_again_when_it_was_unlocked() -> None:
 
 
 def test_rings_are_unlocked_before_they_are_unmapped() -> None:
-    """A thousand of them, at addresses that come again: one that was left locked would be refused."""
+    """A thousand rings, at addresses that are used again: a ring left locked would make the next lock fail."""
     lock = driver().lock
     for number in range(1000):
         ring = new_ring()
@@ -82,7 +84,7 @@ def test_rings_are_unlocked_before_they_are_unmapped() -> None:
 
 @pytest.mark.parametrize("nbytes", [PAGE, 1 << 20])
 def test_a_refusal_leaves_no_error_behind(nbytes: int) -> None:
-    """Memory that is not there cannot be locked. The next one who asks the device for anything gets it."""
+    """Unmapped memory cannot be locked. An error left behind would be raised by the next call to the device."""
     with pytest.raises(PageLockError) as caught:
         driver().lock(1 << 46, nbytes)
     assert caught.value.reason.startswith("CUDA_ERROR_")
@@ -91,7 +93,7 @@ def test_a_refusal_leaves_no_error_behind(nbytes: int) -> None:
 
 
 def test_any_thread_may_lock_and_another_unlock() -> None:
-    """Also those that have never used CUDA, whose context is left as it was: none."""
+    """This includes threads that have never used CUDA; they have no context before and after."""
     ring = new_ring()
     lock = driver()
     contexts: list[int | None] = []

@@ -1,4 +1,4 @@
-"""Copies go on beside everything else, in the streams of the process, on the device that was asked for."""
+"""Copies run beside all other work, in the streams of the process, on the requested device."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.helpers.running import ROOT
 
 pytestmark = NEEDS_CARD
 
-LARGE = 1 << 24  # bytes; of small ones in ordinary memory CUDA keeps a copy, and returns at once
+LARGE = 1 << 24  # bytes; CUDA buffers small copies from ordinary memory, and returns at once
 A_WHILE = 2_000_000_000  # cycles: about a second
 
 
 def wide(ring: Ring) -> torch.Tensor:
-    """A batch in a locked slot."""
+    """Return a batch in a locked slot."""
     batch: torch.Tensor = Opener(Statistics()).open(deliver(0, ring, torch.arange(LARGE // 8)).outcome)
     assert batch.is_pinned()
     return batch
@@ -39,7 +39,7 @@ def wide(ring: Ring) -> torch.Tensor:
     ids=["dense", "with gaps", "pageable"],
 )
 def test_a_copy_returns_while_the_stream_still_works(view: Callable[[torch.Tensor], torch.Tensor], waits: bool) -> None:
-    """Asking for it waits for nothing that the stream was given before. From ordinary memory it would."""
+    """Starting a copy waits for no earlier work of the stream. From ordinary memory it would."""
     accelerator = CudaAccelerator(torch.device("cuda"))
     assert accelerator.lock is not None
     ring = Ring(slots=4, slot_bytes=LARGE, credits=2)
@@ -58,7 +58,7 @@ def test_a_copy_returns_while_the_stream_still_works(view: Callable[[torch.Tenso
 
 
 def test_loaders_leave_their_memory_to_the_next() -> None:
-    """Eight of them take no more of the device than the first did."""
+    """Eight loaders after the first reserve no more of the device's memory than the first."""
 
     def epoch() -> int:
         with DataLoader[torch.Tensor](Numbers(40, 1 << 18), num_workers=1, device="cuda") as loader:
@@ -88,6 +88,6 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
 def test_a_rank_opens_no_context_on_another_ranks_card() -> None:
-    """In a process of its own, as a rank is."""
+    """Two cards in a process of its own: loaders open a context on the rank's card only."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[False, True]", done.stderr

@@ -1,1 +1,1 @@
-"""What the loader's pure modules do at sizes that no test machine has: orders, costs, and epochs with misfortunes."""
+"""Simulations of the loader's pure modules at sizes that no test machine has: orders, costs, and epochs with losses."""

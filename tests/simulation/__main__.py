@@ -34,7 +34,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "at-scale.md"
 
 
 def main(arguments: list[str]) -> int:
-    """Run all; the exit code: 1 if a batch was lost or came twice, or an order is wrong."""
+    """Run all simulations. Returns the exit code: 1 if a batch was lost or delivered twice, or an order is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a hundredth of each")
     parser.add_argument("--save", action="store_true", help="write docs/reference/at-scale.md and its picture")

@@ -1,8 +1,8 @@
 """One rank's epoch over a cluster's nodes, event by event: the real scheduler, with a simulated clock and workers.
 
-A worker carries out its tasks one after the other. A node that is killed is noticed at once, and one whose network is
-cut after as long as a loader needs; its workers go on elsewhere, and the nodes that are left are that much slower,
-until it is back. The consumer takes a batch per step. Each batch must come once, in its place.
+A worker carries out its tasks one after the other. A node that is killed is noticed at once; a node whose network is
+cut, after the time that a loader needs. Its workers continue at other nodes, which are slower for it, until the node is
+back. The consumer takes a batch per step. Each batch must be delivered once, in its place.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from asyncloader.events import (
 )
 
 NOTICED_S = {"kill": 0.005, "cut": 2.6}
-"""Seconds until a loader notices."""
+"""Seconds until a loader notices the loss."""
 ANEW_S = 0.03
-"""Seconds until a worker is connected elsewhere."""
+"""Seconds until a worker has connected to another node."""
 GONE_S = 120.0
-"""Seconds until a node that was lost is there again."""
+"""Seconds until a lost node is back."""
 DAY = 86_400.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is simulated.
+    """The options of a simulated epoch.
 
     Attributes:
-        batches: of the epoch.
+        batches: number of batches in the epoch.
         nodes: number of nodes.
         workers: logical workers, spread over the nodes.
-        credits: tasks that each may have outstanding.
-        window: batches that may be ready behind a missing one.
+        credits: tasks that each worker may have outstanding.
+        window: batches that may be ready behind a missing batch.
         step_s: seconds that the consumer takes for a batch.
-        spare: how many times as many batches the workers can make as the consumer takes.
-        node_days: days until a node is lost, on average; every second one is killed, the others are cut off.
+        spare: the rate at which the workers can make batches, divided by the rate at which the consumer takes them.
+        node_days: days until a node is lost, on average; every second lost node is killed, the others are cut off.
         slow: share of tasks that take 20 times as long.
-        hedged: whether what is late is given to a second node; False: that this is left out.
-        in_order: whether each batch has its place, or comes as soon as it is made.
-        seed: of all that is drawn.
+        hedged: whether a late task is also given to a second node.
+        in_order: whether batches are delivered in order, or as soon as they are made.
+        seed: of all random numbers.
     """
 
     batches: int
@@ -77,12 +77,12 @@ class Case:
 
 
 class Outcome(NamedTuple):
-    """What came of it.
+    """The results of a simulated epoch.
 
     Attributes:
-        delivered: batches.
-        lost: batches that did not come.
-        doubled: batches that came twice, or out of their place.
+        delivered: number of batches delivered.
+        lost: batches that were never delivered.
+        doubled: batches that were delivered twice, or out of their place.
         again: tasks that were assigned a second time, to a second worker or after a loss.
         nodes_lost: how often a node was lost.
         stalled: share of the steps that waited for a batch.
@@ -112,13 +112,13 @@ class _Epoch:
             reorder_window=case.window,
         )
         self.hedging = Hedging()
-        self.waits_late = False  # for a task to be late
-        self.seen: set[int] = set()  # batches that came, where they have no places
+        self.waits_late = False  # an event is scheduled for the moment at which a task is late
+        self.seen: set[int] = set()  # batches that were delivered, where they have no order
         self.now = 0.0
         self.events: list[tuple[float, int, Any, tuple[Any, ...]]] = []
-        self.number = 0  # of events: those of one moment happen in their order
+        self.number = 0  # number of events: events of the same moment happen in their order
         self.offered = 0
-        self.life = [0] * case.workers  # a worker's answers from a life before count no more
+        self.life = [0] * case.workers  # answers of a worker's earlier life do not count
         self.free_at = [0.0] * case.workers
         self.node_of = [worker % case.nodes for worker in range(case.workers)]
         self.up = [True] * case.nodes
@@ -128,17 +128,17 @@ class _Epoch:
         self.waiting_since: float | None = 0.0
         self.waited = self.longest = 0.0
         self.finished = False
-        # Log-normal with the mean at which the workers make `spare` batches for each that is taken.
+        # Log-normal with the mean at which the workers make `spare` batches for each batch that is taken.
         slowness = 1 + 19 * case.slow
         self.mean = case.workers * case.step_s / (case.spare * slowness)
 
     def at(self, time: float, what: Any, *arguments: Any) -> None:
-        """Have something happen then."""
+        """Schedule an event."""
         self.number += 1
         heapq.heappush(self.events, (time, self.number, what, arguments))
 
     def run(self) -> Outcome:
-        """Let everything happen."""
+        """Run the epoch's events, and return the outcome."""
         case = self.case
         if case.node_days < math.inf:
             self.at(self._until_next_loss(), self._node_is_lost)
@@ -206,7 +206,7 @@ class _Epoch:
             self._mind_late()
 
     def _mind_late(self) -> None:
-        """As `LateTasks`, with this clock."""
+        """Give a late task to a second worker, as `LateTasks` does, with this clock."""
         scheduler, head = self.scheduler, self.scheduler.head
         if not self.case.hedged or self.hedging.limit is None or not scheduler.starved or head is None:
             return
@@ -228,14 +228,14 @@ class _Epoch:
     # ---------------------------------------------------------------------------------------------- the consumer
 
     def _take(self) -> None:
-        """The consumer wants a batch."""
+        """Take a batch, or begin to wait for one."""
         case = self.case
         if not self.ready:
             self.waiting_since = self.now
             return
         if self.waiting_since is not None:
             wait = self.now - self.waiting_since
-            if self.delivered:  # the first one is not waited for in a step
+            if self.delivered:  # the first batch is not waited for in a step
                 self.stalled += wait > 0
                 self.waited += wait
                 self.longest = max(self.longest, wait)
@@ -252,7 +252,7 @@ class _Epoch:
         self._carry_out(self.scheduler.handle(Delivered(batch.seq)))
         self._mind_late()
 
-    # ----------------------------------------------------------------------------------------------- misfortunes
+    # ------------------------------------------------------------------------------------------- losses of nodes
 
     def _until_next_loss(self) -> float:
         return self.now + self.rng.expovariate(self.case.nodes / (self.case.node_days * DAY))
@@ -267,7 +267,7 @@ class _Epoch:
         kind = "kill" if self.nodes_lost % 2 else "cut"
         for worker in range(self.case.workers):
             if self.node_of[worker] == node:
-                self.life[worker] += 1  # what it is at will not come
+                self.life[worker] += 1  # its tasks in hand will not be answered
                 self.at(self.now + NOTICED_S[kind], self._noticed, worker, self.life[worker])
         self.at(self.now + GONE_S, self._node_is_back, node)
 
@@ -288,5 +288,5 @@ class _Epoch:
 
 
 def simulate(case: Case) -> Outcome:
-    """Run an epoch of this case."""
+    """Simulate an epoch of this case."""
     return _Epoch(case).run()

@@ -65,7 +65,7 @@ order is exact, so a batch that is late holds up those behind it. So a task that
 longer than nearly all others, is given to a worker at another node too, which counts as made again. More outstanding
 tasks, a larger window and more workers each make the wait shorter still; only `in_order=False` ends it.
 """
-# Pixels: the whole, the names, a row, a bar.
+# In pixels: the width of the whole, the width of the names, the heights of a row and of a bar.
 _WIDTH, _LABEL, _ROW, _BAR = 860, 320, 26, 16
 _STYLE = """\
 text { font: 12px system-ui, sans-serif; fill: #1f2328 } rect { fill: #8a5a00 }
@@ -81,7 +81,7 @@ def written(
     cases: Mapping[str, Case],
     outcomes: Mapping[str, Outcome],
 ) -> str:
-    """The page."""
+    """Return the page's text."""
     case = next(iter(cases.values()))
     return _HEAD.format(
         command=command,
@@ -120,7 +120,7 @@ def _row(name: str, outcome: Outcome) -> str:
 
 
 def drawn(outcomes: Mapping[str, Outcome]) -> str:
-    """The picture: a bar for each case, as long as the share of the time that the consumer waited."""
+    """Return the picture: a bar for each case, as long as the share of the time that the consumer waited."""
     most = max(1e-9, *(outcome.waited for outcome in outcomes.values()))
     scale = (_WIDTH - _LABEL - 70) / most
     body = []

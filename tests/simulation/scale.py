@@ -1,4 +1,4 @@
-"""What ranks, samples, shards and workers cost: measured on the real modules, one rank in one process."""
+"""The costs of ranks, samples, shards and workers: measured on the real modules, one rank in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncloader.samplers.seeded import SeededSampler
 
 
 class Samples:
-    """Anything with a length."""
+    """An object with a length."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -33,13 +33,13 @@ class Samples:
 
 
 class Order(NamedTuple):
-    """What `check_order` found.
+    """The result of `check_order`.
 
     Attributes:
-        windows: names of the places in the epoch that were looked at.
+        windows: names of the compared places in the epoch.
         samples: samples that all ranks read there.
-        missing: samples of the windows that no rank read, or several did.
-        us_a_sample: microseconds of one rank for one of its indices.
+        missing: samples of the windows that no rank read, or several ranks read.
+        us_a_sample: microseconds that one rank takes for one of its indices.
         seek_us: microseconds until a rank that begins in the middle has its first batch.
     """
 
@@ -55,8 +55,8 @@ def _view(sampler: SeededSampler, batch_size: int, rank: int, ranks: int) -> Ran
 
 
 def check_order(samples: int, ranks: int, batch_size: int, steps: int = 2) -> Order:
-    """Read some steps of all ranks at the head, in the middle and at the tail of an epoch, and compare their parts with
-    the order of a single process: they must be disjoint and complete.
+    """Read some steps of all ranks at the head, in the middle and at the tail of an epoch, and compare their parts
+    with the order of a single process: they must be disjoint and complete.
     """
     sampler = SeededSampler(Samples(samples), seed=7)
     order, stride = sampler.order(), ranks * batch_size
@@ -64,7 +64,7 @@ def check_order(samples: int, ranks: int, batch_size: int, steps: int = 2) -> Or
     places = {"head": 0, "middle": full // 2, "tail": max(0, full - steps)}
     read = missing = 0
     for place, first in places.items():
-        # The last window goes to the very end, with what is left over for a last, shorter step.
+        # The last window extends to the end of the epoch, with the remaining samples in a last, shorter step.
         last = samples if place == "tail" else (first + steps) * stride
         expected = np.sort(order(np.arange(first * stride, last, dtype=np.int64)))
         found: list[int] = []
@@ -75,7 +75,7 @@ def check_order(samples: int, ranks: int, batch_size: int, steps: int = 2) -> Or
         got, times = np.unique(np.asarray(found), return_counts=True)
         read += len(found)
         missing += len(np.setdiff1d(expected, got)) + len(np.setdiff1d(got, expected))
-        if place != "tail":  # where some come a second time, so that all ranks have as many
+        if place != "tail":  # at the tail some samples are repeated, so that all ranks have the same number
             missing += int((times > 1).sum())
     began = perf_counter()
     one = _view(sampler, batch_size, ranks // 3, ranks).iter_from(full // 2)
@@ -87,12 +87,12 @@ def check_order(samples: int, ranks: int, batch_size: int, steps: int = 2) -> Or
 
 
 class Planning(NamedTuple):
-    """What one rank's plan of an epoch takes.
+    """The cost of one rank's plan of an epoch.
 
     Attributes:
-        seconds: until it is there.
-        megabytes: that stay in use.
-        assignments: of this rank.
+        seconds: time to make the plan.
+        megabytes: memory that stays in use.
+        assignments: number of assignments of this rank.
     """
 
     seconds: float
@@ -101,7 +101,7 @@ class Planning(NamedTuple):
 
 
 def plan_shards(shards: int, ranks: int, workers: int) -> Planning:
-    """Plan an epoch of so many shards for one rank, in a store that is never asked."""
+    """Plan an epoch of this number of shards for one rank, in a store that receives no request."""
     dataset = RemoteIterableDataset(f"http://127.0.0.1:9/part-{{0000000..{shards - 1:07d}}}.tar")
     began = perf_counter()
     plan = asyncio.run(dataset.plan(workers, ranks // 2, ranks, 7)).assignments
@@ -118,7 +118,7 @@ def plan_shards(shards: int, ranks: int, workers: int) -> Planning:
 
 
 def scheduler_us(workers: int, batches: int = 20_000) -> float:
-    """Microseconds of the scheduler for a batch, where any worker may make any."""
+    """Return the scheduler's microseconds per batch, where any worker may make any batch."""
     scheduler = Scheduler(workers=workers, credits=2, assignment="least_loaded", reorder_window=16)
     assigned: deque[Assign] = deque()
     offered = 0
@@ -147,7 +147,7 @@ def scheduler_us(workers: int, batches: int = 20_000) -> float:
 
 
 def assignment_us(streams: int, requests: int = 20_000) -> float:
-    """Microseconds of a request for a shard, where each of the streams asks once in a batch."""
+    """Return the microseconds per request for a shard, where each of the streams sends a request per batch."""
     turns = max(2, requests // streams)
     plan = [(CatalogRange(shard),) for shard in range(streams * turns)]
     assigner = ShardAssigner(AssignmentLog(plan), [StreamStart()] * streams)

@@ -1,4 +1,4 @@
-"""The simulations find what they are to find, and what they find of the loader is right: at sizes that take seconds."""
+"""The simulations detect planted faults, and their checks of the loader succeed, at sizes that take seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT = Case(3000, nodes=4, workers=16)
 
 
 def test_misfortunes_cost_no_batch() -> None:
-    """Whatever nodes are lost and however slow tasks are: each batch once; in any order, too."""
+    """Whatever nodes are lost and however slow tasks are, each batch is delivered once; also without an order."""
     lossy = replace(SHORT, node_days=0.001)
     for case in (SHORT, lossy, replace(lossy, slow=0.01), replace(lossy, slow=0.01, in_order=False)):
         outcome = simulate(case)
@@ -29,7 +29,7 @@ def test_misfortunes_cost_no_batch() -> None:
 
 
 def test_what_costs_time() -> None:
-    """Slow tasks make an ordered consumer wait, less if a second worker gets them; who takes any batch hardly waits."""
+    """Slow tasks make an ordered consumer wait, less if a second worker gets them; without an order it hardly waits."""
     slow = replace(SHORT, batches=20_000, slow=0.002)
     alone = simulate(replace(slow, hedged=False))
     assert alone.waited > 0.2
@@ -39,7 +39,7 @@ def test_what_costs_time() -> None:
 
 
 def test_an_epoch_that_is_short() -> None:
-    """Has what is late made twice as well, and hardly anything where nothing is."""
+    """Its late tasks are made twice as well; without slow tasks hardly any is."""
     for seed in range(5):
         short = replace(SHORT, batches=300, slow=0.01, seed=seed)
         outcome = simulate(short)
@@ -49,7 +49,7 @@ def test_an_epoch_that_is_short() -> None:
 
 
 def test_a_scheduler_that_gives_a_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is found."""
+    """Each of the two orders detects it."""
     handle = Scheduler.handle
 
     def twice(self: Scheduler, event: Any) -> Any:
@@ -66,21 +66,21 @@ def test_a_scheduler_that_gives_a_batch_twice(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("samples", "ranks", "batch_size"), [(10**12, 50, 32), (100_003, 7, 5), (100_000, 100, 10)])
 def test_the_order_of_all_ranks(samples: int, ranks: int, batch_size: int) -> None:
-    """Is that of a single process, in parts that do not overlap."""
+    """It is that of a single process, in parts that do not overlap."""
     order = scale.check_order(samples, ranks, batch_size)
     assert order.missing == 0
     assert order.samples >= min(samples, 4 * ranks * batch_size)
 
 
 def test_an_order_with_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is found."""
+    """The check detects the samples of a rank that are missing."""
     made = scale._view
     monkeypatch.setattr(scale, "_view", lambda sampler, size, rank, ranks: made(sampler, size, max(1, rank), ranks))
     assert scale.check_order(10**6, 10, 4).missing > 0
 
 
 def test_the_page() -> None:
-    """Has a row for everything, and a picture with as many bars."""
+    """It has a row for every case, and the picture has a bar for every case."""
     outcomes = {name: simulate(replace(case, batches=200)) for name, case in CASES.items()}
     order, plans = scale.check_order(10**9, 10, 4), {2000: scale.plan_shards(2000, 10, 4)}
     costs = {8: (scale.scheduler_us(8, 100), scale.assignment_us(8, 100))}

@@ -1,1 +1,1 @@
-"""Planted runs whose bound is known: whether `diagnose` names it, and what following its advice gains."""
+"""Planted runs whose bound is known: whether `diagnose` names it, and the gain of following its advice."""

@@ -1,7 +1,7 @@
 """Run the planted runs: ``python -m tests.verdicts [--rows NAME,...] [--seeds 11,12] [--kinds sync,async]``.
 
 For each row, loop and seed: the run itself, its verdict, the run with the advised change, and the runs of the grid, all
-in this process, one after the other. Prints a line for each, and at the end the table; ``--save`` writes it into
+in this process, one after the other. Prints a line for each, and at the end the table; ``--save`` writes the table into
 docs/reference/verdicts.md.
 """
 
@@ -38,7 +38,7 @@ sizes of rings, as far as they can act. Medians over the seeds; measured on {cpu
 
 
 class Outcome(NamedTuple):
-    """What came of one planted run."""
+    """The results of a planted run."""
 
     row: Row
     kind: str
@@ -90,7 +90,7 @@ def merged(options: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(row: Row, kind: str, seed: int, *, grid: bool) -> Outcome:
-    """Run one row."""
+    """Run a row, with the advised change, and with the settings of its grid."""
     seconds, diagnosis = read(row, kind, seed, row.options)
     settings = list(row.grid) if grid else []
     advised = seconds
@@ -105,7 +105,7 @@ def run(row: Row, kind: str, seed: int, *, grid: bool) -> Outcome:
 
 
 def main() -> int:
-    """Run what is asked for. Returns 1 if a verdict is wrong."""
+    """Run the rows that the arguments select. Returns 1 if a verdict is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.verdicts")
     parser.add_argument("--rows", default="", help="parts of names, joined by commas")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
@@ -143,7 +143,7 @@ def main() -> int:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """One line for each row and loop: medians over the seeds."""
+    """Return the table: a line for each row and loop, with medians over the seeds."""
     lines = [
         "| planted | loop | verdict | right | advised | promised | got | of the best |",
         "|---|---|---|--:|---|--:|--:|--:|",

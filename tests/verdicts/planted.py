@@ -1,4 +1,6 @@
-"""What is planted: datasets whose cost is drawn from a seed, samplers, consumers, and what happens beside a run."""
+"""The parts of planted runs: datasets whose cost is drawn from a seed, samplers, consumers, and programs beside a
+run.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ from tests.helpers.http_store import HttpStore, serving, status
 
 
 class CannotPlant(Exception):
-    """This machine does not let us."""
+    """This machine does not allow the row's condition."""
 
 
 def spin(seconds: float) -> None:
-    """Compute for so many seconds of this thread's CPU time."""
+    """Compute for this number of seconds of the thread's CPU time."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
@@ -40,12 +42,12 @@ class Planted(Dataset[Any]):
     """A map dataset whose samples wait, and compute, for seconds that are drawn from a seed.
 
     Args:
-        seed: of the drawn seconds.
-        length: samples.
+        seed: of the random seconds.
+        length: number of samples.
         waits: mean seconds that a sample waits.
-        computes: mean seconds that it computes.
-        nbytes: of a sample.
-        slow: every so many samples one takes twenty times as long; 0: none.
+        computes: mean seconds that a sample computes.
+        nbytes: size of a sample.
+        slow: one in this number of samples takes twenty times as long; 0: none.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Planted(Dataset[Any]):
 
 
 class AsyncPlanted(Planted):
-    """The same, awaited."""
+    """`Planted` with awaited samples."""
 
     async def __getitem__(self, index: int) -> Any:
         if self.waits:
@@ -80,7 +82,7 @@ class AsyncPlanted(Planted):
 
 
 class Locked(Planted):
-    """Samples that wait one after the other, whoever reads them, as those of one HDF5 file do."""
+    """Samples that wait one after the other, whichever process reads them, like those of one HDF5 file."""
 
     def __init__(self, seed: int, length: int, waits: float) -> None:
         super().__init__(seed, length, waits=waits)
@@ -92,7 +94,7 @@ class Locked(Planted):
 
 
 class SlowSampler(Sampler[int]):
-    """Indices that each take a while to choose."""
+    """A sampler that computes for a while for each index."""
 
     def __init__(self, length: int, computes: float) -> None:
         self.length, self.computes = length, computes
@@ -107,7 +109,7 @@ class SlowSampler(Sampler[int]):
 
 
 class OneShard(IterableDataset[Any]):
-    """A stream of which the first worker alone has a part."""
+    """A stream of which only the first worker has a part."""
 
     def __init__(self, seed: int, length: int, waits: float) -> None:
         self.seed, self.length, self.waits = seed, length, waits
@@ -121,7 +123,7 @@ class OneShard(IterableDataset[Any]):
 
 
 class SlowWorker(IterableDataset[Any]):
-    """A stream that one of the workers reads eight times as slowly as the others."""
+    """A stream that worker 1 reads eight times as slowly as the others."""
 
     def __init__(self, seed: int, length: int, waits: float) -> None:
         self.seed, self.length, self.waits = seed, length, waits
@@ -136,7 +138,7 @@ class SlowWorker(IterableDataset[Any]):
 
 
 class Remembering(IterableDataset[Any]):
-    """A stream whose state takes long to make: a list of what it has read, of so many numbers."""
+    """A stream whose state takes long to make: a list of `size` numbers."""
 
     def __init__(self, seed: int, length: int, size: int) -> None:
         draw = random.Random(seed)
@@ -155,7 +157,7 @@ class Remembering(IterableDataset[Any]):
 
 
 class Leaking(Planted):
-    """Keeps memory for each sample."""
+    """A dataset that keeps memory for each sample."""
 
     kept: list[Any]
 
@@ -174,7 +176,7 @@ class Holding(AbstractContextManager[None]):
     def _run(self) -> None:
         numbers = list(range(300_000))
         while not self.over:
-            sum(numbers)  # one call into C, during which the GIL is not given away
+            sum(numbers)  # one call into C, which does not release the GIL
 
     def __enter__(self) -> None:
         self.thread.start()
@@ -197,7 +199,7 @@ class Neighbours(AbstractContextManager[None]):
 
 
 class Throttled(AbstractContextManager[None]):
-    """A control group that allows six tenths of a CPU to this process and those that it starts. Needs root."""
+    """A control group that allows six tenths of a CPU to this process and its children. Needs root."""
 
     group, before = Path("/sys/fs/cgroup/cpu/asyncloader-verdicts"), Path("/sys/fs/cgroup/cpu")
 
@@ -216,7 +218,7 @@ class Throttled(AbstractContextManager[None]):
 
 
 class Store(AbstractContextManager[None]):
-    """A store over HTTP, in a thread of its own."""
+    """An HTTP store in a thread of its own."""
 
     url: ClassVar[str] = ""
 
@@ -232,7 +234,7 @@ class Store(AbstractContextManager[None]):
 
     @abstractmethod
     def fill(self, store: HttpStore) -> None:
-        """Put the objects into the store, and say how it answers."""
+        """Put the objects into the store, and set its faults."""
 
     def __enter__(self) -> None:
         self.thread.start()
@@ -246,7 +248,7 @@ class Store(AbstractContextManager[None]):
 
 
 class Failing(Store):
-    """Each object's first requests are refused, so many as are drawn."""
+    """A store that refuses each object's first requests, a random number of them."""
 
     def fill(self, store: HttpStore) -> None:
         draw = random.Random(21)
@@ -256,7 +258,7 @@ class Failing(Store):
 
 
 class Limited(Store):
-    """A connection carries 2 MB/s, after 100 ms. The objects are 48 of 256 KiB."""
+    """A store whose connections carry 2 MB/s, after 100 ms. It has 48 objects of 256 KiB."""
 
     def fill(self, store: HttpStore) -> None:
         data = b'{"n": "%s"}\n' % (b"x" * 1014) * 256
@@ -282,7 +284,7 @@ def nothing(_: Any) -> None:
 
 
 def sleeps(seconds: float) -> Callable[[Any], None]:
-    """A consumer that is busy elsewhere, as with a GPU, for so long with each batch."""
+    """Return a consumer that waits for this time with each batch, as for a GPU."""
     return lambda _: time.sleep(seconds)
 
 

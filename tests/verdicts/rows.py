@@ -1,7 +1,7 @@
-"""The planted runs: what is planted, the options, and the right verdicts.
+"""The planted runs: their conditions, the options, and the right verdicts.
 
-A `Row` says what bounds it. `Row.grid` are the settings among which the best is searched for: those of the options
-that can act there and alter neither order nor samples.
+A `Row` names the bound of a run. `Row.grid` has the settings among which the best is searched for: those of the options
+that can have an effect there and alter neither order nor samples.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from tests.verdicts.planted import (
 
 @dataclass(frozen=True)
 class Row:
-    """One planted run.
+    """A planted run.
 
     Attributes:
-        name: what is planted.
+        name: the planted condition.
         bounds: the right verdicts.
-        dataset: made of a seed.
+        dataset: makes the dataset from a seed.
         options: of the loader.
         grid: other options to try.
         consume: called with each batch.
-        epochs: read.
+        epochs: number of epochs read.
         beside: a context around the run.
     """
 
@@ -58,7 +58,7 @@ class Row:
 
 
 def workers(*numbers: int) -> tuple[dict[str, Any], ...]:
-    """A grid of numbers of workers."""
+    """Return a grid of numbers of workers."""
     return tuple({"num_workers": number} for number in numbers)
 
 

@@ -17,7 +17,7 @@ COUNTED = ("a stream with too few shards", "workers near their memory limit")
 @pytest.mark.parametrize("kind", ["sync", "async"])
 @pytest.mark.parametrize("name", COUNTED)
 def test_the_verdict_is_right(name: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """And the table says so."""
+    """The table has the verdict, too."""
     caplog.set_level(logging.ERROR, "asyncloader")
     (row,) = (row for row in ROWS if row.name == name)
     outcome = run(row, kind, 5, grid=False)
