@@ -1,13 +1,13 @@
-"""Runs the suite: a few files at a time, each few in a process that has imported nothing else.
+"""Runs the suite: a few files at a time, each group in a process that has imported nothing else.
 
     python -m tests --all -k ring           # pytest's arguments; --jobs 4: four processes at a time
     python -m tests --repeat build/flaky.txt
 
-Tests fork, and a fork takes time for each page of the process: with all files imported it is four times as slow. So
+Tests fork, and a fork takes time for each page of the process: with all files imported it takes four times as long. So
 each process is itself a fork, of a process that has imported torch and other common modules, and runs few files.
 
-With `--repeat` failed tests are repeated once, each alone in an interpreter of its own. If all of them pass then,
-the run succeeds, and the reports of their failures are written to that file: they are faults to be explained.
+With `--repeat`, failed tests are repeated once, each alone in an interpreter of its own. If all of them pass then, the
+run succeeds, and the reports of their failures are written to that file: they are faults to be explained.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 import pytest
 
 FILES = 4
-"""Files of one folder that a process runs, at most."""
+"""The most files of a folder that a process runs."""
 
 IMPORTED = [
     "torch",
@@ -45,9 +45,8 @@ IMPORTED = [
     "uvloop",
     "_pytest.pytester",
 ]
-"""Imported before the forks, where installed: modules that many files import or that take long. None of this project.
-
-pytest's plugins are imported, too.
+"""Imported before the forks, where installed: modules that many files import or that take long, and no module of this
+project. pytest's plugins are imported, too.
 """
 
 
@@ -55,8 +54,9 @@ class Group:
     """A pytest plugin that leaves out all files but some, and records each test's outcome.
 
     Args:
-        files: to run.
-        records: the file to which it writes: a line of JSON for each event, at once, as a test may end the process.
+        files: the files to run.
+        records: the file for the outcomes: a line of JSON for each event, written at once, as a test may end the
+            process.
     """
 
     def __init__(self, files: Sequence[Path], records: Path) -> None:
@@ -68,7 +68,7 @@ class Group:
         os.write(self._records, json.dumps([kind, name, told]).encode() + b"\n")
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Ignore other files."""
+        """Ignore the files of other groups."""
         return True if collection_path.suffix == ".py" and collection_path not in self._files else None
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -77,11 +77,11 @@ class Group:
             self._fail(report)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Record the test that runs."""
+        """Record the test that begins."""
         self._record("began", nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Record how a test ended, whatever failed of its setup and teardown, and how long these took."""
+        """Record how a test ended, failures of its setup and teardown included, and how long each phase took."""
         self._record("took", report.nodeid, report.duration)
         if report.failed:
             self._fail(report)
@@ -97,8 +97,8 @@ class Running:
     """A forked process that runs a group of files.
 
     Args:
-        files: of the group.
-        arguments: pytest's.
+        files: the group's files.
+        arguments: pytest's arguments.
         folder: for its output.
     """
 
@@ -114,26 +114,26 @@ class Running:
             self._run(arguments)
 
     def _run(self, arguments: list[str]) -> None:
-        """In the fork: run the tests, and end as every interpreter does."""
+        """Run the tests in the fork, and exit as an interpreter does."""
         with self._output.open("wb") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        # pytest would rewrite the asserts of a plugin's package, which needs none.
+        # pytest would rewrite the asserts of a plugin's package; this plugin has none.
         options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         options.append("--continue-on-collection-errors")
         sys.exit(pytest.main([*options, *arguments], [Group(self.files, self._records)]))
 
     @property
     def name(self) -> str:
-        """Its files, in short."""
+        """A short form of the file names."""
         first, last = self.files[0], self.files[-1]
         return str(first) if first == last else f"{first} to {last.name}"
 
     def result(self, status: int) -> tuple[Counter[str], dict[str, str], Counter[str], str]:
-        """The outcomes of its tests, the reports of failed tests, the seconds of each, and its output.
+        """Return the outcomes of the tests, the reports of failed tests, the seconds of each test, and the output.
 
         Args:
-            status: the process's, as `os.wait` returns it.
+            status: the process's exit status, as `os.wait` returns it.
         """
         code = os.waitstatus_to_exitcode(status)
         output = self._output.read_text(errors="replace") if self._output.exists() else ""
@@ -156,13 +156,13 @@ class Running:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """The seconds since it began."""
         return time.monotonic() - self._began
 
 
 def groups_of(paths: Sequence[Path]) -> Iterator[tuple[list[Path], list[Path]]]:
-    """Test files in the order of their names, a few of one folder at a time; and what pytest is given for them, as it
-    makes a difference whether a file is named.
+    """Give test files in the order of their names, a few of one folder at a time; and the paths to give to pytest
+    for them, as its choice of tests depends on whether a file is named.
     """
     named = sorted(path for path in paths if path.is_file())
     for path, files in (None, named), *((path, sorted(path.rglob("test_*.py"))) for path in paths if path.is_dir()):
@@ -205,7 +205,7 @@ def run(groups: Sequence[tuple[list[Path], list[Path]]], options: list[str], job
             if broken and stops:
                 left.clear()
     finally:
-        if os.getpid() == owner:  # and not a fork that ends
+        if os.getpid() == owner:  # not in a fork that exits
             shutil.rmtree(folder)
             del os.environ["ASYNCLOADER_SCRIPT_SERVERS"]
     say(f"\n{words(total)} in {time.monotonic() - began:.0f} s")
@@ -231,19 +231,19 @@ def repeat(failed: dict[str, str], options: list[str], file: Path) -> bool:
 
 
 def words(outcomes: Counter[str]) -> str:
-    """The outcomes, as pytest says them."""
+    """Return the outcomes in pytest's words."""
     order = ["failed", "passed", "skipped", "xfailed"]
     return ", ".join(f"{outcomes[kind]} {kind}" for kind in order if outcomes[kind]) or "no tests ran"
 
 
 def say(text: str) -> None:
-    """A text, at once."""
+    """Print a text at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def main(arguments: list[str]) -> int:
-    """Run the suite; the exit code."""
+    """Run the suite. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests", allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (%(default)s); 0: pytest itself")
     parser.add_argument("--repeat", type=Path, help="repeat what failed, and write here what passes then")
@@ -255,7 +255,7 @@ def main(arguments: list[str]) -> int:
     options = [each for each in arguments if each not in paths]
     if flaky is not None:
         flaky.unlink(missing_ok=True)
-    # Hundreds of processes import the package and its tests, and each would compile them again.
+    # Hundreds of processes import the package and its tests, and each would compile them.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     for name in IMPORTED:

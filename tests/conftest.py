@@ -1,8 +1,8 @@
-"""What every test runs under: a leak check, and each async test once on asyncio and once on uvloop.
+"""Fixtures and hooks of all tests: a leak check, and each async test runs on asyncio and on uvloop.
 
 A test leaves nothing behind: no child process, thread, file descriptor, mapped segment, name in /dev/shm, signal
-handler, or pending task. The check compares before with after, once garbage is collected. It waits only for events that
-end a thing (a thread's end, a process's exit), never for time to pass.
+handler, or pending task. The check compares the resources before and after, once garbage is collected. It waits only
+for events that end a resource (a thread's end, a process's exit), never for time to pass.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from tests.processes import helpers_of_multiprocessing, own_children
 
 try:
     import uvloop
-except ImportError:  # tests/gpu runs where there is no more than torch, numpy and pytest
+except ImportError:  # tests/gpu runs where only torch, numpy and pytest are installed
     uvloop = None  # type: ignore[assignment]
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Its `__main__` is that of `python -c`, as in an interactive session. Give it a spec, as a program has: that of a
-    # module that a spawned process can import in its place.
+    # Its `__main__` is that of `python -c`, as in an interactive session. Give it a spec, as a program has: the spec of
+    # a module that a spawned process can import instead.
     sys.modules["__main__"].__spec__ = find_spec("token")
 
-# Helpers that assert are not named test_*, and their asserts should be rewritten, too. All are listed here, because
-# files of one folder import those of another, and registering a module that was imported already gives a warning,
-# hence an error.
+# Helpers with asserts are not named test_*, and their asserts should be rewritten, too. All are listed here, because
+# files of one folder import those of another, and registering a module that was imported already gives a warning, hence
+# an error.
 ASSERTING = [
     "delivery.answers",
     "delivery.fake",
@@ -58,16 +58,16 @@ pytest.register_assert_rewrite(*(f"tests.{helper}" for helper in ASSERTING))
 
 LINUX = sys.platform.startswith("linux")
 
-# How long an ending thread or process may take. Reached only by a leak, or on a badly overloaded machine.
+# How long a thread or process may take to end. Reached only by a leak, or on a badly overloaded machine.
 GRACE_S = 20.0
 
 FAILED = pytest.StashKey[bool]()
 
-SIGNALS = [int(number) for number in signal.valid_signals()]  # without the two that glibc keeps for its threads
+SIGNALS = [int(number) for number in signal.valid_signals()]  # without the two that glibc reserves for its threads
 if LINUX:
     SIGNALS.remove(signal.SIGCHLD)
 
-# glibc keeps freed blocks below its largest living one, hundreds of megabytes after tests of large batches.
+# glibc keeps freed blocks below its highest block in use: hundreds of megabytes after tests of large batches.
 MALLOC_TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None) if LINUX else None
 
 
@@ -90,8 +90,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose how many examples are drawn."""
-    with suppress(ImportError):  # tests/gpu runs where there is no more than torch, numpy and pytest
+    """Set the number of examples that drawn tests draw."""
+    with suppress(ImportError):  # tests/gpu runs where only torch, numpy and pytest are installed
         from tests.drawn import choose
 
         choose(whole=bool(config.getoption("--all") or config.getoption("--combinations")))
@@ -101,7 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Every async test runs on asyncio and, where it is installed, on uvloop."""
+    """Run every async test on asyncio and, where it is installed, on uvloop."""
     factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
     if uvloop is not None:
         factories["uvloop"] = uvloop.new_event_loop
@@ -114,10 +114,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Two values are in no pair that must be kept: one of asyncio and uvloop in a test that is not marked `loops`, because
     the other loop is in every pair; and spawned workers, each of which imports torch, in a test that is not marked
-    `spawns` and also runs with others, because those of a fork server start the same way from there on. Nor are any
-    values of a test marked `independent`. Without `--all` those two values are left out, and `thorough` tests.
+    `spawns` and also runs with other methods, because workers of a fork server start the same way from there on. No
+    value of a test marked `independent` is in such a pair. Without `--all` those two values are left out, and
+    `thorough` tests.
 
-    A file that is named on the command line is run as with `--all`, and a test with all combinations.
+    A file that is named on the command line runs as with `--all`, and a test that is named runs in all combinations.
     """
     if config.getoption("--combinations") or any("::" in argument for argument in config.args):
         return
@@ -148,7 +149,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _without(
     rows: dict[tuple[str, ...], pytest.Item], value: str, others: set[str]
 ) -> dict[tuple[str, ...], pytest.Item]:
-    """The rows without this value; all rows if no other value takes its place, or if others would be lost with it."""
+    """Return the rows without this value; all rows if no other value takes its place, or if others would be lost
+    with it.
+    """
     left = {row: item for row, item in rows.items() if value not in row}
     kept = {each for row in left for each in enumerate(row)}
     lost = {each for row in rows for each in enumerate(row)} - kept
@@ -157,7 +160,7 @@ def _without(
 
 
 def _row(item: pytest.Item) -> tuple[str, ...]:
-    """The name of its value for each of the test's parametrizations; () if it has none."""
+    """Return the id of the value of each of the test's parametrizations; () for a test without parameters."""
     callspec: Any = getattr(item, "callspec", None)
     return () if callspec is None else tuple(map(str, callspec._idlist))
 
@@ -169,9 +172,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Run one uvloop first: libuv opens a pair of descriptors for the process when it is first used.
+    """Run uvloop once first: libuv opens a pair of descriptors for the process when it is first used.
 
-    And let torch's forty loggers propagate: six times a test pytest adds a handler to each logger that does not.
+    Also let torch's forty loggers propagate: six times per test pytest adds a handler to each logger that does not.
     """
     for logger in logging.Logger.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
@@ -207,7 +210,7 @@ class World:
         )
 
     def since(self, before: World) -> list[str]:
-        """The resources that exist now and did not before, one line each."""
+        """Return the resources that exist now and did not before, a line for each."""
         return [
             f"{kind[:-1].replace('_', ' ')}: {words}"
             for kind in ("children", "threads", "descriptors", "segments", "shared_names", "signal_handlers")
@@ -223,11 +226,11 @@ def _children() -> dict[int, str]:
     for pid in own_children():
         entry = Path("/proc", str(pid))
         try:
-            # pid (command) state ppid ...: the command may hold spaces and brackets, so split after the last
+            # pid (command) state ppid ...: the command may hold spaces and brackets, so split after the last bracket
             state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
-            continue  # it ended while we looked
+            continue  # it has ended since it was listed
         if int(ppid) == os.getpid():
             what = "ended, but nobody waited for it" if state == "Z" else f"state {state}"
             found[int(entry.name)] = f"pid {entry.name} ({what}) {command.strip()}"
@@ -244,14 +247,14 @@ def _descriptors() -> dict[tuple[int, str], str]:
             target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
         except OSError:
             continue  # the descriptor of this very listing
-        # CUDA opens its devices when it needs them, and keeps them as long as the process lives.
+        # CUDA opens its devices when it needs them, and keeps them open as long as the process lives.
         if int(name) not in helpers and not target.startswith(("/dev/nvidia", "/dev/dri/")):
             found[int(name), target] = f"{name} -> {target}"
     return found
 
 
 def _segments() -> dict[str, str]:
-    """Mapped anonymous segments of ours, by address range. A tensor that views a slot keeps its segment."""
+    """Return mapped anonymous segments of ours, by address range. A tensor that views a slot keeps its segment."""
     if not LINUX:
         return {}
     maps = Path("/proc/self/maps").read_text()
@@ -268,9 +271,9 @@ def _shared_names() -> dict[str, str]:
 
 
 def _signal_handlers() -> dict[int, str]:
-    """Signals that the process handles, be it in Python or in C: torch's workers have handlers in C.
+    """Return the signals that the process handles, in Python or in C: torch's workers have handlers in C.
 
-    Without SIGCHLD, which torch handles in every process that has had one of its loaders with workers.
+    SIGCHLD is left out: torch handles it in every process that has had a loader of torch's with workers.
     """
     if not LINUX:
         return {}
@@ -299,7 +302,7 @@ def _wait_for_endings(before: World) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Remember which tests did not pass, and that the last test did not."""
+    """Record which tests did not pass, and that the last test did not."""
     report = yield
     if report.failed or report.skipped:
         item.stash[FAILED] = item.session.stash[FAILED] = True
@@ -317,12 +320,12 @@ def free_memory_returned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a passing test that leaves something behind. (A failing one is held by its own traceback.)"""
+    """Fail a passing test that leaves resources behind. (Those of a failing test are held by its traceback.)"""
     gc.collect()
     # Objects that have survived belong to pytest, the imports or a wider fixture, and to no test. Frozen, they cost no
     # time in this test's collections (after some thousand tests it was a tenth of a second each, more than most tests
-    # take), and forked children no memory. Objects of a failed test are not frozen: pytest drops its traceback only
-    # after this, and then they must be collected, or their threads and descriptors would never be freed.
+    # take), and no memory in forked children. After a failed test no objects are frozen: pytest drops its traceback
+    # only after this, and then they must be collected, or their threads and descriptors would never be freed.
     if not request.session.stash.get(FAILED, False):
         gc.freeze()
     request.session.stash[FAILED] = False
@@ -342,7 +345,7 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def task_check(request: pytest.FixtureRequest, leak_check: None) -> None:
-    """For async tests only: ask for the check below, so that sync tests get no event loop."""
+    """Request the check below for async tests only, so that sync tests get no event loop."""
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("no_pending_tasks")
 
@@ -351,7 +354,7 @@ def task_check(request: pytest.FixtureRequest, leak_check: None) -> None:
 async def no_pending_tasks(request: pytest.FixtureRequest) -> AsyncIterator[None]:
     """Fail a passing test that ends with tasks pending on its loop.
 
-    It is set up before the test's other async fixtures, hence torn down after them.
+    This fixture is set up before the test's other async fixtures, hence torn down after them.
     """
     yield
     if request.node.stash.get(FAILED, False):

@@ -1,4 +1,4 @@
-"""How many examples a drawn test draws: all that it names with ``pytest --all``, and a fifth otherwise."""
+"""The number of examples of drawn tests: all that a test names with ``pytest --all``, and a fifth otherwise."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ WHOLE, FEW = 100, 20  # examples where a test names no number
 
 
 def choose(*, whole: bool) -> None:
-    """Say how many: before the tests are imported, whose decorators ask."""
+    """Set the number. This must be called before the tests are imported: their decorators read it."""
     slow = [HealthCheck.too_slow]  # a loaded machine draws slowly
     settings.register_profile("tests", max_examples=WHOLE if whole else FEW, deadline=None, suppress_health_check=slow)
     settings.load_profile("tests")
 
 
 def scaled(number: int) -> int:
-    """So many with ``--all``."""
+    """Return this number with ``--all``, and a fifth of it otherwise."""
     return -(-number * settings().max_examples // WHOLE)

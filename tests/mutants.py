@@ -1,8 +1,8 @@
-"""Plants bugs, one at a time, and runs the tests that should notice: `python -m tests.mutants`.
+"""Plants bugs, one at a time, and runs the tests that should detect them: `python -m tests.mutants`.
 
-The bugs are in `mutants.toml`. They are planted in a throw-away copy of the tracked files. A bug that no test notices
-is a survivor: it shows a gap in the tests, and the exit code is 1. It is 2 where the list itself is wrong: a text that
-does not stand exactly once in its file, or tests that fail without a bug.
+The bugs are in `mutants.toml`. They are planted in a temporary copy of the tracked files. A bug that no test detects is
+a survivor: it shows a gap in the tests, and the exit code is 1. It is 2 where the list itself is wrong: a text that
+does not occur exactly once in its file, or tests that fail without a bug.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 BUGS = Path(__file__).with_suffix(".toml")
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n0", "--all")
-LIMIT_S = 900.0  # for the tests of one bug
+LIMIT_S = 900.0  # for the tests of a bug
 WHOLE_S = 7200.0  # for the whole suite
 
 
@@ -34,7 +34,7 @@ class ListError(Exception):
 
 
 class Bug(NamedTuple):
-    """One change of one file, and the test files that should fail by it. Paths are from the checkout's root."""
+    """A change of a file, and the test files that should fail by it. Paths are from the checkout's root."""
 
     name: str
     file: str
@@ -44,14 +44,14 @@ class Bug(NamedTuple):
 
     @property
     def room(self) -> str:
-        """The package that it is in."""
+        """The package of the changed file."""
         path = Path(self.file)
         place = path.parent if len(path.parts) > 2 else path.with_suffix("")
         return ".".join(place.parts[1:])
 
 
 class Finding(NamedTuple):
-    """What became of a bug: `killed_by` names the first test that failed, and is empty for a survivor."""
+    """The outcome of a bug: `killed_by` names the first test that failed, and is empty for a survivor."""
 
     bug: Bug
     killed_by: str
@@ -59,7 +59,7 @@ class Finding(NamedTuple):
 
 
 def read(path: Path) -> list[Bug]:
-    """The bugs of the list."""
+    """Return the bugs of the list."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))
     return [
         Bug(name, bug["file"], bug["old"], bug["new"], tuple(f"tests/{each}" for each in bug["tests"].split()))
@@ -68,10 +68,10 @@ def read(path: Path) -> list[Bug]:
 
 
 def mutated(bug: Bug, root: Path) -> str:
-    """The file's text with the bug in it.
+    """Return the file's text with the bug in it.
 
     Raises:
-        ListError: the text does not occur, occurs more than once, or the change is no Python.
+        ListError: the text does not occur, occurs more than once, or the change is no valid Python.
     """
     file = root / bug.file
     if not file.is_file():
@@ -90,10 +90,10 @@ def mutated(bug: Bug, root: Path) -> str:
 
 
 def check(bugs: Iterable[Bug], root: Path) -> None:
-    """Look at all of the list before anything is run.
+    """Check the whole list before any test is run.
 
     Raises:
-        ListError: every entry that is wrong, one a line.
+        ListError: has a line for every entry that is wrong.
     """
     wrong: list[str] = []
     for bug in bugs:
@@ -116,7 +116,7 @@ def copy_tree(root: Path, to: Path) -> None:
 
 
 def run_tests(root: Path, tests: Sequence[str], limit_s: float) -> str:
-    """Run these tests in this tree: the first that failed, or empty.
+    """Run these tests in this tree. Returns the first test that failed, or an empty text.
 
     Raises:
         ListError: pytest could not run them.
@@ -151,14 +151,14 @@ def run_tests(root: Path, tests: Sequence[str], limit_s: float) -> str:
 
 
 def rewrite(file: Path, text: str) -> None:
-    """Change the file, and its time by a second: by that, and its size, Python recognizes stale compiled code."""
+    """Write the file, and advance its time by a second: by time and size Python recognizes stale compiled code."""
     changed = file.stat().st_mtime_ns + 1_000_000_000
     file.write_text(text, encoding="utf-8")
     os.utime(file, ns=(changed, changed))
 
 
 def hunt(bug: Bug, root: Path, tests: Sequence[str], limit_s: float) -> Finding:
-    """Plant the bug in this tree, run the tests, and mend it."""
+    """Plant the bug in this tree, run the tests, and restore the file."""
     file = root / bug.file
     sound = file.read_text(encoding="utf-8")
     started = time.monotonic()
@@ -173,13 +173,13 @@ def hunt(bug: Bug, root: Path, tests: Sequence[str], limit_s: float) -> Finding:
 
 
 def row(finding: Finding) -> str:
-    """The finding as a line of the table."""
+    """Return the finding as a line of the table."""
     killed_by = finding.killed_by or "**survived**"
     return f"| {finding.bug.name} | {finding.bug.room} | {killed_by} | {finding.seconds:.0f} |"
 
 
 def run(bugs: Sequence[Bug], root: Path, *, whole: bool) -> list[Finding]:
-    """Plant them all, printing the table; the survivors.
+    """Plant all bugs, printing the table. Returns the survivors.
 
     Raises:
         ListError: the list is wrong.
@@ -206,7 +206,7 @@ def run(bugs: Sequence[Bug], root: Path, *, whole: bool) -> list[Finding]:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; the exit code."""
+    """Run the command. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--whole", action="store_true", help="run the whole suite against those that survive")
     parser.add_argument("--only", default="", help="bugs whose name, file or tests have this text")

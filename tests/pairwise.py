@@ -1,7 +1,7 @@
-"""Chooses, of a test's many combinations of parameters, a few in which every value, or every pair of values, occurs.
+"""Chooses, from a test's many combinations of parameters, a few in which every value, or every pair of values, occurs.
 
-Most faults need one value or two together. ``pytest`` runs each value, ``pytest --all`` each pair, and
-``pytest --combinations`` every combination. tests/conftest.py has the values of which ``--all`` keeps no pairs.
+Most faults need one value or two together. ``pytest`` runs each value, ``pytest --all`` each pair, and ``pytest
+--combinations`` every combination. tests/conftest.py has the values of which ``--all`` keeps no pairs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ Row = tuple[Hashable, ...]
 
 
 def covering(rows: Sequence[Row], *, in_pairs: bool = True, alone: Collection[Hashable] = ()) -> list[int]:
-    """The numbers of rows that together have every value of each column, and every pair of values that any row has.
+    """Return the numbers of rows that together have every value of each column, and every pair of values that any row
+    has.
 
-    Greedy, hence not the fewest possible: of pairs about the product of the two largest columns. The same rows always
-    give the same choice, and every value of a single column is in it.
+    The choice is greedy, hence not the fewest possible rows: for pairs about the product of the two largest columns.
+    The same rows always give the same choice, and every value of a single column is in it.
 
     Args:
-        rows: the values, one for each column.
+        rows: the values, one per column.
         in_pairs: whether pairs are kept, or values only.
         alone: values of which no pairs are kept.
     """
@@ -37,7 +38,7 @@ def covering(rows: Sequence[Row], *, in_pairs: bool = True, alone: Collection[Ha
     chosen: list[int] = []
     used: Counter[tuple[int, Hashable]] = Counter()
     while missing:
-        # Of equally good rows the row whose values were chosen least: the third column is spread, too.
+        # Of equally good rows take the row whose values were chosen least: this spreads the third column, too.
         best = max(
             range(len(rows)),
             key=lambda number: (len(wanted[number] & missing), -sum(used[each] for each in enumerate(rows[number]))),
@@ -49,7 +50,9 @@ def covering(rows: Sequence[Row], *, in_pairs: bool = True, alone: Collection[Ha
 
 
 def quickly(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """The values of a parameter, or tuples of several ones', with all that are not `quick` marked `thorough`."""
+    """Return a parameter's values, or tuples of several parameters', of which all that are not `quick` are marked
+    `thorough`.
+    """
     values = list(values)
     assert set(quick) <= set(values)
     tuples = [value if isinstance(value, tuple) else (value,) for value in values]

@@ -1,4 +1,4 @@
-"""Which processes are the children of which, from Linux's /proc."""
+"""Finds the children of processes in Linux's /proc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def children_of(pid: int) -> list[int]:
-    """Children of a process, of all of its threads, zombies included.
+    """Return the children of a process, of all of its threads, zombies included.
 
     Raises:
         FileNotFoundError: the process does not exist.
@@ -24,15 +24,16 @@ def children_of(pid: int) -> list[int]:
             lists = [(thread / "children").read_text() for thread in threads]
             if threads <= set(tasks.iterdir()):
                 return [int(child) for children in lists for child in children.split()]
-        # A thread ended while we looked: its children are now another's, whose list may have been read before.
+        # A thread ended between both reads: its children are now another's, whose list may have been read before.
 
 
 def _children_by_parent(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it ended while we looked
+            with suppress(OSError):  # it has ended since it was listed
                 # pid (command) state ppid ...: the command may hold spaces and brackets, so split after the last
+                # bracket
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 if int(parent) == pid:
                     found.append(int(entry.name))
@@ -40,7 +41,9 @@ def _children_by_parent(pid: int) -> list[int]:
 
 
 def helpers_of_multiprocessing() -> tuple[set[int], set[int]]:
-    """Pids and descriptors of the fork server and the resource tracker: they live as long as this process does."""
+    """Return pids and descriptors of the fork server and the resource tracker: they live as long as this process
+    does.
+    """
     servers: list[Any] = [forkserver._forkserver, resource_tracker._resource_tracker]
     values = [vars(server) for server in servers]
     pids = {v[name] for v in values for name in ("_forkserver_pid", "_pid") if v.get(name) is not None}
@@ -49,9 +52,9 @@ def helpers_of_multiprocessing() -> tuple[set[int], set[int]]:
 
 
 def own_children() -> list[int]:
-    """This process's children, but for those helpers. The children of a fork server are not among them."""
+    """Return this process's children, except for those helpers. The children of a fork server are not among them."""
     try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # reaps nothing
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # reaps no process
     except ChildProcessError:
         return []  # It has no children. Most tests end so, and reading /proc takes a millisecond, twice per test.
     helpers, _ = helpers_of_multiprocessing()

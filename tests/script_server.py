@@ -1,12 +1,12 @@
 """Runs Python programs in forks of a process that has torch imported: a third of a second instead of three.
 
-`run` and `start` do what `subprocess.run` and `subprocess.Popen` do, as far as the tests need it. What the program
-sees is what `python script.py` shows it: `__main__` with its file, argv, folder, environment, pipes, process group, and
-an interpreter that ends as every interpreter does. Only the imports are done already; where they, the interpreter's
-start or its exit are the claim, a test uses `subprocess`.
+`run` and `start` behave as `subprocess.run` and `subprocess.Popen`, as far as the tests need it. The program gets the
+environment that `python script.py` gives it: `__main__` with its file, argv, folder, environment, pipes, process group,
+and an interpreter that exits in the normal way. Only the imports are done already; a test of these, of the
+interpreter's start or of its exit uses `subprocess`.
 
-There is one server for each set of interpreter options and environment variables, because both are read while modules
-are imported. It has one thread, and ends with the process that it is for, also where a forked child of that process
+Each set of interpreter options and environment variables has its own server, because both are read while modules are
+imported. A server has one thread, and ends with the process that it serves, even if a forked child of that process
 keeps a copy of the connection: with the process that started it, or with `python -m tests`, whose forks share their
 servers.
 """
@@ -39,7 +39,7 @@ CHANGING = "PYTEST_CURRENT_TEST"  # the only variable that differs between any t
 
 SHARED = "ASYNCLOADER_SCRIPT_SERVERS"
 """The variable in which `python -m tests` names a folder for the sockets of its forks' servers, and its pid."""
-# Only the forks themselves share servers, and no program that they start: what that sees has no such variable.
+# Only the forks themselves share servers, and no program that they start: programs do not get the variable.
 _shared = os.environ.pop(SHARED, "").rpartition(":")
 
 
@@ -49,7 +49,7 @@ _shared = os.environ.pop(SHARED, "").rpartition(":")
 class Forked(subprocess.Popen[str]):
     """A `Popen` of ``[sys.executable, *options, program, *arguments]`` that the server forks.
 
-    It is the server's child: the server waits for it, and writes its exit code into a pipe.
+    The server is its parent process: the server waits for it, and writes its exit code into a pipe.
     """
 
     def _execute_child(self, args: list[str], *rest: Any) -> None:
@@ -102,7 +102,7 @@ def start(
     stderr: int = subprocess.PIPE,
     fresh: bool = False,
 ) -> subprocess.Popen[str]:
-    """Start a program with pipes for its output. Where there is no pidfd, it is `fresh`: an interpreter of its own."""
+    """Start a program with pipes for its output. Without pidfds it is always `fresh`: in an interpreter of its own."""
     kind = subprocess.Popen if fresh or not hasattr(os, "pidfd_open") else Forked
     return kind(command, env=env, cwd=cwd, text=True, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
 
@@ -121,7 +121,7 @@ def run(
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The interpreter's options, and the program with its arguments."""
+    """Return the interpreter's options, and the program with its arguments."""
     at = 0
     while arguments[at].startswith("-") and arguments[at] not in ("-m", "-c"):
         at += 2 if arguments[at] in ("-W", "-X") else 1
@@ -146,7 +146,7 @@ class Server:
 
     @classmethod
     def of(cls, options: Sequence[str], env: Mapping[str, str]) -> Server:
-        """The one for these options and variables, which is started if need be."""
+        """Return the server for these options and variables, which is started if necessary."""
         kept = {name: value for name, value in env.items() if name != CHANGING}
         key = (os.getpid(), tuple(options), *sorted(kept.items()))
         if key not in cls.running:
@@ -154,7 +154,9 @@ class Server:
         return cls.running[key]
 
     def stop(self) -> None:
-        """End the connection, and the server unless others share it. A forked child of its owner does not."""
+        """End the connection, and the server unless others share it. In a forked child of its owner, only close the
+        connection.
+        """
         with self.connection:
             if os.getpid() == self.owner:
                 self.connection.shutdown(socket.SHUT_WR)
@@ -175,12 +177,12 @@ def _start_server(theirs: socket.socket, owner: int, options: Sequence[str], env
 
 
 def _connect(folder: Path, runner: int, options: Sequence[str], env: Mapping[str, str]) -> socket.socket:
-    """Connect to the runner's server for these options and variables, which is started if need be."""
+    """Connect to the runner's server for these options and variables, which is started if necessary."""
     key = json.dumps([options, sorted(env.items())])
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.sock"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two forks may ask at the same time, and one of them starts the server
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two forks may connect at the same time, and only one may start the server
         if not path.exists():
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
                 listener.bind(str(path))
@@ -191,7 +193,7 @@ def _connect(folder: Path, runner: int, options: Sequence[str], env: Mapping[str
 
 
 def descriptors() -> set[int]:
-    """The connections to them."""
+    """Return the descriptors of the connections to servers."""
     return {server.connection.fileno() for server in Server.running.values()}
 
 
@@ -203,11 +205,11 @@ def serve(channel: socket.socket, owner: int) -> dict[str, Any]:
 
     Args:
         channel: is connected, or listens for connections.
-        owner: a pidfd. The server ends with this process, or with the last connection where `channel` is connected.
+        owner: a pidfd. The server ends with this process, or with the last connection if `channel` is connected.
 
     Returns only in a child: the request.
     """
-    at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: meant for the programs
+    at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's interrupts are meant for the programs
     listens = bool(channel.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     channels = {channel.fileno(): channel}
     children: dict[int, tuple[int, int]] = {}
@@ -262,7 +264,7 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
         generator()
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
-    # A worker that is not forked knows what the program defines as the second.
+    # A worker that is not forked knows the program's definitions by the second name.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     kind, *arguments = program
     if kind == "-m":
@@ -296,7 +298,7 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
 if __name__ == "__main__":
     given, its_owner = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
     if os.fork():
-        os._exit(0)  # the server is not a child of a test's process: tests check their process's children
+        os._exit(0)  # the server must not be a child of a test's process, because tests check their process's children
     del sys.path[0]  # this file's folder
     import numpy as np
     import torch

@@ -109,14 +109,14 @@ def top_level_names(names: Iterable[str]) -> set[str]:
 
 
 def test_every_room_has_a_floor() -> None:
-    """The tables above name every module, and no other: a module that moved does not drop out of them."""
+    """The tables above name every module, and no other: a module that moved is still covered by the rules."""
     assert FLOOR.keys() == {room(module) for module in MODULES}
     assert PURE - MODULES.keys() == set()
 
 
 @pytest.mark.thorough
 def test_modules_import_only_what_is_below_them() -> None:
-    """From plain types up to the loaders and the bridges to frameworks."""
+    """The floors go from plain types up to the loaders and the bridges to frameworks."""
     too_high = [
         f"{module} imports {name}"
         for module in MODULES
@@ -127,7 +127,7 @@ def test_modules_import_only_what_is_below_them() -> None:
 
 
 def test_no_two_modules_import_each_other() -> None:
-    """Nor do more of them in a circle, when they are imported: the order of reading is the order of imports."""
+    """Nor do more than two in a circle of imports: modules can be read in the order of imports."""
     below = {module: imports(module) & MODULES.keys() - {"asyncloader", module} for module in MODULES}
     while leaves := {module for module, names in below.items() if not names & below.keys()}:
         below = {module: names for module, names in below.items() if module not in leaves}
@@ -135,12 +135,12 @@ def test_no_two_modules_import_each_other() -> None:
 
 
 def test_the_picture_of_the_house_is_of_this_house() -> None:
-    """After a change of rooms or imports: ``python docs/house.py``."""
+    """After a change of rooms or imports, ``python docs/house.py`` draws it again."""
     assert PICTURE.read_text() == draw()
 
 
 def test_a_trainer_does_not_load_the_server() -> None:
-    """The client of a service imports neither the code of a node nor that which places nodes, directly or not."""
+    """The client of a service imports neither the code of a node nor the code that places nodes, directly or not."""
     found: set[str] = set()
     left = {module for module in MODULES if module.startswith("asyncloader.service.client")}
     while left:
@@ -153,7 +153,7 @@ def test_a_trainer_does_not_load_the_server() -> None:
 
 
 def test_workers_and_transports_do_not_know_each_other() -> None:
-    """What moves batches between processes and what reads remote bytes are two subjects."""
+    """Moving batches between processes and reading remote bytes are two subjects."""
     pair = ("asyncloader.workers", "asyncloader.transports")
     for mine, other in (pair, pair[::-1]):
         for module in MODULES:
@@ -162,20 +162,20 @@ def test_workers_and_transports_do_not_know_each_other() -> None:
 
 
 def test_pure_modules_do_no_io() -> None:
-    """The modules that decide import nothing that can wait, send or start something, early or late."""
+    """The modules that decide import no module that can wait, send or start something, at import or later."""
     impure = {module: top_level_names(imports(module, late=True)) & IMPURE_IMPORTS for module in sorted(PURE)}
     assert not {module: names for module, names in impure.items() if names}
 
 
 def test_pure_modules_stand_on_pure_modules() -> None:
-    """A pure module's imports among ours are pure too, or the rule above says little."""
+    """Our modules that a pure module imports are pure, too, or the rule above would prove little."""
     allowed = PURE | {package for package in FOLDERS if package != "asyncloader.delivery"}
     impure = {module: imports(module, late=True) & MODULES.keys() - allowed for module in sorted(PURE)}
     assert not {module: names for module, names in impure.items() if names}
 
 
 def test_modules_that_call_themselves_pure_are_held_to_it() -> None:
-    """A docstring that says so without the tests above would be a mere claim."""
+    """Without the tests above, a docstring's "Pure" would be an unproven claim."""
     claims = {
         module for module, path in MODULES.items() if re.search(r"\bPure[.:]", ast.get_docstring(parsed(path)) or "")
     }
@@ -183,7 +183,7 @@ def test_modules_that_call_themselves_pure_are_held_to_it() -> None:
 
 
 def test_only_the_bridge_starts_a_loop() -> None:
-    """One place where sync meets async in the main process, and one where a worker starts its own loop."""
+    """The main process has one place where sync meets async, and a worker one where it starts its own loop."""
     starts = {
         module
         for module, path in MODULES.items()
@@ -195,7 +195,7 @@ def test_only_the_bridge_starts_a_loop() -> None:
 
 
 def test_nothing_is_shielded_by_asyncio() -> None:
-    """Its `shield` may have the event loop log an error that a caller receives, too; see `shielding.py`."""
+    """Its `shield` may let the event loop log an error that a caller receives, too; see `shielding.py`."""
     uses = {
         module
         for module, path in MODULES.items()
@@ -206,7 +206,7 @@ def test_nothing_is_shielded_by_asyncio() -> None:
 
 
 def test_hooks_of_the_process_are_registered_in_one_place() -> None:
-    """There each is registered once, and `tests/test_finalizers.py` finds them all."""
+    """Each is registered once there, and `tests/test_finalizers.py` finds all of them."""
     uses = {
         module
         for module, path in MODULES.items()
@@ -218,7 +218,7 @@ def test_hooks_of_the_process_are_registered_in_one_place() -> None:
 
 
 def uses_default_executor(call: ast.Call) -> bool:
-    """Whether a call runs something in the loop's default executor, or has asyncio look up a name there."""
+    """Whether a call runs a function in the loop's default executor, or lets asyncio look up a name there."""
     function = call.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     match name:
@@ -235,7 +235,7 @@ def uses_default_executor(call: ast.Call) -> bool:
 
 
 def test_nothing_uses_the_default_executor() -> None:
-    """It is the program's, whose calls may keep all of its threads for as long as they like."""
+    """It belongs to the program, whose calls may occupy all of its threads for any time."""
     found = {
         f"{module}: {ast.unparse(node.func)}"
         for module, path in MODULES.items()
@@ -247,7 +247,7 @@ def test_nothing_uses_the_default_executor() -> None:
 
 
 def test_no_deprecated_loop_calls() -> None:
-    """The running loop is the user's: no policies, and no loop taken from thin air."""
+    """The running loop is the user's: no policies, and no loop that is not the running one."""
     for path in MODULES.values():
         assert not re.findall(r"asyncio\.(?:get_event_loop\b|\w*_event_loop_policy)", path.read_text()), path
 
@@ -256,15 +256,15 @@ def test_third_party_imports_are_declared() -> None:
     """A package that a module needs at import is a runtime dependency; packages imported later may be extras."""
 
     def names(requirements: list[str]) -> set[str]:
-        """Of the modules: a distribution's name may have a hyphen instead of an underscore."""
+        """Return the modules' names: a distribution's name may have a hyphen instead of an underscore."""
         return {re.split(r"[<>=!;\[ ]", line, maxsplit=1)[0].lower().replace("-", "_") for line in requirements}
 
     runtime = names(PROJECT["project"]["dependencies"])
     extras = set().union(*(names(lines) for lines in PROJECT["project"]["optional-dependencies"].values()))
     known = {"asyncloader", *sys.stdlib_module_names}
     for module in MODULES:
-        # A bridge to a framework is imported by programs that have the framework; the service, with its extra; the
-        # conformance tests, by test modules, which have pytest.
+        # Some modules may import extras: a bridge to a framework is imported by programs that have the framework; the
+        # service, with its extra; the conformance tests, by test modules, which have pytest.
         bridge = module.startswith(
             ("asyncloader.integrations.", "asyncloader.service.", "asyncloader.transports.testing")
         )
@@ -282,11 +282,11 @@ def test_modules_say_what_they_are() -> None:
 
 
 PARTS_OF_DATALOADER2 = {"FullSync", "PinMemory"}
-"""An adapter and the datapipe that it adds have one name in torchdata."""
+"""In torchdata an adapter and the datapipe that it adds have the same name."""
 
 
 def test_class_names_are_unique() -> None:
-    """One name, one thing, over all packages."""
+    """Over all packages, a name stands for one class."""
     found = Counter(
         node.name for path in MODULES.values() for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)
     )
@@ -294,7 +294,7 @@ def test_class_names_are_unique() -> None:
 
 
 def test_every_module_has_a_test_of_its_name_or_says_where_it_is_tested() -> None:
-    """Whoever changes a module finds the tests to run."""
+    """An engineer who changes a module finds the tests to run."""
     named = {path.stem.removeprefix("test_") for path in TESTS if path.stem.startswith("test_")}
     without = {
         module.removeprefix("asyncloader.")
@@ -310,7 +310,7 @@ def test_every_module_has_a_test_of_its_name_or_says_where_it_is_tested() -> Non
 
 
 def test_files_are_short() -> None:
-    """One file, one job: at most 500 lines, besides comments, which should not be saved on."""
+    """A file has one job: at most 500 lines, without comments, which should not be saved on."""
     lengths = {
         path: sum(not line.lstrip().startswith("#") for line in path.read_text().splitlines())
         for path in [*MODULES.values(), *TESTS]
@@ -334,7 +334,7 @@ def test_tests_state_the_fact_tested() -> None:
 
 @pytest.mark.thorough
 def test_packages_are_listed() -> None:
-    """The build lists its packages one by one, so a new sub-folder would be left out."""
+    """The build lists its packages one by one, so that a new sub-folder would be left out."""
     tops = (ROOT / name for name in ("asyncloader", *LINKS))
     nested = {
         folder
@@ -347,7 +347,7 @@ def test_packages_are_listed() -> None:
 
 @pytest.mark.thorough
 def test_no_bare_import_of_the_checkout_folders() -> None:
-    """A bare `import workers` in the checkout makes second copies of modules, whose classes equal none."""
+    """A bare `import workers` in the checkout makes second copies of modules, whose classes differ from the first."""
     for path in [*MODULES.values(), *TESTS, *(ROOT / "docs").rglob("*.py")]:
         for node in ast.walk(parsed(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -410,7 +410,9 @@ def test_import_has_no_side_effects() -> None:
 
 
 def test_import_brings_no_bare_workers_or_transports() -> None:
-    """Also from the repository root, where the folders can be seen, ours are found under asyncloader only."""
+    """From the repository root, where the folders can be found, too, our packages are imported under asyncloader
+    only.
+    """
     in_fresh_interpreter(
         """
         import sys

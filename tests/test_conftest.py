@@ -1,4 +1,4 @@
-"""The leak check bites: each kind of thing left behind fails the test that left it, and names it."""
+"""The leak check works: each kind of resource left behind fails the test that left it, and is named."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def run_pytest(folder: Path, sources: Mapping[str, str], *options: str) -> subpr
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Pytest's report on each of the files above."""
+    """Return pytest's report on each of the files above."""
     files = {"failing": FAILING} | {kind.replace(" ", "_"): source for kind, (source, _) in LEAKS.items()}
     ran = run_pytest(tmp_path_factory.mktemp("leaks"), files, "-vv")
     assert ran.returncode == pytest.ExitCode.TESTS_FAILED, ran.stdout + ran.stderr
@@ -184,8 +184,7 @@ CHOSEN = """
     [("-q", 2 + 0 + 1 + 2 + 1 + 3, 1), ("--all", 8 + 6, 2), ("--combinations", 8 + 12, 2)],
 )
 def test_how_much_is_chosen(option: str, chosen: int, loops: int, tmp_path: Path) -> None:
-    """Each value, each pair of values or every combination; what costs much, and both loops, with `--all` only.
-
+    """Each value, each pair of values or every combination is chosen; slow tests, and both loops, with `--all` only.
     Tests that clean up pass.
     """
     files = {"chosen": CHOSEN, "clean": CLEAN}
@@ -207,7 +206,7 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]))
 
 @pytest.mark.thorough
 def test_the_gpu_tests_need_no_more_than_torch_numpy_and_pytest() -> None:
-    """A machine with a card need not have the rest: they begin there, and without a card are skipped."""
+    """On a machine with a card and nothing else installed they start; without a card they are skipped."""
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT],
         cwd=HERE.parent,

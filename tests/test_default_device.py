@@ -1,4 +1,4 @@
-"""`torch.set_default_device` is the user's: nothing of ours makes a tensor where it says, or of a default dtype."""
+"""`torch.set_default_device` is the user's: our code never makes a tensor on that device, or of a default dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OF_ANOTHERS_DTYPE = {"as_tensor", "asarray", "tensor", "nested_tensor"}  # the d
 
 
 def unnamed(tree: ast.AST) -> Iterator[str]:
-    """The calls that make a tensor and leave the device, or the dtype, to defaults."""
+    """Find the calls that make a tensor and leave the device, or the dtype, to defaults."""
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
             continue
@@ -25,7 +25,7 @@ def unnamed(tree: ast.AST) -> Iterator[str]:
             continue
         named = {keyword.arg for keyword in node.keywords}
         if None in named:
-            continue  # **options: with a comment where they are made
+            continue  # **options: a comment stands where these are made
         if "device" not in named or not ("dtype" in named or name in OF_ANOTHERS_DTYPE):
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
@@ -106,6 +106,6 @@ if __name__ == "__main__":
 
 
 def test_batches_do_not_depend_on_it(tmp_path: Path) -> None:
-    """With "meta", where nothing can be read, batches come as ever: collated, copied out, strided, empty."""
+    """With "meta", where no tensor can be read, batches are the usual ones: collated, copied out, strided, empty."""
     done = run_script(tmp_path, PROGRAM, fresh=True)
     assert done.stdout.strip() == "done", done.stderr

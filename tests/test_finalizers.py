@@ -1,5 +1,5 @@
-"""Finalizers signal and never wait: every `__del__`, weak reference's callback and hook at exit or at a fork is read,
-with all that it calls in the package.
+"""Finalizers signal and never wait: every `__del__`, weak reference's callback and hook at exit or at a fork is
+searched, with all functions of the package that it calls.
 
 Finalizers run in any thread, which may hold a lock that the awaited thread needs; and once the interpreter is
 finalizing no daemon thread ever runs again (from Python 3.13 on), so that a wait for such a thread never ends.
@@ -20,7 +20,7 @@ WAITS = {"join", "wait", "wait_for", "result", "acquire", "run", "get", "sleep",
 """Methods and functions that wait; `get` only of a queue."""
 
 BOUNDED = {
-    # Waits that a hook at exit may make: it runs while daemon threads still do.
+    # Waits of hooks at exit: these run while daemon threads still do.
     "join_all: thread.join": "until a deadline that all threads have in common",
     "_leave_all: thread.join": "ditto, of the threads that tell the other ranks",
     "Bridge.wait_for_releases: thread.join": "its argument",
@@ -39,7 +39,7 @@ BOUNDED = {
 
 class Function(NamedTuple):
     module: str
-    owner: str  # its class; empty for none
+    owner: str  # its class; empty for a plain function
     node: ast.FunctionDef | ast.AsyncFunctionDef
 
     @property
@@ -54,7 +54,9 @@ def parsed() -> dict[str, ast.Module]:
 
 @cache
 def functions() -> dict[str, list[Function]]:
-    """All functions of the package, nested ones too, by their plain names. A class's is its `__init__`."""
+    """Return all functions of the package, nested functions too, by their plain names. A class stands for its
+    `__init__`.
+    """
     found: dict[str, list[Function]] = {}
 
     def visit(module: str, owner: str, node: ast.AST) -> None:
@@ -73,7 +75,7 @@ def functions() -> dict[str, list[Function]]:
 
 @cache
 def families() -> dict[str, set[str]]:
-    """Of each class: itself, its bases and what is derived from it, by name."""
+    """Return for each class the names of itself, its bases and the classes derived from it."""
     bases = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
         for tree in parsed().values()
@@ -89,8 +91,8 @@ def families() -> dict[str, set[str]]:
 
 @cache
 def types_of_names() -> dict[tuple[str, str], set[str]]:
-    """The package's classes that a variable, argument or attribute of this name is annotated as, or made of, in this
-    module.
+    """Return the package's classes with which a variable, argument or attribute of this name is annotated, or from
+    which it is made, by module and name.
     """
     found: dict[tuple[str, str], set[str]] = {}
 
@@ -112,7 +114,7 @@ def types_of_names() -> dict[tuple[str, str], set[str]]:
 
 
 def types_of(module: str, name: str) -> set[str]:
-    """The same; where this module does not say, of any module's."""
+    """Return these classes for a name in a module; if that module has none, those of any module."""
     here = types_of_names().get((module, name))
     if here:
         return here
@@ -121,13 +123,13 @@ def types_of(module: str, name: str) -> set[str]:
 
 @cache
 def calls(function: Function) -> list[Function]:
-    """What of the package it calls, but for coroutine functions: those run elsewhere."""
+    """Return the package's functions that it calls, except coroutine functions: those run elsewhere."""
     found = [each for node in own_nodes(function) if isinstance(node, ast.Call) for each in called(function, node)]
     return [each for each in found if not isinstance(each.node, ast.AsyncFunctionDef)]
 
 
 def called(function: Function, call: ast.Call) -> Iterator[Function]:
-    """The package's functions that this call may reach, without functions that are handed over for a later call."""
+    """Give the package's functions that this call may reach, without functions that are passed for a later call."""
     target = call.func
     if isinstance(target, ast.Name):
         every = [found for found in functions().get(target.id, ()) if not found.owner or found.node.name == "__init__"]
@@ -149,7 +151,7 @@ def called(function: Function, call: ast.Call) -> Iterator[Function]:
 
 
 def own_nodes(function: Function) -> Iterator[ast.AST]:
-    """Its nodes, without those of functions that are only defined in it."""
+    """Give its nodes, without those of functions that are only defined in it."""
     todo: list[ast.AST] = list(function.node.body)
     while todo:
         node = todo.pop()
@@ -160,7 +162,7 @@ def own_nodes(function: Function) -> Iterator[ast.AST]:
 
 @cache
 def waits(function: Function) -> frozenset[str]:
-    """The places in it that wait."""
+    """Return the places in it that wait."""
     return frozenset(_waits(function))
 
 
@@ -188,7 +190,7 @@ def _waits(function: Function) -> Iterator[str]:
 
 
 def _named(node: ast.AST, module: str) -> list[Function]:
-    """The functions that a callback is."""
+    """Return the functions of this name, or the lambda, that a callback is."""
     if isinstance(node, ast.Lambda):
         body = ast.FunctionDef("<lambda>", node.args, [ast.Expr(node.body)], [], lineno=node.lineno)
         return [Function(module, "", body)]
@@ -197,7 +199,7 @@ def _named(node: ast.AST, module: str) -> list[Function]:
 
 
 def finalizers() -> list[Function]:
-    """What Python calls at the end of an object or of the process, or around a fork."""
+    """Return the functions that Python calls at the end of an object or of the process, or around a fork."""
     found = list(functions()["__del__"])
     for module, tree in parsed().items():
         for node in ast.walk(tree):
@@ -212,7 +214,7 @@ def finalizers() -> list[Function]:
 
 
 def reached(root: Function) -> list[Function]:
-    """It, and all of the package that it calls."""
+    """Return this function, and all functions of the package that it calls, directly or not."""
     seen: set[Function] = set()
     todo = [root]
     while todo:
@@ -234,7 +236,9 @@ def test_a_finalizer_waits_for_nothing(root: Function) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("root", functions()["__del__"], ids=lambda root: f"{root.module}:{root.name}")
 def test_nothing_of_ours_runs_while_the_interpreter_is_finalizing(root: Function) -> None:
-    """By then modules may be cleared, and threads have ended: a caller of the package's code checks this first."""
+    """By then modules may be cleared, and threads have ended: a finalizer that calls our code checks `exiting()`
+    first.
+    """
     assert len(reached(root)) == 1 or "exiting()" in ast.unparse(root.node)
 
 
@@ -249,5 +253,5 @@ def test_nothing_of_ours_runs_while_the_interpreter_is_finalizing(root: Function
     ],
 )
 def test_the_walk_finds_what_waits(name: str, place: str) -> None:
-    """It sees through calls: what waits in ordinary code is found from where that begins."""
+    """The search follows calls: waits of ordinary code are found from the functions in which it begins."""
     assert any(place in waits(found) for root in functions()[name] for found in reached(root))

@@ -1,4 +1,4 @@
-"""The Makefile's targets: each is in the help, and can be made, as far as that shows without installing anything."""
+"""The Makefile's targets: each is in the help, and can be made, as far as a dry run shows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.skipif(MAKE is None, reason="make is not installed")
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
-    """A clone's files that make reads, with nothing installed: the stamps and the environment do not exist."""
+    """Copy a clone's files that make reads, with nothing installed: the stamps and the environment do not exist."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
 
 def make(folder: Path, *arguments: str) -> str:
-    """What make prints; it has the system's programs on its path, and no variable of this environment."""
+    """Run make with the system's programs on its path, and no variable of this environment. Returns its output."""
     assert MAKE is not None
     env = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
     ran = subprocess.run([MAKE, *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False)
@@ -35,7 +35,7 @@ def make(folder: Path, *arguments: str) -> str:
 
 
 def test_the_help_lists_every_target(fresh: Path) -> None:
-    """All that are no files; and it is what plain `make` prints."""
+    """It lists all phony targets; plain `make` prints it."""
     phony = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     listed = re.findall(r"^  make ([\w-]+) ", make(fresh, "help"), re.MULTILINE)
     assert sorted(listed) == sorted(" ".join(phony).split()) == sorted(TARGETS)
@@ -44,7 +44,7 @@ def test_the_help_lists_every_target(fresh: Path) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_target_can_be_made(target: str, fresh: Path) -> None:
-    """In a fresh clone: it makes the environment first, and then runs programs and files that there are."""
+    """In a fresh clone it makes the environment first, and then runs programs and files that exist."""
     text = make(fresh, "--dry-run", target)
     commands = text.replace("\\\n", " ").splitlines()
     if target not in ("help", "clean"):
@@ -61,7 +61,7 @@ def test_the_target_can_be_made(target: str, fresh: Path) -> None:
 
 
 def test_every_stamp_has_its_extras() -> None:
-    """A target that waits for a stamp says what that installs: without extras pip would be asked for ``.[]``."""
+    """A target with a stamp names the extras of the stamp: without them pip would be asked for ``.[]``."""
     text = (ROOT / "Makefile").read_text()
     assigned = dict(re.findall(r"^\$\(VENV\)/\.stamp-([\w-]+): EXTRAS := (\S+)$", text, re.MULTILINE))
     waited_for = set(re.findall(r"^[\w-]+:.*\.stamp-([\w-]+)", text, re.MULTILINE))
@@ -75,7 +75,7 @@ def declared() -> set[str]:
 
 
 def test_pages_name_targets_that_exist() -> None:
-    """The commands that a page has the reader type, in a line of their own or between backquotes."""
+    """These are the commands for readers, in a line of their own or between backquotes."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     named = {page: re.findall(r"(?:^ {4}|`)make ([a-z][\w-]*)", page.read_text(), re.MULTILINE) for page in pages}
     assert {page: targets for page, targets in named.items() if not {*targets} <= {*TARGETS}} == {}

@@ -17,7 +17,7 @@ TEST = "from room.code import double\n\ndef test_double():\n    assert double(2)
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A checkout of one module and its test, with a link."""
+    """Make a checkout of a module and its test, with a link."""
     for name, text in (("room/code.py", MODULE), ("tests/test_code.py", TEST), ("conftest.py", CONFTEST), ("junk", "")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -33,7 +33,7 @@ def bug(old: str, new: str, name: str = "a bug", file: str = "room/code.py") -> 
 
 @pytest.mark.thorough
 def test_a_bug_is_killed_or_survives(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each is planted alone, in a copy; a survivor is tried against the whole suite when that is asked for."""
+    """Each is planted alone, in a copy; a survivor is tried against the whole suite on request."""
     bugs = [bug("n + n", "n * n", "square"), bug("3 * n", "2 * n", "not tested"), bug("n + n", "n - n", "nothing")]
     survivors = run(bugs, tree, whole=True)
     assert [finding.bug.name for finding in survivors] == ["not tested"]
@@ -61,7 +61,9 @@ def test_a_bug_is_killed_or_survives(tree: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_an_entry_that_does_not_fit_is_told(tree: Path, wrong: Bug, said: str) -> None:
-    """A text that is not there exactly once, a missing file, or a change that cannot be: before anything is run."""
+    """A text that does not occur exactly once, a missing file, or a change that is impossible: before any test is
+    run.
+    """
     with pytest.raises(ListError, match=said):
         check([bug("n + n", "n * n", "fine"), wrong], tree)
 
@@ -81,7 +83,7 @@ def test_the_list_fits_the_code() -> None:
 
 
 def test_the_list_covers_every_room() -> None:
-    """At least 40 bugs, and one in each of the rooms."""
+    """The list has at least 40 bugs, and a bug in each of the rooms."""
     bugs = read(BUGS)
     assert len(bugs) >= 40
     rooms = "samplers epoch state ranks delivery shared formats remote transports workers workers.fetch workers.ipc"

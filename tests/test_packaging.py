@@ -1,4 +1,4 @@
-"""What gets installed: one top-level package, every file of the tree, also from a checkout without links."""
+"""The installed files: one top-level package, with every file of the tree, also from a checkout without links."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build(tree: Path, out: Path, kind: str) -> Path:
 
 
 def package_files() -> set[str]:
-    """Every source file of the three folders, by the path it must have in the wheel."""
+    """Return every source file of the three folders, by the path that it must have in the wheel."""
     return {
         f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, package in FOLDERS.items()
@@ -81,7 +81,7 @@ def test_wheel_installs_one_top_level_package(wheel: Path) -> None:
 
 
 def test_wheel_says_what_it_needs(wheel: Path) -> None:
-    """Python 3.11, the four runtime dependencies, the licence and its text."""
+    """The metadata has Python 3.11, the declared runtime dependencies, the licence and its text."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = HeaderParser().parsestr(archive.read(name).decode())
@@ -107,7 +107,7 @@ def test_checkout_without_links_builds_the_same_wheel(wheel: Path, tmp_path: Pat
 
 @pytest.mark.thorough
 def test_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    """The source distribution holds all files of which the wheel is made."""
+    """The source distribution has all files from which the wheel is made."""
     sdist = build(copy_tree(tmp_path / "tree"), tmp_path / "sdist", "sdist")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
@@ -116,7 +116,7 @@ def test_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_installed_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    """The unpacked wheel alone imports, sub-packages included, and no bare `workers` comes with it."""
+    """The unpacked wheel alone can be imported, sub-packages included, and it brings no bare `workers`."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     program = (
@@ -143,12 +143,13 @@ PLAIN = {
     "asked for its version": "import asyncloader.__main__ as a; a.main(['--version'])",
     "asked for help": "import asyncloader.__main__ as a; a.main(['serve', '--help'])",
 }
-RUNTIME = {"asyncloader", "torch", "numpy", "uvloop", "aiofiles", "typing_extensions"}  # the last comes with torch
+# typing_extensions comes with torch
+RUNTIME = {"asyncloader", "torch", "numpy", "uvloop", "aiofiles", "typing_extensions"}
 
 
 @pytest.mark.parametrize("way", PLAIN)
 def test_a_plain_install_needs_no_extra(way: str) -> None:
-    """Whatever a user does first: what only an extra installs is not imported."""
+    """Whatever a user does first, no package is imported that only an extra installs."""
     trees = [ast.parse(path.read_text()) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

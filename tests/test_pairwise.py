@@ -20,7 +20,7 @@ def without(values: set[tuple[tuple[int, object], ...]], alone: int) -> set[tupl
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.booleans(), st.integers(0, 4), st.data())
 def test_every_pair_or_value_is_kept(sizes: list[int], in_pairs: bool, alone: int, data: st.DataObject) -> None:
-    """Of whole products, and of products from which tests have taken combinations that make no sense."""
+    """This holds for whole products, and for products from which tests have removed senseless combinations."""
     rows: list[Row] = [tuple(row) for row in product(*map(range, sizes))]
     rows = data.draw(st.lists(st.sampled_from(rows), min_size=1, unique=True))
     chosen = [rows[number] for number in covering(rows, in_pairs=in_pairs, alone={alone})]
@@ -31,7 +31,9 @@ def test_every_pair_or_value_is_kept(sizes: list[int], in_pairs: bool, alone: in
 
 
 def test_how_few_are_left() -> None:
-    """Of three workers' numbers, four kinds, three modes and two loops, 72 in all: no more than 1.5 times the 12."""
+    """Of 72 combinations (three numbers of workers, four kinds, three modes, two loops), at most 1.5 times 12 are
+    left.
+    """
     rows: list[Row] = list(product(range(3), range(4), range(3), range(2)))
     assert 12 <= len(covering(rows)) <= 18
     assert len(covering(rows, in_pairs=False)) == 4
@@ -39,7 +41,7 @@ def test_how_few_are_left() -> None:
 
 
 def test_a_single_parameter_keeps_all_its_values() -> None:
-    """There is nothing to combine, and each value is a case of its own."""
+    """It cannot be combined, and each value is a case of its own."""
     for in_pairs in (False, True):
         assert covering([(1,), (2,), (3,)], in_pairs=in_pairs, alone={2}) == [0, 1, 2]
         assert covering([()], in_pairs=in_pairs) == [0]

@@ -15,7 +15,7 @@ from tests import processes
 @pytest.mark.thorough
 @pytest.mark.parametrize("lists", [True, False], ids=["the kernel's lists", "by parent"])
 def test_children_while_threads_end(lists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that another, ended thread began is found every time, and nothing is that is not a child."""
+    """A child that another, ended thread started is found every time, and no other process is."""
     if not lists:
         monkeypatch.setattr(Path, "exists", lambda _: False)
     before = set(processes.children_of(os.getpid()))
@@ -44,7 +44,7 @@ def test_children_while_threads_end(lists: bool, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_process() -> None:
-    """It says so, instead of giving an empty list."""
+    """The error is raised instead of an empty list."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     with pytest.raises(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A program that the script server forks sees, and leaves, what one in a fresh interpreter does."""
+"""A program that the script server forks behaves as in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def told(
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_in_a_fresh_interpreter(name: str, tmp_path: Path) -> None:
-    """The same output, errors and exit code."""
+    """Output, errors and exit code are the same."""
     script = tmp_path / "script.py"
     script.write_text(HEAD + PROGRAMS[name])
     command = [sys.executable, str(script), "an argument", "-x"]
     ours, theirs = told(script_server.run, command, tmp_path), told(fresh, command, tmp_path)
-    if name == "an interruption":  # with frames of the server in its traceback
+    if name == "an interruption":  # the server's frames stand in its traceback
         ours, theirs = (*ours[:2], ours[2][-30:]), (*theirs[:2], theirs[2][-30:])
     assert ours == theirs
 
@@ -97,14 +97,16 @@ def test_each_program_has_other_random_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", [["-c", "import sys; print(sys.argv, sys.path[0], __name__)"], ["-m", "printing"]])
 def test_other_kinds_of_program(program: list[str], tmp_path: Path) -> None:
-    """``-c`` and ``-m``, with arguments."""
+    """Programs of ``-c`` and ``-m`` get their arguments."""
     (tmp_path / "printing.py").write_text("import sys; print(sys.argv, sys.path[0], __name__, __spec__.name)")
     command = [sys.executable, *program, "an argument"]
     assert told(script_server.run, command, tmp_path) == told(fresh, command, tmp_path)
 
 
 def test_it_is_waited_for_talked_to_and_killed(tmp_path: Path) -> None:
-    """A started program has pipes and a pid, and leaves with the signal that it was sent; one that hangs times out."""
+    """A started program has pipes and a pid, and ends by the signal that it was sent; a program that hangs times
+    out.
+    """
     command = [sys.executable, "-c", "print(input(), flush=True); input()"]
     with script_server.start(command, cwd=tmp_path, env=environment(), stdin=subprocess.PIPE) as process:
         assert process.stdin
@@ -139,7 +141,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.thorough
 def test_a_server_ends_with_the_process_that_started_it() -> None:
-    """Also with one that is killed, and whose forked child lives."""
+    """It also ends if that process is killed while its forked child lives."""
     command = [sys.executable, "-c", OWNER]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, text=True, start_new_session=True, stdin=pipe, stdout=pipe) as owner:

@@ -1,4 +1,4 @@
-"""The suite's runner, `python -m tests`: nothing is lost of what fails, whatever way it fails."""
+"""The suite's runner, `python -m tests`: no failure is lost, whatever its kind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(folder: Path, files: dict[str, str], *options: str) -> subprocess.Comple
 
 
 def test_what_passes(tmp_path: Path) -> None:
-    """Files of all folders, each once; skipped tests and expected failures are counted."""
+    """The files of all folders run, each once; skipped tests and expected failures are counted."""
     files = {f"tests/{folder}/test_{number}.py": GOOD for folder in "ab" for number in range(6)}
     ran = run(tmp_path, {**files, "tests/test_skipped.py": SKIPPED, "tests/helper.py": BROKEN})
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -63,7 +63,7 @@ def test_what_passes(tmp_path: Path) -> None:
     ids=["assertion", "import", "crash", "teardown"],
 )
 def test_what_fails(text: str, name: str, words: str, passed: int, tmp_path: Path) -> None:
-    """Is named with its report, the other files are run, and the exit code says it; a repetition does not help."""
+    """It is named with its report, the other files are run, and the exit code is 1; a repetition does not help."""
     ran = run(tmp_path, {"tests/test_a.py": GOOD, "tests/test_it.py": text}, "--repeat", "flaky.txt")
     assert ran.returncode == 1
     assert f"\nFAILED {name}\n" in ran.stdout, ran.stdout
@@ -74,7 +74,9 @@ def test_what_fails(text: str, name: str, words: str, passed: int, tmp_path: Pat
 
 @pytest.mark.parametrize("others", [{}, {"tests/test_bad.py": BAD}], ids=["alone", "beside one that fails"])
 def test_what_passes_when_repeated(others: dict[str, str], tmp_path: Path) -> None:
-    """Is written down with its report, and lets the run succeed only if asked to, and if nothing else failed."""
+    """It is written to the file with its report, and lets the run succeed only on request, and if no other test
+    failed.
+    """
     files = {"tests/test_flaky.py": FLAKY, **others}
     assert run(tmp_path, files).returncode == 1
     (tmp_path / "tests/test_flaky.seen").unlink()

@@ -1,6 +1,6 @@
 """The way of a value through our code is bounded: calls, and changes from one file to another.
 
-The bounds are the figures that were reached, rounded up. A change that exceeds one has put calls on the way of each
+The bounds are the figures that were reached, rounded up. A change that exceeds a bound has put calls on the way of each
 batch, or each epoch: the failed assertion lists the functions that were called, and how often.
 """
 
@@ -22,7 +22,7 @@ BATCHES = 40
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """Small samples, as dictionaries."""
+    """A dataset of small samples, as dictionaries."""
 
     def __len__(self) -> int:
         return 400
@@ -43,7 +43,7 @@ def settle(loop: Any, iterator: Any) -> None:
     """Wait until all batches that the worker may have ready are ready, and the loop's thread rests."""
     full = False
     while True:
-        # Run behind whatever runs there now: the last batch becomes ready within a callback.
+        # This runs after the callbacks that are queued: the last batch becomes ready within a callback.
         reached = threading.Event()
         loop.call_soon_threadsafe(reached.set)
         reached.wait()
@@ -53,8 +53,8 @@ def settle(loop: Any, iterator: Any) -> None:
 
 
 def steady_batch() -> Count:
-    """One batch of many, in the main process: all that follows from taking it, until the next one is ready. The least
-    count, as now and then a batch that took long is looked at more closely.
+    """Count the calls of a batch of many, in the main process: from taking it until the next batch is ready. Returns
+    the least count, as now and then a batch that took long is examined more closely.
     """
     calls, counts = Calls(), list[Count]()
     with calls.installed(), loader_of() as loader:
@@ -71,8 +71,8 @@ def steady_batch() -> Count:
 
 
 def second_iter(**options: Any) -> Count:
-    """`iter()` of a loader with persistent workers, from a state of the middle of its first epoch: what the caller's
-    thread does until it has the iterator, the start of a worker included.
+    """Count the calls of `iter()` of a loader with persistent workers, from a state of the middle of its first
+    epoch: those of the caller's thread until it has the iterator, the start of a worker included.
     """
     with loader_of(persistent_workers=True, shuffle=True, **options) as loader:
         iterator = iter(loader)
@@ -90,8 +90,8 @@ def second_iter(**options: Any) -> Count:
 
 
 def constructor() -> Count:
-    """The constructor of a loader with few options."""
-    made: list[Any] = []  # its finalizer does not count
+    """Count the calls of the constructor of a loader with few options."""
+    made: list[Any] = []  # keeps the loader: its finalizer does not count
     return counted(lambda: made.append(loader_of()))
 
 
@@ -106,8 +106,8 @@ def constructor() -> Count:
     ids=["batch", "second iter", "second iter, seeded", "constructor"],
 )
 def test_the_way_is_short(way: Callable[[], Count], calls: int, changes: int) -> None:
-    """No more calls of our code, and changes of file, than were needed when the bound was set."""
-    way()  # some of it is done once in a process
+    """It needs no more calls of our code, and changes of file, than when the bound was set."""
+    way()  # some of this happens once per process
     count = way()
     assert count.calls <= calls, str(count)
     assert count.changes <= changes, str(count)

@@ -1,7 +1,7 @@
-"""Which torch a test holds for. Most compare with the torch that is installed, whichever that is.
+"""The releases of torch for which a test holds. Most tests compare with the installed torch, whatever its release.
 
-Where torch itself behaves otherwise in the oldest release that is supported, the test says from which release on it
-holds. The suite was run with 2.6, 2.13 and 2.14; a behaviour that came between the first two is asked for from 2.13 on.
+Where torch itself behaves differently in the oldest supported release, the test names the release from which on it
+holds. The suite was run with 2.6, 2.13 and 2.14; a behaviour that came between the first two is required from 2.13 on.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ def torch_is(release: str) -> bool:
 
 
 def needs_torch(release: str, behaviour: str) -> pytest.MarkDecorator:
-    """Skip a test on an older torch, which has not got the behaviour that the test compares with."""
+    """Skip a test on an older torch, which lacks the behaviour that the test compares with."""
     return pytest.mark.skipif(
         not torch_is(release), reason=f"torch {release} {behaviour}, {torch.__version__} does not"
     )
 
 
 def says_the_same(ours: str, torchs: str) -> bool:
-    """Whether an assertion's text is torch's own. An older torch asserts without words: nothing to compare with."""
+    """Whether an assertion's text is torch's own. An older torch asserts without a text: nothing can be compared."""
     return ours == torchs or (not torchs and not torch_is("2.13"))
 
 

@@ -12,7 +12,7 @@ from tests.helpers.http_store import HttpStore, serving
 
 
 class HttpSubject(TransportSubject):
-    """A subject whose objects a server of its own has."""
+    """A subject whose objects are on a server of its own."""
 
     store: HttpStore
 
@@ -21,7 +21,7 @@ class HttpSubject(TransportSubject):
         async with serving() as store:
             self.store = store
             yield
-        del self.store  # pytest keeps the test's instance to the end, and the store keeps whatever it was asked
+        del self.store  # pytest keeps the test's instance to the end, and the store keeps all requests
 
     def put(self, transport: Transport, path: str, data: bytes) -> None:
         self.store.put(path, data)

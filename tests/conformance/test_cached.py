@@ -13,14 +13,14 @@ from tests.helpers.http_store import LISTING
 
 
 class CachedConformance(TransportConformance):
-    """The contract, with everything read once before it is read for the test."""
+    """The contract of a transport, in which everything is read once before it is read for the test."""
 
     @pytest.fixture(autouse=True)
     def directory(self, tmp_path: Path) -> None:
         self.cache_dir = tmp_path / "cache"
 
     async def test_a_second_read_is_a_hit(self) -> None:
-        """The tests of this class do meet the cache: what was read whole comes from there."""
+        """The tests of this class do use the cache: an object that was read whole is read from it."""
         async with self.make() as transport:
             assert isinstance(transport, CachedTransport)
             self.put(transport, "a", CONTENT)
@@ -63,7 +63,7 @@ class TestCachedMemory(CachedConformance):
 
 @pytest.mark.slow
 class TestCachedSmall(TestCachedMemory):
-    """With room for a few objects only, so that fills evict and are refused."""
+    """A cache with room for a few objects only, so that fills evict others and are refused."""
 
     def make(self) -> Transport:
         return CachedTransport(MemoryTransport(), "memory://", self.cache_dir, 60_000, threads=4)
@@ -81,7 +81,7 @@ class TestCachedHttp(HttpSubject, CachedConformance):
 
 @pytest.mark.slow  # the same checks run over HTTP
 class TestCachedLocal(TransportConformance):
-    """Files so young that they have no version yet: nothing is cached, and everything holds."""
+    """Files so young that they have no version yet: nothing is cached, and the contract holds."""
 
     @pytest.fixture(autouse=True)
     def directory(self, tmp_path: Path) -> None:

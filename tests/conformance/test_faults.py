@@ -1,4 +1,4 @@
-"""The conformance class finds the faults that a transport is likely to have, also in a project of another's."""
+"""The conformance class finds the faults that a transport is likely to have, also in a project of a user's."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ FAULTS: dict[str, tuple[type[MemoryTransport], Callable[[Any], Awaitable[None]]]
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_faulty_transport_fails(fault: str) -> None:
-    """The test that is about the fault fails with it, and passes without it."""
+    """The test for this fault fails with it, and passes without it."""
     kind, test = FAULTS[fault]
     await test(Conformance(MemoryTransport))
     with pytest.raises((AssertionError, pytest.fail.Exception)):
@@ -86,7 +86,7 @@ async def test_a_faulty_transport_fails(fault: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("fault", "failed"), [("", 0), ("- 1", 1)], ids=["sound", "short ranges"])
 def test_it_runs_in_another_project(fault: str, failed: int, tmp_path: Path) -> None:
-    """With pytest-asyncio's default mode, a plain test module is enough; failed asserts show the values."""
+    """With pytest-asyncio's default mode a plain test module is enough; failed asserts show the values."""
     module = texts_of_page().replace("return file.read(length)", f"return file.read(length {fault})")
     (tmp_path / "test_zip_transport.py").write_text(module)
     ran = subprocess.run(

@@ -60,7 +60,7 @@ def dies_at_5(x: int) -> int:
 
 
 def hangs_at_3(x: int) -> int:
-    """Hangs at 3, like a read that never returns."""
+    """Hangs at 3, as a read would that never returns."""
     if x == 3:
         threading.Event().wait()
     return x
@@ -71,7 +71,7 @@ def process(x: Any) -> tuple[Any, int]:
 
 
 def drawn(x: Any) -> Any:
-    """The item with a number of each of the process's global generators."""
+    """Return the item with a number from each of the process's global generators."""
     return x, random.random(), float(torch.rand(())), float(np.random.random())
 
 
@@ -115,7 +115,7 @@ class Seeded(IterDataPipe[Any]):
 
 
 class _Ticking(IterDataPipe[int]):
-    """Can only be read with ``async for``."""
+    """A part that can only be read with ``async for``."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -180,7 +180,7 @@ GRAPHS: dict[str, Callable[[], Any]] = {
     "numpy": lambda: IterableWrapper([np.arange(4), np.zeros((2, 2))]).sharding_filter(),
     "dictionaries": lambda: IterableWrapper([{"a": torch.ones(2)}, {"b": [1, 2]}, {}]).sharding_filter(),
 }
-# Graphs whose order with workers is not that without workers, because the workers' shares are uneven.
+# Graphs whose order with workers differs from that without workers, because the workers' shares are uneven.
 UNEVEN: dict[str, Callable[[], Any]] = {
     "unsharded": lambda: numbers(5),
     "filtered after": lambda: numbers(30).sharding_filter().filter(no_third),
@@ -191,7 +191,7 @@ UNEVEN: dict[str, Callable[[], Any]] = {
 
 
 def plain(value: Any) -> Any:
-    """A value that compares with ``==``: tensors and arrays become lists, with their types."""
+    """Return the value in a form that compares with ``==``: tensors and arrays become lists, with their types."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return type(value).__name__, str(value.dtype), value.tolist()
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""DataLoader2 read by ``async for``: items, limits, cancelled waits, parts that are awaited."""
+"""DataLoader2 read by ``async for``: items, limits, cancelled waits, awaited parts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def fails_after_go(number: int) -> int:
 
 @pytest.mark.parametrize("closed", [False, True], ids=["loop that runs", "loop that is closed"])
 def test_a_read_that_fails_when_nobody_waits(closed: bool) -> None:
-    """The thread ends when the iterator is dropped, and needs no collector for that."""
+    """The thread ends when the iterator is dropped, without the garbage collector."""
     BEGAN.clear()
     GO.clear()
     loader = DataLoader2[int](numbers(2, 3).map(fails_after_go), reading_service=InProcessReadingService())
@@ -109,7 +109,7 @@ def test_a_read_that_fails_when_nobody_waits(closed: bool) -> None:
         task.cancel()
         await asyncio.wait([task])
         del task
-        gc.collect()  # Python 3.14 keeps a cancelled task's frames so long
+        gc.collect()  # Python 3.14 keeps a cancelled task's frames until then
         if not closed:
             GO.set()
             await join()

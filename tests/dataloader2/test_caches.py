@@ -33,7 +33,7 @@ _ = asyncloader.dataloader2  # registers the forms
 
 
 class Reads(IterDataPipe[Any]):
-    """Counts the items read."""
+    """A part that counts the items read."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
@@ -110,7 +110,7 @@ def left_over(folder: Path) -> list[str]:
 
 
 def test_each_item_is_written_once(tmp_path: Path) -> None:
-    """Paths come in the items' order, whatever is cached; duplicates and later epochs make no item again."""
+    """Paths are given in the items' order, whatever is cached; duplicates and later epochs make no item again."""
     (tmp_path / "cached").mkdir()
     (tmp_path / "cached" / "2.txt").write_text("before")
     graph = cached(tmp_path, IterableWrapper([3, 2, 1, 3]))
@@ -132,12 +132,12 @@ def test_workers_share_the_files(tmp_path: Path, sharded: bool) -> None:
 
 
 def several(folder: Path, item: int) -> Any:
-    """The item is the number of its files."""
+    """Return the item's files, whose number is the item."""
     return [(str(folder / "cached" / f"{item}-{part}"), io.BytesIO(b"%d" % part)) for part in range(item)]
 
 
 def below(folder: Path, name: str, path: str) -> str:
-    """A path in the folder `name`, with the file name of `path`, or none if that has no suffix."""
+    """Return a path in the folder `name`, with the file name of `path`, or without one if that has no suffix."""
     return str(folder / name / (Path(path).name if Path(path).suffix else ""))
 
 
@@ -146,15 +146,15 @@ def opened(path: str) -> tuple[str, Any]:
 
 
 def test_one_item_many_files(tmp_path: Path) -> None:
-    """Files are listed beside the item as by torchdata: none, one with another name, several; a lost file is made
-    again.
+    """Files are listed beside the item as by torchdata: no file, one file with another name, several files; a lost
+    file is made again.
     """
     cache: Any = numbers(4).on_disk_cache(filepath_fn=partial(in_folder, tmp_path))
     made_of = Reads(cache.map(partial(several, tmp_path)))
     graph = made_of.unbatch().end_caching()
     files = [str(tmp_path / "cached" / f"{item}-{part}") for item in range(4) for part in range(item)]
     assert [list(graph), list(graph)] == [files] * 2
-    assert made_of.read == 5  # the item of which nothing comes, in each epoch
+    assert made_of.read == 5  # the item without files, in each epoch
     listed = Path(in_folder(tmp_path, 3) + ".torchdata_list")
     assert listed.read_text().splitlines() == files[3:]
     Path(files[-1]).unlink()
@@ -282,7 +282,7 @@ def test_kinds_of_content(tmp_path: Path) -> None:
     assert handle.closed
     assert [Path(path).read_text("utf-8") for path in graph(Handle("ä", "b"), "wt")] == ["äb"]
     assert [Path(path).read_text("utf-8") for path in graph("ß", "t", skip_read=True)] == ["ß"]
-    assert [Path(path).read_text("utf-8") for path in graph("ß", "t")] == ["ß"]  # as torchdata takes it
+    assert [Path(path).read_text("utf-8") for path in graph("ß", "t")] == ["ß"]  # torchdata accepts it
     for content, options in ((b"a", {}), (handle, {"skip_read": True})):
         with pytest.raises(TypeError, match="takes bytes and strings with skip_read=True, and open files without it"):
             list(graph(content, **options))
@@ -293,7 +293,9 @@ def test_kinds_of_content(tmp_path: Path) -> None:
 
 
 def test_errors() -> None:
-    """The documented words for a missing or second end, two functions, wrong modes, and parts not allowed between."""
+    """The documented messages for a missing or second end, two functions, wrong modes, and parts not allowed
+    between.
+    """
     cache: Any = numbers(2).on_disk_cache(str)
     with pytest.raises(RuntimeError, match=r"Please call `end_caching\(\)` before iteration"):
         list(cache.map(double))
@@ -313,8 +315,8 @@ def test_errors() -> None:
 
 
 def test_waits_for_the_writer(tmp_path: Path) -> None:
-    """It waits until its timeout, and then raises the documented error. A reader that has waited takes the writer's
-    file.
+    """The reader waits until its timeout, and then raises the documented error. A reader whose wait ends takes the
+    writer's file.
     """
     path = in_folder(tmp_path, 0)
     graph = cached(tmp_path, numbers(1), timeout=0)
@@ -331,7 +333,7 @@ def test_waits_for_the_writer(tmp_path: Path) -> None:
 
 
 def test_waiting_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warning says for which file it waits."""
+    """A warning names the file that is waited for."""
     monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._LOG_AFTER", 0.01)
     path = str(tmp_path / "x")
     with claim(path, 0), caplog.at_level(logging.WARNING, "asyncloader"), pytest.raises(TimeoutError):
@@ -340,7 +342,7 @@ def test_waiting_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, mon
 
 
 def test_waiting_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for any number of seconds, and then locks the file that has the name."""
+    """The reader waits for any number of seconds, and then locks the file that has the name."""
     monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._LOG_AFTER", 0.01)
     path = str(tmp_path / "x")
     found: list[bool] = []
@@ -385,7 +387,7 @@ list(IterableWrapper([path]).on_disk_cache().map(lambda path: (path, pieces())).
 
 
 def test_cache_timeout_and_invalidation(tmp_path: Path) -> None:
-    """The adapters set a cache's timeout, and have older files written again, by one of the workers each."""
+    """The adapters set a cache's timeout, and let older files be written again, each by one of the workers."""
     graph = cached(tmp_path, numbers(3).sharding_filter())
     with DataLoader2[str](graph, CacheTimeout(7)) as loader:
         assert loader.datapipe is not None
@@ -408,7 +410,7 @@ def test_cache_timeout_and_invalidation(tmp_path: Path) -> None:
 
 
 def test_an_epoch_resumes_whatever_is_cached(tmp_path: Path) -> None:
-    """The rest of it, in its order, though other items are cached than at the time of the state."""
+    """The rest of it is read in its order, though other items are cached than when the state was taken."""
     graph = cached(tmp_path, numbers(9).shuffle().sharding_filter())
     with DataLoader2[str](graph, None, MultiProcessingReadingService(2)) as loader:
         items = iter(loader)

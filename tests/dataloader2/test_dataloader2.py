@@ -1,4 +1,4 @@
-"""DataLoader2 in this process: epochs, iterators, seeds, limits, ends, errors in the documented words."""
+"""DataLoader2 in this process: epochs, iterators, seeds, limits, ends, errors with the documented messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.helpers.running import PATIENCE_S
 
 
 class Recording(ReadingServiceInterface):
-    """A user's service against the documented interface. It records calls on the class."""
+    """A user's service with the documented interface. It records calls on the class."""
 
     calls: ClassVar[list[Any]] = []
 
@@ -54,7 +54,7 @@ class Recording(ReadingServiceInterface):
             self.calls.append(f"finalize{self.name}")
 
     def __del__(self) -> None:
-        pass  # the original, of which the loader has a clone
+        pass  # the original, which the loader has cloned
 
 
 class Saving(Recording, CheckpointableReadingServiceInterface):
@@ -121,7 +121,7 @@ def test_the_callers_graph_and_service_stay_as_they_are() -> None:
 
 
 def test_a_loader_is_copied_before_it_is_read() -> None:
-    """Pickled or copied, it reads the same, as in a rank's spawned process."""
+    """Pickled or copied, as for a rank's spawned process, it reads the same items."""
     loader = DataLoader2[int](numbers(3), reading_service=InProcessReadingService())
     loader.seed(1)
     for copied in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
@@ -147,7 +147,7 @@ def test_a_map_datapipe_is_read_by_its_indices() -> None:
 
 
 def test_an_older_iterator_is_invalid() -> None:
-    """It raises in torchdata's words; the newest iterator goes on. If no item was read, the epoch goes on, too."""
+    """It raises torchdata's error; the newest iterator continues. If no item was read, the epoch continues, too."""
     loader = DataLoader2[int](numbers(4), reading_service=Recording())
     first = iter(loader)
     second = iter(loader)
@@ -207,7 +207,8 @@ def test_a_dropped_loader_shuts_down() -> None:
         assert gone() is None
     finally:
         gc.enable()
-    for thread in threading.enumerate():  # a finalizer does not wait: a thread ends what is there
+    # a finalizer does not wait: a thread ends the processes and threads that exist
+    for thread in threading.enumerate():
         if thread.name == "asyncloader-stop":
             thread.join(PATIENCE_S)
     assert Recording.calls[-2:] == ["end", "finalize"]
@@ -215,7 +216,7 @@ def test_a_dropped_loader_shuts_down() -> None:
 
 def test_a_dropped_loader_changes_no_pickle() -> None:
     """Its finalizer's thread does not walk the graph as torch does: during such a walk a graph that another thread
-    pickled, as each new loader does, came out as "STUB", or torch complained of two walks at a time.
+    pickled, as each new loader does, became "STUB", or torch complained of two walks at a time.
     """
     loader = DataLoader2[int](numbers(9), reading_service=InProcessReadingService(2))
     assert next(iter(loader)) == 0
@@ -254,7 +255,7 @@ def test_seeds() -> None:
 
 
 def test_seeds_are_integers() -> None:
-    """Integers of any type are taken; other numbers are refused at once."""
+    """Integers of any type are accepted; other numbers are refused at once."""
     loader = DataLoader2[int](numbers(3).shuffle(), reading_service=InProcessReadingService())
     loader.seed(np.int64(7))  # type: ignore[arg-type]
     assert loader.state_dict()["randomness_state"][0] == 7
@@ -263,7 +264,7 @@ def test_seeds_are_integers() -> None:
 
 
 def test_without_a_seed_epochs_follow_the_global_generator() -> None:
-    """It is read, and not advanced: two epochs are alike until other code draws from it."""
+    """It is read, and not advanced: two epochs have the same order until other code draws from it."""
     torch.manual_seed(5)
     before = torch.get_rng_state()
     loader = DataLoader2[int](numbers(20).shuffle(), reading_service=InProcessReadingService())
@@ -304,7 +305,7 @@ def test_limit_pause_and_resume(prefetch: int) -> None:
 
 
 def test_a_service_that_cannot_pause() -> None:
-    """The documented warnings; reading goes on."""
+    """The documented warnings are given; reading continues."""
     loader = DataLoader2[int](numbers(3), reading_service=Recording())
     iterator = iter(loader)
     with pytest.warns(UserWarning, match=r"^ReadingService doesn't support `limit`\.$"):
@@ -327,7 +328,7 @@ def test_the_iterator_gives_the_graphs_attributes() -> None:
 
 
 def test_functions_of_the_service_in_this_process() -> None:
-    """`init_fn` changes the graph once, `reset_fn` each epoch's, also after another service's."""
+    """`init_fn` changes the graph once, `reset_fn` that of each epoch, also after another service's function."""
     loader = DataLoader2[int](numbers(2), reading_service=InProcessReadingService(0, _once, _each_time))
     assert [list(loader), list(loader)] == [[0, 4], [0, 4]]
     assert Recording.calls == [WorkerInfo(1, 0)] * 3
@@ -360,7 +361,7 @@ def test_services_in_a_row() -> None:
 
 
 class Pausing(Recording):
-    """A service with pauses and limits, which returns a function."""
+    """A service with pauses and limits, each of which returns a function."""
 
     def _pause(self, pause_fn: Any) -> Any:
         assert pause_fn is None
@@ -380,7 +381,7 @@ class Pausing(Recording):
 
 
 class Stoppable(Seeded):
-    """A part of the user's that can pause."""
+    """A user's part that can pause."""
 
     def pause(self) -> None:
         Recording.calls.append("pause")
@@ -390,8 +391,8 @@ class Stoppable(Seeded):
 
 
 def test_pauses_go_through_services_in_a_row() -> None:
-    """Each service that can pause gets the function of the service before it; the loader calls the last function. All
-    parts of the graph that can pause do.
+    """Each service that can pause gets the function of the service before it; the loader calls the last function.
+    All parts of the graph that can pause are paused.
     """
     loader = DataLoader2[Any](
         Stoppable(numbers(4)),

@@ -111,7 +111,7 @@ def test_a_pause_waits_for_the_item_that_is_being_read() -> None:
 
 
 def test_prefetch_raises_where_the_item_would_come() -> None:
-    """An error comes after the items before it."""
+    """An error is raised after the items before it."""
     iterator = iter(numbers(9).map(fails_at_5).prefetch(8))
     assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="five"):
@@ -162,7 +162,7 @@ class Gate:
 
 
 def test_amap_keeps_calls_in_flight_in_order() -> None:
-    """`concurrency` calls are in flight: with fewer this would wait for ever. Results come in the items' order."""
+    """`concurrency` calls are in flight: with fewer the test would wait for ever. Results have the items' order."""
     gate = Gate(5)
     assert list(numbers(20).amap(gate, concurrency=5)) == list(range(20))
     assert gate.most == 5
@@ -172,7 +172,7 @@ def test_amap_keeps_calls_in_flight_in_order() -> None:
 
 
 def test_amap_raises_where_the_result_would_come() -> None:
-    """An error comes in its item's place; the calls in flight are cancelled, and the thread ends."""
+    """An error is raised in its item's place; the calls in flight are cancelled, and the thread ends."""
     iterator = iter(numbers(9).amap(async_fails_at_5, concurrency=4))
     assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="five"):
@@ -184,8 +184,8 @@ def _cancels(x: int) -> Any:
 
 
 def test_amap_gives_what_came_before_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    """An error of its source comes after the results before it; the error of a plain function names it; errors of calls
-    whose turn never comes are not logged.
+    """An error of its source is raised after the results before it; the error for a plain function names it; errors
+    of calls whose result is never read are not logged.
     """
     iterator = iter(numbers(9).map(fails_at_5).amap(slow_double, concurrency=9))
     assert [next(iterator) for _ in range(5)] == [0, 2, 4, 6, 8]
@@ -291,7 +291,7 @@ def test_the_old_import_path(torchdata: str, tmp_path: Path, monkeypatch: pytest
     for name in {"none": [], "without": ["."], "with": [".", "dataloader2", "datapipes"]}[torchdata]:
         (package / name).mkdir(parents=True, exist_ok=True)
         (package / name / "__init__.py").touch()
-    # Without a torchdata that is really installed, as it is for other tests.
+    # Without the torchdata that is installed for other tests.
     others = [each for each in sys.path if not Path(each, "torchdata").exists()]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
     importlib.invalidate_caches()

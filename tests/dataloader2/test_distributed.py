@@ -124,7 +124,7 @@ def _uneven(rank: int) -> Any:
 
 @pytest.mark.thorough
 def test_fullsync_ends_with_the_shortest(tmp_path: Path) -> None:
-    """In each epoch the rank with more items drops those for which the other rank has none."""
+    """In each epoch the rank with more items drops those for which the other rank has no item."""
     assert both(tmp_path, _uneven) == [[[0, 1, 2, 3, 4]] * 2] * 2
 
 
@@ -204,7 +204,7 @@ def _waits(x: int) -> int:
 
 @pytest.mark.thorough
 def test_a_rank_that_is_late(tmp_path: Path) -> None:
-    """Both ranks raise PrefetchTimeoutError, in the documented words."""
+    """Both ranks raise PrefetchTimeoutError, with the documented message."""
     assert both(tmp_path, _late) == ["Fail to fetch data within 1 seconds"] * 2
 
 
@@ -221,7 +221,7 @@ def test_sharding_among_workers_alone_and_a_shared_seed(tmp_path: Path) -> None:
 
 
 def test_without_torch_distributed() -> None:
-    """The errors have the documented words."""
+    """The errors have the documented messages."""
     loader = DataLoader2[int](numbers(2), reading_service=DistributedReadingService())
     with pytest.raises(RuntimeError, match=r"^Torch Distributed is required to be initialized$"):
         iter(loader)

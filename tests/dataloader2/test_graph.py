@@ -73,7 +73,7 @@ def _diamond() -> Any:
 
 
 def test_list_and_find() -> None:
-    """Lists parts breadth first, each once, without excluded parts and their sources; finds parts by exact class."""
+    """List parts breadth first, each once, without excluded parts and their sources; find parts by exact class."""
     source, left, right, far, joined, end = _diamond()
     graph = traverse_dps(end)
     assert list_dps(graph) == [end, joined, far, right, left, source]
@@ -107,7 +107,7 @@ def test_replace() -> None:
 
 
 def test_remove() -> None:
-    """The readers of a removed part read from its source; the errors have the documented words."""
+    """The readers of a removed part read from its source; the errors have the documented messages."""
     source, left, _, far, joined, end = _diamond()
     graph = remove_dp(traverse_dps(end), far)
     assert joined.datapipes[0] is left
@@ -137,7 +137,7 @@ def test_set_seeds() -> None:
 
 @given(st.integers(0, (1 << 64) - 1), st.integers(0, 50))
 def test_seed_generator(seed: int, worker: int) -> None:
-    """Shared seeds are equal in all workers, own seeds differ; both follow from the seed; a pickled copy goes on."""
+    """Shared seeds are equal in all workers, own seeds differ; both follow from the seed; a pickled copy continues."""
     one, two = SeedGenerator(seed).spawn(worker), SeedGenerator(seed).spawn(worker + 1)
     assert one.generate_shared_seed() == two.generate_shared_seed() == SeedGenerator(seed).generate_shared_seed()
     drawn = [one.generate_seed() for _ in range(4)]
@@ -173,7 +173,7 @@ def test_philox_is_philox() -> None:
 
 
 def test_branches() -> None:
-    """Finds the largest replicable branches, the part where dispatching branches meet, and branches beside it."""
+    """The largest replicable branches, the part where dispatching branches meet, and branches beside it are found."""
     graph = OnlyHere(numbers(3).map(double)).zip(numbers(3))
     left, right = _find_replicable_branches(traverse_dps(graph))
     assert [type(left).__name__, type(right).__name__] == ["MapperIterDataPipe", "IterableWrapperIterDataPipe"]
@@ -197,7 +197,7 @@ def test_a_filter_behind_the_dispatching_process() -> None:
 
 
 def test_picture() -> None:
-    """A box for each part, an arrow to each of its readers; the internal readers of a fork only with `debug`."""
+    """It has a box for each part, an arrow to each of its readers; the internal readers of a fork only with `debug`."""
     first, second = numbers(3).fork(2)
     end = first.map(double).zip(second)
 
@@ -221,7 +221,7 @@ def test_linter() -> None:
 
 
 def test_serialization() -> None:
-    """A graph comes back from its bytes; a graph that cannot be pickled, or read, is a NotImplementedError."""
+    """A graph is restored from its bytes; a graph that cannot be pickled, or read, is a NotImplementedError."""
     graph = numbers(3).map(double)
     found: Any = deserialize_datapipe(serialize_datapipe(graph))
     assert list(found) == [0, 2, 4]
@@ -237,7 +237,7 @@ def adapted(graph: Any, *adapters: Any) -> Any:
 
 
 def test_shuffle_adapter() -> None:
-    """Shuffles are on, off or untouched; a missing shuffle is added with a warning; a single adapter needs no list."""
+    """Shuffles are on, off or unchanged; a missing shuffle is added with a warning; a single adapter needs no list."""
     assert list(adapted(numbers(30).shuffle(), Shuffle(False))) == list(range(30))
     assert list(adapted(numbers(30).shuffle().set_shuffle(False), Shuffle())) != list(range(30))
     assert list(adapted(numbers(30).shuffle().set_shuffle(False), Shuffle(None))) == list(range(30))
@@ -248,14 +248,14 @@ def test_shuffle_adapter() -> None:
 
 
 class _WaitPendingCacheItemOfTheirs(Seeded):
-    """Named as the waiting part of torchdata's caches is."""
+    """Its class is named like the waiting part of torchdata's caches."""
 
     def set_timeout(self, timeout: int) -> None:
         self.seed = timeout
 
 
 def test_cache_timeout() -> None:
-    """It reaches the waiting parts of a cache; other values than integers are refused in the documented words."""
+    """It reaches the waiting parts of a cache; values that are no integers are refused with the documented message."""
     loader = adapted(_WaitPendingCacheItemOfTheirs(numbers(1)).map(double), CacheTimeout(7))
     assert [seed for _, seed in loader.datapipe.datapipe] == [7]
     for bad in ("a", None, 1.5):
@@ -274,7 +274,7 @@ def test_ends_that_adapters_add() -> None:
 
 
 def test_sharding_policy() -> None:
-    """Among workers alone, or ranks alone, or both; the priority is checked, and a filter needed."""
+    """Items are shared among workers alone, ranks alone, or both; the priority is checked, and a filter required."""
     for priority, expected in (
         (None, [0, 1, 2, 3]),
         (SHARDING_PRIORITIES.DEFAULT, [0, 1, 2, 3]),
@@ -291,7 +291,7 @@ def test_sharding_policy() -> None:
 
 
 def test_prefetch_policy() -> None:
-    """It sets the sizes, adds a missing part, and takes all parts out at 0."""
+    """It sets the sizes, adds a missing part, and removes all parts at 0."""
     two = adapted(numbers(3).prefetch(9).map(double).prefetch(9), PrefetchPolicy(2))
     assert [each.buffer_size for each in list_dps(traverse_dps(two.datapipe)) if hasattr(each, "buffer_size")] == [2, 2]
     assert adapted(numbers(3), PrefetchPolicy(4)).datapipe.buffer_size == 4

@@ -1,4 +1,4 @@
-"""MultiProcessingReadingService: order, cut, dispatch, seeds, errors, deaths, ends."""
+"""MultiProcessingReadingService: order, shares, dispatch, seeds, errors, deaths, ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def alone(graph: Any, seed: int = 1) -> list[Any]:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_order_is_that_without_workers(name: str) -> None:
-    """Two and three workers give the unsharded graph's items in two epochs; without a shuffle in its order."""
+    """Two and three workers give the unsharded graph's items in two epochs; without a shuffle, in its order."""
     expected = alone(GRAPHS[name]())
     shuffled = any(hasattr(each, "set_shuffle") for each in list_dps(traverse_dps(GRAPHS[name]())))
     for workers in (2, 3):
@@ -72,7 +72,7 @@ def test_order_is_that_without_workers(name: str) -> None:
 
 
 def in_turn(shares: list[list[Any]]) -> Iterator[Any]:
-    """One item of each share in turn, until all are empty."""
+    """Give an item of each share in turn, until all are empty."""
     iterators = [iter(share) for share in shares]
     while iterators:
         for each in list(iterators):
@@ -89,7 +89,7 @@ def share(graph: Any, workers: int, worker: int) -> list[Any]:
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_shares_are_interleaved(name: str) -> None:
-    """Whatever the workers' shares are, one item of each comes in turn, and shares that have ended are skipped."""
+    """Whatever the workers' shares are, each gives an item in turn, and shares that have ended are skipped."""
     for workers in (1, 2, 3):
         expected = list(in_turn([share(UNEVEN[name](), workers, worker) for worker in range(workers)]))
         with DataLoader2[Any](UNEVEN[name](), reading_service=MultiProcessingReadingService(workers)) as loader:
@@ -105,13 +105,15 @@ def test_shares_are_interleaved(name: str) -> None:
     keeps=st.booleans(),
 )
 def test_drawn_graphs(items: int, workers: int, ahead: tuple[int, int], dispatched: bool, keeps: bool) -> None:
-    """For any number of items, workers and items ahead, and with a filter that leaves workers uneven parts."""
+    """This holds for any number of items, workers and items ahead, and with a filter that leaves workers uneven
+    parts.
+    """
     graph = numbers(items)
     graph = graph.sharding_round_robin_dispatch(MP) if dispatched else graph.sharding_filter()
     if not keeps:
         graph = graph.filter(odd)
     shares = [[x for x in range(worker, items, workers) if keeps or odd(x)] for worker in range(workers)]
-    service = MultiProcessingReadingService(workers, "fork", *ahead)  # as drawn cases start many processes
+    service = MultiProcessingReadingService(workers, "fork", *ahead)  # drawn cases start many processes
     with DataLoader2[int](graph, reading_service=service) as loader:
         iterator = iter(loader)
         expected = list(in_turn(shares))
@@ -147,8 +149,8 @@ if __name__ == "__main__":
 @pytest.mark.skipif(not Path("/proc/thread-self").exists(), reason="needs Linux's /proc/thread-self")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_program_that_dispatches_first(method: str, tmp_path: Path) -> None:
-    """The dispatching process takes signals. So does a fork server that it is the first to need: else no worker of that
-    server would ever be known to have ended, and closing would complain, after 16 seconds.
+    """The dispatching process accepts signals. So does a fork server that is started for it: else no worker of
+    that server would ever be known to have ended, and closing would warn after 16 seconds.
     """
     done = run_script(tmp_path, DISPATCHES_FIRST.format(method=method))
     assert (done.returncode, done.stdout) == (0, "['SigBlk:\\t0000000000000000']\n"), done.stderr
@@ -156,7 +158,7 @@ def test_a_program_that_dispatches_first(method: str, tmp_path: Path) -> None:
 
 
 def test_a_question_that_overtakes_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker gets an item of its epoch even if `wait` has missed the order that begins it."""
+    """A worker gets an item of its epoch even if `wait` has missed the order that begins the epoch."""
     (ours, control), (worker, pipe) = multiprocessing.Pipe(), multiprocessing.Pipe()
     monkeypatch.setattr(dispatching_process, "wait", lambda _: [pipe if pipe.poll() else control])
     monkeypatch.setattr(dispatching_process, "reset_graph", lambda graph, *_: graph)  # leaves global generators alone
@@ -185,7 +187,7 @@ def test_where_the_parts_run() -> None:
 
 
 def test_batches_come_through_shared_memory() -> None:
-    """A tensor of a worker is a view of its ring; one that the user keeps stays as it is."""
+    """A tensor of a worker is a view of its ring; a tensor that the user keeps stays unchanged."""
     with DataLoader2[torch.Tensor](
         numbers(40).sharding_filter().map(as_tensor), reading_service=MultiProcessingReadingService(2)
     ) as loader:
@@ -236,8 +238,8 @@ def two_epochs(graph: Any) -> list[list[Any]]:
 
 
 def test_seeds_in_the_workers() -> None:
-    """A part before the filter has the same seed in all workers, a part after it a seed for each; each epoch has other
-    seeds. The workers' global generators follow from the seed, and the user's stay as they are.
+    """A part before the filter has the same seed in all workers, a part after it a seed in each; each epoch has
+    other seeds. The workers' global generators follow from the seed, and the user's are not changed.
     """
     graph = Seeded(Seeded(numbers(4)).sharding_filter()).map(drawn)
     before = torch.get_rng_state()
@@ -266,7 +268,7 @@ def _worker_info(x: int) -> Any:
 
 
 def test_workers_are_none_of_torchs() -> None:
-    """As in torchdata: a part that shares its items among torch's workers gives all of them."""
+    """They are not in torchdata either: a part that shares its items among torch's workers gives all of them."""
     with DataLoader2[Any](
         numbers(4).sharding_filter().map(_worker_info), reading_service=MultiProcessingReadingService(2)
     ) as loader:
@@ -287,7 +289,7 @@ def _tagged_each_time(datapipe: Any, info: WorkerInfo, seeds: Any) -> Any:
 
 
 def test_each_epoch_begins_with_the_same_graph() -> None:
-    """A function's changes are for one epoch; a service's own seeds replace those of the epoch."""
+    """A function's changes last for an epoch; a service's own seeds replace those of the epoch."""
     service = SequentialReadingService(_OwnSeeds(), MultiProcessingReadingService(1, worker_reset_fn=_tagged_each_time))
     with DataLoader2[Any](numbers(9).shuffle(), reading_service=service) as loader:
         first, second = list(loader), list(loader)
@@ -296,7 +298,7 @@ def test_each_epoch_begins_with_the_same_graph() -> None:
 
 
 def test_shuffled_shards_make_the_whole() -> None:
-    """Each epoch has all items in another order; also when the shuffle runs in the dispatching process."""
+    """Each epoch has all items in another order, also when the shuffle runs in the dispatching process."""
     for graph in (numbers(30).shuffle().sharding_filter(), numbers(30).shuffle().sharding_round_robin_dispatch(MP)):
         with DataLoader2[int](graph, reading_service=MultiProcessingReadingService(3)) as loader:
             loader.seed(2)
@@ -327,7 +329,7 @@ def test_an_epoch_that_is_left() -> None:
 
 
 class _Fed(IterDataPipe[int]):
-    """Gives an item only after the item before was taken, which the test reports through a pipe."""
+    """A part that gives an item only after the item before was taken, which the test reports through a pipe."""
 
     def __init__(self, taken: int) -> None:
         self.taken = taken
@@ -355,7 +357,7 @@ def test_a_ready_item_waits_for_no_other() -> None:
 
 
 def test_no_branch_or_two() -> None:
-    """The documented AssertionError."""
+    """The documented AssertionError is raised."""
     words = "^MultiProcessingReadingService only supports single replicable branch currently$"
     for graph in (OnlyHere(numbers(4)).zip(numbers(4)), OnlyHere([1, 2]).map(double)):
         loader = DataLoader2[Any](graph, reading_service=MultiProcessingReadingService(2))
@@ -365,7 +367,7 @@ def test_no_branch_or_two() -> None:
 
 
 def test_no_workers_and_the_old_name() -> None:
-    """Both warn in the documented words; the old name makes an object of the new class."""
+    """Both warn with the documented message; the old name makes an object of the new class."""
     with pytest.warns(UserWarning, match=r"^Please use `InProcessReadingService` for num_workers=0$"):
         service = MultiProcessingReadingService()
     assert list(DataLoader2[int](numbers(3).sharding_filter(), reading_service=service)) == [0, 1, 2]

@@ -39,12 +39,12 @@ SOURCES = {
 
 
 def service(workers: int) -> ReadingServiceInterface:
-    """With forked workers, as drawn cases start many of them."""
+    """Return a service with forked workers, as drawn cases start many of them."""
     return MultiProcessingReadingService(workers, "fork") if workers else InProcessReadingService()
 
 
 def split(graph: Any, workers: int, taken: int, *, seed: int | None = None, epochs: int = 0) -> tuple[Any, Any, Any]:
-    """A state after `epochs` epochs and `taken` items, the rest of that epoch, and the next epoch."""
+    """Return a state after `epochs` epochs and `taken` items, the rest of that epoch, and the next epoch."""
     with DataLoader2[Any](graph, reading_service=service(workers)) as loader:
         if seed is not None:
             loader.seed(seed)
@@ -70,7 +70,7 @@ def test_the_rest_of_the_epoch_is_exact(
     source: str, workers: int, taken: int, more: int, epochs: int, seed: int | None
 ) -> None:
     """It is exact from any moment of any epoch, also if resumed twice, whatever was drawn from the global generator;
-    with a seed so is the epoch after it.
+    with a seed, the epoch after it is exact, too.
     """
     state, rest, after = split(SOURCES[source](), workers, taken, seed=seed, epochs=epochs)
     torch.rand(1)
@@ -107,7 +107,7 @@ def test_numbers_of_the_workers_generators() -> None:
 
 
 def test_a_state_between_epochs_is_the_next_epoch() -> None:
-    """With a seed its stream goes on; a state before the first epoch keeps the unused seed."""
+    """With a seed its stream continues; a state before the first epoch keeps the unused seed."""
     graph = numbers(15).shuffle()
     loader = DataLoader2[int](graph, reading_service=service(0))
     loader.seed(8)
@@ -166,7 +166,7 @@ def test_without_a_service(graph: Any) -> None:
 
 
 def test_another_reading_service() -> None:
-    """Another reader refuses a position; it can begin the epoch again."""
+    """Another reader refuses a position, but can begin the epoch again."""
     state, _, _ = split(numbers(24).sharding_filter().batch(3), 2, 3, seed=2)
     words = "the position is one of MultiProcessingReadingService with 2 workers, and this is "
     for other in (service(1), service(0), None, SequentialReadingService(service(2), service(0))):
@@ -180,7 +180,7 @@ def test_another_reading_service() -> None:
 
 
 class _Late(InProcessReadingService):
-    """Cannot begin before it is time."""
+    """A service that cannot begin before `time` is set."""
 
     time = False
 
@@ -237,7 +237,7 @@ class _Interrupting:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ctrl_c_and_on(workers: int) -> None:
-    """After a KeyboardInterrupt in `next` the same iterator goes on where it was."""
+    """After a KeyboardInterrupt in `next` the same iterator continues where it was."""
     graph = OnlyHere(numbers(15).sharding_filter()).map(_Interrupting(6))
     read = MultiProcessingReadingService(workers, main_prefetch_cnt=0) if workers else service(0)
     with DataLoader2[int](graph, reading_service=read) as loader:
@@ -286,7 +286,7 @@ def test_a_new_seed_begins_a_new_epoch() -> None:
 
 
 def test_adapters_are_applied_to_the_loaded_graph() -> None:
-    """The graph of the state goes through those of the constructor."""
+    """The graph of the state goes through the constructor's adapters."""
     state, _, _ = split(numbers(20).shuffle(), 0, 0, seed=6)
     loader = DataLoader2[int](None, Shuffle(False), service(0))
     loader.load_state_dict(state)
@@ -294,7 +294,7 @@ def test_adapters_are_applied_to_the_loaded_graph() -> None:
 
 
 def test_too_late_to_load() -> None:
-    """The documented RuntimeError, once an iterator was made."""
+    """The documented RuntimeError is raised once an iterator was made."""
     loader = DataLoader2[int](numbers(3))
     state = loader.state_dict()
     iter(loader)
@@ -303,7 +303,7 @@ def test_too_late_to_load() -> None:
 
 
 def test_a_graph_that_does_not_fit_its_position() -> None:
-    """A StateError, when the graph ends before it."""
+    """A StateError is raised when the graph ends before the position."""
     state, _, _ = split(numbers(9), 0, 4, seed=6)
     state["position"] = 12
     with pytest.raises(StateError, match="the graph ended 3 items before the position to resume from"):
@@ -328,7 +328,7 @@ def test_a_limit_is_a_position() -> None:
 
 @pytest.mark.thorough
 def test_another_process_resumes(tmp_path: Path) -> None:
-    """Saved by `torch.save` here, resumed in a fresh interpreter."""
+    """The state is saved by `torch.save` here, and resumed in a fresh interpreter."""
     state, rest, _ = split(numbers(LENGTH).shuffle().sharding_filter(), 2, 9)
     torch.save(state, tmp_path / "state")
     script = (

@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 @pytest.mark.filterwarnings("ignore:Local function is not supported by pickle:UserWarning")
 @pytest.mark.parametrize("method", quickly(["fork", "spawn"], "fork"))
 def test_functions_that_pickle_refuses(method: str) -> None:
-    """With cloudpickle local functions reach also spawned workers."""
+    """With cloudpickle, local functions reach spawned workers, too."""
 
     def more(x: int) -> int:
         return x + 1
@@ -79,7 +79,7 @@ def _fails_oddly(x: int) -> int:
 @pytest.mark.parametrize(("start", "words"), [(0, "LocalError: of a class"), (4, "Two.* of a class")])
 @pytest.mark.parametrize("dispatched", [False, True])
 def test_errors_of_odd_classes(start: int, words: str, dispatched: bool) -> None:
-    """A RuntimeError has their text."""
+    """A RuntimeError with their text is raised."""
     graph = numbers(6, start).map(_fails_oddly)
     graph = graph.sharding_round_robin_dispatch(MP) if dispatched else graph.sharding_filter()
     loader = DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2))
@@ -115,7 +115,9 @@ def test_a_forked_process_leaves_them_alone(here: bool) -> None:
 
 
 def test_a_slow_worker_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even if a thread of the main process waits for its item, because workers are ended before that thread."""
+    """It is not waited for even if a thread of the main process waits for its item: workers are ended before that
+    thread.
+    """
     waits: list[float] = []
     monkeypatch.setattr(ReadAhead, "stop", lambda self, seconds=0: waits.append(self._thread.join(60) or 0))
     loader = DataLoader2[int](
@@ -151,7 +153,7 @@ def test_a_dropped_cycle_is_ended_once() -> None:
     ],
 )
 def test_errors(graph: Any, where: str) -> None:
-    """The error comes after the items before it, with its type and the documented words, and shuts the loader down."""
+    """The error has its type and the documented message, and shuts the loader down."""
     loader = DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2))
     found: list[int] = []
     with pytest.raises(ValueError, match=rf"Caught ValueError in {where}\.\nOriginal Traceback ") as caught:
@@ -163,7 +165,7 @@ def test_errors(graph: Any, where: str) -> None:
 
 
 def test_items_before_an_error() -> None:
-    """They come before the error, in the order without workers."""
+    """They are given before the error, in the order without workers."""
     loader = DataLoader2[int](
         numbers(10).sharding_filter().map(fails_at_5), reading_service=MultiProcessingReadingService(2)
     )
@@ -188,8 +190,8 @@ def test_an_error_of_the_init_function() -> None:
 @settings(max_examples=8, deadline=None)
 @given(kills=st.lists(st.integers(0, 23), min_size=1, max_size=3), workers=st.integers(1, 3))
 def test_workers_that_are_killed(kills: list[int], workers: int) -> None:
-    """Each is replaced, and reads its part again: the items are those of undisturbed epochs, random numbers and all. A
-    worker may also be killed after the last item of the first epoch.
+    """Each is replaced, and its replacement reads its part again: the items are those of undisturbed epochs, with
+    the same random numbers. A worker may also be killed after the last item of the first epoch.
     """
     graph = Seeded(numbers(12).shuffle().sharding_filter()).map(drawn).map(process)
 
@@ -207,7 +209,7 @@ def test_workers_that_are_killed(kills: list[int], workers: int) -> None:
 
 
 class _ShorterAgain(IterDataPipe[Any]):
-    """Has fewer items when it is read again."""
+    """A part that has fewer items when it is read again."""
 
     def __init__(self, read: Path) -> None:
         self.read = read
@@ -221,7 +223,7 @@ class _ShorterAgain(IterDataPipe[Any]):
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
 def test_a_replacement_that_finds_less(tmp_path: Path) -> None:
-    """It raises an error that says so."""
+    """An error reports the number of items that it found."""
     source: Any = _ShorterAgain(tmp_path / "read")
     loader = DataLoader2[Any](source, reading_service=MultiProcessingReadingService(1, None, 1, 0))
     iterator = iter(loader)
@@ -284,7 +286,7 @@ class _Dies:
 
 
 def test_a_dispatching_process_that_dies() -> None:
-    """WorkerDied, whether it kills itself or is killed between two epochs."""
+    """WorkerDied is raised, whether it kills itself or is killed between two epochs."""
     loader = DataLoader2[int](
         numbers(10).map(dies_at_5).sharding_round_robin_dispatch(MP), reading_service=MultiProcessingReadingService(2)
     )

@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """In place of the check around every other test: torchdata does not wait for what it ends."""
+    """Replace the check around every other test: torchdata does not wait for the processes and threads that it ends."""

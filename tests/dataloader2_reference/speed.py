@@ -20,7 +20,7 @@ SIZES = {"1 KB": (1 << 10, 20_000), "1 MB": (1 << 20, 1_000)}
 
 
 class Item:
-    """Makes a tensor that says which item it is."""
+    """Makes a tensor full of the item's number."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -30,7 +30,7 @@ class Item:
 
 
 def seconds(kind: Any, service: Any, size: int, items: int) -> float:
-    """Of the second epoch: in the first one the workers start."""
+    """Return the seconds of the second epoch: the workers start in the first."""
     graph = IterableWrapper(range(items)).sharding_filter().map(Item(size))
     loader = kind(graph, reading_service=service(num_workers=WORKERS))
     for _ in loader:
@@ -47,7 +47,7 @@ def seconds(kind: Any, service: Any, size: int, items: int) -> float:
 
 
 def main() -> None:
-    """Print a table: medians of five rounds, one of each in turn."""
+    """Print a table: medians of five rounds, in which each library has its turn."""
     import torchdata.dataloader2 as theirs
 
     import asyncloader.dataloader2 as ours

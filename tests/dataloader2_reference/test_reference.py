@@ -42,7 +42,9 @@ def epochs(module: Any, graph: Any, workers: int, count: int = 2, seed: int = 3)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", ALL)
 def test_same_items_in_the_same_order(name: str, workers: int) -> None:
-    """Two epochs of each graph. The random numbers are others, so shuffled graphs have their items in common."""
+    """Two epochs of each graph have the same items. Random numbers differ, so of shuffled graphs the order is not
+    compared.
+    """
     expected, found = (epochs(module, ALL[name](), workers) for module in BOTH)
     if any(hasattr(each, "set_shuffle") for each in list_dps(traverse_dps(ALL[name]()))):
         expected, found = ([sorted(map(repr, epoch)) for epoch in each] for each in (expected, found))
@@ -54,7 +56,7 @@ def test_same_items_in_the_same_order(name: str, workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("module", BOTH)
 def test_same_meaning_of_seeds(module: Any, workers: int) -> None:
-    """The same seed, the same epoch, in each; shared seeds before a filter, own ones after it."""
+    """In each library the same seed gives the same epoch; seeds are shared before a filter, and own after it."""
     graph = numbers(20).shuffle().sharding_filter()
     assert (
         epochs(module, graph, workers, 1) == epochs(module, graph, workers, 1) != epochs(module, graph, workers, 1, 4)
@@ -67,7 +69,7 @@ def test_same_meaning_of_seeds(module: Any, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_same_limits(workers: int) -> None:
-    """Where a limit pauses, and what comes after `resume`."""
+    """Both pause at a limit after the same items, and give the same items after `resume`."""
 
     def run(module: Any) -> Any:
         loader = module.DataLoader2(numbers(8).sharding_filter(), reading_service=service(module, workers))
@@ -87,7 +89,7 @@ def test_same_limits(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_same_errors(workers: int) -> None:
-    """The items before it, its type, the first line of its text, and what follows."""
+    """The items before the error are the same, its type, the first line of its text, and the next attempt."""
 
     def run(module: Any) -> Any:
         found: list[Any] = []
@@ -105,7 +107,7 @@ def test_same_errors(workers: int) -> None:
 
 
 def test_same_words() -> None:
-    """Of what is refused."""
+    """Both refuse the same calls with the same errors."""
 
     def run(module: Any) -> Any:
         loader = module.DataLoader2(numbers(3))
@@ -129,7 +131,7 @@ def test_same_words() -> None:
 
 
 def test_theirs_and_ours_are_recognized() -> None:
-    """A graph of torchdata's own parts is cut as ours is."""
+    """A graph of torchdata's own parts is shared out like a graph of ours."""
     graph = numbers(9).sharding_round_robin_dispatch(MP).prefetch(2)
     assert type(graph).__module__.startswith("torchdata.")
     assert epochs(ours, graph, 2) == [list(range(9))] * 2

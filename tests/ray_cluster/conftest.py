@@ -19,7 +19,9 @@ from tests.helpers.running import ROOT
 
 @pytest.fixture(autouse=True)
 def leak_check() -> Iterator[None]:
-    """In place of the check around all other tests, which would find Ray's connections: no thread of ours is left."""
+    """Replace the check around all other tests, which would find Ray's connections: only threads of ours are looked
+    for.
+    """
     yield
     gc.collect()
     assert [each.name for each in threading.enumerate() if each.name.startswith("asyncloader")] == []

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 
 class Noise(Dataset[Any]):
-    """Each sample has its index and random numbers; how long one takes is up to the test."""
+    """Each sample has its index and random numbers; the test sets the seconds that a sample takes."""
 
     def __init__(self, length: int, shape: tuple[int, ...] = (), seconds: float = 0.0) -> None:
         self.length, self.shape, self.seconds = length, shape, seconds
@@ -25,7 +25,7 @@ class Noise(Dataset[Any]):
 
 
 class Counting(IterableDataset[Any]):
-    """A stream, of which each worker has its part."""
+    """A stream, of which each worker reads its part."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()

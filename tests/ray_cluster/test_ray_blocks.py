@@ -15,7 +15,7 @@ from asyncloader import DataLoader
 from asyncloader.integrations.ray import BlockSampler, RayBlocks, RayWorkers
 from tests.helpers.comparing import assert_same
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # of its own options
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # ray.data's own options
 OPTIONS: dict[str, Any] = {"batch_size": 8, "seed": 3, "num_workers": 2}
 UNASSISTED: dict[str, Any] = OPTIONS | {"num_workers": 0}
 
@@ -31,7 +31,7 @@ def blocks(cluster: Any) -> RayBlocks:
 
 
 def test_rows(blocks: RayBlocks) -> None:
-    """Each once, with all columns, whatever the block."""
+    """Each row can be read once, with all columns, in whichever block it is."""
     assert len(blocks) == 100
     assert sum(blocks.block_sizes) == 100
     rows = blocks.__getitems__(range(100))
@@ -57,7 +57,7 @@ def test_an_order_that_reads_few_blocks_at_a_time(blocks: RayBlocks) -> None:
 
 @pytest.mark.parametrize("place", ["here", "cluster"])
 def test_workers_read_it(blocks: RayBlocks, place: str) -> None:
-    """Those of this machine and those of `RayWorkers`, and a state resumes: the batches are those without workers."""
+    """The batches are those without workers, from workers here or of `RayWorkers`, also after a state was resumed."""
     expected = list(DataLoader[Any](blocks, sampler=BlockSampler(blocks, 5), **UNASSISTED))
     sampler = BlockSampler(blocks, 5)
     workers: dict[str, Any] = {"workers": RayWorkers(2, cpus_per_node=1)} if place == "cluster" else {}

@@ -59,7 +59,7 @@ class Referee:
 
 
 def train(config: dict[str, Any]) -> None:
-    """A rank: checkpoints after each step."""
+    """Train a rank, which saves a checkpoint after each step."""
     ranks, rank = get_context().get_world_size(), get_context().get_world_rank()
     with DataLoader[Any](Noise(STEPS * BATCH, (2,)), BATCH // ranks, workers=config["workers"], **OPTIONS) as loader:
         begin, checkpoint = 0, get_checkpoint()

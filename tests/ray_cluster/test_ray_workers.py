@@ -1,4 +1,6 @@
-"""A loader's workers on the machines of a Ray cluster: as local ones, whatever happens to the machines."""
+"""A loader's workers on the machines of a Ray cluster: batches are those of local workers, whatever happens to
+machines.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3, "num_wor
 
 
 def read(kind: str, dataset: Any, **options: Any) -> list[Any]:
-    """The batches of two epochs."""
+    """Read the batches of two epochs."""
     if kind == "sync":
         with DataLoader[Any](dataset, **options) as loader:
             return [*loader, *loader]
@@ -42,7 +44,7 @@ def read(kind: str, dataset: Any, **options: Any) -> list[Any]:
 
 
 def nodes_of(workers: RayWorkers, count: int) -> list[Service]:
-    """Wait until this number of nodes is ready."""
+    """Wait until this number of nodes is ready. Returns them."""
     deadline = monotonic() + PATIENCE_S
     while len(workers.nodes()) != count:
         assert monotonic() < deadline, workers.nodes()
@@ -61,7 +63,7 @@ def processes_of(workers: RayWorkers) -> list[psutil.Process]:
 
 
 def connected(address: str) -> socket.socket:
-    """A connection to a node."""
+    """Connect to a node."""
     if address.startswith("tcp"):
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         return socket.create_connection((host, int(port)))
@@ -76,7 +78,7 @@ def connected(address: str) -> socket.socket:
 
 @pytest.fixture(scope="module")
 def workers(cluster: Any) -> Iterator[RayWorkers]:
-    """On all three machines. As there is a copy, they stay there for the next loader."""
+    """Start nodes on all three machines. While a copy exists, they stay for the next loader."""
     with RayWorkers(3, cpus_per_node=1) as made:
         copy = ray.put(made)
         yield made
@@ -102,7 +104,7 @@ def test_batches_are_those_of_local_workers(workers: RayWorkers, kind: str) -> N
 
 
 def test_ranks_that_are_tasks_of_the_job_use_the_same_nodes(workers: RayWorkers) -> None:
-    """Each reads its part, and all together read everything once."""
+    """Each rank reads its part, and all together read every sample once."""
 
     def rank(number: int, workers: RayWorkers) -> Any:
         part: Any = torch.utils.data.DistributedSampler(Noise(64), 2, number, seed=1)
@@ -119,7 +121,7 @@ def test_ranks_that_are_tasks_of_the_job_use_the_same_nodes(workers: RayWorkers)
 
 
 def test_a_machine_that_is_gone(cluster: Any) -> None:
-    """In mid-epoch, all that is on it is killed: the batches are those of an undisturbed run."""
+    """All its processes are killed in mid-epoch: the batches are those of an undisturbed run."""
     dataset = Noise(400, (8,), seconds=0.005)
     expected = list(DataLoader[Any](dataset, **OPTIONS))
     workers = RayWorkers(3, cpus_per_node=1)
@@ -138,7 +140,7 @@ def test_a_machine_that_is_gone(cluster: Any) -> None:
 
 
 def test_a_machine_that_comes(cluster: Any) -> None:
-    """It is used in the epoch that runs."""
+    """It is used in the running epoch."""
     workers = RayWorkers(4, cpus_per_node=1)
     dataset = Noise(4000, (8,), seconds=0.005)
     with DataLoader[Any](dataset, workers=workers, **OPTIONS) as loader:
@@ -158,7 +160,7 @@ def test_a_machine_that_comes(cluster: Any) -> None:
 
 @pytest.mark.parametrize("end", ["close", "collection"])
 def test_nodes_end_with_their_last_loader(cluster: Any, end: str) -> None:
-    """And the next loader starts others."""
+    """The next loader starts new nodes."""
     workers = RayWorkers(1, cpus_per_node=1)
     for _ in range(2):
         loader = DataLoader[Any](Noise(8), workers=workers, **OPTIONS)
@@ -180,7 +182,9 @@ def test_nodes_end_with_their_last_loader(cluster: Any, end: str) -> None:
 
 
 def test_as_many_nodes_as_the_load_needs(cluster: Any) -> None:
-    """A second one comes while the first has no pause, and goes once the trainer is slow: the batches are the same."""
+    """A second node starts while the first has no pause, and ends once the trainer is slow: the batches are the
+    same.
+    """
     workers = RayWorkers(1, cpus_per_node=1, max_nodes=2)
     workers._options = workers._options._replace(calm_s=10.0)
     with DataLoader[Any](Noise(200_000, (8,), seconds=0.005), workers=workers, **OPTIONS) as loader:
@@ -190,7 +194,7 @@ def test_as_many_nodes_as_the_load_needs(cluster: Any) -> None:
             got.append(next(batches))
         while len(workers.nodes()) > 1:
             got.append(next(batches))
-            sleep(0.05)  # at a step
+            sleep(0.05)  # as long as a step
         got += islice(batches, 100)
         del batches
         with DataLoader[Any](Noise(200_000, (8,)), **OPTIONS) as undisturbed:
@@ -198,7 +202,7 @@ def test_as_many_nodes_as_the_load_needs(cluster: Any) -> None:
 
 
 def test_fewer_machines_than_wanted(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """It runs, and says so."""
+    """The loader runs, and a warning gives the numbers."""
     workers = RayWorkers(9, cpus_per_node=1)
     with DataLoader[Any](Noise(8), workers=workers, **OPTIONS) as loader:
         assert len(list(loader)) == 2
@@ -214,6 +218,6 @@ def test_fewer_machines_than_wanted(cluster: Any, caplog: pytest.LogCaptureFixtu
     ],
 )
 def test_numbers_below_one(arguments: dict[str, Any], text: str) -> None:
-    """Are an error at once."""
+    """They raise an error at once."""
     with pytest.raises(ValueError, match=text):
         RayWorkers(**arguments)
