@@ -85,7 +85,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 @pytest.mark.parametrize("way", ["no workers", "fork", "spawn", "forkserver", "service"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_second_epoch_is_in_the_cache(name: str, way: str, tmp_path: Path, node: NodeProcess) -> None:
-    """The first epoch downloads each byte of a shard once, also where the shard is cut and workers request it at the
+    """The first epoch downloads each byte of a shard once, although workers that share the shard request it at the
     same time.
     """
     options: dict[str, Any] = dict(OPTIONS)

@@ -1,4 +1,4 @@
-"""Stores and disks that behave oddly, and mean no harm: nothing is lost, mixed, kept wrongly, or refused for ever."""
+"""Stores and disks that behave oddly without intent: nothing is lost, mixed, kept wrongly, or refused for ever."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def all_of(chunks: AsyncGenerator[bytes, None]) -> bytes:
 
 @pytest.mark.parametrize("how", ["copied over", "cut", "removed and read on"])
 async def test_a_file_is_exchanged_under_its_reader(tmp_path: Path, how: str) -> None:
-    """A reader of the old file goes on only where it has it to itself."""
+    """A reader of the old file continues only where it holds that file open and the file has not changed."""
     (tmp_path / "a.jsonl").write_bytes(OLD)
     (tmp_path / "b").write_bytes(NEW)
     async with LocalTransport(tmp_path) as transport:
@@ -76,7 +76,9 @@ async def test_a_file_is_exchanged_under_its_reader(tmp_path: Path, how: str) ->
 
 
 def test_what_identifies_a_file() -> None:
-    """Some file systems number a file anew when it is opened again; an exchange has another time, or another size."""
+    """Some file systems give a file a new number when it is opened again; an exchanged file has another time or
+    size.
+    """
     first: dict[str, Any] = {"st_dev": 1, "st_ino": 2, "st_size": 3, "st_mtime_ns": 4, "st_ctime_ns": 5}
     for changes, differs in [
         ({}, False),
@@ -91,7 +93,7 @@ def test_what_identifies_a_file() -> None:
 
 
 async def test_a_disk_that_is_not_mounted(tmp_path: Path) -> None:
-    """Says nothing about its files: none is skipped. A file that is missing may be."""
+    """An unmounted disk proves nothing about its files: none is skipped. A file that is missing on the disk may be."""
     root = tmp_path / "disk"
     root.mkdir()
     async with LocalTransport(root) as transport:
@@ -112,7 +114,7 @@ class Reversed(LocalTransport):
 
 
 async def test_a_transport_that_inherits_from_ours(tmp_path: Path) -> None:
-    """What it reads in its own way is read in its own way."""
+    """The subclass's own `stream` is used, and not our way of reading files."""
     (tmp_path / "a.jsonl").write_bytes(jsonl(range(20))[::-1])
     dataset = RemoteIterableDataset("a.jsonl", transport=Reversed(tmp_path))
     async with AsyncDataLoader[Any](dataset, batch_size=20, seed=1, decode=number_of) as loader:
@@ -157,7 +159,7 @@ class Flaky(MemoryTransport):
 @pytest.mark.parametrize("error", [ConnectionResetError("by peer"), OwnError("gone")], ids=["system", "own"])
 @pytest.mark.parametrize("url", ["a.parquet", "a.jsonl", "a.tar"])
 async def test_an_error_of_a_client_is_no_bad_sample(url: str, error: Exception) -> None:
-    """In no format: it is raised once, and then everything comes."""
+    """In every format the error is raised once, and then all samples are delivered."""
     transport = Flaky(error, {url: MAKERS[url](range(300))})
     dataset = RemoteIterableDataset(url, transport=transport, read_ahead=1, shuffle_buffer=0)
     async with AsyncDataLoader[Any](dataset, batch_size=3, seed=1, decode=number_of, on_error="skip") as loader:
@@ -176,7 +178,7 @@ async def test_an_error_of_a_client_is_no_bad_sample(url: str, error: Exception)
 
 
 def rollout(store: HttpStore, method: str, data: bytes, etag: str) -> Fault:
-    """One machine behind the address has another version already, and answers requests of this method."""
+    """A machine behind the address has another version already, and answers requests of this method."""
 
     async def fault(_: HttpStore, request: web.Request) -> web.Response | None:
         store.faults["a"].append(fault)
@@ -189,7 +191,7 @@ def rollout(store: HttpStore, method: str, data: bytes, etag: str) -> Fault:
 
 @pytest.mark.parametrize("pinned", [False, True])
 async def test_the_cache_keeps_bytes_under_their_own_version(tmp_path: Path, pinned: bool) -> None:
-    """The one that their answer names, not the one of the requests around it."""
+    """They are kept under the version that their answer names, not that of the requests around it."""
     async with serving() as store, CachedTransport(HttpTransport(store.url), store.url, tmp_path) as transport:
         store.put("a", OLD, etag='"1"')
         store.faults["a"].append(rollout(store, "GET", NEW[: len(OLD)], '"2"'))
@@ -202,7 +204,7 @@ async def test_the_cache_keeps_bytes_under_their_own_version(tmp_path: Path, pin
 
 
 async def test_a_copy_that_keeps_its_date(tmp_path: Path) -> None:
-    """`cp -p` and reproducible builds do: the weak ETag tells, and so does the size."""
+    """`cp -p` and reproducible builds keep it: the weak ETag shows the change, and so does the size."""
     date = "Wed, 01 Jan 2020 00:00:00 GMT"
     async with serving() as store, CachedTransport(HttpTransport(store.url), store.url, tmp_path) as transport:
         for etag, data in [('W/"1"', OLD), ('W/"2"', NEW), ("", OLD), ("", NEW + NEW)]:
@@ -212,7 +214,7 @@ async def test_a_copy_that_keeps_its_date(tmp_path: Path) -> None:
 
 
 async def test_a_read_that_breaks_takes_the_object_as_it_is_then() -> None:
-    """Nothing was returned yet, so there is nothing to mix."""
+    """A read has returned nothing yet, so nothing can be mixed; a stream fails."""
     async with serving() as store, HttpTransport(store.url, retry=SOON) as transport:
         store.put("a", OLD)
         store.faults["a"] += [broken(1 << 20), change(NEW)]
@@ -224,7 +226,7 @@ async def test_a_read_that_breaks_takes_the_object_as_it_is_then() -> None:
 
 
 async def test_two_servers_with_times_of_their_own() -> None:
-    """Equal ETags are equal, whenever each server got its copy."""
+    """Equal ETags are equal, although each server states the date of its own copy."""
     async with serving() as store:
         url = f"{store.url}/a.parquet"
         data = MAKERS["a.parquet"](range(100))
@@ -244,7 +246,7 @@ async def test_two_servers_with_times_of_their_own() -> None:
 
 
 async def test_a_bad_sector_of_the_caches_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs this file alone: it is read from the store, and the others from the cache."""
+    """Only this file is affected: it is read from the store, and the other file from the cache."""
     inner = MemoryTransport({"a": OLD, "b": NEW})
     async with CachedTransport(inner, "memory://x", tmp_path) as first:
         for path in ("a", "b"):

@@ -1,4 +1,4 @@
-"""MDS datasets that MosaicML's own writer has made (``tests/data/mds``): read whole, in ranges, and by their index."""
+"""MDS datasets that MosaicML's own writer made (``tests/data/mds``) are read whole, in ranges, and by their index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA = Path(__file__).parents[2] / "data" / "mds"
 
 
 def expected(number: int) -> dict[str, Any]:
-    """What the writer was given."""
+    """The sample that the writer was given."""
     return {
         "number": number,
         "text": f"sample {number} ü",
@@ -26,7 +26,7 @@ def expected(number: int) -> dict[str, Any]:
 
 
 def same(sample: dict[str, Any]) -> bool:
-    """Whether a sample is what was written under its number."""
+    """Whether a sample equals the sample written under its number."""
     return all(
         np.array_equal(sample[name], value) and getattr(sample[name], "dtype", None) == getattr(value, "dtype", None)
         for name, value in expected(int(sample["number"])).items()

@@ -48,12 +48,12 @@ async def store() -> AsyncIterator[BucketStore]:
         yield store
 
 
-# ------------------------------------------------------------------------------------------- what is retryable
+# ------------------------------------------------------------------------------------------- retryable failures
 
 
 @pytest.mark.parametrize("code", [408, 429, 500, 503])
 async def test_answers_that_say_not_now_are_asked_again(store: BucketStore, code: int) -> None:
-    """The read succeeds as soon as the store does, and each retry is counted by what had failed."""
+    """The read succeeds as soon as the store answers, and each retry is counted by its cause."""
     store.faults[A].extend([status(code), status(code)])
     async with store.transport() as transport:
         assert await transport.read("a") == CONTENT
@@ -76,7 +76,7 @@ async def test_a_connection_that_breaks_before_the_answer_is_made_again(store: B
 
 @pytest.mark.parametrize("way", ["read", "read_range", "stream"])
 async def test_a_broken_download_goes_on_where_it_broke(store: BucketStore, way: str) -> None:
-    """The next request names the bytes that are missing and the version that they must be of."""
+    """The next request names the missing bytes and the version that they must have."""
     store.faults[A].append(broken(3_000_000))
     async with store.transport() as transport:
         if way == "read":
@@ -95,7 +95,7 @@ async def test_a_broken_download_goes_on_where_it_broke(store: BucketStore, way:
 
 
 async def test_a_stream_that_breaks_after_every_part_arrives(store: BucketStore) -> None:
-    """Received bytes count as progress: many breaks do not use up a budget that one outage would."""
+    """Received bytes count as progress: many breaks do not use up a budget that a single outage would."""
     store.faults[A].extend([broken(200_000)] * 15)
     async with store.transport() as transport:
         assert b"".join(await drain(transport.stream("a", start=5, chunk_size=65_536))) == CONTENT[5:]
@@ -113,7 +113,7 @@ async def test_a_small_body_that_breaks_is_read_again(store: BucketStore) -> Non
 
 @pytest.mark.parametrize("after", [-1, 0, 1_000_000])
 async def test_a_store_that_stalls_is_asked_again(store: BucketStore, after: int) -> None:
-    """Silence before the head, behind it and in the middle of the body ends after `stalled_s`."""
+    """Silence before the head, after it and in the middle of the body ends after `stalled_s`."""
     store.faults[A].append(broken(after, stall=True))
     async with store.transport(stalled_s=0.2) as transport:
         assert await transport.read("a") == CONTENT
@@ -132,7 +132,7 @@ async def test_a_slow_consumer_is_no_stall(store: BucketStore) -> None:
 
 
 async def test_the_budget_ends(store: BucketStore) -> None:
-    """A long outage is an error with path, root, status and number of attempts; the original is its cause."""
+    """A long outage is an error with path, root, status and number of attempts; the original error is its cause."""
     store.faults[A].extend([status(503)] * 1000)
     policy = RetryPolicy(budget_s=0.3, first_delay_s=0.01, cap_s=0.05)
     async with store.transport(retry=policy) as transport:
@@ -153,7 +153,7 @@ async def test_no_budget_means_one_request(store: BucketStore) -> None:
     assert len(store.asked) == 1
 
 
-# --------------------------------------------------------------------------------------- what is not retryable
+# --------------------------------------------------------------------------------------- other failures
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ async def test_answers_about_the_request_itself_fail_at_once(
 
 
 def ignore_conditions(data: bytes) -> Fault:
-    """Another version of the object, sent although the old one was requested."""
+    """Send another version of the object, although the old version was requested."""
 
     async def fault(store: HttpStore, request: web.Request) -> web.StreamResponse:
         store.put(A, data)
@@ -187,7 +187,7 @@ def ignore_conditions(data: bytes) -> Fault:
 
 @pytest.mark.parametrize("second", [change(CONTENT[::-1]), ignore_conditions(CONTENT[::-1])], ids=["412", "206"])
 async def test_an_object_that_changes_is_an_error(store: BucketStore, second: Fault) -> None:
-    """Bytes of two versions are never mixed, also by a store that does not know If-Match."""
+    """Bytes of two versions are never mixed, also by a store that ignores If-Match."""
     store.faults[A].extend([broken(2_000_000), second])
     given: list[bytes] = []
 
@@ -206,14 +206,14 @@ async def test_an_object_that_changes_is_an_error(store: BucketStore, second: Fa
 
 @pytest.mark.parametrize("second", [change(CONTENT[::-1]), ignore_conditions(CONTENT[::-1])], ids=["412", "206"])
 async def test_a_read_takes_the_object_as_it_is_then(store: BucketStore, second: Fault) -> None:
-    """It has returned nothing yet, and begins again."""
+    """A read has returned nothing yet, and begins again."""
     store.faults[A].extend([broken(2_000_000), second])
     async with store.transport() as transport:
         assert await transport.read("a") == CONTENT[::-1]
 
 
 async def test_parts_of_two_versions_are_an_error(store: BucketStore) -> None:
-    """Ranges that took two requests are of one version, or fail."""
+    """Ranges that need two requests are of one version, or fail."""
     store.faults[A].extend([usual, change(CONTENT[::-1])])
     async with store.transport() as transport:
         with pytest.raises(ReadFailed, match="changed between the requests"):
@@ -221,7 +221,7 @@ async def test_parts_of_two_versions_are_an_error(store: BucketStore) -> None:
 
 
 async def test_a_weak_etag_proves_nothing(store: BucketStore) -> None:
-    """Without a strong one, a read begins again, as does a stream, which compares; and `info` knows no version."""
+    """Without a strong ETag a read begins again, and so does a stream, which compares; `info` has no version."""
     store.put(A, CONTENT, etag='W/"1"')
     store.faults[A].extend([broken(2_000_000), broken(2_000_000)])
     async with store.transport() as transport:
@@ -236,7 +236,7 @@ async def test_a_weak_etag_proves_nothing(store: BucketStore) -> None:
 
 
 async def test_a_server_without_ranges_is_refused(store: BucketStore) -> None:
-    """A server that answers a range with the whole object is no object store; there is no retry."""
+    """A server that answers a range with the whole object is no object store: the read fails without a retry."""
     store.ranges = False
     async with store.transport() as transport:
         with pytest.raises(ReadFailed, match=r"'a'.*non-partial"):
@@ -245,7 +245,7 @@ async def test_a_server_without_ranges_is_refused(store: BucketStore) -> None:
 
 
 async def test_large_objects_are_refused_by_their_head(store: BucketStore) -> None:
-    """The size is known before the bytes come; the connection is dropped even while the error is kept."""
+    """The size is known before the bytes arrive; the connection is dropped even while the error is kept."""
     async with store.transport() as transport:
         with pytest.raises(ObjectTooLarge) as caught:
             await transport.read("a", max_bytes=1000)
@@ -274,7 +274,7 @@ async def test_nobody_listens() -> None:
 
 @pytest.mark.parametrize("scheme", ["s3", "s3a", "gs"])
 async def test_stores_of_one_protocol(store: BucketStore, scheme: str) -> None:
-    """Amazon's and Google's stores are read and listed alike."""
+    """Amazon's and Google's stores are read and listed in the same way."""
     async with store.transport(scheme) as transport:
         assert await transport.read_range("a", 255, 3) == CONTENT[255:258]
         assert (await transport.info("a")).etag == store.objects[A].etag
@@ -303,7 +303,7 @@ async def test_azure(store: BucketStore, url: str) -> None:
 
 
 async def test_listing_in_pages_survives_failures(store: BucketStore) -> None:
-    """Pages come in any order and fail in between; the paths are all there, sorted, each once."""
+    """Pages arrive in any order and fail in between; all paths are listed, sorted, each once."""
     store.page = 7
     names = [f"{number % 10}/{number:03}" for number in range(100)]
     for name in names:
@@ -316,7 +316,7 @@ async def test_listing_in_pages_survives_failures(store: BucketStore) -> None:
 
 
 async def test_folders_of_a_console_are_not_listed(store: BucketStore) -> None:
-    """Empty objects whose names end with a slash are no objects; empty objects that are, are."""
+    """Empty objects whose names end with a slash are not listed; other empty objects are."""
     for name, data in {"dir/": b"", "dir/x": b"1", "none/": b"", "empty": b"", "e.txt": b"", "e.txt/y": b""}.items():
         store.put(BucketStore.key(name), data)
     async with store.transport() as transport:
@@ -327,7 +327,7 @@ async def test_folders_of_a_console_are_not_listed(store: BucketStore) -> None:
 
 
 async def test_names_that_are_no_paths(store: BucketStore) -> None:
-    """One name that obstore cannot hold ends a listing, with the name; a prefix without it is listed."""
+    """A name that obstore cannot hold ends a listing with an error that has the name; a prefix without it is listed."""
     store.put(BucketStore.key("x//y"), b"1")
     store.put(BucketStore.key("z/1"), b"1")
     async with store.transport() as transport:

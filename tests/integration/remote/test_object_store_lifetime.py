@@ -95,7 +95,7 @@ async def test_a_stream_cancelled_in_a_wait_can_be_left(store: BucketStore) -> N
 
 @pytest.mark.parametrize("after", [-1, 1_000_000])
 async def test_closing_ends_a_read_that_stalls(store: BucketStore, after: int) -> None:
-    """`aclose` does not wait for a store that is silent: the read says that the transport was closed."""
+    """`aclose` does not wait for a store that is silent: the read raises TransportClosed."""
     store.faults[A].append(broken(after, stall=True))
     transport = store.transport(stalled_s=1000)
     reading = asyncio.create_task(transport.read("a"))
@@ -106,7 +106,7 @@ async def test_closing_ends_a_read_that_stalls(store: BucketStore, after: int) -
 
 
 async def test_closing_ends_a_back_off(store: BucketStore) -> None:
-    """Nor does it wait for the next attempt."""
+    """`aclose` does not wait for the next attempt either."""
     store.faults[A].extend([status(503)] * 100)
     transport = store.transport(retry=RetryPolicy(budget_s=10_000, first_delay_s=5000, cap_s=5000))
     reading = asyncio.create_task(transport.read("a"))
@@ -119,7 +119,7 @@ async def test_closing_ends_a_back_off(store: BucketStore) -> None:
 
 
 async def test_closing_ends_a_listing(store: BucketStore) -> None:
-    """A listing whose store is silent ends too."""
+    """A listing whose store is silent ends, too."""
     for key in ["bucket", "bucket/"]:
         store.faults[key].append(broken(-1, stall=True))
     transport = store.transport(stalled_s=1000)
@@ -131,7 +131,7 @@ async def test_closing_ends_a_listing(store: BucketStore) -> None:
 
 
 async def test_a_foreign_loop_is_refused(store: BucketStore) -> None:
-    """While one loop uses a transport another cannot; a pickled copy can."""
+    """While a loop uses a transport another loop cannot; a pickled copy can be used there."""
     async with store.transport() as transport:
         await transport.read("b")
         copy = pickle.loads(pickle.dumps(transport))
@@ -154,7 +154,7 @@ async def test_a_foreign_loop_is_refused(store: BucketStore) -> None:
 
 
 def test_loops_one_after_another(moto: Moto) -> None:
-    """When a loop has ended, the transport can be used in the next one."""
+    """When a loop has ended, the transport can be used in the next loop."""
     transport = opened(moto)
     for _ in range(2):
         assert asyncio.run(transport.read("a")) == b"data"
@@ -165,7 +165,7 @@ def test_loops_one_after_another(moto: Moto) -> None:
 
 
 def test_a_forked_child_raises_at_once(moto: Moto) -> None:
-    """After a request in the parent, every call in the child says what to do; the parent works on."""
+    """After a request in the parent, every call in the child raises and names the remedy; the parent still reads."""
     transport = opened(moto)
     asyncio.run(transport.read("a"))
 
@@ -189,7 +189,7 @@ def test_a_forked_child_raises_at_once(moto: Moto) -> None:
 
 
 async def test_a_child_forked_in_the_middle_of_a_read(moto: Moto) -> None:
-    """Also with a read in progress, from within the loop: the child raises, and the read ends well."""
+    """A child forked from within the loop, with a read in progress, raises, and the parent's read succeeds."""
     async with opened(moto) as transport:
         reading = asyncio.create_task(transport.read("a"))
         await asyncio.sleep(0)
@@ -247,7 +247,7 @@ def run(program: str, url: str) -> None:
 
 
 def test_only_a_fork_after_a_request_is_harmful(moto: Moto) -> None:
-    """A transport made before a fork works in the child if the parent had read nothing; the flag tells so before."""
+    """A transport made before a fork works in the child if the parent had read nothing; otherwise the child raises."""
     run(PROGRAM, moto.url)
 
 
@@ -268,7 +268,7 @@ asyncio.run(main())
 
 @pytest.mark.thorough
 async def test_a_program_may_end_behind_its_last_request(store: BucketStore) -> None:
-    """obstore's threads still hold Python objects then; one in three such programs aborted on its way down."""
+    """obstore's threads still hold Python objects then; one in three such programs aborted while exiting."""
     store.put(A, CONTENT[:100_000])
     for _ in range(8):
         await asyncio.to_thread(run, ENDING, store.url)
@@ -282,7 +282,7 @@ def _read_in_child(transport: Transport) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_children_that_inherit_nothing_read(moto: Moto, method: str) -> None:
-    """What the error advises works: such a child gets the transport by pickle and reads."""
+    """The error's advice works: such a child gets the transport by pickle and reads."""
     transport = opened(moto)
     asyncio.run(transport.read("a"))
     context: Any = multiprocessing.get_context(method)

@@ -1,4 +1,4 @@
-"""A transport's error is no bad sample: nothing is left out for it, whatever `on_error` says."""
+"""An error of a transport is no bad sample: no sample is left out for it, whatever `on_error` is."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def minus_one(index: Any, error: Exception) -> int:
 
 
 def put(store: HttpStore, url: str) -> tuple[str, str]:
-    """Serve a shard of `COUNT` samples; return the data set's URL and the shard's."""
+    """Serve a shard of `COUNT` samples; return the dataset's URL and the shard's."""
     data, shard = MAKERS[url](range(COUNT)), url
     if url == "a.mds":
         url, shard = "set/index.json", "set/shard.00000.mds"
@@ -53,7 +53,7 @@ def put(store: HttpStore, url: str) -> tuple[str, str]:
 @pytest.mark.parametrize("on_error", ["skip", minus_one], ids=["skip", "function"])
 @pytest.mark.parametrize("url", sorted(MAKERS))
 async def test_a_reset_loses_nothing(store: HttpStore, url: str, on_error: Any, workers: int) -> None:
-    """In the middle of a shard, from a server with a weak ETag alone."""
+    """The connection breaks in the middle of a shard, and the server has only a weak ETag."""
     url, shard = put(store, url)
     store.faults[shard] += [broken(len(store.objects[shard].data) // 2)] * (1 if workers else 3)
     async with loader_of(store, [url], EVENTUALLY, on_error=on_error, num_workers=workers) as loader:
@@ -64,7 +64,7 @@ async def test_a_reset_loses_nothing(store: HttpStore, url: str, on_error: Any, 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip", minus_one], ids=["raise", "skip", "function"])
 async def test_an_outage_is_raised_and_reading_goes_on(store: HttpStore, on_error: Any) -> None:
-    """It is longer than the budget, when shards are opened: an error each time, and then all samples."""
+    """An outage while shards are opened is longer than the budget: it is raised, and then all samples are delivered."""
     urls = [f"{n}.jsonl" for n in range(4)]
     for number, url in enumerate(urls):
         store.put(url, jsonl(range(100 * number, 100 * number + 100)))
@@ -89,7 +89,7 @@ async def test_an_outage_is_raised_and_reading_goes_on(store: HttpStore, on_erro
 
 
 class Away(MemoryTransport):
-    """Has a part that cannot be read while it is away. Whoever tries waits until it is `gone`, and gets an error."""
+    """Has a part that cannot be read while `away` is set. A read of it waits until `gone` is set, and raises."""
 
     def __init__(self, objects: Mapping[str, bytes], part: range) -> None:
         super().__init__(objects)
@@ -123,7 +123,7 @@ async def extend(got: list[int], batches: AsyncIterator[Any]) -> None:
 @pytest.mark.parametrize("lasts", [False, True])
 @pytest.mark.parametrize("url", ["a.jsonl", "a.tar", "a.parquet"])
 async def test_what_failed_while_the_consumer_was_away(url: str, lasts: bool) -> None:
-    """Training a step. An outage that is over when the consumer comes back is not its business; one that lasts is."""
+    """The consumer trains a step. An outage that is over when it returns is not raised; an outage that lasts is."""
     data, part = MAKERS[url](range(COUNT)), range(1024 if url == "a.jsonl" else 8192, 1 << 30)  # behind some samples
     if url == "a.parquet":
         footer = pq.read_metadata(io.BytesIO(data))
@@ -146,7 +146,7 @@ async def test_what_failed_while_the_consumer_was_away(url: str, lasts: bool) ->
 
 
 async def test_refused_credentials_and_missing_shards(store: HttpStore) -> None:
-    """The first says nothing about the shard, and is raised; the second does, and is skipped."""
+    """Refused credentials prove nothing about the shard, and are raised; a missing shard is skipped."""
     for number in range(2):
         store.put(f"{number}.jsonl", jsonl(range(10 * number, 10 * number + 10)))
     async with loader_of(store, ["0.jsonl", "gone.jsonl", "1.jsonl"], on_error="skip") as loader:
@@ -161,7 +161,7 @@ async def test_refused_credentials_and_missing_shards(store: HttpStore) -> None:
 
 
 class Raising(Dataset[Any]):
-    """Its samples 3 and 5 cannot be had, in different ways."""
+    """Its samples 3 and 5 cannot be read, for different reasons."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -179,7 +179,7 @@ class Raising(Dataset[Any]):
 
 @pytest.mark.parametrize("on_error", ["skip", "refill", minus_one], ids=["skip", "refill", "function"])
 async def test_map_datasets(on_error: Any) -> None:
-    """A missing object is its sample's fault, as is any error of a user's own client; an outage is not."""
+    """A missing object is its sample's fault, and so is any error of a user's own client; an outage is not."""
     with pytest.raises(ReadFailed, match="reset"):
         [batch async for batch in AsyncDataLoader(Raising(ReadFailed("reset")), 8, seed=1, on_error=on_error)]
     loader = AsyncDataLoader(Raising(ConnectionResetError("mine")), 8, seed=1, on_error=on_error)

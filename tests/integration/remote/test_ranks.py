@@ -34,14 +34,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(two: RankGroup) -> Iterator[None]:
-    """The ranks keep no thread, no worker and no connection of a loader."""
+    """Check that the ranks keep no thread, no worker and no connection of a loader."""
     yield
     if two.alive:
         assert two("left") == two.held
 
 
 def check(ranks: list[list[Any]], count: int, least: int) -> None:
-    """Per epoch: equally many batches on each rank, no sample twice, and none beyond `count`."""
+    """Check each epoch: the same number of batches on each rank, at least `least`, no sample twice, none beyond
+    `count`.
+    """
     for epoch in zip(*ranks, strict=True):
         assert [end for _, end in epoch] == ["end"] * len(ranks)
         assert len({len(batches) for batches, _ in epoch}) == 1
@@ -55,18 +57,18 @@ def check(ranks: list[list[Any]], count: int, least: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", BOTH)
 def test_ranks_share_shards(two: RankGroup, kind: str, workers: int, seed: int | None, tmp_path: Path) -> None:
-    """Uneven shards: the ranks end together, in each of two epochs, which differ."""
+    """Uneven shards: the ranks end together in each of two epochs, and the epochs differ."""
     url = make_shards(tmp_path, SIZES)
     options: dict[str, Any] = {"kind": kind, "num_workers": workers, "seed": seed, "buffer": 4}
     ranks = two("shards", url, epochs=2, **options, persistent_workers=bool(workers))
-    check(ranks, sum(SIZES), 6)  # one rank may have the two smallest shards, 12 samples, and these it has in full
+    check(ranks, sum(SIZES), 6)  # a rank may have only the two smallest shards, 12 samples, all of which it reads
     for epochs in ranks:
         assert epochs[0] != epochs[1]
 
 
 @pytest.mark.thorough
 def test_shards_that_are_cut_evenly(two: RankGroup, tmp_path: Path) -> None:
-    """One file of JSON lines, or one MDS shard, is cut for both; a known length is not taken for each rank's."""
+    """One file of JSON lines, MDS or Parquet is cut for both; a known length is not taken for each rank's length."""
     for ending in ("jsonl", "mds", "parquet"):
         folder = tmp_path / ending
         folder.mkdir()
@@ -99,7 +101,7 @@ def test_uneven_shards_are_an_error_on_request(two: RankGroup, seed: int | None,
 def test_what_is_left_out_differs_from_epoch_to_epoch(
     two: RankGroup, workers: int, seed: int | None, tmp_path: Path
 ) -> None:
-    """Five tar shards, without shuffling: a fifth is left out of each epoch, and each sample comes in some epoch."""
+    """Five tar shards, without shuffling: a fifth is left out of each epoch, and each sample is read in some epoch."""
     url = make_shards(tmp_path, (10,) * 5)
     ranks = two("shards", url, epochs=12, num_workers=workers, seed=seed, persistent_workers=bool(workers))
     check(ranks, 50, 10)
@@ -111,7 +113,7 @@ def test_what_is_left_out_differs_from_epoch_to_epoch(
 @pytest.mark.parametrize(("ending", "dropped"), [("tar", 10), ("parquet", 1), ("mds", 1)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_is_left_out_is_counted(two: RankGroup, workers: int, ending: str, dropped: int, tmp_path: Path) -> None:
-    """Fewer than one sample a rank where an index or a footer counts them; one of five tar shards otherwise."""
+    """Less than one sample per rank where an index or a footer counts them; one of five tar shards otherwise."""
     url = make_shards(tmp_path, (10,) * 5 if ending == "tar" else (7, 21, 3, 0, 20), ending=ending)
     for seed, buffer in ((3, 0), (3, 4), (None, 4)):
         options: dict[str, Any] = {"num_workers": workers, "seed": seed, "buffer": buffer, "batch_size": 5}
@@ -121,7 +123,7 @@ def test_what_is_left_out_is_counted(two: RankGroup, workers: int, ending: str, 
 
 
 def compressed_mds(folder: Path, sizes: Sequence[int]) -> str:
-    """As `make_shards`, with shards that are compressed."""
+    """Like `make_shards`, with compressed MDS shards."""
     entries: list[dict[str, Any]] = []
     for number, size in enumerate(sizes):
         data = mds(range(sum(sizes[:number]), sum(sizes[: number + 1])))
@@ -140,7 +142,7 @@ def compressed_mds(folder: Path, sizes: Sequence[int]) -> str:
 async def test_counted_samples_are_shared_evenly(
     ending: str, sizes: tuple[int, ...], shuffle: bool, tmp_path: Path
 ) -> None:
-    """Whatever the shards: each sample comes on one rank, and the ranks' numbers differ by at most one."""
+    """Whatever the shards: each sample is read by one rank, and the ranks' numbers of samples differ by at most one."""
     url = compressed_mds(tmp_path, sizes) if ending == "mds.zstd" else make_shards(tmp_path, sizes, ending=ending)
     for ranks, workers, common in itertools.product((2, 3), (1, 3), (True, False)):
         for key in (4, 5):
@@ -159,7 +161,7 @@ async def test_counted_samples_are_shared_evenly(
     "data", [b"\x28\xb5\x2f\xfd" + bytes(40), b"no zstd at all", b""], ids=["damaged", "other", "empty"]
 )
 async def test_a_damaged_shard_at_the_border_fails_no_plan(data: bytes, tmp_path: Path) -> None:
-    """Its table cannot be read: both ranks plan it whole, and find the error when they read it."""
+    """The shard's table cannot be read: both ranks plan the whole shard, and find the error when they read it."""
     url = compressed_mds(tmp_path, (7, 21, 6))
     (tmp_path / "shard.00001.mds.zstd").write_bytes(data)
     for rank in range(2):
@@ -171,7 +173,7 @@ async def test_a_damaged_shard_at_the_border_fails_no_plan(data: bytes, tmp_path
 
 
 async def everything(dataset: RemoteIterableDataset, plan: EpochPlan) -> list[int]:
-    """The numbers of all samples of one rank."""
+    """The numbers of all samples of a rank."""
     assigner = ShardAssigner(AssignmentLog(plan.assignments), [StreamStart()])
     worker = dataset.open_worker_stream(LocalAssignments(assigner, 0))
     found: list[int] = []
@@ -184,7 +186,7 @@ async def everything(dataset: RemoteIterableDataset, plan: EpochPlan) -> list[in
 
 
 async def test_an_uneven_share_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, by the first rank, with the part that is left out and what to do."""
+    """The first rank logs it once, with the part that is left out."""
     url = make_shards(tmp_path, (10,) * 5)
     for rank in range(2):
         dataset = dataset_of(url)

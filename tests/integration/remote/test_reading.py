@@ -56,7 +56,7 @@ async def stores() -> AsyncIterator[Stores]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("url", MAKERS)
 async def test_every_format_over_http(store: HttpStore, stores: Stores, url: str) -> None:
-    """All samples, and the same ones from the middle on."""
+    """All samples are read, and the same samples from the middle on."""
     store.put(url, MAKERS[url](range(300)))
     shard = shard_of(f"{store.url}/{url}", range(300))
     found = await read_all(stores, shard)
@@ -77,7 +77,7 @@ async def test_many_ranges_at_the_same_time(store: HttpStore, stores: Stores) ->
     shards = await with_edges(shards, stores, 16)
     shard_ranges = cut(shards, 16)
     assert len(shard_ranges) == 16
-    store.latency_s = 0.5  # so that the last is asked for before the first is answered, on a busy machine too
+    store.latency_s = 0.5  # so that the last is requested before the first is answered, on a busy machine too
     lists = await asyncio.gather(
         *(read_all(stores, shards[shard_range.shard], shard_range) for shard_range in shard_ranges)
     )
@@ -121,7 +121,7 @@ async def test_a_run_goes_on_with_new_signatures(store: HttpStore) -> None:
 
 
 async def test_options_that_do_not_pickle(store: HttpStore) -> None:
-    """Headers from a function, as for a changing token: nothing is pickled without workers."""
+    """Headers from a function, as for a token that changes: without workers nothing is pickled."""
     store.put("a.jsonl", jsonl([5, 6, 7]))
     options: dict[str, Any] = {"headers": lambda: {"Authorization": "Bearer token"}}
     dataset = RemoteIterableDataset(f"{store.url}/a.jsonl", storage_options=options)
@@ -134,7 +134,7 @@ async def test_options_that_do_not_pickle(store: HttpStore) -> None:
 
 
 async def test_a_prefix_is_listed_by_a_listing(store: HttpStore) -> None:
-    """HTTP itself has none; an object with the names will do."""
+    """HTTP itself has no listing; an object with the names serves as one."""
     for number in range(3):
         store.put(f"part {number}.tar", tar([number]))
     stores = Stores({"listing": LISTING})
@@ -145,7 +145,7 @@ async def test_a_prefix_is_listed_by_a_listing(store: HttpStore) -> None:
 
 
 async def test_an_mds_data_set(store: HttpStore, stores: Stores) -> None:
-    """Counted by its index, cut by its headers."""
+    """The dataset is counted by its index, and cut by its headers."""
     parts = [mds(range(50)), mds(range(50, 70))]
     store.put("set/index.json", mds_index(*parts, counts=[50, 20]))
     for number, data in enumerate(parts):
@@ -182,7 +182,7 @@ async def test_a_shard_that_is_replaced_meanwhile(store: HttpStore, stores: Stor
 
 
 async def test_a_parquet_file_that_is_replaced_meanwhile(store: HttpStore, stores: Stores) -> None:
-    """Also one of the same size: the rows before the change are right, then an error that is no bad sample's."""
+    """Also by a file of the same size: the rows before the change are right, then an error that is no bad sample's."""
     old, new = parquet(range(1000), group=100), parquet(range(2000, 3000), group=100)
     store.put("a.parquet", old)
     shard = Shard(f"{store.url}/a.parquet", format_of("a.parquet"))
@@ -196,7 +196,7 @@ async def test_a_parquet_file_that_is_replaced_meanwhile(store: HttpStore, store
 
 @pytest.mark.thorough
 async def test_leaving_early_ends_the_requests(store: HttpStore, stores: Stores) -> None:
-    """The rest of the shard is not downloaded, and nothing continues in the background."""
+    """No read-ahead continues in the background."""
     store.put("a.tar", tar(range(5000), size=4000))
     batches = read_shard_range(
         stores, Shard(f"{store.url}/a.tar", format_of("a.tar")), CatalogRange(0), read_ahead=100_000
@@ -209,7 +209,7 @@ async def test_leaving_early_ends_the_requests(store: HttpStore, stores: Stores)
 
 
 async def test_what_was_read_is_cached(store: HttpStore, tmp_path: Path) -> None:
-    """The second epoch asks only whether the shard is still the same."""
+    """The second epoch only asks whether the shard has changed."""
     store.put("a.tar", tar(range(100), size=1000))
     shard = Shard(f"{store.url}/a.tar?sig=1", format_of("a.tar"))
     expected: Any = None
@@ -223,7 +223,7 @@ async def test_what_was_read_is_cached(store: HttpStore, tmp_path: Path) -> None
 
 
 async def test_objects_that_differ_by_their_query_are_cached_apart(store: HttpStore, tmp_path: Path) -> None:
-    """Also where the server has the same date for both."""
+    """They are, also where the server states the same date for both."""
     date = {"Last_Modified": "Tue, 03 Nov 2026 08:00:00 GMT", "Date": "Sat, 21 Nov 2026 18:00:00 GMT"}
 
     async def by_query(store: HttpStore, request: web.Request) -> web.StreamResponse:

@@ -37,7 +37,7 @@ async def stores(moto: Moto) -> AsyncIterator[Stores]:
 
 @pytest.mark.thorough
 async def test_a_prefix_of_every_format(moto: Moto, stores: Stores) -> None:
-    """Listed ascending, and read; keys are taken as they are."""
+    """The shards are listed in ascending order, and read; keys are used unchanged."""
     urls = [url for url in MAKERS if not url.endswith(".mds")]
     for url in urls:
         moto.put(f"bucket/train/100%25 sure #{url}", MAKERS[url](range(50)))
@@ -50,7 +50,7 @@ async def test_a_prefix_of_every_format(moto: Moto, stores: Stores) -> None:
 
 
 async def test_ranges_of_a_parquet_shard(moto: Moto, stores: Stores) -> None:
-    """Cut at its row groups, by a footer that the bucket gave."""
+    """The shard is cut at its row groups, by the footer that the bucket gave."""
     moto.put("bucket/a.parquet", parquet(range(100), group=9))
     shards = await with_edges(await find_shards("s3://bucket/a.parquet", stores), stores, 5)
     shard_ranges = cut(shards, 5)
@@ -64,7 +64,7 @@ async def test_ranges_of_a_parquet_shard(moto: Moto, stores: Stores) -> None:
 
 
 async def test_an_mds_data_set(moto: Moto, stores: Stores) -> None:
-    """Its index is looked for before anything is listed."""
+    """The prefix has an index, by which the dataset is counted and read."""
     moto.put("bucket/set/index.json", mds_index(mds(range(9)), counts=[9]))
     moto.put("bucket/set/shard.00000.mds", mds(range(9)))
     (shard,) = await with_counts(await find_shards("s3://bucket/set/", stores), stores)
@@ -73,7 +73,7 @@ async def test_an_mds_data_set(moto: Moto, stores: Stores) -> None:
 
 
 async def test_a_shard_that_is_not_there(stores: Stores) -> None:
-    """The transport's own error names it; an empty prefix is one that has no shards."""
+    """The transport's own error names it; a prefix without shards is an error, too."""
     (shard,) = await find_shards("s3://bucket/gone.tar", stores)
     with pytest.raises(ObjectNotFound, match=r"gone\.tar"):
         await read_all(stores, shard)

@@ -33,7 +33,7 @@ def test_states_in_the_middle(kind: str, workers: int, tars: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_states_between_epochs(workers: int, tars: str) -> None:
-    """Saved at the end of an epoch: the next epoch follows."""
+    """A state saved at the end of an epoch leads to the next epoch."""
     dataset = dataset_of(tars, shuffle_buffer=6)
     options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5})
     with Stepwise("sync", dataset, **options) as run:
@@ -46,7 +46,7 @@ def test_states_between_epochs(workers: int, tars: str) -> None:
 
 
 def test_torch_mode_resumes(tars: str) -> None:
-    """The state has the base seed that the order was drawn with."""
+    """The state has the base seed from which the order was drawn."""
     dataset = dataset_of(tars, shuffle_buffer=6)
     torch.manual_seed(3)
     (batches,) = epochs_of("sync", dataset, batch_size=4, num_workers=2)
@@ -56,7 +56,7 @@ def test_torch_mode_resumes(tars: str) -> None:
 
 @pytest.mark.thorough
 def test_out_of_order_resumes(tars: str) -> None:
-    """With ``in_order=False`` each sample still comes once, for any `snapshot_every_n_steps`."""
+    """With ``in_order=False`` each sample is still delivered once, for any `snapshot_every_n_steps`."""
     for every in (1, 4, 0):
         options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "in_order": False}
         batches = resumed("sync", dataset_of(tars), 3, **options, snapshot_every_n_steps=every)
@@ -70,7 +70,7 @@ def begin_with(run: Stepwise, state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_states_that_do_not_fit(workers: int, tars: str, tmp_path: Path) -> None:
-    """Other shards, another shuffle buffer, a part that is broken: StateError, from both loaders, before any batch."""
+    """Other shards, another shuffle buffer, a broken part: StateError, from both loaders, before any batch."""
     options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5})
     dataset = dataset_of(tars, shuffle_buffer=6)
     with Stepwise("sync", dataset, **options) as run:
@@ -117,7 +117,7 @@ def test_states_that_do_not_fit(workers: int, tars: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_buffer_that_cannot_be_filled_again(kind: str, workers: int, tmp_path: Path) -> None:
-    """Its error is raised also with ``on_error="skip"``: it does not belong to a sample."""
+    """The error is raised also with ``on_error="skip"``: it does not belong to a sample."""
     options = with_method({"batch_size": 4, "num_workers": workers, "seed": 5, "on_error": "skip"})
     dataset = dataset_of(make_shards(tmp_path, SIZES), shuffle_buffer=6)
     with Stepwise(kind, dataset, **options) as run:
@@ -125,7 +125,7 @@ def test_a_buffer_that_cannot_be_filled_again(kind: str, workers: int, tmp_path:
         run.take(2)
         state = run.loader.state_dict()
     for path in tmp_path.glob("*.tar"):
-        path.write_bytes(bytes(path.stat().st_size))  # ends at once
+        path.write_bytes(bytes(path.stat().st_size))  # an empty archive
     with Stepwise(kind, dataset, **options) as run, pytest.raises(StateError, match="the shards are not the same"):
         begin_with(run, state)
     for path in tmp_path.glob("*.tar"):
@@ -135,7 +135,7 @@ def test_a_buffer_that_cannot_be_filled_again(kind: str, workers: int, tmp_path:
 
 
 def test_states_of_other_numbers_of_workers(tars: str) -> None:
-    """As for any stream."""
+    """They are refused, as for any stream."""
     with Stepwise("sync", dataset_of(tars), batch_size=4, seed=5) as run:
         run.begin()
         run.take(2)

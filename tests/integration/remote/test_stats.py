@@ -14,11 +14,11 @@ LINES = b"".join(b'{"n": %d}\n' % n for n in range(40))
 
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_retries(workers: int) -> None:
-    """A shard that is refused twice is read at the third time, and both refusals are counted."""
+    """A shard that is refused twice is read at the third attempt, and both refusals are counted."""
     async with serving() as store:
         store.put("a.jsonl", LINES)
         dataset = RemoteIterableDataset(f"{store.url}/a.jsonl")
-        await dataset.plan(workers or 1, 0, 1, None)  # asks for the size: what fails below is the read
+        await dataset.plan(workers or 1, 0, 1, None)  # asks for the size: the request that fails below is the read
         store.faults["a.jsonl"].extend([status(503), status(503)])
         context = "fork" if workers else None
         async with AsyncDataLoader(
@@ -32,7 +32,7 @@ async def test_retries(workers: int) -> None:
 
 
 async def test_cache(tmp_path: Path) -> None:
-    """The second epoch comes from the cache: hits and bytes are counted, and the first epoch's misses.
+    """The second epoch is read from the cache: hits and bytes are counted, and the first epoch's misses.
 
     Each shard is read in two ranges, and is one block: the second range finds it.
     """

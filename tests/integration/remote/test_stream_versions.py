@@ -1,4 +1,4 @@
-"""A shard that is exchanged between two readings of a worker: the second one goes on in the same bytes, or fails."""
+"""A shard is exchanged between two reads of a worker: the second read continues in the same bytes, or fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.remote.shards import MAKERS, drain, number_of, shard_of
 
 pytestmark = pytest.mark.network
 
-OLD, NEW = range(100, 160), range(240, 300)  # of which one MDS index may be
+OLD, NEW = range(100, 160), range(240, 300)  # one MDS index fits both
 NAMES: dict[str, Callable[[int], dict[str, Any]]] = {
     "http": lambda version: {"etag": f'"{version}"'},
     "http, weak ETag": lambda version: {"etag": f'W/"{version}"'},
@@ -34,7 +34,7 @@ Opened = tuple[str, Stores, Callable[[bytes], object]]
 
 @asynccontextmanager
 async def opened(kind: str, name: str, data: bytes, folder: Path) -> AsyncGenerator[Opened]:
-    """An object in a store: its URL, and what opens and what replaces it."""
+    """An object in a store: its URL, the stores that open it, and a function that replaces it."""
     if kind.startswith("http"):
         async with serving() as store:
             store.put(name, data, **NAMES[kind](0))
@@ -65,7 +65,7 @@ async def opened(kind: str, name: str, data: bytes, folder: Path) -> AsyncGenera
 @pytest.mark.parametrize("kind", [*NAMES, "local", "memory", "cached", "evicted"])
 @pytest.mark.parametrize("name", MAKERS)
 async def test_reading_goes_on_in_the_same_version(tmp_path: Path, name: str, kind: str) -> None:
-    """In every format, from every store. What is cached goes on in the cache, whatever the store has by now."""
+    """In every format, from every store. A cached version is read to its end, whatever the store has by then."""
     async with opened(kind, name, MAKERS[name](OLD), tmp_path) as (url, stores, replace):
         shard, pins = shard_of(url, OLD), Pins()
 
@@ -92,7 +92,7 @@ async def test_reading_goes_on_in_the_same_version(tmp_path: Path, name: str, ki
 
 
 async def test_what_has_become_shorter_has_changed() -> None:
-    """It is no damaged sample, which might be skipped: the rest of the old shard is not read."""
+    """It is not a damaged sample, which might be skipped: the rest of the old shard is not read."""
     transport = MemoryTransport({"a.jsonl": MAKERS["a.jsonl"](OLD)})
     transport.info = Transport.info.__get__(transport)  # type: ignore[method-assign]  # has no versions
     shard, pins = shard_of("a.jsonl", OLD), Pins()

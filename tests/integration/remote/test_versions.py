@@ -1,4 +1,4 @@
-"""A shard that is exchanged while it is read by several requests: rows of one version, or an error; never both."""
+"""A shard is exchanged while several requests read it: rows of one version, or an error; never rows of both."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ async def stores() -> AsyncIterator[Stores]:
 
 
 def test_the_versions_have_one_size() -> None:
-    """Only so are the columns of both at the same bytes, and nothing but their names tells them apart."""
+    """Equal sizes put the columns of both at the same bytes, so that only the validators distinguish the versions."""
     assert len(OLD) == len(NEW)
 
 
 @pytest.mark.parametrize("number", [2, 3, 5, 8, 12])
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_mixture_is_never_read(store: HttpStore, stores: Stores, name: str, number: int) -> None:
-    """The requests: HEAD, the footer, and one or two for each row group."""
+    """The exchange strikes one of the requests: HEAD, the footer, and one or two for each row group."""
     store.put("a.parquet", OLD, **NAMES[name](0))
     store.faults["a.parquet"].extend([usual] * number + [exchanged(name)])
     got: list[Located] = []
@@ -93,7 +93,7 @@ async def test_a_mixture_is_never_read(store: HttpStore, stores: Stores, name: s
 
 
 async def test_ranges_of_one_worker_are_of_one_version(store: HttpStore, stores: Stores) -> None:
-    """The range after the one that was read; a version of which no rows were given does not bind."""
+    """A range after a range that was read has its version; a version of which no rows were given does not bind."""
 
     async def read(start: int) -> list[int]:
         shard_range = CatalogRange(0, start, start + 20)
@@ -122,7 +122,7 @@ LINES = jsonl(range(COUNT), size=500), jsonl(range(COUNT, 2 * COUNT), size=500)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("name", "number"), [(name, number) for name, each in REQUESTS.items() for number in each])
 async def test_no_sample_is_skipped_for_it(store: HttpStore, name: str, number: int, workers: int) -> None:
-    """Whatever `on_error` is. A worker reads several ranges of the shard."""
+    """The reason is no bad sample, although `on_error` is "skip". A worker reads several ranges of the shard."""
     old, new = (OLD, NEW) if name == "a.parquet" else LINES
     store.put(name, old, **NAMES["weak ETag"](0))
     dataset = RemoteIterableDataset(f"{store.url}/{name}", read_ahead=1)
@@ -157,7 +157,7 @@ def memory(path: Path) -> tuple[Transport, Callable[[], object]]:
 
 @pytest.mark.parametrize("make", [local, memory])
 async def test_other_stores(tmp_path: Path, make: Callable[[Path], tuple[Transport, Callable[[], object]]]) -> None:
-    """Of a file of the same size and date, the inode tells."""
+    """A file of the same size and date is recognized by its inode."""
     transport, exchange = make(tmp_path)
     async with transport:
         batches = read_shard_range(
@@ -179,7 +179,7 @@ def evict(path: Path) -> None:
 @pytest.mark.parametrize("revalidate", [True, False])
 @pytest.mark.parametrize("evicted", [False, True])
 async def test_a_cached_version_is_read_to_its_end(tmp_path: Path, revalidate: bool, evicted: bool) -> None:
-    """A new version in the store and in the cache does not matter, unless the old one is evicted."""
+    """A new version in the store and in the cache does not matter, unless the old version is evicted."""
     inner = MemoryTransport({"a.parquet": OLD})
     async with CachedTransport(inner, "memory://x", tmp_path, revalidate=revalidate) as transport:
         await transport.read("a.parquet")

@@ -1,4 +1,4 @@
-"""The commonest mistakes, each as a program: the last line that it prints says what to do.
+"""The commonest mistakes, each as a program: the last line that it prints names the remedy.
 
 The program of each case is run as a user runs it. `{file}` stands for the program's path in the expected line, and
 `{folder}` for its folder.
@@ -62,7 +62,7 @@ SESSION = (
 
 
 class Mistake(NamedTuple):
-    """A program; its last line; at most how many lines it prints; what it does about warnings."""
+    """A program; its last line; the most lines that it prints; its treatment of warnings."""
 
     program: str
     last: str
@@ -432,10 +432,10 @@ ALL = OF_START_METHODS | MISTAKES | OF_OPTIONS | OF_SAMPLES | OF_WORKERS | OF_LI
 
 
 def shown(lines: list[str]) -> int:
-    """The number of lines, where a frame of a traceback counts two at most. What more it has depends on the Python:
-    marks, and the rest of a call that takes several lines.
+    """The number of lines, where a frame of a traceback counts two at most. Its further lines depend on the Python
+    version: marks, and the rest of a call that takes several lines.
     """
-    number, frame, below = 0, -1, 0  # how far the frame's first line is indented, and how many lines are below it
+    number, frame, below = 0, -1, 0  # the indentation of the frame's first line, the number of lines below it
     for line in lines:
         text = line.lstrip(" |")
         indent = len(line) - len(text)
@@ -449,7 +449,7 @@ def shown(lines: list[str]) -> int:
 
 
 def without_numbers(line: str) -> str:
-    # Which process imports the main module, and so ends, the worker or the fork server, depends on the Python.
+    # Which process imports the main module, and so exits, the worker or the fork server, depends on the Python version.
     line = line.replace("exit code unknown. The fork server has ended.", "exit code 1.")
     return re.sub(r"\b(?:0x[0-9a-f]+|\d+)\b", "N", line)
 
@@ -457,7 +457,7 @@ def without_numbers(line: str) -> str:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ALL)
 def test_the_last_line_says_what_to_do(name: str, tmp_path: Path) -> None:
-    """Word for word, but for numbers; and there is little to read before it."""
+    """The line is as expected word for word, except for numbers; and few lines stand before it."""
     mistake = ALL[name]
     script = tmp_path / "program.py"
     script.write_text(IMPORTS + mistake.program + "\n")
@@ -471,7 +471,7 @@ def test_the_last_line_says_what_to_do(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("read_from", ["-c", "-"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_class_of_a_session_needs_cloudpickle(read_from: str, method: str, tmp_path: Path) -> None:
-    """Without it the program is told so before a worker is started, with what else may be done."""
+    """Without cloudpickle the program gets the error before a worker is started, with the alternatives."""
     (tmp_path / "cloudpickle.py").write_text("raise ImportError")
     program = f"{IMPORTS}{MAP}\nfor _ in DataLoader(Map(), num_workers=1, multiprocessing_context={method!r}): pass"
     command = [sys.executable, read_from, *([program] if read_from == "-c" else [])]
@@ -483,11 +483,11 @@ def test_a_class_of_a_session_needs_cloudpickle(read_from: str, method: str, tmp
 
 
 def assert_ends(ran: subprocess.CompletedProcess[str], last: str, most: int) -> None:
-    """The program has failed, with this last line, and has printed no more than so many lines."""
+    """Check that the program has failed, with this last line, and has printed at most this number of lines."""
     assert ran.returncode == 1
-    # torch adds which part of a graph raised.
+    # torch appends the part of the graph that raised.
     lines = ran.stderr.partition("\nThis exception is thrown by ")[0].rstrip().split("\n")
-    said = re.sub(r"\. Did you mean '\w+'\?$", "", lines[-1])  # since Python 3.13, of options
+    said = re.sub(r"\. Did you mean '\w+'\?$", "", lines[-1])  # for options, since Python 3.13
     assert without_numbers(said) == without_numbers(last)
     assert shown(lines) <= most, ran.stderr
     assert "await" in last or "never awaited" not in ran.stderr

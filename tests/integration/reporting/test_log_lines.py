@@ -1,4 +1,4 @@
-"""What the loader writes to the log `asyncloader`: little, and nothing in a healthy run."""
+"""The lines that the loader writes to the log `asyncloader`: few, and none in a healthy run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.running import KINDS, collect, run_loader
 
 
 class Odd(Dataset[int]):
-    """Samples from a number on raise."""
+    """Samples from number `first` on raise."""
 
     def __init__(self, length: int, first: int) -> None:
         self.length, self.first = length, first
@@ -33,7 +33,7 @@ class Odd(Dataset[int]):
 
 
 class Killed(Numbers):
-    """Its worker is killed at a sample, once."""
+    """Its worker is killed at sample 5, once."""
 
     def __init__(self, length: int, path: Any) -> None:
         super().__init__(length)
@@ -53,7 +53,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_in_a_healthy_run(kind: str, workers: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Not even for debugging."""
+    """No line is logged, not even for debugging."""
     with caplog.at_level(logging.DEBUG):
         assert len(collect(kind, Numbers(20), batch_size=5, num_workers=workers, seed=1)) == 4
     assert lines(caplog) == []
@@ -61,7 +61,7 @@ def test_nothing_in_a_healthy_run(kind: str, workers: int, caplog: pytest.LogCap
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_samples(workers: int, caplog: pytest.LogCaptureFixture) -> None:
-    """The first with its error, then the number, at each power of ten; over epochs, too."""
+    """The first is logged with its error, then their number at each power of ten; over epochs, too."""
     loader = DataLoader(Odd(70, 3), batch_size=7, num_workers=workers, on_error="skip")
     list(loader)
     first = "WARNING the sample at index 3 raised and was skipped (on_error): ValueError: no 3"
@@ -72,7 +72,7 @@ def test_bad_samples(workers: int, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_slow_start(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it went to, once."""
+    """The log has the parts of the time to the first batch, once."""
     monkeypatch.setattr("asyncloader.telemetry.statistics._SLOW_START_S", 0.0)
     loader = DataLoader(Numbers(8), batch_size=4, num_workers=2)
     list(loader)
@@ -88,7 +88,7 @@ def test_a_slow_start(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monk
 
 
 def test_a_worker_that_is_replaced(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Which one, and why."""
+    """The line has the worker, and the reason."""
     with DataLoader[Any](Killed(20, tmp_path / "killed"), batch_size=4, num_workers=1, seed=1) as loader:
         assert len(list(loader)) == 5
     (line,) = lines(caplog)
@@ -96,7 +96,7 @@ def test_a_worker_that_is_replaced(tmp_path: Any, caplog: pytest.LogCaptureFixtu
 
 
 def test_batches_that_do_not_fit_into_the_ring(caplog: pytest.LogCaptureFixture) -> None:
-    """The first one, with the size that is enough: with that there is no line and no such batch."""
+    """The first such batch is logged, with the smallest ring that holds it: with that ring no such batch is counted."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 1, "tuning": Tuning(ring_bytes=8192)}
     loader = DataLoader[Any](Wide(12), **options)
     list(loader)
@@ -117,7 +117,7 @@ def test_batches_that_do_not_fit_into_the_ring(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ring_bytes", [1, 8192])
 def test_a_ring_below_a_batch_is_logged_once(kind: str, ring_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
-    """With the first such batch, of whichever worker, by either loader; the batches are the same."""
+    """The line is logged with the first such batch, of any worker, by either loader; all batches are delivered."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
     epochs = run_loader(kind, Wide(24), epochs=2, **options, tuning=Tuning(ring_bytes=ring_bytes)).epochs
     assert [batch.shape for epoch in epochs for batch in epoch] == [(4, 1000)] * 12

@@ -1,4 +1,4 @@
-"""`stats()` and `metrics()`: where a batch's time goes, in real workers and without, and while nothing comes."""
+"""`stats()` and `metrics()`: where a batch's time is spent, with workers and without, and while no batch arrives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Slow(Dataset[Any]):
 
 
 class SlowStream(IterableDataset[Any]):
-    """The same as a stream."""
+    """The samples of `Slow` as a stream."""
 
     def __iter__(self) -> Any:
         for index in range(24):
@@ -44,13 +44,13 @@ class SlowStream(IterableDataset[Any]):
 
 
 def decode_slowly(sample: Any) -> Any:
-    """Takes twice as long."""
+    """Takes twice as long as a sample."""
     time.sleep(2 * PER_SAMPLE_S)
     return sample
 
 
 def collate_slowly(samples: list[Any]) -> Any:
-    """Takes three times as long."""
+    """Takes three times as long as a sample."""
     time.sleep(3 * PER_SAMPLE_S)
     return torch.stack(samples)
 
@@ -68,7 +68,7 @@ def stages(stats: dict[str, float]) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Slow, SlowStream, AsyncNumbers])
 def test_each_batch_is_in_each_stage(kind: str, workers: int, dataset: Any) -> None:
-    """Where it passes; and what is slow is in the stage that it belongs to."""
+    """Each batch is counted in each stage that it passes, and slow code shows in its own stage."""
     data = dataset(24) if dataset is AsyncNumbers else dataset()
     batches = 24 // 4 * (workers if dataset is SlowStream and workers else 1)
     options: dict[str, Any] = {"decode": decode_slowly, "collate_fn": collate_slowly}
@@ -102,7 +102,7 @@ def collect_from(kind: str, loader: Any) -> list[Any]:
 
 
 def test_an_interval_counts_what_is_new() -> None:
-    """Sums, rates and quantiles, and each call begins the next interval; other calls do not."""
+    """Each call with `interval=True` begins the next interval, for sums, rates and quantiles; other calls do not."""
     loader = DataLoader(Numbers(12), batch_size=4)
     list(loader)
     assert loader.stats(interval=True)["data/batches"] == 3
@@ -117,7 +117,7 @@ def test_an_interval_counts_what_is_new() -> None:
 
 
 def test_what_a_dead_worker_counted_is_kept(tmp_path: Path) -> None:
-    """Its replacement, and the workers of the next epoch, add to it."""
+    """Its replacement, and the workers of the next epoch, add to its counts."""
     loader = DataLoader[Any](DiesOnce(tmp_path / "died"), batch_size=4, num_workers=1, seed=1)
     for epoch in (1, 2):
         list(loader)
@@ -128,7 +128,7 @@ def test_what_a_dead_worker_counted_is_kept(tmp_path: Path) -> None:
 
 
 class DiesOnce(Numbers):
-    """Kills its process at a sample, once."""
+    """Kills its process at sample 13, once."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(24)
@@ -146,13 +146,13 @@ class DiesOnce(Numbers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_counts_move_while_nothing_comes(workers: int) -> None:
-    """Requests and retries of a store that fails show while the consumer waits for the first batch, and so does its
-    waiting.
+    """Requests and retries of a store that fails are visible while the consumer waits for the first batch, and so is
+    its waiting.
     """
     async with serving() as store:
         store.put("a.jsonl", b'{"n": 1}\n' * 8)
         dataset = RemoteIterableDataset(f"{store.url}/a.jsonl")
-        await dataset.plan(workers or 1, 0, 1, None)  # asks for the size: what fails below is the read
+        await dataset.plan(workers or 1, 0, 1, None)  # asks for the size: the request that fails below is the read
         asked = len(store.asked)
         store.faults["a.jsonl"].extend([status(503)] * 3)
         context = "fork" if workers else None
@@ -178,7 +178,9 @@ async def test_counts_move_while_nothing_comes(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_every_request_is_counted(workers: int) -> None:
-    """Those for the sizes of shards, which the main process asks for, and those of the reads; in a `for` loop, too."""
+    """Requests for the sizes of shards, made by the main process, count, and those of the reads; in a `for` loop,
+    too.
+    """
     async with serving() as store:
         for name in "abc":
             store.put(f"{name}.jsonl", b'{"n": 1}\n' * 8)
@@ -190,7 +192,7 @@ async def test_every_request_is_counted(workers: int) -> None:
 
 
 def test_stats_may_be_asked_for_in_any_thread() -> None:
-    """While another thread waits for a batch that does not come."""
+    """Another thread may wait at that time for a batch that does not arrive."""
     gate = threading.Event()
 
     def held(samples: list[int]) -> list[int]:
@@ -208,7 +210,7 @@ def test_stats_may_be_asked_for_in_any_thread() -> None:
 
 
 def test_metrics_are_what_stats_says() -> None:
-    """With a type for each, and the stages of each worker apart."""
+    """Each metric has a type, and the stages of each worker are separate."""
     loader = DataLoader(Numbers(24), batch_size=4, num_workers=2, decode=decode_slowly)
     list(loader)
     stats, metrics = loader.stats(), {metric.name: metric for metric in loader.metrics()}
@@ -230,7 +232,7 @@ def test_metrics_are_what_stats_says() -> None:
 
 
 def test_the_start_of_workers_counts_once_an_epoch_that_starts_them() -> None:
-    """With persistent workers the first one alone; without workers there is none."""
+    """With persistent workers only the first epoch starts them."""
     for persistent, starts in ((False, 3), (True, 1)):
         loader = DataLoader(Numbers(8), batch_size=4, num_workers=1, persistent_workers=persistent)
         for _ in range(3):

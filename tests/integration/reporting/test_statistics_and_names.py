@@ -1,4 +1,4 @@
-"""Statistics, explanations and names: what a loader tells about itself; and pinning without a device."""
+"""Statistics, explanations and names of a loader; and pinning without a device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def exhaust(loader: Any, epochs: int = 1) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stats(kind: str, workers: int) -> None:
-    """A fresh flat dict of floats with exactly the promised keys, whose numbers add up over epochs."""
+    """A new flat dict of floats with exactly the promised keys, whose numbers add up over epochs."""
     loader = LOADERS[kind](Numbers(10), batch_size=4, num_workers=workers)
     empty = loader.stats()
     assert sorted(empty) == sorted(KEYS)
@@ -62,7 +62,7 @@ def test_stats(kind: str, workers: int) -> None:
 
 
 class Choosing(Sampler[int]):
-    """Each index takes a while to choose; all that it took is added up."""
+    """Each index takes a while to choose; `seconds` is the sum of these times."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -79,7 +79,7 @@ class Choosing(Sampler[int]):
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_waiting_for_the_sampler_is_waiting(kind: str, workers: int) -> None:
-    """All that the consumer does not compute counts, whatever it waits for."""
+    """All time in which the consumer does not compute counts, whatever it waits for."""
     sampler = Choosing()
     loader = LOADERS[kind](Numbers(200), batch_size=4, num_workers=workers, sampler=sampler)
     exhaust(loader)
@@ -99,7 +99,7 @@ class Sleeping(Dataset[int]):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_without_workers_waiting_is_told_from_computing(kind: str) -> None:
-    """Also in the thread in which an async loader calls a blocking dataset."""
+    """It is, also in the thread in which an async loader calls a blocking dataset."""
     loader = LOADERS[kind](Sleeping(), batch_size=5)
     exhaust(loader)
     found = loader.diagnose()
@@ -108,7 +108,7 @@ def test_without_workers_waiting_is_told_from_computing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_stats_of_a_short_stream(kind: str) -> None:
-    """Samples of short batches are counted as they are."""
+    """Samples of short batches are counted by their number."""
     loader = LOADERS[kind](UnevenStream([3, 6]), batch_size=4, num_workers=2)
     exhaust(loader)
     assert loader.stats()["data/samples"] == 9
@@ -123,7 +123,7 @@ def test_bytes_are_those_of_the_batch() -> None:
 
 
 def test_queue_depth_counts_what_is_ready() -> None:
-    """Batches that are ready and not taken: never more than the credits."""
+    """Batches that are ready and not taken are counted: never more than the credits."""
     loader = DataLoader[Any](Numbers(50), num_workers=2, prefetch_factor=3)
     depths = [loader.stats()["data/queue_depth"] for _ in loader]
     assert 0 < max(depths) <= 6
@@ -132,7 +132,7 @@ def test_queue_depth_counts_what_is_ready() -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_explain(kind: str) -> None:
-    """The effective configuration, and at the end one sentence on what bounds the run."""
+    """The text has the effective configuration, and ends with a sentence on the limit of the run."""
     name = LOADERS[kind].__name__
     loader = LOADERS[kind](
         Images(20),
@@ -155,7 +155,7 @@ def test_explain(kind: str) -> None:
     assert text.splitlines()[-1] == "Nothing was loaded yet."
     exhaust(loader)
     last = loader.explain().splitlines()[-1]
-    # Which of the three depends on the machine: a quick one loads 20 batches in less time than a verdict needs.
+    # The sentence depends on the machine: a quick machine loads 20 batches in less time than a verdict needs.
     assert last.startswith(("Consumer-bound", "Input-bound", "20 batches in "))
     assert last.endswith(".")
 
@@ -167,7 +167,7 @@ def test_explain(kind: str) -> None:
 
 
 async def test_repr_of_an_iterator() -> None:
-    """An iterator's repr tells its state."""
+    """An iterator's repr has its state."""
     async with AsyncDataLoader[Any](Numbers(3), num_workers=1) as loader:
         batches = aiter(loader)
         assert "new" in repr(batches)
@@ -181,7 +181,7 @@ async def test_repr_of_an_iterator() -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pin_memory_without_an_accelerator(kind: str, workers: int) -> None:
-    """torch's warning at `iter()`, then plain memory, and custom types are left alone, as torch leaves them."""
+    """torch's warning at `iter()`, then plain memory; custom types are left alone, as in torch."""
 
     def messages(make: str) -> tuple[list[str], list[Any]]:
         with warnings.catch_warnings(record=True) as caught:
@@ -205,5 +205,5 @@ def _custom(samples: list[Any]) -> Custom:
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
 @pytest.mark.parametrize("kind", BOTH)
 def test_explain_says_why_nothing_is_pinned(kind: str) -> None:
-    """pin_memory without an accelerator shows in `explain()`."""
+    """`explain()` shows that pin_memory has no accelerator."""
     assert "no accelerator" in LOADERS[kind](Numbers(3), pin_memory=True).explain()

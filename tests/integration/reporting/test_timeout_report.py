@@ -1,4 +1,4 @@
-"""`LoaderTimeout` says what everybody was doing when no batch came."""
+"""`LoaderTimeout` reports the state of each worker when no batch came."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.running import BOTH, KINDS, collect, run_async
 
 
 def report_of(kind: str, dataset: Any, **options: Any) -> tuple[str, list[int]]:
-    """The notes of the time-out that comes, and the workers' pids."""
+    """The notes of the time-out that is raised, and the workers' pids."""
     if kind == "sync":
         loader = DataLoader[Any](dataset, **options)
         batches: Any = iter(loader)
@@ -49,7 +49,9 @@ def report_of(kind: str, dataset: Any, **options: Any) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("way", ["hang", "hang in C"])
 def test_report_shows_where_the_worker_is(kind: str, way: str, tmp_path: Path) -> None:
-    """The Python stack of a worker that hangs in Python, or in C with the GIL; its ring; the oldest task's indices."""
+    """The report has the Python stack of a worker that hangs in Python, or in C with the GIL; its ring; the oldest
+    task's indices.
+    """
     dataset = Faulty(12, Faults(tmp_path, {6: way}))
     report, pids = report_of(kind, dataset, batch_size=4, num_workers=2, timeout=1.5)
     assert "indices [4, 5, 6, 7]" in report
@@ -59,13 +61,13 @@ def test_report_shows_where_the_worker_is(kind: str, way: str, tmp_path: Path) -
     assert "in strike" in report
     assert "in __getitem__" in report
     assert "slots x" in report
-    assert "pytest" not in report  # a forked worker's calls of before it was one
+    assert "pytest" not in report  # the calls in progress before the fork
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_report_on_a_stopped_worker(kind: str, tmp_path: Path) -> None:
-    """One that is stopped cannot answer; the report says that it is."""
+    """A stopped worker cannot answer; the report says that it is stopped."""
     report, _ = report_of(kind, Faulty(12, Faults(tmp_path, {6: "stop"})), num_workers=1, timeout=1.5)
     assert "stopped by a signal (SIGSTOP)" in report
 
@@ -86,14 +88,14 @@ def never_started(worker: int) -> None:
 
 @pytest.mark.thorough
 def test_report_on_start_up_code() -> None:
-    """A worker that hangs in `worker_init_fn` is at its start-up code."""
+    """A worker that hangs in `worker_init_fn` is reported as still in its start-up code."""
     report, _ = report_of("sync", SlowStart(), num_workers=1, timeout=1.5, worker_init_fn=never_started)
     assert "still at its start-up code" in report
     assert "never_started" in report
 
 
 def test_batches_after_a_time_out() -> None:
-    """A time-out raises and changes nothing: the batch comes when it comes."""
+    """A time-out raises and changes nothing: a later call returns the batch."""
     reader, writer = os.pipe()
     try:
         batches = iter(DataLoader[Any](WaitsFor(reader), num_workers=1, timeout=0.5, multiprocessing_context="fork"))
@@ -130,7 +132,7 @@ class AsyncStuck(IterableDataset[Any]):
 
 @pytest.mark.thorough
 def test_report_on_an_async_worker() -> None:
-    """A worker that awaits shows its event loop, and that it is asleep."""
+    """The report shows the event loop of a worker that awaits."""
     report, _ = report_of("asyncio", AsyncStuck(), num_workers=1, timeout=1.5)
     assert "the next batch of its stream" in report
     assert "worker.py" in report
@@ -139,7 +141,7 @@ def test_report_on_an_async_worker() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [0, 1])
 async def test_report_while_a_worker_dies(number: int) -> None:
-    """A worker dies and is replaced while all are asked for stacks: no report shows another process's state."""
+    """A worker dies and is replaced while all workers report their stacks: no report shows another process's state."""
     async with AsyncDataLoader[Any](Hanging(), num_workers=2, max_worker_restarts=1) as loader:
         batches: Any = aiter(loader)
         await anext(batches)
@@ -151,7 +153,7 @@ async def test_report_while_a_worker_dies(number: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             report = await asking
-    # The one that was killed has died, or had answered before.
+    # The killed worker has died, or had answered before.
     assert re.findall(r"^worker (\d) \(pid (\d+)\)", report, re.MULTILINE) == [
         (str(worker), str(pid)) for worker, pid in enumerate(pids)
     ]
@@ -160,7 +162,7 @@ async def test_report_while_a_worker_dies(number: int) -> None:
 
 
 class Hanging(Dataset[Any]):
-    """Gives its first sample alone."""
+    """Delivers its first sample only; the others hang."""
 
     def __len__(self) -> int:
         return 6

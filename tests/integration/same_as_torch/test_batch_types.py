@@ -1,4 +1,6 @@
-"""What a user's collate function may give: tensors are found however deep, and all else rides along."""
+"""Results of a user's collate function: tensors are found at any depth, and all other values are delivered with
+them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def collate_views_of_deep(samples: list[Any]) -> Deep:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_tensors_of_a_users_object_are_no_pickle(kind: str) -> None:
-    """A megabyte of tensors in a user's object costs a few hundred bytes of pickle, so nothing is warned about."""
+    """A megabyte of tensors in a user's object costs a few hundred bytes of pickle, so no warning is given."""
     batches = collect(kind, Sized([1 << 20] * 8), num_workers=2, batch_size=4, collate_fn=collate_views_of_deep)
     assert [batch.inner.x.shape for batch in batches] == [(4, 1 << 20)] * 2
     assert [int(batch.by_name["views"][1][3, -1]) for batch in batches] == [3, 7]
@@ -59,7 +61,7 @@ def collate_views(samples: list[Any]) -> Any:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_shared_storage_stays_shared(kind: str) -> None:
-    """Tensors that look into one storage still do: writing through one shows in the other."""
+    """Tensors of one storage still share it: a write to one tensor is seen in the others."""
     for whole, row, transposed in collect(kind, Numbers(8), num_workers=2, batch_size=4, collate_fn=collate_views):
         row[0] = -5.0
         assert whole[1, 0] == transposed[0, 1] == -5.0
@@ -77,7 +79,7 @@ def test_batches_can_be_written_to(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_leaves_of_one_batch_do_not_overlap(kind: str) -> None:
-    """Filling every leaf of a batch leaves the others as they were."""
+    """Filling all other leaves of a batch does not change `index`."""
     for batch in collect(kind, Augmented(8), num_workers=2, batch_size=4):
         index = batch["index"].clone()
         batch["torch"].fill_(7.0)
@@ -88,7 +90,7 @@ def test_leaves_of_one_batch_do_not_overlap(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_strings_and_objects_ride_along(kind: str) -> None:
-    """Batches without a single tensor work too."""
+    """Batches without a single tensor work, too."""
     assert_like_torch(kind, Numbers(9), num_workers=2, batch_size=2, collate_fn=collate_strings)
 
 
@@ -152,8 +154,8 @@ def test_whatever_pickles_arrives(kind: str, name: str) -> None:
 )
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_default_collate_refuses(kind: str, samples: list[Any], workers: int) -> None:
-    """Samples that cannot be collated raise torch's error: same type, same last line; a note says which they were."""
-    samples = deepcopy(samples)  # the storage of what was sent to a worker stays in shared memory as long as it lives
+    """Samples that cannot be collated raise torch's error: same type, same last line; a note has their indices."""
+    samples = deepcopy(samples)  # a tensor sent to a worker keeps its storage in shared memory
     ((expected, expected_text),) = outcomes("torch", samples, batch_size=2, num_workers=workers)
     ((error, text),) = outcomes(kind, samples, batch_size=2, num_workers=workers)
     assert error is expected
@@ -164,7 +166,7 @@ def test_what_default_collate_refuses(kind: str, samples: list[Any], workers: in
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_first_sample_decides_the_dtype(kind: str) -> None:
-    """Samples of several dtypes are collated as in torch's workers, where the first one's dtype holds."""
+    """Samples of several dtypes are collated as in torch's workers, where the first sample's dtype holds."""
     dataset = [torch.ones(2), torch.ones(2, dtype=torch.float64) / 3, torch.ones(2, dtype=torch.int32)]
     assert_like_torch(kind, dataset, num_workers=1, batch_size=3)
 
@@ -172,7 +174,7 @@ def test_first_sample_decides_the_dtype(kind: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_numbers_of_mixed_types(kind: str) -> None:
-    """Lists of bools, ints, floats, and ints beyond 64 bits come out as torch makes them, error included."""
+    """Lists of bools, ints, floats, and ints beyond 64 bits are collated as by torch, error included."""
     for samples in ([1, 2.5], [1.5, 2], [True, False], [True, 2], [1 << 40, 1], [np.int8(1), np.int8(2)]):
         assert_like_torch(kind, samples, num_workers=1, batch_size=2)
     for huge in ([1 << 70, 1], [1, "x"]):

@@ -1,4 +1,4 @@
-"""Constructors: torch's signature, torch's refusals in torch's words, then ours."""
+"""Constructors: torch's signature, torch's refusals with torch's text, then our own refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ REFUSED: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("dataset", "options"), REFUSED, ids=[repr(options) for _, options in REFUSED])
 def test_refused_as_by_torch(kind: str, dataset: Any, options: dict[str, Any]) -> None:
-    """A bad argument raises what torch's constructor raises: same type, same text."""
+    """A bad argument raises the error of torch's constructor: same type, same text."""
     with pytest.raises((ValueError, TypeError)) as expected:
         torch.utils.data.DataLoader(dataset, **options)
     with pytest.raises((ValueError, TypeError)) as got:
@@ -66,7 +66,7 @@ def test_refused_as_by_torch(kind: str, dataset: Any, options: dict[str, Any]) -
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("value", ["2", 2.0, None])
 def test_a_number_of_workers_that_is_none(kind: str, value: Any) -> None:
-    """A TypeError, as in torch, which names neither the option nor the value, or raises when iteration begins."""
+    """A TypeError, as in torch; torch's names neither the option nor the value, or is raised when iteration begins."""
     with pytest.raises(TypeError, match=f"^num_workers should be an integer, but got num_workers={value!r}$"):
         LOADERS[kind](MAP, num_workers=value)
 
@@ -90,10 +90,10 @@ def test_our_own_options_are_checked(kind: str, options: dict[str, Any], error: 
         LOADERS[kind](MAP, num_workers=1, **options)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's own half-made iterator
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's own half-constructed iterator
 @pytest.mark.parametrize("kind", BOTH)
 def test_prefetch_factor_zero_is_found_by_iter(kind: str) -> None:
-    """prefetch_factor=0 passes the constructor and fails when iteration starts, in torch's words."""
+    """prefetch_factor=0 passes the constructor and fails when iteration starts, with torch's text."""
     torch_loader = torch.utils.data.DataLoader(MAP, num_workers=1, prefetch_factor=0)
     loader = LOADERS[kind](MAP, num_workers=1, prefetch_factor=0)
     with pytest.raises(AssertionError) as expected:
@@ -105,7 +105,7 @@ def test_prefetch_factor_zero_is_found_by_iter(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_timeout_without_workers(kind: str) -> None:
-    """A timeout needs workers: torch says so at `iter()`, and so do we."""
+    """A timeout needs workers: like torch, the loader raises at `iter()`."""
     torch_loader = torch.utils.data.DataLoader(MAP, timeout=1)
     loader = LOADERS[kind](MAP, timeout=1)
     with pytest.raises(AssertionError) as expected:
@@ -117,7 +117,7 @@ def test_timeout_without_workers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_signature_begins_with_torchs(kind: str) -> None:
-    """Same names, kinds, order and defaults as torch's; ours follow, by keyword only."""
+    """Same names, kinds, order and defaults as torch's; our options follow, by keyword only."""
     theirs = list(inspect.signature(torch.utils.data.DataLoader.__init__).parameters.values())
     ours = list(inspect.signature(LOADERS[kind].__init__).parameters.values())
     key = [(p.name, p.kind, p.default) for p in theirs]
@@ -128,7 +128,7 @@ def test_signature_begins_with_torchs(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_positional_arguments(kind: str) -> None:
-    """Everything up to `generator` may be positional."""
+    """All arguments up to `generator` may be positional."""
     generator = torch.Generator()
     init = print
     args = (MAP, 2, False, None, None, 1, list, False, True, 3, init, "spawn", generator)
@@ -166,7 +166,7 @@ def test_options_are_attributes(kind: str) -> None:
 
 
 def test_too_many_workers_are_warned_about() -> None:
-    """More workers than CPUs: torch's warning from the constructor, and again when workers start."""
+    """More workers than CPUs: torch's warning from the constructor."""
 
     def messages(make: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
@@ -181,7 +181,7 @@ def test_too_many_workers_are_warned_about() -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_options_changed_later_take_effect(kind: str) -> None:
-    """What torch lets one set after construction (here num_workers and collate_fn) counts from the next `iter()`."""
+    """Options that torch allows to be set after construction (num_workers, collate_fn) hold from the next `iter()`."""
     if kind == "sync":
         loader = DataLoader[Any](MAP, batch_size=2)
         loader.collate_fn = len

@@ -58,7 +58,7 @@ def constructed(make: Any, dataset: Any, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", ["map", "empty map", "iterable"])
 def test_several_faults_at_a_time(kind: str, name: str) -> None:
-    """Of up to three arguments that are wrong or do not go together, the one that torch finds first is refused."""
+    """Of up to three arguments that are wrong or do not go together, the first that torch finds is refused."""
     dataset: Any = {"map": Numbers(6), "empty map": Numbers(0), "iterable": CountedStream(6, said=6)}[name]
     seen: set[str] = set()
     for count in (1, 2, 3):
@@ -76,7 +76,7 @@ def test_several_faults_at_a_time(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_torchs_faults_come_before_ours(kind: str) -> None:
-    """Where both torch and we would refuse, torch's words are heard."""
+    """Where both torch and we would refuse, torch's error is raised."""
     options: dict[str, Any] = {"seed": -1, "concurrency": 0}
     for fault in ({"num_workers": -1}, {"batch_size": 0}, {"sampler": [1], "shuffle": True}):
         expected = outcome(torch.utils.data.DataLoader, Numbers(3), **fault)
@@ -85,7 +85,7 @@ def test_torchs_faults_come_before_ours(kind: str) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_multiprocessing_context_is_checked_when_set_later(num_workers: int) -> None:
-    """The property refuses what the constructor refuses, with the number of workers of that moment."""
+    """The property refuses the values that the constructor refuses, with the number of workers at that moment."""
     ours, theirs = DataLoader[Any](Numbers(3), num_workers=num_workers), torch.utils.data.DataLoader(Numbers(3))
     theirs.num_workers = num_workers
     for value in ("fork", "teleport", 5, None, multiprocessing.get_context("spawn")):
@@ -103,7 +103,7 @@ class TorchRenamed(torch.utils.data.DataLoader[Any]):
 
 
 def test_read_only_attributes_name_the_class() -> None:
-    """A refused assignment names the subclass, and leaves the value as it was."""
+    """A refused assignment names the subclass, and leaves the value unchanged."""
     for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"):
         ours, theirs = Renamed(Numbers(3)), TorchRenamed(Numbers(3))
         before = getattr(ours, name)
@@ -115,11 +115,11 @@ def test_read_only_attributes_name_the_class() -> None:
 
 
 def test_subscripted_class() -> None:
-    """`DataLoader[T]` is an annotation and a constructor, and what it makes is no other class."""
+    """`DataLoader[T]` is an annotation and a constructor, which makes a `DataLoader` and no other class."""
     for make in MAKERS.values():
         alias = make[int]
         assert typing.get_origin(alias) is make
-        assert typing.get_args(alias)[0] is int  # the batches' type follows, in ours: Any unless said
+        assert typing.get_args(alias)[0] is int  # in ours the batches' type follows: Any by default
         assert type(alias([1, 2, 3], batch_size=2)) is make
 
 
@@ -127,7 +127,7 @@ def test_subscripted_class() -> None:
 
 
 class Told(Dataset[Any]):
-    """Samples that tell who fetched them."""
+    """Each sample names the worker that fetched it."""
 
     mark = "nobody"
 
@@ -180,7 +180,7 @@ def set_later(make: Any, options: dict[str, Any], changes: dict[str, Any]) -> An
 
 
 class Gathering(AsyncDataLoader[Any]):
-    """An async loader for a plain `for`: each epoch in an event loop of its own."""
+    """An async loader for a plain `for`: each epoch runs in an event loop of its own."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         async def gather() -> list[Any]:
@@ -194,7 +194,7 @@ class Gathering(AsyncDataLoader[Any]):
 @pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent"])
 @pytest.mark.parametrize("name", SET_LATER)
 def test_attribute_set_later(name: str, persistent: bool, ours: Any) -> None:
-    """It counts from the next `iter()`; persistent workers go on as they were started, as torch's do."""
+    """It holds from the next `iter()`; persistent workers continue as they were started, as in torch."""
     options, changes = SET_LATER[name]
     if persistent:
         if not options:
@@ -204,7 +204,7 @@ def test_attribute_set_later(name: str, persistent: bool, ours: Any) -> None:
 
 
 def test_an_async_loader_refuses_what_torchs_does() -> None:
-    """batch_size and its kin stay as they are, in torch's words under the loader's own name."""
+    """batch_size and the like cannot be set; the error has torch's text and the loader's own name."""
     loader = AsyncDataLoader[Any](Told())
     for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"):
         with pytest.raises(
@@ -214,7 +214,7 @@ def test_an_async_loader_refuses_what_torchs_does() -> None:
 
 
 def test_workers_switched_off_and_on() -> None:
-    """num_workers may go to 0 and back; a persistent loader then takes its workers up again, as torch's does."""
+    """num_workers may be set to 0 and back; a persistent loader then uses its workers again, as in torch."""
 
     def run(make: Any) -> Any:
         torch.manual_seed(3)
@@ -228,10 +228,10 @@ def test_workers_switched_off_and_on() -> None:
     assert_same(run(DataLoader), run(torch.utils.data.DataLoader))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's own half-made iterator
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's own half-constructed iterator
 @pytest.mark.parametrize(("name", "value"), [("num_workers", -1), ("prefetch_factor", -1), ("prefetch_factor", 0)])
 def test_bad_values_set_later(name: str, value: int) -> None:
-    """What the constructor would have refused is found when iteration starts, by torch's assertions."""
+    """Values that the constructor would have refused are found when iteration starts, by torch's assertions."""
     found = []
     for make in (torch.utils.data.DataLoader, DataLoader):
         loader = make(Told(), num_workers=1)
@@ -243,7 +243,7 @@ def test_bad_values_set_later(name: str, value: int) -> None:
 
 
 class Blocked(Dataset[Any]):
-    """Its second sample waits for a signal."""
+    """The second sample waits for a signal."""
 
     def __init__(self) -> None:
         self.gate = multiprocessing.Semaphore(0)
@@ -259,7 +259,7 @@ class Blocked(Dataset[Any]):
 
 @pytest.mark.thorough
 def test_timeout_set_later() -> None:
-    """A timeout set between epochs bounds the waits of the next one, in torch's words."""
+    """A timeout set between epochs bounds the waits of the next epoch, with torch's text."""
     for make, kind in ((torch.utils.data.DataLoader, RuntimeError), (DataLoader, LoaderTimeout)):
         dataset = Blocked()
         loader: Any = make(dataset, num_workers=1)
@@ -278,7 +278,7 @@ def test_timeout_set_later() -> None:
 
 @pytest.mark.thorough
 def test_going_on_after_a_timeout() -> None:
-    """After a timeout the same batch is waited for again; nothing is lost or doubled, as in torch."""
+    """After a timeout the same batch is awaited again; nothing is lost or doubled, as in torch."""
     for make in (torch.utils.data.DataLoader, DataLoader):
         dataset = Blocked()
         batches = iter(make(dataset, num_workers=2, timeout=0.25))
@@ -300,8 +300,8 @@ def test_going_on_after_a_timeout() -> None:
 @pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_warnings_about_pinning(workers: int) -> None:
-    """Both come at `iter()` and not before, the one on the device first and only with pin_memory; each `iter()` anew,
-    but for persistent workers.
+    """Both are given at `iter()` and not before, that on the device first and only with pin_memory; again at each
+    `iter()`, except with persistent workers.
     """
 
     def run(make: Any, **options: Any) -> Any:
@@ -324,7 +324,7 @@ def test_warnings_about_pinning(workers: int) -> None:
 
 @pytest.mark.thorough
 def test_worker_number_warning_comes_again_with_the_workers() -> None:
-    """In the constructor, and whenever workers start: at each `iter()`, or once with persistent workers."""
+    """It is given in the constructor, and whenever workers start: at each `iter()`, or once with persistent workers."""
     many = len(os.sched_getaffinity(0)) + 1
 
     def run(make: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Samples of every type, through `default_collate` and past it: what arrives is what torch's loader gives."""
+"""Samples of every type, through `default_collate` and past it: the batches are those of torch's loader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.helpers.running import BOTH, outcomes, without_place
 from tests.helpers.samples import SAMPLES, Everything, SimpleBatch, same_stride
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning"),  # torch says it once
+    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning"),  # torch warns once
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
@@ -40,7 +40,7 @@ pytestmark = [
 PAIRS = [[2 * n, 2 * n + 1] for n in range(len(SAMPLES))]
 
 
-# torch collates them without workers and refuses them in workers, because it stacks into shared memory there. Our
+# torch collates these without workers and refuses them in workers, because there it stacks into shared memory. Our
 # workers collate them as well. (And arrays with negative strides, which torch refuses anywhere.)
 COLLATED_BY_OUR_WORKERS = {
     "conjugate",
@@ -53,7 +53,7 @@ COLLATED_BY_OUR_WORKERS = {
 
 
 def plain(value: Any) -> Any:
-    """Tensors that cannot be compared by their bytes, as the parts that they are made of."""
+    """Values that cannot be compared by their bytes, as the parts that they are made of."""
     if isinstance(value, torch.Tensor):
         if value.is_quantized:
             scheme = value.qscheme()
@@ -114,7 +114,7 @@ def differences(kind: str, expected: list[Any], **options: Any) -> list[str]:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_collated_by_default(kind: str, workers: int) -> None:
-    """What `default_collate` makes of two samples of each type, or the error that it raises, is torch's."""
+    """The result of `default_collate` for two samples of each type, or the error that it raises, is torch's."""
     options: dict[str, Any] = {"batch_sampler": PAIRS, "num_workers": workers, "timeout": 60 if workers else 0}
     expected = outcomes("torch", Everything(), **options)
     assert sum(map(_is_error, expected)) > 15
@@ -132,7 +132,7 @@ def test_collated_by_default(kind: str, workers: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_passed_on_as_they_are(kind: str, workers: int) -> None:
-    """With a `collate_fn` that leaves the list alone every sample arrives with its type, dtype, shape and strides."""
+    """With a `collate_fn` that returns its list every sample is delivered with its type, dtype, shape and strides."""
     expected = outcomes("torch", Everything(), batch_sampler=PAIRS, collate_fn=identity)
     options: dict[str, Any] = {"batch_sampler": PAIRS, "num_workers": workers, "timeout": 60 if workers else 0}
     assert differences(kind, expected, collate_fn=identity, **options) == []
@@ -142,7 +142,7 @@ def test_passed_on_as_they_are(kind: str, workers: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_converted_one_by_one(kind: str, workers: int) -> None:
-    """With batch_size=None each sample goes through `default_convert`, as torch's does."""
+    """With batch_size=None each sample goes through `default_convert`, as in torch."""
     order = [2 * n for n in range(len(SAMPLES))]
     expected = outcomes("torch", Everything(), batch_size=None, sampler=order)
     options: dict[str, Any] = {"batch_size": None, "num_workers": workers, "timeout": 60 if workers else 0}
@@ -152,7 +152,7 @@ def test_converted_one_by_one(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_attributes_of_tensors_arrive(kind: str) -> None:
-    """A tensor's own attributes, and the attributes of subclasses of dict and list, are there afterwards."""
+    """A tensor's own attributes, and the attributes of subclasses of dict and list, are kept."""
     names = [*SAMPLES]
     wanted = ["tensor with attribute", "dict subclass", "list subclass", "with pin_memory"]
     sampler = [[2 * names.index(name)] for name in wanted]
@@ -166,7 +166,7 @@ def test_attributes_of_tensors_arrive(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_gradients_are_kept(kind: str) -> None:
-    """Leaves that require a gradient still do, and are leaves."""
+    """Leaves that require a gradient still require it, and are leaves."""
     names = [*SAMPLES]
     sampler = [[2 * names.index(name)] for name in ("parameter", "needs gradient")]
     options: dict[str, Any] = {"batch_sampler": sampler, "num_workers": 1, "collate_fn": identity}
@@ -180,7 +180,7 @@ def test_gradients_are_kept(kind: str) -> None:
 
 
 def test_pin_memory_of_users_classes() -> None:
-    """The pinning stage calls `pin_memory()` of a user's batch, however deep in containers torch looks for one."""
+    """The pinning stage calls `pin_memory()` of a user's batch, at every depth of containers where torch calls it."""
     value = [SimpleBatch([torch.ones(3)]), {"inner": (SimpleBatch("text"), "beside")}]
     ring = Ring(slots=2, slot_bytes=PAGE, credits=1)
     ring.close_fd()
@@ -209,7 +209,7 @@ def test_pin_memory_of_users_classes() -> None:
 
 
 class Flagged(Dataset[Any]):
-    """A dataset that looks at a flag in shared memory, and counts its fetches in another."""
+    """A dataset that reads a flag in shared memory, and counts its fetches in another tensor."""
 
     def __init__(self) -> None:
         self.flag = torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -231,7 +231,7 @@ class Flagged(Dataset[Any]):
     ("make", "method"), [(torch.utils.data.DataLoader, "fork"), (DataLoader, "fork"), (DataLoader, "spawn")]
 )
 def test_shared_flags_stay_shared(make: Any, method: str) -> None:
-    """Persistent workers see what the main process writes between epochs, and it sees what they write; as torch's."""
+    """Persistent workers see values that the main process writes between epochs, and it sees theirs; as in torch."""
     dataset = Flagged()
     loader = make(dataset, num_workers=2, persistent_workers=True, multiprocessing_context=method, collate_fn=identity)
     for epoch in range(3):
@@ -243,7 +243,7 @@ def test_shared_flags_stay_shared(make: Any, method: str) -> None:
 
 
 async def test_shared_flags_with_the_async_loader() -> None:
-    """The same for the asynchronous loader."""
+    """Flags in shared memory are seen by the asynchronous loader's workers, too."""
     dataset = Flagged()
     async with AsyncDataLoader[Any](
         dataset, num_workers=2, persistent_workers=True, collate_fn=identity, multiprocessing_context="fork"
@@ -255,7 +255,7 @@ async def test_shared_flags_with_the_async_loader() -> None:
 
 
 class WithPrimitives(Dataset[Any]):
-    """Holds what only a starting process may be given: a lock, an event, a queue; and a shared model."""
+    """Holds objects that only a starting process may be given: a lock, an event, a queue; and a shared model."""
 
     def __init__(self, method: str) -> None:
         context = multiprocessing.get_context(method)
@@ -278,7 +278,7 @@ class WithPrimitives(Dataset[Any]):
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_synchronization_objects_travel(method: str) -> None:
-    """A dataset may hold multiprocessing's locks, values and queues, and a shared model, forked or pickled."""
+    """A dataset may hold multiprocessing's locks, events and queues, and a shared model, forked or pickled."""
     dataset = WithPrimitives(method)
     loader = DataLoader[Any](
         dataset, num_workers=2, persistent_workers=True, multiprocessing_context=method, collate_fn=identity
@@ -308,7 +308,7 @@ class SharedSamples(Dataset[Any]):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_samples_in_shared_memory_are_copied(kind: str) -> None:
-    """Rows of a shared tensor are collated into a batch of their own: writing to the batch changes no dataset."""
+    """Rows of a shared tensor are collated into a new batch: writing to the batch does not change the dataset."""
     dataset = SharedSamples()
     for batch in outcomes(kind, dataset, num_workers=1, batch_size=2):
         batch.fill_(-1.0)

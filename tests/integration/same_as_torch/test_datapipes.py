@@ -1,4 +1,6 @@
-"""torch's datapipes as datasets: settings, sharding by worker, a seed that the workers share; all as torch's loader."""
+"""torch's datapipes as datasets: settings, sharding by worker, a seed that the workers share; all as in torch's
+loader.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def shuffled() -> Any:
 
 
 class Seeded(IterDataPipe[Any]):
-    """A pipe of a user's that wants a seed, and tells which it got."""
+    """A user's pipe that needs a seed, and gives the seed with each element."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -65,7 +67,7 @@ PIPES: dict[str, Callable[[], Any]] = {
 
 
 def both(kind: str, pipe: Callable[[], Any], **options: Any) -> tuple[Run, Run]:
-    """The same on torch's loader and on ours, each with a pipe of its own."""
+    """A run of our loader and a run of torch's, each with a pipe of its own."""
     return run_loader(kind, pipe(), **options), run_loader("torch", pipe(), **options)
 
 
@@ -88,7 +90,7 @@ def test_same_elements_in_the_same_order(name: str) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [None, True, False])
 def test_shuffle_goes_to_the_pipes(kind: str, workers: int, shuffle: bool | None) -> None:
-    """`shuffle` switches the pipe's own shufflers on or off, None leaves them as they are."""
+    """`shuffle` switches the pipe's own shufflers on or off; None leaves them unchanged."""
     options: dict[str, Any] = {"shuffle": shuffle, "num_workers": workers, "batch_size": 3, "epochs": 2}
     got, expected = both(kind, shuffled, **options)
     assert_same(got.epochs, expected.epochs)
@@ -106,7 +108,7 @@ def shuffled_off() -> Any:
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
 def test_shuffle_without_a_shuffler_warns(kind: str) -> None:
-    """torch's warning, in the constructor; and the batches are what torch's are."""
+    """torch's warning is given, in the constructor."""
 
     def run(name: str) -> Any:
         loaders: list[Any] = []
@@ -118,7 +120,7 @@ def test_shuffle_without_a_shuffler_warns(kind: str) -> None:
 
 
 def test_constructor_rules_for_pipes() -> None:
-    """A pipe may be given `shuffle`, but neither a sampler nor a batch sampler; torch's words."""
+    """A pipe may be given `shuffle`, but neither a sampler nor a batch sampler; the error has torch's text."""
     for options in ({"sampler": [1]}, {"batch_sampler": [[1]]}, {"shuffle": False, "sampler": [1]}, {"shuffle": True}):
         found = [outcome(make, shuffled(), **options) for make in MAKERS.values()]
         if isinstance(found[0], tuple):
@@ -155,7 +157,7 @@ def test_map_pipes(kind: str, workers: int, shuffle: bool) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_share_a_seed_each_epoch(kind: str, persistent: bool) -> None:
-    """The shards of shuffled workers make the whole in each epoch, and each epoch has another order."""
+    """The workers' shards together are the whole in each epoch, and each epoch has another order."""
     run = run_loader(kind, shuffled(), epochs=3, num_workers=3, batch_size=None, persistent_workers=persistent)
     values = [[int(x) for x in epoch] for epoch in run.epochs]
     assert [sorted(epoch) for epoch in values] == [list(range(24))] * 3
@@ -165,7 +167,7 @@ def test_workers_share_a_seed_each_epoch(kind: str, persistent: bool) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_shared_seed_is_drawn_from_the_generator(workers: int, persistent: bool) -> None:
-    """With `generator=` the shared seeds come from it: as many draws as torch's, at the same moments."""
+    """With `generator=` the shared seeds are drawn from it, as often as torch's, and at the same moments."""
 
     def run(make: Any) -> Any:
         generator = torch.Generator().manual_seed(12)
@@ -185,7 +187,7 @@ def test_shared_seed_is_drawn_from_the_generator(workers: int, persistent: bool)
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epochs_left_in_the_middle(workers: int) -> None:
-    """The next epoch begins anew, with the next seed, as torch's does."""
+    """The next epoch begins at the beginning, with the next seed, as in torch."""
 
     def run(make: Any) -> Any:
         torch.manual_seed(2)
@@ -203,7 +205,7 @@ def test_epochs_left_in_the_middle(workers: int) -> None:
 
 
 def sees_its_shard(worker: int) -> None:
-    """A user's init function: by now the pipe has been told its share."""
+    """A user's init function: the pipe's shard has been set before it is called."""
     info = get_worker_info()
     assert info is not None
     pipes: list[Any] = get_all_graph_pipes(traverse_dps(info.dataset))  # type: ignore[arg-type]
@@ -214,7 +216,7 @@ def sees_its_shard(worker: int) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_worker_init_fn_comes_after_sharding(kind: str) -> None:
-    """The user's function finds the share applied, and what it changes counts."""
+    """The user's function finds the shard applied, and its changes take effect."""
     options: dict[str, Any] = {"num_workers": 2, "worker_init_fn": sees_its_shard, "batch_size": None}
     got, expected = both(kind, shuffled, **options)
     assert_same(got.epochs, expected.epochs)
@@ -223,7 +225,7 @@ def test_worker_init_fn_comes_after_sharding(kind: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_sharding_twice_is_refused(workers: int) -> None:
-    """torch's RuntimeError, where torch raises it."""
+    """torch's RuntimeError is raised, at the same place as in torch."""
 
     def twice() -> Any:
         return IterableWrapper(range(6)).sharding_filter().map(double).sharding_filter()
@@ -236,7 +238,7 @@ def test_sharding_twice_is_refused(workers: int) -> None:
 
 
 class Squares(MapDataPipe[int]):
-    """A map pipe of a user's."""
+    """A user's map pipe."""
 
     def __getitem__(self, index: Any) -> int:
         return int(index) ** 2
@@ -247,7 +249,7 @@ class Squares(MapDataPipe[int]):
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_pipes_travel_to_spawned_workers(method: str) -> None:
-    """Pipes of torch and of the user are pickled in their wrapper."""
+    """Pipes of torch and of the user reach the workers, forked or pickled in their wrapper."""
     options: dict[str, Any] = {"num_workers": 1, "batch_size": 2, "multiprocessing_context": method}
     assert [b.tolist() for b in DataLoader[Any](Squares(), **options)] == [[0, 1], [4, 9], [16, 25]]
     torch.manual_seed(6)

@@ -1,4 +1,4 @@
-"""torch's contract, row by row: errors of the user's code, their texts, and what comes after them."""
+"""torch's contract, row by row: errors of the user's code, their texts, and the batches after them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def plain(found: Any) -> Any:
-    """An outcome for comparison: of an error its type, and its text without the frames of other people's files."""
+    """An outcome for comparison: of an error its type, and its text without the frames of other files."""
     if not _is_error(found):
         return found
     text = without_place(found[1].replace("\\n", "\n"))  # a subclass of KeyError shows its text as repr does
@@ -52,7 +52,7 @@ class KeywordOnly(Exception):
 
 
 class WithMessage(Exception):
-    """Of the kind that has a `message` and takes it by that name."""
+    """An error with a `message`, which its constructor takes by that name."""
 
     message = "a default"
 
@@ -109,12 +109,12 @@ ERRORS: dict[str, Any] = {
     "stop with value": lambda: _raise(StopIteration(5)),
     "generator exit text": lambda: _raise(RuntimeError("generator raised StopIteration")),
 }
-if not torch_is("2.13"):  # 2.6 raises what the exception's own class raises, and the error itself is lost
+if not torch_is("2.13"):  # 2.6 raises the error of the exception's own class, and loses the original
     del ERRORS["refuses tracebacks"]
 
 
 class Raising(Dataset[Any]):
-    """Even indices are fine, each odd one raises another error."""
+    """Samples with even indices are fine, each odd index raises another error."""
 
     def __len__(self) -> int:
         return 2 * len(ERRORS)
@@ -128,7 +128,7 @@ class Raising(Dataset[Any]):
 @pytest.mark.parametrize("where", ["getitem", "collate"])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_every_kind_of_error(where: str, workers: int) -> None:
-    """Type, text and place are torch's for whatever `__getitem__` or `collate_fn` raises, and iteration goes on."""
+    """Type, text and place are torch's for each error of `__getitem__` or `collate_fn`, and iteration continues."""
     options: dict[str, Any] = {"num_workers": workers, "batch_size": None}
     dataset: Any = Raising()
     if where == "collate":
@@ -153,7 +153,9 @@ def test_key_error_reads_well() -> None:
 
 
 def test_class_local_to_a_function() -> None:
-    """Without workers it is raised as it is; from a worker, where torch hangs, as RuntimeError with its text."""
+    """Without workers the error is raised unchanged; from a worker, where torch hangs, as RuntimeError with its
+    text.
+    """
 
     class Local(Exception):
         pass
@@ -175,7 +177,7 @@ def test_class_local_to_a_function() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_out_of_order_errors(kind: str) -> None:
-    """With in_order=False, too, there is one outcome for each batch."""
+    """With in_order=False, too, each batch has one outcome."""
     numbers = [i for i, name in enumerate(ERRORS) if not name.startswith("stop")]
     order = [index for i in numbers for index in (2 * i, 2 * i + 1)]
     options: dict[str, Any] = {"sampler": order, "batch_size": None, "num_workers": 2}
@@ -191,7 +193,7 @@ def test_out_of_order_errors(kind: str) -> None:
 
 
 class Hiccup:
-    """An iterator that raises at some positions and goes on after it."""
+    """An iterator that raises at some positions, and can be read further."""
 
     def __init__(self, count: int, bad: set[int]) -> None:
         self.count = count
@@ -218,7 +220,7 @@ class Hiccup:
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_sampler_that_raises_and_goes_on(workers: int) -> None:
-    """The error comes from the call that advances the sampler, unchanged; the calls after it give what torch's give."""
+    """The call that advances the sampler raises the error, unchanged; later calls have torch's results."""
     every: list[set[int]] = [{0}, {3}, {4}, {5}, {9}, {4, 5}, {4, 7}, {3, 8}]
     for bad in every:
         options: dict[str, Any] = {"batch_sampler": Hiccup(10, bad), "num_workers": workers}
@@ -235,7 +237,7 @@ class BrokenIter:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_sampler_whose_iter_raises(workers: int) -> None:
-    """It is `iter(loader)` that raises, and no worker stays."""
+    """`iter(loader)` raises the error, and no worker is left."""
     for make in (torch.utils.data.DataLoader, DataLoader):
         numbers: Any = range(3)
         loader: Any = make(numbers, sampler=BrokenIter(), num_workers=workers)
@@ -244,7 +246,7 @@ def test_sampler_whose_iter_raises(workers: int) -> None:
 
 
 def test_index_out_of_range() -> None:
-    """An index beyond the dataset is the dataset's error, in that batch's place."""
+    """An index beyond the dataset is the dataset's error, in the place of its batch."""
     for workers in (0, 1):
         options: dict[str, Any] = {"sampler": [0, 7, 1], "num_workers": workers, "collate_fn": identity}
         expected = steps(torch.utils.data.DataLoader, [10, 11, 12], 4, **options)
@@ -262,7 +264,7 @@ def fail_in_worker_1(worker: int) -> None:
 
 
 class Working(IterableDataset[Any]):
-    """Its `__iter__` fails in worker 1, or whenever there are no workers."""
+    """Its `__iter__` fails in worker 1, and in the main process."""
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -276,7 +278,7 @@ def _places(found: list[Any]) -> list[Any]:
 
 
 def test_worker_init_fn_fails() -> None:
-    """The worker's first task raises the error; its later ones raise too, as torch's do; the other worker goes on."""
+    """The worker's first task raises the error; its later tasks raise, too, as in torch; the other worker continues."""
     options: dict[str, Any] = {"num_workers": 2, "worker_init_fn": fail_in_worker_1, "collate_fn": identity}
     expected = steps(torch.utils.data.DataLoader, Numbers(8), 9, **options)
     got = steps(DataLoader, Numbers(8), 9, **options)
@@ -288,7 +290,7 @@ def test_worker_init_fn_fails() -> None:
 
 
 def test_iter_fails_in_one_worker() -> None:
-    """The same for `__iter__` of an iterable dataset: torch's errors in torch's places."""
+    """An `__iter__` of an iterable dataset that fails gives torch's errors in torch's places."""
     options: dict[str, Any] = {"num_workers": 2, "collate_fn": identity}
     expected = steps(torch.utils.data.DataLoader, Working(), 6, **options)
     got = steps(DataLoader, Working(), 6, **options)
@@ -300,13 +302,13 @@ def test_iter_fails_in_one_worker() -> None:
 
 
 def test_iter_fails_without_workers() -> None:
-    """Without workers it is `iter(loader)` that raises, as torch's does."""
+    """Without workers `iter(loader)` raises, as in torch."""
     assert steps(DataLoader, Working(), 1) == steps(torch.utils.data.DataLoader, Working(), 1)
     assert steps(DataLoader, Working(), 1) == [(LookupError, "in __iter__")]
 
 
 def test_persistent_workers_after_a_failed_start() -> None:
-    """A worker whose worker_init_fn failed calls it again for the next epoch. torch's reads on uninitialised."""
+    """A worker whose worker_init_fn failed calls it again for the next epoch. torch's worker reads on uninitialised."""
 
     def run(make: Any) -> list[Any]:
         options: dict[str, Any] = {"num_workers": 2, "worker_init_fn": fail_in_worker_1, "collate_fn": identity}
@@ -338,7 +340,7 @@ class FailsOnce(IterableDataset[Any]):
 
 
 def test_persistent_workers_after_a_failed_iter() -> None:
-    """A worker whose `__iter__` failed iterates anew in the next epoch, as torch's does."""
+    """A worker whose `__iter__` failed calls it again in the next epoch, as in torch."""
 
     def run(make: Any) -> list[Any]:
         loader = make(FailsOnce(), num_workers=1, persistent_workers=True)
@@ -351,7 +353,7 @@ def test_persistent_workers_after_a_failed_iter() -> None:
 
 
 def test_persistent_workers_after_errors() -> None:
-    """Epochs with errors leave nothing to the next ones: each has the same outcomes."""
+    """Epochs with errors do not change later epochs: each has the same outcomes."""
 
     def run(make: Any) -> list[Any]:
         loader = make(Raising(), batch_size=None, num_workers=2, sampler=range(12), persistent_workers=True)
@@ -368,7 +370,7 @@ def test_persistent_workers_after_errors() -> None:
 
 
 def test_errors_reach_the_async_loader_in_the_same_order() -> None:
-    """The asynchronous loader has the same outcomes as the other two."""
+    """The asynchronous loader has the outcomes of the other two loaders."""
     numbers = [i for i, name in enumerate(ERRORS) if not name.startswith("stop")]
     order = [index for i in numbers for index in (2 * i, 2 * i + 1)]
     options: dict[str, Any] = {"sampler": order, "batch_size": None, "num_workers": 2}

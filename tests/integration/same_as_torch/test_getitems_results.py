@@ -1,4 +1,4 @@
-"""What `__getitems__` returns need not be a list: it goes to the collation as it is, as with torch."""
+"""The result of `__getitems__` need not be a list: it is passed to the collation unchanged, as in torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Results = Callable[[list[int]], Any]
 
 
 class Indexed:
-    """A sequence in all but name: no `__iter__`, no base class."""
+    """A sequence without `__iter__` and without a base class."""
 
     def __init__(self, values: list[int]) -> None:
         self.values = values
@@ -43,7 +43,7 @@ RESULTS: dict[str, Results] = {
 
 
 class Batches(Dataset[Any]):
-    """Gives what is made of the indices by one of `RESULTS`, by its name, or by a function that pickles."""
+    """Makes its result from the indices by an entry of `RESULTS`, given by name, or by a function that pickles."""
 
     def __init__(self, results: str | Results) -> None:
         self.results = results
@@ -64,7 +64,7 @@ class AsyncBatches(Batches):
 
 
 class AwaitedLater(AsyncBatches):
-    """Gives coroutines."""
+    """Its `__getitems__` gives coroutines."""
 
     async def __getitem__(self, index: int) -> int:
         return index
@@ -74,7 +74,7 @@ class AwaitedLater(AsyncBatches):
 
 
 def listed(batch: Any) -> Any:
-    """A collation that knows all of them."""
+    """A collation that handles every result."""
     if isinstance(batch, Indexed):
         return [batch[item] for item in range(len(batch))]
     return batch if batch is None else [*batch]
@@ -90,7 +90,7 @@ def comparable(found: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("name", [*RESULTS])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"concurrency": 2}, {"seeded": 1}], ids=str)
 def test_results_are_collated_as_torch_collates_them(options: dict[str, Any], name: str) -> None:
-    """torch's default collation gives the same batches or errors, and one of the user's gets the same object."""
+    """torch's default collation gives the same batches or errors, and a user's collation gets the same object."""
     collations: list[dict[str, Any]] = [{}, {"collate_fn": listed}]
     for collation in collations:
         expected = outcomes("torch", Batches(name), batch_size=2, num_workers=0, **collation)
@@ -104,7 +104,7 @@ def test_results_are_collated_as_torch_collates_them(options: dict[str, Any], na
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_results_of_async_getitems(workers: int, kind: str) -> None:
-    """An iterator is not used up in the search for awaitables; samples are awaited where there are any."""
+    """An iterator is not exhausted in the search for awaitables; samples that are awaitable are awaited."""
     options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "collate_fn": listed}
     for name in ("array", "tuple", "generator", "map", "indexed", "none"):
         batches = outcomes(kind, AsyncBatches(name), **options)
@@ -120,7 +120,7 @@ def decode(sample: int) -> int:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_an_iterator_are_counted_and_decoded(workers: int) -> None:
-    """In the statistics, and by `decode`; with `on_error` the generator's error is its batch's."""
+    """The statistics count them, and `decode` is applied to them."""
     each: list[dict[str, Any]] = [{}, {"concurrency": 2}]
     for options in each:
         dataset = Batches("generator")

@@ -32,7 +32,7 @@ UNEVEN: dict[str, list[int]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_streams(kind: str, name: str) -> None:
-    """Workers whose copies end at different times: torch's batches in torch's order, short ones included."""
+    """Workers whose copies end at different times: torch's batches in torch's order, short batches included."""
     assert_like_torch(kind, UnevenStream(UNEVEN[name]), num_workers=3, batch_size=4)
 
 
@@ -65,7 +65,7 @@ def test_streams_begin_anew_each_epoch(kind: str, persistent: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_out_of_order(kind: str) -> None:
-    """With in_order=False every sample of every worker comes once."""
+    """With in_order=False every sample of every worker is delivered once."""
     batches = collect(kind, UnevenStream([3, 30, 11]), num_workers=3, batch_size=4, in_order=False)
     pairs = sorted(tuple(pair.tolist()) for batch in batches for pair in batch[0])
     assert pairs == [(w, i) for w, n in enumerate([3, 30, 11]) for i in range(n)]
@@ -73,12 +73,12 @@ def test_streams_out_of_order(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_chained_streams(kind: str) -> None:
-    """torch's ChainDataset works as it is."""
+    """torch's ChainDataset works unchanged."""
     assert_like_torch(kind, ChainDataset([UnevenStream([2, 5]), UnevenStream([3, 0])]), num_workers=2, batch_size=2)
 
 
 class Sharded(IterableDataset[Any]):
-    """Splits a range by `get_worker_info`, and gives what it was told."""
+    """Splits a range by `get_worker_info`, and gives its values."""
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -91,7 +91,9 @@ class Sharded(IterableDataset[Any]):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "method"), [("sync", "fork"), ("sync", "spawn"), ("asyncio", "fork")])
 def test_worker_info(kind: str, method: str) -> None:
-    """`get_worker_info` tells a worker its number, how many there are, its seed and its own copy of the dataset."""
+    """`get_worker_info` has the worker's number, the number of workers, the seed and the worker's copy of the
+    dataset.
+    """
     assert get_worker_info() is None
     run = assert_like_torch(
         kind, Sharded(), num_workers=2, batch_size=None, collate_fn=list, multiprocessing_context=method
@@ -103,10 +105,10 @@ def test_worker_info(kind: str, method: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_claimed_length(workers: int) -> None:
-    """`len(loader)` divides the claimed length; past it every batch warns in torch's words, but still comes."""
+    """`len(loader)` divides the claimed length; beyond it every batch has torch's warning, but is still delivered."""
 
     def run(loader: torch.utils.data.DataLoader[Any]) -> tuple[int, int, list[Any], list[str]]:
-        before = sum(1 for _ in loader)  # nobody asked for the length: no warning
+        before = sum(1 for _ in loader)  # the length has not been asked for: no warning
         claimed, batches = len(loader), list[Any]()
         told = messages(lambda: batches.extend(loader))
         # the dataset's repr has an address
@@ -116,7 +118,7 @@ def test_claimed_length(workers: int) -> None:
     expected = run(torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=workers))
     got = run(DataLoader(dataset, batch_size=2, num_workers=workers))
     assert_same(got, expected)
-    assert len(got[3]) == 1  # the claim is counted in samples, what came in batches: so does torch
+    assert len(got[3]) == 1  # as in torch, the claim counts samples and the warning batches
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -140,7 +142,7 @@ def test_claimed_length_of_an_async_loader(workers: int) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_unknown_length(kind: str) -> None:
-    """A stream without a length: `len(loader)` is a TypeError, as in torch, and iteration works."""
+    """For a stream without a length `len(loader)` is a TypeError, as in torch."""
     make = DataLoader if kind == "sync" else AsyncDataLoader
     for loader in (torch.utils.data.DataLoader(UnevenStream([3])), make(UnevenStream([3]))):
         with pytest.raises(TypeError, match="has no len"):

@@ -48,7 +48,7 @@ LENGTHS: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.thorough
 def test_lengths() -> None:
-    """`len` of loader and iterator: torch's number, or torch's error."""
+    """`len` of loader and iterator is torch's number, or raises torch's error."""
     for dataset, given in LENGTHS:
         options: dict[str, Any] = {**given, "drop_last": bool(given.get("drop_last", False))}
         loaders = [make(dataset, **options) for make in MAKERS.values()]
@@ -70,7 +70,7 @@ class Overlong(CountedStream):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("batch_size", "persistent"), [(None, True), (1, False), (2, True)])
 def test_over_length_warnings(kind: str, workers: int, batch_size: int | None, persistent: bool) -> None:
-    """Each `next` past the length that `len(loader)` read warns with torch's whole text, in each epoch anew."""
+    """Each `next` past the length that `len(loader)` read warns with torch's whole text, again in each epoch."""
 
     def run(name: str) -> Any:
         told: list[Any] = []
@@ -116,7 +116,7 @@ def test_over_length_warnings(kind: str, workers: int, batch_size: int | None, p
     ids=["ours", "torch's"],
 )
 def test_over_length_warning_points_at_the_users_line(make: Any) -> None:
-    """The warning is attributed to the line that asked for the batch, as torch's is."""
+    """The warning is attributed to the line that requested the batch, as in torch."""
     for workers in (0, 1):
         loader: Any = make(Overlong(3, said=1), num_workers=workers)
         len(loader)
@@ -135,7 +135,7 @@ INFORMATION = ("id", "num_workers", "seed", "rng", "worker_method")
 
 
 class Informed(Dataset[Any]):
-    """Everything that worker information has, and what comes of an assignment to it."""
+    """All fields of the worker information, and the result of an assignment to each."""
 
     def __len__(self) -> int:
         return 4
@@ -152,7 +152,7 @@ class Informed(Dataset[Any]):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "method"), [("sync", "fork"), ("asyncio", "fork"), ("sync", "spawn")])
 def test_worker_info_is_torchs(kind: str, method: str) -> None:
-    """All fields with torch's values, of torch's type, which refuses assignments."""
+    """All fields have torch's values, and the type is torch's, which refuses assignments."""
     options: dict[str, Any] = {"num_workers": 2, "collate_fn": identity}
     expected = run_loader("torch", Informed(), **options)
     got = run_loader(kind, Informed(), multiprocessing_context=method, **options)
@@ -197,11 +197,11 @@ def test_draws_from_the_generator(shuffle: bool, workers: int, persistent: bool)
         assert len(set(expected)) == (2 if persistent else 4)
 
 
-# ------------------------------------------------------------------------------------------- who does what
+# ------------------------------------------------------------------------------------------- division of work
 
 
 class Counting(IterableDataset[Any]):
-    """Tells how often this copy of it has been iterated."""
+    """Gives the number of times that this copy has been iterated."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -216,7 +216,7 @@ class Counting(IterableDataset[Any]):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_iter_is_called_once_an_epoch(kind: str, workers: int, persistent: bool) -> None:
-    """Each worker calls `iter(dataset)` once an epoch; persistent workers call it on the copy that they have."""
+    """Each worker calls `iter(dataset)` once per epoch; persistent workers call it on the copy that they have."""
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent and bool(workers)}
     options["collate_fn"] = identity
     expected = run_loader("torch", Counting(), epochs=3, **options).epochs
@@ -239,7 +239,7 @@ class Fetchers(Dataset[Any]):
 @pytest.mark.thorough
 @pytest.mark.parametrize("persistent", [False, True])
 def test_round_robin_begins_with_worker_0(persistent: bool) -> None:
-    """Batch `i` comes from worker ``i % num_workers`` in each epoch, also after one that was left in the middle."""
+    """Worker ``i % num_workers`` makes batch `i` in each epoch, also after an epoch that was left in the middle."""
 
     def run(make: Any) -> list[list[Any]]:
         loader = make(Fetchers(), num_workers=3, persistent_workers=persistent, collate_fn=identity)
@@ -269,7 +269,9 @@ class Stuck(Fetchers):
 
 @pytest.mark.parametrize("factor", [1, 2, 3])
 def test_out_of_order_tasks_go_to_who_has_room(factor: int) -> None:
-    """in_order=False: a stuck worker holds its ``prefetch_factor`` tasks, others go to the free one; as in torch."""
+    """in_order=False: a stuck worker holds its ``prefetch_factor`` tasks, the free worker gets the others; as in
+    torch.
+    """
 
     def run(make: Any) -> list[Any]:
         dataset = Stuck()
@@ -291,7 +293,7 @@ def test_out_of_order_tasks_go_to_who_has_room(factor: int) -> None:
     ("lengths", "drop_last"), [([7, 3, 2], True), ([3, 0, 6], True), ([2, 2, 2], True), ([1, 10, 3], False)], ids=str
 )
 def test_uneven_workers_end_for_themselves(kind: str, drop_last: bool, lengths: list[int]) -> None:
-    """Each worker's batches are full but for its last one, which `drop_last` drops; the last worker ends the epoch."""
+    """A worker's batches are full except its last, which `drop_last` drops; the last worker ends the epoch."""
     options: dict[str, Any] = {"num_workers": 3, "batch_size": 3, "drop_last": drop_last}
     expected = run_loader("torch", UnevenStream(lengths), **options).epochs[0]
     got = run_loader(kind, UnevenStream(lengths), **options).epochs[0]
@@ -308,7 +310,7 @@ def test_uneven_workers_end_for_themselves(kind: str, drop_last: bool, lengths: 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_iterators_refuse_pickling_in_torchs_words(workers: int) -> None:
-    """NotImplementedError with torch's arguments, the second being the class."""
+    """NotImplementedError has torch's arguments, of which the second is the class."""
     for make in (torch.utils.data.DataLoader, DataLoader):
         batches: Any = iter(make(Numbers(2), num_workers=workers))
         with pytest.raises(NotImplementedError) as caught:
@@ -318,11 +320,11 @@ def test_iterators_refuse_pickling_in_torchs_words(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_profiler_range(workers: int) -> None:
-    """Under a profiler each `next`, the last one included, is a range `enumerate(DataLoader)#<class>.__next__`."""
+    """Under a profiler each `next`, also the last, is a range `enumerate(DataLoader)#<class>.__next__`."""
 
     def ranges(make: Any) -> tuple[str, list[str]]:
         batches = iter(make(Numbers(3), num_workers=workers))
-        next(batches)  # before the profiler looks
+        next(batches)  # before the profiler starts
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             list(batches)
         found = [event.name for event in profile.events() or () if "enumerate(DataLoader)" in event.name]
@@ -335,7 +337,7 @@ def test_profiler_range(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_iterators_are_their_own_iterators(workers: int) -> None:
-    """`iter(iterator)` is the iterator; a new `iter(loader)` is another one, and persistent workers' is always one."""
+    """`iter(iterator)` is the iterator; each `iter(loader)` is a new iterator, except with persistent workers."""
     loader = DataLoader[Any](Numbers(3), num_workers=workers)
     batches = iter(loader)
     assert iter(batches) is batches

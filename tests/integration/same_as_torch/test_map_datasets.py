@@ -1,4 +1,6 @@
-"""Map-style datasets: bit for bit what torch's loader gives, and the global generators left where it leaves them."""
+"""Map-style datasets: torch's batches bit for bit, and the global generators in the state in which torch leaves
+them.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def test_same_batches_for_every_number_of_workers(kind: str, workers: int) -> No
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_same_batches_with_persistent_workers(kind: str, workers: int) -> None:
-    """Workers that live on draw on: each epoch's batches are torch's, whose workers live on as well."""
+    """Persistent workers continue their random numbers: each epoch's batches are torch's, whose workers do the same."""
     assert_like_torch(
         kind,
         Augmented(23),
@@ -82,7 +84,7 @@ def test_same_batches_with_persistent_workers(kind: str, workers: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("prefetch_factor", [1, 5])
 def test_prefetch_factor_changes_no_batch(kind: str, prefetch_factor: int) -> None:
-    """How far the workers run ahead shows in no batch and in no generator."""
+    """The distance by which workers run ahead changes no batch and no generator."""
     assert_like_torch(kind, Augmented(40), num_workers=2, prefetch_factor=prefetch_factor, batch_size=3, shuffle=True)
 
 
@@ -91,7 +93,7 @@ def test_prefetch_factor_changes_no_batch(kind: str, prefetch_factor: int) -> No
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_same_batches_for_every_start_method(kind: str, method: str) -> None:
-    """Spawned workers get the dataset by pickle and give what torch's give."""
+    """Spawned workers get the dataset by pickle and give torch's batches."""
     assert_like_torch(
         kind,
         Augmented(15),
@@ -107,7 +109,7 @@ def test_same_batches_for_every_start_method(kind: str, method: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_type_of_default_collate(kind: str, workers: int) -> None:
-    """Tensors, arrays, numbers, strings, bytes, named tuples and nests of them arrive as torch's do."""
+    """Tensors, arrays, numbers, strings, bytes, named tuples and nests of them are delivered as by torch."""
     assert_like_torch(kind, Images(10), num_workers=workers, batch_size=4)
 
 
@@ -130,7 +132,7 @@ def test_getitems_gets_the_whole_batch(kind: str, workers: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_torchs_own_datasets(kind: str) -> None:
-    """TensorDataset, StackDataset, ConcatDataset and Subset work as they are."""
+    """TensorDataset, StackDataset, ConcatDataset and Subset work unchanged."""
     tensors = TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6))
     stacked: StackDataset[Any] = StackDataset(x=Numbers(6), y=Numbers(6, 1))
     datasets: list[Any] = [tensors, stacked, ConcatDataset([Numbers(3), Numbers(4)]), Subset(tensors, [5, 1])]
@@ -140,7 +142,7 @@ def test_torchs_own_datasets(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_indices_may_be_tensors(kind: str) -> None:
-    """What the sampler gives is what the dataset gets, here zero-dimensional tensors."""
+    """The sampler's index reaches the dataset unchanged, here as a zero-dimensional tensor."""
     order = torch.tensor([3, 0, 2])
     expected = collect("torch", torch.arange(8).reshape(4, 2), sampler=order, batch_size=2)
     assert_same(collect(kind, torch.arange(8).reshape(4, 2), sampler=order, batch_size=2, num_workers=2), expected)
@@ -157,7 +159,7 @@ def test_any_object_with_getitem_and_len(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_out_of_order_gives_the_same_samples(kind: str) -> None:
-    """With in_order=False every batch comes, each exactly once."""
+    """With in_order=False every batch is delivered exactly once."""
     run = run_loader(kind, Numbers(50), num_workers=3, batch_size=4, in_order=False)
     firsts = sorted(float(batch[0, 0]) for batch in run.epochs[0])
     assert firsts == [400.0 * i for i in range(13)]
@@ -165,12 +167,12 @@ def test_out_of_order_gives_the_same_samples(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_one_worker_out_of_order_is_torchs(kind: str) -> None:
-    """A single worker has one order whatever in_order says."""
+    """A single worker has one order, whatever in_order is."""
     assert_like_torch(kind, Augmented(20), num_workers=1, batch_size=3, in_order=False, shuffle=True)
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_custom_collate_sees_the_samples_of_a_batch(kind: str) -> None:
-    """collate_fn gets the list of samples, and its result arrives as it is: here uncollated lists."""
+    """collate_fn gets the list of samples, and its result is delivered unchanged: here uncollated lists."""
     run = assert_like_torch(kind, Augmented(9), num_workers=2, batch_size=4, collate_fn=identity)
     assert [len(batch) for batch in run.epochs[0]] == [4, 4, 1]

@@ -1,4 +1,4 @@
-"""Errors that Python would take for the end of the data: only the iterator that is the end ends an epoch."""
+"""Errors that Python would take for the end of the data: only the exhausted iterator itself ends an epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOPS: list[Error] = [StopIteration, StopAsyncIteration]
 
 
 class Count:
-    """0 to 7; raises in place of 3, and goes on."""
+    """Counts from 0 to 7; raises instead of 3, and continues."""
 
     def __init__(self, error: Error | None = None) -> None:
         self.at, self.error = -1, error
@@ -85,7 +85,7 @@ class Collate:
 
 
 def assert_raised_once(found: list[Any]) -> None:
-    """The second batch is an error with the user's text, and all others came."""
+    """Check that the second batch is an error with the user's text, and all other batches were delivered."""
     first, (kind, text), *others = found
     assert [list(batch) for batch in (first, *others)] == [[0, 1], [4, 5], [6, 7]]
     assert issubclass(kind, (RuntimeError, StopAsyncIteration))
@@ -96,7 +96,7 @@ def assert_raised_once(found: list[Any]) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("error", STOPS)
 def test_collation_of_streams(error: Error, workers: int, kind: str) -> None:
-    """What `collate_fn` raises for a batch of a stream fails that batch."""
+    """An error of `collate_fn` for a batch of a stream fails that batch."""
     for stream in (Stream(), AsyncStream()):
         assert_raised_once(outcomes(kind, stream, batch_size=2, num_workers=workers, collate_fn=Collate(error)))
 
@@ -104,13 +104,13 @@ def test_collation_of_streams(error: Error, workers: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stop_async_iteration_of_a_blocking_stream(workers: int, kind: str) -> None:
-    """It is an error like any other of its iterator, as with torch."""
+    """It is an error of its iterator like any other, as in torch."""
     found = outcomes(kind, Stream(StopAsyncIteration), batch_size=2, num_workers=workers)
     assert_raised_once(found)
     if kind == "sync":
         expected = outcomes("torch", Stream(StopAsyncIteration), batch_size=2, num_workers=workers)
         assert [batch[0] for batch in found] == [batch[0] for batch in expected]
-    # The end itself is still the end.
+    # The end itself still ends the epoch.
     assert [*map(list, outcomes(kind, Stream(StopIteration), batch_size=2, num_workers=workers))] == [[0, 1], [2]]
 
 
@@ -128,7 +128,7 @@ def test_map_datasets_in_an_async_loop(error: Error, options: dict[str, Any], wh
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stop_async_iteration_of_a_sampler(workers: int) -> None:
-    """A plain sampler ends with StopIteration alone; what else it raises is its error, whichever loop reads it."""
+    """A plain sampler ends with StopIteration alone; any other exception is its error, whichever loop reads it."""
 
     async def run() -> list[Any]:
         found: list[Any] = []
@@ -146,7 +146,7 @@ def test_stop_async_iteration_of_a_sampler(workers: int) -> None:
 
 
 class EmptySource(IterableDataset[int]):
-    """Reads a header in `__iter__`, and its source has none."""
+    """Reads a header in `__iter__`, and its source is empty."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([next(iter([]))])
@@ -154,7 +154,7 @@ class EmptySource(IterableDataset[int]):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_stop_iteration_at_the_start_of_a_worker(kind: str) -> None:
-    """It is no empty epoch: the error comes, as it does without workers."""
+    """It does not make an empty epoch: the error is raised, as without workers."""
     with pytest.raises(RuntimeError, match="start-up code raised StopIteration"):
         collect(kind, EmptySource(), num_workers=1)
 
@@ -165,7 +165,7 @@ def _oddly(error: BaseException) -> str:
 
 @pytest.mark.parametrize("text", [lambda _: "mine", _oddly], ids=["plain", "raises"])
 def test_replacement_keeps_text_and_notes(text: Callable[[BaseException], str]) -> None:
-    """The error that stands for the user's has its text, notes and cause; a `__str__` that raises costs the text."""
+    """The replacement has the text, notes and cause of the user's error; a `__str__` that raises loses the text."""
     error = type("Odd", (StopIteration,), {"__str__": text})()
     error.add_note("a note")
     instead = not_the_end(error, "a test")

@@ -1,4 +1,4 @@
-"""Exceptions of every odd shape: the user's error arrives as itself, or as a RuntimeError with its text."""
+"""Exceptions of every odd shape: the user's error is raised itself, or as a RuntimeError with its text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Frozen(Exception):
 
 
 class Refusing(Exception):
-    """Refuses attributes, tracebacks and notes in its own words."""
+    """Refuses attributes, tracebacks and notes with errors of its own."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"no {name}")
@@ -42,7 +42,7 @@ class Refusing(Exception):
 
 
 class WithMessage(Exception):
-    """torch makes it with `message=`, which its constructor does not take."""
+    """torch constructs it with `message=`, which its constructor does not take."""
 
     message = "a default"
 
@@ -75,7 +75,7 @@ class NoPickle(Exception):
 
 
 class NotAnError(Exception):
-    """Making it of a text gives something that cannot be raised."""
+    """Constructing it from a text gives an object that cannot be raised."""
 
     def __new__(cls, *args: Any) -> Any:
         return super().__new__(cls, *args) if len(args) == 2 else "a text"
@@ -138,7 +138,7 @@ SHAPES: dict[str, Callable[[], Exception]] = {
 
 
 class Map(Dataset[int]):
-    """Each odd sample raises another shape."""
+    """Each odd sample raises another shape of exception."""
 
     def __init__(self, shapes: list[str]) -> None:
         self.shapes = shapes
@@ -168,7 +168,7 @@ class Stream(IterableDataset[int]):
 
 
 def assert_each_arrives(found: list[Any], shapes: list[str], *, workers: int) -> None:
-    """Each sample or, in its place, the error itself, or what stands for it, with text and notes."""
+    """Check that each sample is delivered, or in its place the error or its replacement, with text and notes."""
     assert [each for each in found if not isinstance(each, tuple)] == [*range(0, 2 * len(shapes), 2)]
     for shape, (kind, text) in zip(shapes, found[1::2], strict=True):
         own = type(SHAPES[shape]())
@@ -184,7 +184,7 @@ def assert_each_arrives(found: list[Any], shapes: list[str], *, workers: int) ->
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("make", [Map, AsyncMap, Stream])
 def test_every_shape_arrives(make: Any, workers: int, kind: str) -> None:
-    """Map and stream, with and without workers, both loaders; later batches come."""
+    """Map and stream, with and without workers, in both loaders; later batches are delivered."""
     shapes = [*SHAPES]
     found = outcomes(kind, make(shapes), batch_size=None, num_workers=workers)
     assert_each_arrives(found, shapes, workers=workers)
@@ -212,7 +212,7 @@ class Broken(type):
 
 
 def test_an_error_whose_text_cannot_be_made() -> None:
-    """Describing it succeeds, whatever raises meanwhile, and says where it was raised."""
+    """Describing it succeeds, whatever raises during it, and includes where the error was raised."""
     for error in (NoText(TEXT), Broken("NoName", (Exception,), {})(TEXT)):
         with pytest.raises(Exception) as caught:
             raise error
@@ -231,7 +231,7 @@ def swallowing() -> Generator[None]:
 
 
 def test_contexts_leave_exceptions_alone() -> None:
-    """They pass through as they are, or are swallowed, as with contextlib's."""
+    """Exceptions pass through unchanged, or are swallowed, as with contextlib's contexts."""
     for error in (Frozen(TEXT), StopIteration(TEXT), Refusing(TEXT)):
         for context in (passing(), global_generators_kept(), swallowing()):
             with pytest.raises(type(error)) as caught, context:
@@ -244,7 +244,7 @@ def test_contexts_leave_exceptions_alone() -> None:
 
 
 def test_notes_of_an_exception_that_refuses_attributes() -> None:
-    """It gets them, once each, and gives back those of ours."""
+    """It gets notes, each once, and `take_notes` removes and returns ours."""
     error = Frozen(TEXT)
     for _ in range(2):
         add_note(error, "while fetching a test")

@@ -1,4 +1,4 @@
-"""A sampler that cannot begin: its error comes once, as with torch, and then the epoch is over."""
+"""A sampler that cannot begin: its error is raised once, as in torch, and then the epoch is over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Found = list[str]
 
 
 class Unborn:
-    """Each `__iter__` raises; counts them."""
+    """Each `__iter__` raises; `calls` counts them."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -29,7 +29,7 @@ class Unborn:
 
 
 def steps(make: Any, options: dict[str, Any]) -> Found:
-    """What comes of ``iter(loader)`` and of four calls of ``next``."""
+    """The outcomes of ``iter(loader)`` and of four calls of ``next``."""
     found: Found = []
     try:
         batches = iter(make(range(8), **options))
@@ -66,7 +66,7 @@ async def async_steps(options: dict[str, Any]) -> Found:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("how", [{"sampler": 1}, {"sampler": 1, "batch_size": None}, {"batch_sampler": 1}], ids=str)
 def test_its_error_comes_once(how: dict[str, Any], workers: int) -> None:
-    """From ``iter`` or from the first ``next``, wherever torch's comes from; the sampler is not asked again."""
+    """``iter`` or the first ``next`` raises it, like torch's; the sampler is not asked again."""
     options = {name: Unborn() if value == 1 else value for name, value in how.items()} | {"num_workers": workers}
     expected = steps(torch.utils.data.DataLoader, options)
     for sampler in (options.get("sampler"), options.get("batch_sampler")):
@@ -79,7 +79,7 @@ def test_its_error_comes_once(how: dict[str, Any], workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_its_error_comes_once_with_a_seed(workers: int) -> None:
-    """The same where the sampler's order is cut into the ranks' shares."""
+    """Also where the sampler's order is cut into the ranks' shares."""
     options: dict[str, Any] = {"sampler": Unborn(), "seed": 1, "num_workers": workers}
     for found in (steps(DataLoader, options), run_async(async_steps(options))):
         assert found in (["error of iter"], ["error", "end", "end", "end"])

@@ -1,4 +1,4 @@
-"""Errors of the user's code: raised instead of the failing batch, with torch's type and text; iteration goes on."""
+"""Errors of the user's code: raised instead of the failing batch, with torch's type and text; iteration continues."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Failing(Dataset[Any]):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_errors_of_getitem(kind: str, workers: int) -> None:
-    """Each failing batch raises in its place, with torch's type and text; all other batches come."""
+    """Each failing batch raises in its place, with torch's type and text; all other batches are delivered."""
     options: dict[str, Any] = {"num_workers": workers, "batch_size": 2}
     expected = outcomes("torch", Failing(), **options)
     got = outcomes(kind, Failing(), **options)
@@ -77,7 +77,7 @@ def test_errors_of_one_worker_leave_the_others(kind: str) -> None:
     assert got[1][0] is KeyError
     assert got[1][1].startswith(HEAD.format("KeyError", 1))
     assert got[2][0] is OwnError
-    assert got[3][0] is RuntimeError  # its own type cannot be made of one string
+    assert got[3][0] is RuntimeError  # its own type cannot be constructed from one string
 
 
 def broken_collate(samples: list[Any]) -> Any:
@@ -89,7 +89,7 @@ def broken_collate(samples: list[Any]) -> Any:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_errors_of_collate(kind: str, persistent: bool) -> None:
-    """The same for collate_fn; persistent workers go on in later epochs."""
+    """An error of collate_fn is raised in its place, too; persistent workers continue."""
     options: dict[str, Any] = {"num_workers": 2, "batch_size": 2, "collate_fn": broken_collate}
     got = outcomes(kind, Numbers(8), persistent_workers=persistent, **options)
     expected = outcomes("torch", Numbers(8), **options)
@@ -104,7 +104,7 @@ def unpicklable_batch(samples: list[Any]) -> Any:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_batch_that_cannot_be_pickled(kind: str) -> None:
-    """It is an error of that batch (torch loses it in a thread and hangs)."""
+    """The error belongs to that batch (torch loses it in a thread and hangs)."""
     for kind_of_error, text in outcomes(kind, Numbers(4), num_workers=1, batch_size=2, collate_fn=unpicklable_batch):
         assert issubclass(kind_of_error, Exception)
         assert "pickle" in text
@@ -139,7 +139,7 @@ def test_errors_of_a_stream(kind: str) -> None:
 
 
 def test_error_of_iter_comes_first() -> None:
-    """`__iter__` failing raises at the worker's first batch."""
+    """The failure of `__iter__` is raised instead of the worker's first batch."""
     for make in (torch.utils.data.DataLoader, DataLoader):
         batches = iter(make(FailingStream("iter"), num_workers=1))
         with pytest.raises(LookupError) as caught:
@@ -167,13 +167,13 @@ class Stopping(Dataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stop_iteration_of_a_map_dataset(workers: int) -> None:
-    """It ends a `for` loop early, as torch's does, and in no case a batch comes twice or the program hangs."""
+    """It ends a `for` loop early, as in torch; no batch is delivered twice, and the program does not hang."""
     if not workers:
         assert [int(batch) for batch in torch.utils.data.DataLoader(Stopping())] == [0]
     assert [int(batch) for batch in DataLoader[Any](Stopping(), num_workers=workers)] == [0]
     first, *rest = outcomes("asyncio", Stopping(), num_workers=workers)
     assert int(first) == 0
-    if workers:  # what a coroutine raises cannot be a StopIteration
+    if workers:  # a coroutine cannot raise StopIteration
         assert rest[0][0] is RuntimeError
         assert [int(batch) for batch in rest[1:]] == [2, 3]
 
@@ -187,7 +187,7 @@ class Sometimes(AsyncNumbers):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_of_an_async_dataset(kind: str) -> None:
-    """A failing `async def __getitem__` fails its batch alone, with the same text."""
+    """A failing `async def __getitem__` fails its batch alone, with the text of other errors."""
     got = outcomes(kind, Sometimes(8), num_workers=2, batch_size=2)
     assert [isinstance(outcome, tuple) for outcome in got] == [False, True, False, False]
     assert got[1][0] is OwnError
@@ -208,7 +208,7 @@ class FailingSampler:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_errors_of_a_sampler_sync(workers: int) -> None:
-    """The sampler runs in the caller's thread: its error comes unchanged, where torch raises it."""
+    """The sampler runs in the caller's thread: its error is raised unchanged, where torch raises it."""
     for make in (torch.utils.data.DataLoader, DataLoader):
         given = []
         with pytest.raises(PermissionError, match=r"^in the sampler$"):  # noqa: PT012
@@ -219,7 +219,7 @@ def test_errors_of_a_sampler_sync(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_errors_of_a_sampler_async(workers: int) -> None:
-    """The same for the asynchronous loader."""
+    """The asynchronous loader raises a sampler's error unchanged, at the same place."""
     given = []
     async with AsyncDataLoader[Any](Numbers(3), batch_sampler=FailingSampler(), num_workers=workers) as loader:
         with pytest.raises(PermissionError, match=r"^in the sampler$"):  # noqa: PT012
@@ -229,7 +229,7 @@ async def test_errors_of_a_sampler_async(workers: int) -> None:
 
 
 class LateSampler:
-    """Fails beyond what is read ahead at the start."""
+    """Fails beyond the batches that are read ahead at the start."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for i in range(4):
@@ -239,7 +239,7 @@ class LateSampler:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_late_error_of_a_sampler(kind: str) -> None:
-    """An error beyond the first read-ahead comes when torch's loader meets it: in the next that pulls."""
+    """An error beyond the first read-ahead is raised, and the batches are torch's."""
     expected = outcomes("torch", Numbers(8), batch_sampler=LateSampler(), num_workers=1)
     got = outcomes(kind, Numbers(8), batch_sampler=LateSampler(), num_workers=1)
     assert (PermissionError, "late") in got
@@ -248,7 +248,7 @@ def test_late_error_of_a_sampler(kind: str) -> None:
 
 
 def test_error_while_iterating_leaves_no_worker() -> None:
-    """Once an error has ended the caller's loop and is forgotten, so are the workers (the leak check looks)."""
+    """An error ends the caller's loop; when it is deleted, the workers end, too (the leak check would find them)."""
     with pytest.raises(KeyError):
         for _ in DataLoader[Any](Failing(), num_workers=2):
             pass
@@ -262,7 +262,7 @@ def test_error_while_iterating_leaves_no_worker() -> None:
 
 
 class OnTheGpu(Dataset[Any]):
-    """Touches CUDA as in a process that was forked after CUDA had been used."""
+    """Uses CUDA like a process that was forked after CUDA had been used."""
 
     def __len__(self) -> int:
         return 2
@@ -273,8 +273,8 @@ class OnTheGpu(Dataset[Any]):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_forked_worker_that_touches_cuda(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own error comes through, which says what to do, with the worker's number and traceback."""
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # the mark that torch sets after a fork
+    """torch's own error is raised, which names the remedy, with the worker's number and traceback."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # the flag that torch sets after a fork
     with pytest.raises(RuntimeError, match=r"(?s)worker process 0.*Cannot re-initialize CUDA in forked .*'spawn'"):
         collect(kind, OnTheGpu(), num_workers=1, multiprocessing_context="fork")
 
@@ -291,7 +291,7 @@ class Exiting(Dataset[Any]):
 
 def test_a_sample_that_exits_here() -> None:
     """Without workers SystemExit is raised to the caller, in the batch's place, though the sample ran in the thread of
-    the loader's loop; who catches it gets the other batches.
+    the loader's loop; a caller that catches it gets the other batches.
     """
     batches = iter(DataLoader[Any](Exiting(), batch_size=2))
     assert next(batches).tolist() == [0, 1]

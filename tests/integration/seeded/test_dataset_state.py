@@ -1,5 +1,5 @@
-"""A map dataset with a state of its own, in seeded mode: found again where one copy reads one sample after the other,
-refused where nobody can say what a copy has read.
+"""A map dataset with a state of its own, in seeded mode: saved and restored where a single copy reads one sample after
+the other, refused where it is unknown which samples a copy has read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ BOTH = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 
 
 class Counting(Dataset[int]):
-    """A sample tells how many this copy has given. With a path, one worker dies once, at its seventh."""
+    """Each sample has the number of samples that this copy has given. With a path, a worker dies once, at its
+    seventh.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self.given = 0
@@ -54,7 +56,7 @@ def options(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("step", [0, 3, 8])
 async def test_a_state_has_the_datasets(workers: int, step: int) -> None:
-    """Of each class of loader, loaded by the other; in an epoch and at its end."""
+    """The state of either class of loader is loaded by the other, in an epoch and at its end."""
     with DataLoader(Counting(), **options(num_workers=workers)) as loader:
         batches = iter(loader)
         for _ in range(step):
@@ -76,7 +78,9 @@ async def test_a_state_has_the_datasets(workers: int, step: int) -> None:
     ],
 )
 async def test_what_nobody_can_say_is_refused(make: Any, dataset: Any, changes: dict[str, Any], reason: str) -> None:
-    """When it is asked for in an epoch; before it there is nothing to say. Without its state the dataset is welcome."""
+    """Refused when a state is requested in an epoch; before the epoch it is allowed. A Subset hides the dataset's
+    state.
+    """
     loader = make(dataset(), **options(**changes))
     loader.state_dict()
     batches = aiter(loader) if make is AsyncDataLoader else iter(loader)
@@ -92,14 +96,14 @@ async def test_what_nobody_can_say_is_refused(make: Any, dataset: Any, changes: 
 
 
 def test_between_epochs_new_workers_begin_as_the_dataset_is() -> None:
-    """So there is nothing to be refused."""
+    """A state between epochs is not refused."""
     with DataLoader(Counting(), **options(num_workers=2)) as loader:
         list(loader)
         assert loader.state_dict()["finished"]
 
 
 def test_a_replacement_goes_on_behind_the_last_answer(tmp_path: Path) -> None:
-    """A worker that died is replaced by one whose dataset stands where the first one's had stood."""
+    """A worker that died is replaced by a worker whose dataset has the state after the last answer."""
     with DataLoader(Counting(), **options(num_workers=1)) as loader:
         expected = [batch.tolist() for batch in loader]
     with DataLoader(Counting(tmp_path / "died"), **options(num_workers=1)) as loader:

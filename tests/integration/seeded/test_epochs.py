@@ -1,4 +1,4 @@
-"""Which epoch a seeded loader is in: completed ones advance it, abandoned ones do not, users set it."""
+"""The epoch of a seeded loader: completed epochs advance it, abandoned epochs do not, users set it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEDED: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 7}
 
 @pytest.fixture(params=PLACES, ids=["inline", "workers", "persistent"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Where the samples are made."""
+    """The places where samples are made."""
     workers, persistent = request.param
     return {**SEEDED, "num_workers": workers, "persistent_workers": persistent}
 
@@ -34,7 +34,7 @@ def epochs() -> list[list[Any]]:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_completed_epochs_advance_it(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """Each completed epoch is another one; the sampler knows its number."""
+    """Each completed epoch is followed by the next; the sampler has its number."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         for number in range(3):
             assert run.loader.sampler.epoch == number
@@ -46,7 +46,7 @@ def test_completed_epochs_advance_it(kind: str, options: dict[str, Any], epochs:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_abandoned_epochs_do_not(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """An epoch left in its middle, or never begun, comes again from its beginning."""
+    """An epoch left in its middle, or never begun, begins again at its beginning."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.epoch()
         for taken in (0, 1, 4):
@@ -61,7 +61,7 @@ def test_abandoned_epochs_do_not(kind: str, options: dict[str, Any], epochs: lis
 def test_an_epoch_whose_last_batch_was_delivered_is_complete(
     kind: str, options: dict[str, Any], epochs: list[list[Any]]
 ) -> None:
-    """Frameworks stop at ``len(loader)`` and never ask for more: that counts as the end, once."""
+    """Frameworks stop at ``len(loader)`` without a further `next`: that counts as the end, once."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         for number in range(3):
             run.begin()
@@ -72,7 +72,9 @@ def test_an_epoch_whose_last_batch_was_delivered_is_complete(
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("seed", [None, 5])
 def test_the_loader_says_its_epoch(kind: str, seed: int | None) -> None:
-    """That of the batches that come, then the next one's; one left early does not count, and a state has its own."""
+    """`epoch` is that of the batches being read, then the next; an epoch left early does not count; a state has its
+    own.
+    """
     with Stepwise(kind, AllDraws(N), batch_size=4, num_workers=1, seed=seed) as run:
         assert run.loader.epoch == 0
         run.begin()
@@ -97,7 +99,7 @@ def test_the_loader_says_its_epoch(kind: str, seed: int | None) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("where", ["loader", "sampler"])
 def test_set_epoch(kind: str, where: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """Setting the epoch on the loader or on its sampler is the same thing, forwards and backwards."""
+    """Setting the epoch on the loader or on its sampler has the same effect, forwards and backwards."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         target = run.loader if where == "loader" else run.loader.sampler
         for number in (3, 0, 2, 2):
@@ -106,7 +108,7 @@ def test_set_epoch(kind: str, where: str, options: dict[str, Any], epochs: list[
             assert run.loader.sampler.epoch == number + 1
         run.begin()
         run.step()
-        target.set_epoch(1)  # the iterator goes on with its own epoch
+        target.set_epoch(1)  # the iterator continues with its own epoch
         assert_same(run.rest(), epochs[3][1:])
         assert run.loader.sampler.epoch == 1, "what was set meanwhile stays"
         assert_same(run.epoch(), epochs[1])
@@ -127,7 +129,7 @@ def test_two_iterators_at_a_time(kind: str, epochs: list[list[Any]]) -> None:
 
 
 class Told(Rows):
-    """Knows the epoch, as a dataset of Hugging Face does."""
+    """Has `set_epoch`, like a dataset of Hugging Face."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -143,7 +145,7 @@ class Told(Rows):
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_datasets_are_told(kind: str, options: dict[str, Any]) -> None:
-    """A dataset with `set_epoch` is told each epoch, wherever its copy is: also in persistent workers."""
+    """`set_epoch` of a dataset is called for each epoch, in every copy: also in persistent workers."""
     with Stepwise(kind, Told(N), **options) as run:
         for number in (0, 1, 5):
             run.loader.set_epoch(number)
@@ -155,7 +157,7 @@ def test_datasets_are_told(kind: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_samplers_of_the_users_are_told(kind: str) -> None:
-    """A sampler with `set_epoch`, and one inside a batch sampler, follow the loader's epoch."""
+    """A sampler with `set_epoch`, and a sampler inside a batch sampler, follow the loader's epoch."""
     for make in (
         lambda: {"sampler": SeededSampler(range(N), 3), "batch_size": 4},
         lambda: {"batch_sampler": BatchSampler(SeededSampler(range(N), 3), 4, drop_last=False)},
@@ -169,7 +171,7 @@ def test_samplers_of_the_users_are_told(kind: str) -> None:
 
 @pytest.mark.parametrize("value", [-1, 1.5, "1", None])
 def test_what_is_no_epoch(value: Any) -> None:
-    """Negative numbers and other things are refused by name, and change nothing."""
+    """Negative numbers and other values are refused by name, and change nothing."""
     with Stepwise("sync", Rows(N), **SEEDED) as run:
         run.loader.set_epoch(2)
         with pytest.raises((ValueError, TypeError), match="epoch"):
@@ -193,7 +195,9 @@ def test_large_epochs(kind: str) -> None:
 def test_a_state_between_epochs_is_of_the_epoch_that_was_set(
     kind: str, before: str, options: dict[str, Any], epochs: list[list[Any]]
 ) -> None:
-    """What `set_epoch` chose is what the next iterator gives, and the one of who resumes from a state taken here."""
+    """The next iterator gives the epoch that `set_epoch` chose, and so does a loader resumed from a state taken
+    here.
+    """
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.begin()
         run.take(2)
@@ -214,7 +218,7 @@ def test_a_state_between_epochs_is_of_the_epoch_that_was_set(
 
 
 class Hears(SeededSampler):
-    """Notes each epoch that it is told."""
+    """Notes each epoch that it is given."""
 
     def __init__(self) -> None:
         super().__init__(range(N), 7)
@@ -227,7 +231,7 @@ class Hears(SeededSampler):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_sampler_is_told_once(kind: str) -> None:
-    """A sampler that does something when it is told (as one that draws, or reads a file) does it once."""
+    """A sampler whose `set_epoch` has effects (it draws, or reads a file) is called once."""
     for options in ({"sampler": Hears()}, {"batch_sampler": BatchSampler(Hears(), 4, False)}):
         with Stepwise(kind, Rows(N), **options) as run:
             run.loader.set_epoch(3)

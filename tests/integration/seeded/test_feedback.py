@@ -1,4 +1,4 @@
-"""Feedback from the trainer to the sampler: it arrives, within the stated bound, and is part of the state."""
+"""Feedback from the trainer to the sampler: it is delivered, within the stated bound, and is part of the state."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ SAMPLERS = [Curriculum, AwaitedCurriculum]
 def test_feedback_reaches_the_sampler(
     kind: str, make: Any, mode: dict[str, Any], workers: int, factor: int | None, ahead: int
 ) -> None:
-    """Each batch tells how many reports its sampler had heard when it chose: those on all batches before it, but for
-    what was in flight, at most ``num_workers * prefetch_factor + 1`` batches and `reorder_window` more in seeded mode.
+    """Each batch is the number of reports that its sampler had received when it chose: the reports on all batches
+    before, except those in flight, at most ``num_workers * prefetch_factor + 1`` batches, and `reorder_window` more in
+    seeded mode.
     """
     bound = workers * (factor or 0) + 1 + (ahead if mode and workers else 0)
     options: dict[str, Any] = {"num_workers": workers, "prefetch_factor": factor, **mode}
@@ -46,7 +47,7 @@ def test_feedback_reaches_the_sampler(
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("make", SAMPLERS)
 def test_arguments_are_passed_on(kind: str, make: Any) -> None:
-    """All of them, by position and by name; before the first batch, too."""
+    """All arguments are passed on, by position and by name; before the first batch, too."""
     sampler = make(8)
     with Stepwise(kind, Rows(N), batch_size=2, sampler=sampler) as run:
         run.call(lambda: run.loader.feedback(7, weight=3))
@@ -57,7 +58,7 @@ def test_arguments_are_passed_on(kind: str, make: Any) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_batch_sampler_gets_it_first(kind: str) -> None:
-    """With a batch sampler that listens, that is where it goes."""
+    """A batch sampler with `feedback` gets the report."""
 
     class Listening:
         def __init__(self) -> None:
@@ -90,8 +91,8 @@ def test_a_sampler_that_does_not_listen(kind: str) -> None:
 @pytest.mark.parametrize("mode", MODES, ids=["torch", "seeded"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_was_heard_is_part_of_the_state(kind: str, make: Any, mode: dict[str, Any], workers: int) -> None:
-    """A Stateful sampler goes on with what it had heard when it chose the last delivered batch, wherever it was read
-    ahead to.
+    """A Stateful sampler resumes with the reports that it had received when it chose the last delivered batch, however
+    far it was read ahead.
     """
     options: dict[str, Any] = {"num_workers": workers, **mode}
     with Stepwise(kind, Rows(N), batch_size=2, sampler=make(40), **options) as run:
@@ -117,7 +118,7 @@ def test_what_was_heard_is_part_of_the_state(kind: str, make: Any, mode: dict[st
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", MODES, ids=["torch", "seeded"])
 def test_an_async_sampler_without_a_state_is_read_again(kind: str, workers: int, mode: dict[str, Any]) -> None:
-    """Its indices are read and dropped, no data is fetched for them."""
+    """Its indices are read and dropped; no data is fetched for them."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, **mode}
     with Stepwise(kind, Rows(40), sampler=Replayed(40), **options) as run:
         run.begin()

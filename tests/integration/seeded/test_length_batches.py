@@ -1,4 +1,4 @@
-"""Length-aware batches and mixtures in seeded mode: ranks take turns in one plan; a run goes on where it stopped."""
+"""Length-aware batches and mixtures in seeded mode: ranks take turns in one plan; a run resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def batch_samplers() -> list[Any]:
 @pytest.mark.parametrize("kind", [0, 1], ids=["budget", "bucket"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_take_turns_in_one_plan(kind: int, world_size: int) -> None:
-    """Rank r of W delivers the plan's batches r, r + W, ...: as many on each rank, and none twice."""
+    """Rank r of W delivers the plan's batches r, r + W, ...: the same number on each rank, and none twice."""
     expected = list(batch_samplers()[kind])
     steps = len(expected) // world_size
     for rank in range(world_size):
@@ -33,7 +33,7 @@ def test_ranks_take_turns_in_one_plan(kind: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["budget", "bucket"])
 def test_resumed_with_other_workers(kind: int) -> None:
-    """The rest of the epoch, and then the next epoch's plan."""
+    """The resumed loader gives the rest of the epoch, and then the next epoch's plan."""
     sampler = batch_samplers()[kind]
     expected = list(sampler)
     sampler.set_epoch(1)
@@ -51,7 +51,7 @@ def test_resumed_with_other_workers(kind: int) -> None:
 
 @pytest.mark.parametrize("on_exhausted", ["repeat", "stop", "drop"])
 def test_mixture_is_resumed(on_exhausted: Any) -> None:
-    """A mixture's position is a number, so it goes on at once."""
+    """A resumed mixture gives the rest of its order."""
 
     def made() -> DataLoader[Any]:
         sampler = MixtureSampler([range(300), range(100)], [0.8, 0.2], seed=2, on_exhausted=on_exhausted)

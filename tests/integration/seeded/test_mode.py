@@ -1,4 +1,4 @@
-"""Seeded mode: the same bytes whoever loads, and the process's own random numbers left as they were."""
+"""Seeded mode: the same bytes for every way of loading, and the process's own random numbers are not touched."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_same_bytes_for_every_number_of_workers(kind: str, workers: int) -> 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_the_same_bytes_for_every_start_method(kind: str, method: str) -> None:
-    """However the workers come to be, what they give is the same: samples, whole batches and collations that draw."""
+    """Every start method gives the same bytes: for samples, whole batches and collations that draw."""
     options: dict[str, Any] = {**SEEDED, "collate_fn": draw_and_collate}
     expected = epochs_of("sync", WholeDraws(N), 2, **options)
     more: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method, "persistent_workers": True}
@@ -90,7 +90,7 @@ def test_views(name: str) -> None:
 
 
 def test_a_view_of_samples_draws_as_the_samples_do() -> None:
-    """A subset of a dataset is read sample by sample: it gives what a sampler of the same indices gives."""
+    """A subset of a dataset is read sample by sample: it gives the samples of a sampler with the same indices."""
     indices = [5, 3, 3, 40, 11, 0, 9]
     plain = epochs_of("sync", AllDraws(N), batch_size=3, seed=7, sampler=indices)
     assert_same(epochs_of("sync", Subset(AllDraws(N), indices), batch_size=3, seed=7), plain)
@@ -103,7 +103,9 @@ def test_a_view_of_samples_draws_as_the_samples_do() -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_makes_a_whole_batch_is_seeded_by_the_batch(kind: str, workers: int) -> None:
-    """A dataset's own `__getitems__`, and a collation that draws, give the same again; each batch has other numbers."""
+    """A dataset's own `__getitems__`, and a collation that draws, repeat their numbers; each batch has other
+    numbers.
+    """
     options: dict[str, Any] = {**SEEDED, "collate_fn": draw_and_collate, "num_workers": workers}
     got = epochs_of(kind, WholeDraws(N), **options)[0]
     assert_same(got, epochs_of("sync", WholeDraws(N), **{**options, "num_workers": 0})[0])
@@ -116,7 +118,7 @@ def test_what_makes_a_whole_batch_is_seeded_by_the_batch(kind: str, workers: int
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_without_automatic_batching(kind: str, workers: int) -> None:
-    """``batch_size=None``: each sample is made as it is in a batch."""
+    """``batch_size=None``: each sample has the values that it has in a batch."""
     single = epochs_of(kind, AllDraws(N), batch_size=None, shuffle=True, seed=7, num_workers=workers)[0]
     assert_same(torch.stack(single), torch.cat(epochs_of("sync", AllDraws(N), **SEEDED)[0]))
 
@@ -127,7 +129,7 @@ def test_without_automatic_batching(kind: str, workers: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_users_order_is_kept(kind: str, workers: int) -> None:
-    """A sampler and a batch sampler of the user's keep their order; random numbers follow the position in it."""
+    """A user's sampler and batch sampler keep their order; random numbers follow the position in it."""
     order = [7, 7, 1, 30, 2, 7, 0]
     got = epochs_of(kind, AllDraws(N), batch_size=3, sampler=order, seed=7, num_workers=workers)[0]
     rows = torch.cat(got)
@@ -189,7 +191,7 @@ def test_the_processs_generators_are_left_as_they_were(kind: str, workers: int, 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_consumer_that_draws_between_batches(kind: str) -> None:
-    """What the consumer draws is its own: the batches do not follow it, and it does not follow them."""
+    """The consumer's draws are independent of the batches, and the batches of the consumer's draws."""
     expected = epochs_of("sync", AllDraws(N), **SEEDED)[0]
     torch.manual_seed(9)
     alone = [float(torch.rand(())) for _ in range(5)]
@@ -202,7 +204,7 @@ def test_a_consumer_that_draws_between_batches(kind: str) -> None:
 
 
 def test_after_a_batch_there_is_no_present_sample() -> None:
-    """Between batches `sample_rng` belongs to nobody's sample: it follows the global generator."""
+    """Between batches `sample_rng` belongs to no sample: it follows the global generator."""
     with Stepwise("sync", AllDraws(N), **SEEDED) as run:
         run.begin()
         run.step()
@@ -220,7 +222,7 @@ def test_after_a_batch_there_is_no_present_sample() -> None:
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("make", [AwaitedDraws, Threaded])
 def test_samples_made_concurrently(kind: str, workers: int, make: Any) -> None:
-    """Coroutines that take turns, and threads, draw from their own samples' generators: the same one at a time."""
+    """Coroutines that take turns, and threads, draw from their own sample's generators, as if they were made singly."""
     expected = epochs_of("sync", make(N), concurrency=1, **SEEDED)[0]
     assert_same(epochs_of(kind, make(N), num_workers=workers, **SEEDED)[0], expected)
     draws = torch.cat(expected)[:, 1:]
@@ -235,7 +237,7 @@ def _write(message: object, *_: Any, **__: Any) -> None:
 
 
 def _to_stderr(worker: int) -> None:
-    """In a worker: warnings go to stderr, as they do when no test runner collects them."""
+    """In a worker: write warnings to stderr, as when no test runner collects them."""
     warnings.simplefilter("always")
     warnings.showwarning = _write
 
@@ -249,7 +251,7 @@ def _stderr(capfd: pytest.CaptureFixture[str], dataset: Any, **options: Any) -> 
 
 
 def test_one_warning_for_global_draws_in_coroutines(capfd: pytest.CaptureFixture[str]) -> None:
-    """An async dataset that draws from a global generator is told so, once, with its name and the remedy."""
+    """An async dataset that draws from a global generator causes one warning, with the generator and the remedy."""
     text = _stderr(capfd, GlobalAwaited(N), persistent_workers=True)
     assert text.count(WARNING) == 1
     assert "(random)" in text
@@ -257,7 +259,9 @@ def test_one_warning_for_global_draws_in_coroutines(capfd: pytest.CaptureFixture
 
 
 def test_no_warning_for_draws_that_are_exact(capfd: pytest.CaptureFixture[str]) -> None:
-    """Own generators in coroutines, global ones in blocking samples, and collations that draw are all as promised."""
+    """Draws from `sample_rng` in coroutines, from global generators in blocking samples, and in collations are
+    exact.
+    """
     for dataset in (AwaitedDraws(N), AllDraws(N)):
         assert WARNING not in _stderr(capfd, dataset, collate_fn=draw_and_collate)
 
@@ -266,7 +270,7 @@ def test_no_warning_for_draws_that_are_exact(capfd: pytest.CaptureFixture[str]) 
 
 
 class Gated(Rows):
-    """Index 0 is made when `behind` other samples have been."""
+    """Index 0 is made when `behind` other samples have been made."""
 
     def __init__(self, length: int, behind: int) -> None:
         super().__init__(length)
@@ -285,10 +289,10 @@ class Gated(Rows):
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("factor", "ahead"), [(1, 0), (1, 8), (2, 5)])
 def test_a_slow_batch_does_not_stop_the_other_worker(kind: str, factor: int, ahead: int) -> None:
-    """While one worker makes the first batch, the other gets `reorder_window` batches done beyond the credits; in
-    order all the same.
+    """While one worker makes the first batch, the other makes `reorder_window` batches beyond the credits; they are
+    delivered in order.
     """
-    # The slow worker holds the first task and those that were given to it with it: its credits.
+    # The slow worker holds its credits: the first task and the tasks given to it with the first.
     behind = 2 * factor + ahead - factor
     options: dict[str, Any] = {"batch_size": 1, "seed": 1, "num_workers": 2, "multiprocessing_context": "fork"}
     got = epochs_of(kind, Gated(40, behind), prefetch_factor=factor, tuning=Tuning(reorder_window=ahead), **options)[0]
@@ -298,19 +302,19 @@ def test_a_slow_batch_does_not_stop_the_other_worker(kind: str, factor: int, ahe
 
 
 def test_running_ahead_has_an_end() -> None:
-    """No more than the stated number of batches are made while the first one is awaited."""
+    """At most the stated number of batches is made while the first batch is awaited."""
     dataset = Gated(60, behind=1 + 4)
     options: dict[str, Any] = {"batch_size": 1, "seed": 1, "num_workers": 2, "multiprocessing_context": "fork"}
     with Stepwise("sync", dataset, prefetch_factor=1, tuning=Tuning(reorder_window=4), **options) as run:
         run.begin()
         run.step()
-        # 2 credits and 4 ahead, and one more for the batch that was taken; index 0 took 5 of them off the count.
+        # 2 credits, 4 ahead, and one for the batch that was taken; index 0 has already acquired 5 of them.
         beyond = sum(dataset.made.acquire(block=False) for _ in range(60))
         assert beyond <= 2 + 4 + 1 - 5
 
 
 def test_the_default_sampler_is_ours() -> None:
-    """With `seed` the loader's sampler is a `SeededSampler` of that seed, which anybody can read."""
+    """With `seed` the loader's sampler is a `SeededSampler` of that seed, which any code can read."""
     with Stepwise("sync", Rows(N), **SEEDED) as run:
         sampler = run.loader.sampler
         assert isinstance(sampler, SeededSampler)

@@ -35,7 +35,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The ranks keep no thread, no worker and no connection of a loader."""
+    """Check that the ranks keep no thread, no worker and no connection of a loader."""
     groups = [request.getfixturevalue(name) for name in ("two", "three") if name in request.fixturenames]
     yield
     for group in groups:
@@ -44,7 +44,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def steps_and_ends(ranks: list[list[Any]]) -> list[list[tuple[int, str]]]:
-    """Of each rank's epochs: how many batches, and the first words of how it ended."""
+    """Of each rank's epochs: the number of batches, and the first words of the outcome."""
     return [[(len(batches), end.partition(":")[0]) for batches, end in rank] for rank in ranks]
 
 
@@ -55,9 +55,11 @@ def steps_and_ends(ranks: list[list[Any]]) -> list[list[tuple[int, str]]]:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_uneven_shards_end_together(two: RankGroup, kind: str, workers: int) -> None:
-    """``on_uneven="drop"``: in each epoch every rank gets as many batches as the shortest shard has, its own first."""
+    """``on_uneven="drop"``: in each epoch every rank gets its own first batches, in the number that the shortest shard
+    has.
+    """
     ranks = two("stream", [9, 6], kind=kind, epochs=3, num_workers=workers, persistent_workers=bool(workers))
-    steps = 4 if workers else 3  # two workers with three samples each make two batches each, of rank 1's
+    steps = 4 if workers else 3  # rank 1's two workers with three samples each make two batches each
     assert steps_and_ends(ranks) == [[(steps, "end")] * 3] * 2
     for rank, epochs in enumerate(ranks):
         alone = [b.tolist() for b in epochs_of("sync", Shard(rank, [9, 6][rank]), batch_size=2, num_workers=workers)[0]]
@@ -66,7 +68,7 @@ def test_uneven_shards_end_together(two: RankGroup, kind: str, workers: int) -> 
 
 @pytest.mark.thorough
 def test_three_ranks_train_while_their_loaders_run_ahead(three: RankGroup) -> None:
-    """The loader's reductions never meet the trainer's, which go on in the default group meanwhile."""
+    """The loader's reductions never meet the trainer's, which run in the default group at the same time."""
     ranks = three("stream", [90, 61, 80], epochs=2, num_workers=2, train=True, prefetch_factor=4)
     assert steps_and_ends(ranks) == [[(31, "end")] * 2] * 3
 
@@ -74,7 +76,7 @@ def test_three_ranks_train_while_their_loaders_run_ahead(three: RankGroup) -> No
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_group_has_the_whole_stream(three: RankGroup, workers: int, tmp_path: Path) -> None:
-    """With `group`, ranks 0 and 2 share the shards and end together, and rank 1 reads all of them alone."""
+    """With `group`, ranks 0 and 2 share the shards and end together, and rank 1 reads all shards alone."""
     url = make_shards(tmp_path, (9, 4, 12, 7))
     first, alone, third = three("grouped", url, [[0, 2], [1]], epochs=2, num_workers=workers)
     assert [sorted(n for batch in batches for n in batch) for batches, _ in alone] == [list(range(32))] * 2
@@ -88,7 +90,7 @@ def test_each_group_has_the_whole_stream(three: RankGroup, workers: int, tmp_pat
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_uneven_shards_are_an_error_on_request(three: RankGroup, kind: str, workers: int) -> None:
-    """``on_uneven="error"``: every rank raises, at the same step, in each epoch; even shards do not."""
+    """``on_uneven="error"``: every rank raises, at the same step, in each epoch; with even shards no rank does."""
     ranks = three("stream", [8, 8, 16], kind=kind, epochs=2, num_workers=workers, on_uneven="error")
     assert steps_and_ends(ranks) == [[(4, "RanksDisagree")] * 2] * 3
     assert "rank 0 has 4 batches in this epoch and rank 2 has more" in ranks[0][0][1]
@@ -100,26 +102,26 @@ def test_uneven_shards_are_an_error_on_request(three: RankGroup, kind: str, work
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_known_lengths_are_agreed_on_once(two: RankGroup, kind: str, workers: int) -> None:
-    """Shards that know their lengths: the least holds for all; as an error, before the first batch."""
+    """Shards that know their lengths: the least length holds for all ranks; as an error, before the first batch."""
     options: dict[str, Any] = {"kind": kind, "epochs": 2, "num_workers": workers, "shard": "sized"}
     assert steps_and_ends(two("stream", [9, 5], **options)) == [[(3, "end")] * 2] * 2
     ranks = two("stream", [9, 5], on_uneven="error", **options)
     assert steps_and_ends(ranks) == [[(0, "RanksDisagree")] * 2] * 2
     assert "rank 1 has 3 batches in this epoch and rank 0 has 5" in ranks[0][0][1]
-    # A rank that leaves hinders nobody: there is no further reduction.
+    # A rank that leaves hinders no other: there is no further reduction.
     assert steps_and_ends(two("stream", [9, 9], leave_at={1: 2}, **options)) == [[(5, "end")] * 2, [(2, "left")] * 2]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_length_that_is_too_long_is_named(two: RankGroup, workers: int) -> None:
-    """The rank whose stream ends before its promise raises; the other one gets all that was promised."""
+    """The rank whose stream ends before its promise raises; the other rank gets all batches promised."""
     ranks = two("stream", [10, 6], shard="sized", promised=[10, 10], num_workers=workers)
     assert steps_and_ends(ranks) == [[(5, "end")], [(3, "RanksDisagree")]]
     assert "promised 5 batches or more, but its stream ended after 3" in ranks[1][0][1]
 
 
 def test_a_length_that_raises_is_none(two: RankGroup) -> None:
-    """A dataset with a ``__len__`` that raises TypeError, as torch's datapipes: the ranks agree step by step."""
+    """A dataset whose ``__len__`` raises TypeError, like torch's datapipes: the ranks agree step by step."""
     assert steps_and_ends(two("stream", [9, 5], shard="lengthless")) == [[(3, "end")]] * 2
 
 
@@ -130,7 +132,7 @@ def test_a_length_that_raises_is_none(two: RankGroup) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_failing_dataset_ends_the_epoch_of_all(three: RankGroup, kind: str, workers: int) -> None:
-    """The rank with the error raises it, the others RanksDisagree at the same step; and so in the next epoch."""
+    """The rank with the error raises it, the others raise RanksDisagree at the same step; also in the next epoch."""
     ranks = three("stream", [40, 40, 40], kind=kind, epochs=2, num_workers=workers, fail_at={1: 5})
     steps = 3 if workers else 2
     assert steps_and_ends(ranks) == [
@@ -141,7 +143,7 @@ def test_a_failing_dataset_ends_the_epoch_of_all(three: RankGroup, kind: str, wo
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_dead_worker_ends_the_epoch_of_all(two: RankGroup, kind: str) -> None:
-    """A worker that is killed: its rank raises WorkerDied, the other one RanksDisagree."""
+    """A worker is killed: its rank raises WorkerDied, the other rank RanksDisagree."""
     ranks = two("stream", [40, 40], kind=kind, num_workers=2, die_at={0: 4})
     assert [[end for _, end in rank] for rank in steps_and_ends(ranks)] == [["WorkerDied"], ["RanksDisagree"]]
 
@@ -150,7 +152,7 @@ def test_a_dead_worker_ends_the_epoch_of_all(two: RankGroup, kind: str) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_rank_that_leaves_is_missed(two: RankGroup, kind: str, workers: int, steps: int) -> None:
-    """A rank that drops its iterator, even before its first batch: the others raise; the epoch after is whole."""
+    """A rank drops its iterator, even before its first batch: the others raise; the next epoch is complete."""
     options: dict[str, Any] = {"kind": kind, "num_workers": workers, "persistent_workers": bool(workers)}
     ranks = two("stream", [40, 40], epochs=2, leave_at={1: steps}, leaves=1, **options)
     (missed, end), rest = ranks[0][0], steps_and_ends(ranks)
@@ -164,7 +166,7 @@ def test_a_rank_that_leaves_is_missed(two: RankGroup, kind: str, workers: int, s
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_all_ranks_may_leave(three: RankGroup, kind: str, workers: int) -> None:
-    """All ranks break at the same step, again and again: nobody minds, and the epoch after is whole."""
+    """All ranks break at the same step, again and again: no rank raises, and the next epoch is complete."""
     options: dict[str, Any] = {"kind": kind, "num_workers": workers, "persistent_workers": bool(workers)}
     ranks = three("stream", [60, 58, 62], epochs=5, leave_at={0: 3, 1: 3, 2: 3}, leaves=4, train=True, **options)
     steps = 30 if workers else 29
@@ -174,10 +176,10 @@ def test_all_ranks_may_leave(three: RankGroup, kind: str, workers: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_newer_iterator_takes_the_place_of_the_last(two: RankGroup, kind: str, workers: int) -> None:
-    """A second iterator while the first one is alive: it is whole, and the first one says that it was replaced."""
+    """A second iterator is made while the first is alive: the second is complete, and the first raises."""
     for steps, says in two("two_iterators", 40, kind=kind, num_workers=workers):
         assert steps == 20
-        # Or the other rank's second iterator was there first, while the first one here was waiting for a step.
+        # Or the other rank's second iterator was made before, while the first iterator of this rank waited for a step.
         mine = "LoaderClosed: a newer iterator of this loader has replaced this one"
         assert says.startswith((mine, "RanksDisagree: another rank left the epoch")), says
 
@@ -185,7 +187,7 @@ def test_a_newer_iterator_takes_the_place_of_the_last(two: RankGroup, kind: str,
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "workers"), quickly([("sync", 2), ("asyncio", 0)], ("sync", 2)))
 def test_a_rank_that_is_killed(tmp_path: Path, kind: str, workers: int) -> None:
-    """SIGKILL for one rank of three: the two others raise at once, though the one between them may live on."""
+    """SIGKILL for one rank of three: the other two raise at once, also if the rank between them lives on."""
     with RankGroup(3, tmp_path) as group:
         group.ask("stream_until_killed", 2, 5, kind=kind, num_workers=workers)
         for (_, end), *more in group.answers(0, 1):
@@ -197,7 +199,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, kind: str, workers: int) -> None:
 
 @pytest.mark.thorough
 def test_a_process_may_end_though_the_others_go_on(tmp_path: Path) -> None:
-    """A rank that left while another one keeps its iterator, and asks for nothing: it ends, with nobody to hear it."""
+    """A rank that left exits while the other rank keeps its iterator and requests nothing."""
     with RankGroup(2, tmp_path) as group:
         group("keep", 0, num_workers=0)
         group.end(1)
@@ -208,7 +210,7 @@ def test_a_process_may_end_though_the_others_go_on(tmp_path: Path) -> None:
 
 
 def test_a_stream_on_ranks_needs_their_group() -> None:
-    """Without a process group both loaders say so, and what to do."""
+    """Without a process group both loaders raise, and name the remedy."""
     options: dict[str, Any] = {"seed": 1, "rank": 0, "world_size": 2}
     with (
         DataLoader[Any](Shard(0, 4), **options) as loader,
@@ -225,7 +227,7 @@ def test_a_stream_on_ranks_needs_their_group() -> None:
 
 
 def test_the_group_must_have_all_ranks(two: RankGroup) -> None:
-    """`world_size` other than the group's: an error that names both."""
+    """A `world_size` other than the group's is an error that names both."""
     for ((_, end),) in two("stream", [4, 4], rank=0, world_size=3):
         assert end.startswith("RuntimeError: world_size=3, but torch.distributed has 2 ranks")
 
@@ -241,14 +243,14 @@ def test_torch_distributed_may_be_initialized_anew(two: RankGroup, tmp_path: Pat
 @pytest.mark.parametrize("shard", ["unsized", "sized"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_resumed_stream_ends_together_too(two: RankGroup, shard: str, workers: int) -> None:
-    """What is left of the epoch, on each rank as in an uninterrupted run, whether or not the length is known."""
+    """The rest of the epoch is that of an uninterrupted run on each rank, whether or not the length is known."""
     for whole, parts in two("stream_resumed", [13, 10], 2, shard, num_workers=workers):
         assert len(whole) == 5
         assert parts == whole
 
 
 def test_another_ranks_cursor_is_refused(two: RankGroup) -> None:
-    """A stream's state is its rank's: another rank refuses it, naming both."""
+    """A stream's state is its rank's: another rank refuses it, and names both ranks."""
     two("stream_resumed", [9, 9], 2, "unsized")
     states = two("state")
     ours, theirs = two("refusal", states[0])
@@ -264,7 +266,7 @@ def test_another_ranks_cursor_is_refused(two: RankGroup) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_groups_ranks_share_the_order(three: RankGroup, kind: str, workers: int) -> None:
-    """`rank` and `world_size` are torch.distributed's: the ranks' batches, joined, are one rank's, epoch for epoch."""
+    """`rank` and `world_size` are torch.distributed's: the ranks' batches, joined, are those of a single rank."""
     options: dict[str, Any] = {"seed": 5, "shuffle": True, "num_workers": workers}
     ranks = three("mapped", 48, kind=kind, epochs=2, batch_size=4, **options)
     alone = epochs_of("sync", AllDraws(48), 2, batch_size=12, seed=5, shuffle=True)
@@ -275,7 +277,9 @@ def test_the_groups_ranks_share_the_order(three: RankGroup, kind: str, workers: 
 
 @pytest.mark.parametrize("rule", ["drop", "repeat", "pad"])
 def test_ranks_get_equal_numbers_of_batches(three: RankGroup, rule: str) -> None:
-    """What cannot be shared evenly (50 = 4 * 12 + 2 samples): as many batches on each rank, and as ``len`` says."""
+    """Samples that cannot be shared evenly (50 = 4 * 12 + 2): equal numbers of batches on all ranks, which ``len``
+    gives.
+    """
     ranks = three("mapped", 50, batch_size=4, seed=5, on_uneven=rule)
     sizes = {"drop": [4] * 4, "repeat": [4] * 4 + [1], "pad": [4] * 5}[rule]
     for (found,), length, _ in ranks:
@@ -286,7 +290,7 @@ def test_ranks_get_equal_numbers_of_batches(three: RankGroup, rule: str) -> None
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", [9, None])
 def test_a_distributed_sampler_is_not_dealt_again(two: RankGroup, seed: int | None) -> None:
-    """torch's `DistributedSampler`, which asks torch.distributed itself: torch's indices, in seeded and torch mode."""
+    """torch's `DistributedSampler`, which reads torch.distributed itself: torch's indices, in seeded and torch mode."""
     expected = two("dealt_by_torch", 21, 2, 3)
     ranks = two("mapped", 21, epochs=2, dealt=True, batch_size=3, seed=seed)
     for (found, _, _), indices in zip(ranks, expected, strict=True):
@@ -296,7 +300,7 @@ def test_a_distributed_sampler_is_not_dealt_again(two: RankGroup, seed: int | No
 @pytest.mark.thorough
 def test_a_run_goes_on_with_other_ranks(two: RankGroup, three: RankGroup) -> None:
     """Two ranks, then three, then one, with one global batch of 12: rank 0's state serves them all, and the joined
-    batches are those of a run that was never interrupted.
+    batches are those of an uninterrupted run.
     """
     options: dict[str, Any] = {"seed": 8, "shuffle": True}
     expected = [batch.tolist() for batch in epochs_of("sync", AllDraws(90), batch_size=12, **options)[0]]

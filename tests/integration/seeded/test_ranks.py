@@ -1,4 +1,6 @@
-"""Ranks in seeded mode: joined in rank order they are one rank, and what cannot be shared evenly is accounted for."""
+"""Ranks in seeded mode: joined in rank order they equal a single rank, and samples that cannot be shared are
+counted.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def test_ranks_joined_are_one_rank(kind: str, workers: int, make: Any) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_users_sampler_is_shared_out(world: int) -> None:
-    """The order of the user's own sampler is dealt to the ranks as the default order is."""
+    """The order of the user's own sampler is dealt to the ranks like the default order."""
     order = [(7 * i) % 24 for i in range(24)] + [1] * 12
     expected = epochs_of("sync", AllDraws(24), batch_size=12, sampler=order, seed=5)[0]
     ranks = ranks_of("sync", AllDraws(24), world, batch_size=12 // world, sampler=order, seed=5)
@@ -50,7 +52,7 @@ def test_a_users_sampler_is_shared_out(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_of_a_users_batch_sampler_go_round(world: int, workers: int) -> None:
-    """Rank r gets the batches number r, r + world_size, ..., to the byte those of one rank."""
+    """Rank r gets the batches number r, r + world_size, ..., which equal those of a single rank to the byte."""
     lists = [[i] * (1 + i % 3) for i in range(12)]
     alone = epochs_of("sync", AllDraws(12), batch_sampler=Lists(lists), seed=5)[0]
     ranks = ranks_of("sync", AllDraws(12), world, batch_sampler=Lists(lists), seed=5, num_workers=workers)
@@ -59,7 +61,7 @@ def test_batches_of_a_users_batch_sampler_go_round(world: int, workers: int) -> 
 
 
 def test_a_datasets_whole_batches_are_not_promised_across_ranks_but_repeat() -> None:
-    """A dataset's own `__getitems__` is seeded by the batch: the same again for the same number of ranks."""
+    """A dataset's own `__getitems__` is seeded by the batch: the numbers repeat for the same number of ranks."""
     one = ranks_of("sync", WholeDraws(24), 2, batch_size=4, seed=5)
     assert_same(ranks_of("asyncio", WholeDraws(24), 2, batch_size=4, seed=5, num_workers=2), one)
     assert_same(
@@ -72,7 +74,7 @@ def test_a_datasets_whole_batches_are_not_promised_across_ranks_but_repeat() -> 
 
 
 def shares_of(left: list[int], world: int, size: int, rule: str) -> list[list[int]]:
-    """What each rank gets of the items after the last full global batch."""
+    """Each rank's share of the items after the last full global batch."""
     each = {"drop": len(left) // world, "repeat": -(-len(left) // world), "pad": size if left else 0}[rule]
     filled = list(itertools.islice(itertools.cycle(left), each * world)) if left else []
     return [filled[rank * each : (rank + 1) * each] for rank in range(world)]
@@ -82,7 +84,7 @@ def shares_of(left: list[int], world: int, size: int, rule: str) -> list[list[in
 @pytest.mark.parametrize("length", range(7, 18))
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_tail(rule: str, length: int, world: int) -> None:
-    """The rules for what is left after the last full global batch, with equal numbers of batches and exact counts."""
+    """The rules for the items after the last full global batch: equal numbers of batches, and exact counts."""
     size = 2
     order = list(SeededSampler(range(length), 3))
     full = length // (size * world) * size * world
@@ -117,7 +119,7 @@ def test_the_tail(rule: str, length: int, world: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_padding_with_workers(kind: str, workers: int) -> None:
-    """`padding` speaks of the batch that was delivered last, whatever was fetched ahead."""
+    """`padding` is that of the batch delivered last, whatever was fetched ahead."""
     options: dict[str, Any] = {"rank": 1, "world_size": 2, "on_uneven": "pad", "seed": 3, "num_workers": workers}
     with Stepwise(kind, Rows(13), batch_size=2, **options) as run:
         assert run.loader.padding == 0
@@ -134,7 +136,7 @@ def test_padding_with_workers(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_uneven_tail_is_an_error_on_request(kind: str) -> None:
-    """``on_uneven="error"`` raises, with the numbers and what to do; where the tail is even it says nothing."""
+    """``on_uneven="error"`` raises, with the numbers and the remedy; an even tail is no error."""
     options: dict[str, Any] = {"batch_size": 2, "seed": 3, "on_uneven": "error", "rank": 0, "world_size": 2}
     with pytest.raises(ValueError, match=r"last 3 samples .* world_size=2 .* use on_uneven='drop'"):
         epochs_of(kind, Rows(11), **options)
@@ -147,7 +149,7 @@ def test_an_uneven_tail_is_an_error_on_request(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_unsized_sampler_is_shared_evenly_too(kind: str) -> None:
-    """A sampler without a length: the rules hold where it ends, on every rank alike."""
+    """The rules hold where a sampler without a length ends, on every rank."""
 
     class Unsized:
         def __iter__(self) -> Any:
@@ -179,7 +181,7 @@ def test_without_automatic_batching_ranks_take_turns() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_distributed_sampler_is_not_sharded_again(workers: int) -> None:
-    """torch's `DistributedSampler` gives each rank its part already: seeded mode leaves it whole, advances its epoch,
+    """torch's `DistributedSampler` gives each rank its part already: seeded mode keeps its order, advances its epoch,
     and makes the samples of the interleaved order.
     """
     world, length = 2, 21
@@ -203,7 +205,7 @@ def test_a_distributed_sampler_is_not_sharded_again(workers: int) -> None:
 
 
 def test_every_rank_draws_other_samples() -> None:
-    """No sample comes to two ranks, and no random number does."""
+    """No two ranks have the same sample, or the same random number."""
     ranks = ranks_of("sync", AllDraws(40), 4, batch_size=2, shuffle=True, seed=2)
     rows = torch.cat([torch.cat(rank[0]) for rank in ranks])
     assert sorted(rows[:, 0].tolist()) == list(range(40))

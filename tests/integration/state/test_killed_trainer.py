@@ -1,4 +1,4 @@
-"""A training process is killed outright; another one goes on from the state that it had printed."""
+"""A training process is killed; another process resumes from the last state that the first printed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ASYNC = """
 
 
 def steps(script: Script, count: int) -> tuple[list[Any], str]:
-    """Let it train for so many batches; returns them, and the state that it printed with the last one."""
+    """Let the script train for `count` batches; returns them, and the state that it printed with the last batch."""
     batches: list[Any] = []
     state: Any = None
     for step in range(count):
@@ -70,7 +70,7 @@ def steps(script: Script, count: int) -> tuple[list[Any], str]:
     ids=["sync to async", "async to sync"],
 )
 def test_killed_and_resumed(tmp_path: Path, first: str, second: str, before: str, after: str) -> None:
-    """SIGKILL with batches in flight, in the second epoch; the next process gives the rest of it, and the third."""
+    """SIGKILL with batches in flight, in the second epoch; the next process gives its rest, and the third epoch."""
     expected = [
         batch for epoch in epochs_of("sync", AllDraws(103), 3, batch_size=8, shuffle=True, seed=7) for batch in epoch
     ]

@@ -1,4 +1,4 @@
-"""A state is loaded while an iterator from before is in use, and goes on."""
+"""A state is loaded while an older iterator is in use, and the older iterator is read further."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def firsts(batches: list[Any]) -> list[float]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("loaded", ["a position", "nothing"])
 def test_a_state_describes_the_batches_that_were_delivered(kind: str, place: str, loaded: str) -> None:
-    """Not the loaded position, while the older iterator goes on; the next iterator begins there all the same."""
+    """The state is not the loaded position while the older iterator is read; the next iterator begins at that
+    position.
+    """
     dataset, options = PLACES[place]
     with Stepwise(kind, dataset, batch_size=1, **options) as run:
         run.begin()
@@ -58,7 +60,7 @@ def test_a_state_describes_the_batches_that_were_delivered(kind: str, place: str
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stateful_data_loader(workers: int) -> None:
-    """It too; and an iterator from before that has ended leaves the loaded position in force."""
+    """StatefulDataLoader, too; and an older iterator that has ended leaves the loaded position in force."""
     loader = StatefulDataLoader[Any](Numbers(4), num_workers=workers)
     batches = iter(loader)
     next(batches)

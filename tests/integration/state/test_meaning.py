@@ -1,4 +1,4 @@
-"""What a state means: before the first batch, in the middle, on the last batch, after the end."""
+"""The meaning of a state: before the first batch, in the middle, on the last batch, after the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 @pytest.fixture(params=PLACES, ids=["inline", "workers", "persistent"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Where the samples are made."""
+    """The places where samples are made."""
     workers, persistent = request.param
     return {**SEEDED, "num_workers": workers, "persistent_workers": persistent}
 
@@ -53,7 +53,9 @@ def resumed(kind: str, state: dict[str, Any], count: int, **options: Any) -> lis
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("taken", range(STEPS + 1))
 def test_any_position(kind: str, taken: int, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """The state counts what was delivered: the rest of the epoch follows, on the last batch none, then whole epochs."""
+    """The state counts delivered batches: the rest of the epoch follows (none after the last batch), then whole
+    epochs.
+    """
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.epoch()
         run.begin()
@@ -67,7 +69,7 @@ def test_any_position(kind: str, taken: int, options: dict[str, Any], epochs: li
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_before_the_first_iterator(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """A loader that was never iterated has a state: the epoch that it would begin. Nothing is started for it."""
+    """A loader that was never iterated has a state: the epoch that it would begin. No process is started for it."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.loader.set_epoch(2)
         processes = children_of(os.getpid())
@@ -80,7 +82,7 @@ def test_before_the_first_iterator(kind: str, options: dict[str, Any], epochs: l
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_after_the_end(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """Once the consumer was told of the end, the state means the next epoch."""
+    """Once the consumer has got the end, the state means the next epoch."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.epoch()
         state = run.loader.state_dict()
@@ -90,7 +92,7 @@ def test_after_the_end(kind: str, options: dict[str, Any], epochs: list[list[Any
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_it_is_the_same_at_every_place(kind: str, options: dict[str, Any]) -> None:
-    """The state does not tell how many workers there were, nor what they fetched ahead."""
+    """The state depends neither on the number of workers nor on the batches fetched ahead."""
     states: list[dict[str, Any]] = []
     for other in (options, SEEDED):
         with Stepwise(kind, AllDraws(N), **other) as run:
@@ -102,8 +104,8 @@ def test_it_is_the_same_at_every_place(kind: str, options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_ranks_have_the_same_state(kind: str) -> None:
-    """For a map dataset every rank's state is the same, and loads into another number of ranks: only the number itself
-    differs, which errors name.
+    """For a map dataset every rank's state is the same, and loads into another number of ranks: only that number
+    itself, which errors name, differs.
     """
     states: list[dict[str, Any]] = []
     for world in (1, 2, 4):
@@ -126,7 +128,7 @@ def test_ranks_have_the_same_state(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_fresh_dictionary_each_time(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """States are independent of one another, of what follows, and of what the caller does to them."""
+    """States are independent of one another, of later batches, and of the caller's changes."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.begin()
         run.take(2)
@@ -146,7 +148,7 @@ def test_a_fresh_dictionary_each_time(kind: str, options: dict[str, Any], epochs
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_it_equals_what_was_loaded(kind: str, options: dict[str, Any]) -> None:
-    """Right after loading, the state is the one that was loaded; also a finished one, and with an iterator about."""
+    """Right after loading, the state is the loaded state; also a finished state, and while an iterator exists."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.begin()
         run.take(2)
@@ -179,7 +181,7 @@ def test_it_passes_through_json_and_a_careful_torch_load() -> None:
 
 
 def test_it_is_small() -> None:
-    """It does not grow with the dataset, the epoch's length or what was delivered."""
+    """It does not grow with the dataset or the epoch's length."""
     sizes: list[int] = []
     for length in (100, 1 << 30):
         with Stepwise("sync", Rows(length), **SEEDED) as run:
@@ -190,7 +192,7 @@ def test_it_is_small() -> None:
 
 
 def test_far_positions_are_sought() -> None:
-    """A position far into a huge epoch is found without what lies before it: the first batch comes at once."""
+    """A position far into a huge epoch is found without the order before it: the first batch is delivered at once."""
     with Stepwise("sync", Rows(1 << 40), **SEEDED) as run:
         state = run.loader.state_dict() | {"step": 1 << 37}
         run.loader.load_state_dict(state)
@@ -200,12 +202,12 @@ def test_far_positions_are_sought() -> None:
     assert got == [next(order) for _ in range(4)]
 
 
-# ------------------------------------------------------------------------------------------- which iterator speaks
+# ------------------------------------------------------------------------------------------- several iterators
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_the_newest_iterator_speaks(kind: str) -> None:
-    """Of several iterators the state is the newest one's, whichever is read."""
+    """The state is that of the newest iterator, whichever iterator is read."""
     with Stepwise(kind, Rows(N), num_workers=1, **SEEDED) as run:
         one = run.begin()
         run.take(3)
@@ -221,7 +223,7 @@ def test_the_newest_iterator_speaks(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_state_is_used_once(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """The next iterator begins from a loaded state, the one after it does not."""
+    """The next iterator begins from a loaded state, the iterator after it does not."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.begin()
         run.take(4)
@@ -235,7 +237,7 @@ def test_a_state_is_used_once(kind: str, options: dict[str, Any], epochs: list[l
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_back_to_an_earlier_state(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """The loader that saved a state can go back to it, across epochs, as often as one likes."""
+    """The loader that saved a state can return to it, across epochs, any number of times."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.begin()
         run.take(3)
@@ -250,7 +252,7 @@ def test_back_to_an_earlier_state(kind: str, options: dict[str, Any], epochs: li
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_empty_state(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """``load_state_dict({})`` takes no position, and forgets one that was loaded and not used."""
+    """``load_state_dict({})`` takes no position, and forgets a loaded position that was not used."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.begin()
         run.take(3)
@@ -264,7 +266,7 @@ def test_an_empty_state(kind: str, options: dict[str, Any], epochs: list[list[An
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_another_epoch_set_after_loading(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """A position belongs to its epoch: setting the same one keeps it, another one begins at its beginning."""
+    """A position belongs to its epoch: setting the same epoch keeps it, another epoch begins at its beginning."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.loader.set_epoch(1)
         run.begin()
@@ -279,21 +281,23 @@ def test_another_epoch_set_after_loading(kind: str, options: dict[str, Any], epo
 
 @pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 def test_the_length_stays_the_whole_epochs(make: Any) -> None:
-    """``len(loader)`` is the epoch's also when less of it is to come, as trainers count on."""
+    """``len(loader)`` is the whole epoch's also when less of it remains, as trainers expect."""
     loader = make(Rows(N), **SEEDED)
     loader.load_state_dict(loader.state_dict() | {"step": 4})
     assert len(loader) == STEPS
     loader.close()
 
 
-# ------------------------------------------------------------------------------------------- errors in between
+# ------------------------------------------------------------------------------------------- errors between batches
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_is_past_once_the_next_batch_came(kind: str, workers: int) -> None:
-    """A consumer that caught a sample's error and went on does not meet it again; one that stopped there does."""
+    """A consumer that caught a sample's error and continued does not get it again; a consumer that stopped there
+    does.
+    """
     options: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": workers}
     with Stepwise(kind, Failing(10, bad=(4,)), **options) as run:
         run.begin()

@@ -1,4 +1,4 @@
-"""States that cannot be loaded: each is refused with both values, and what to do; the loader is as it was."""
+"""States that cannot be loaded are refused, with both values and the remedy; the loader does not change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASE: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 7}
 
 
 def state_of(dataset: Any, taken: int = 2, **options: Any) -> dict[str, Any]:
-    """The state of a loader after some batches."""
+    """The state of a loader after `taken` batches."""
     with Stepwise("sync", dataset, **options) as run:
         run.begin()
         run.take(taken)
@@ -46,7 +46,7 @@ MISMATCHES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_another_loaders_state(kind: str, name: str) -> None:
-    """Whatever decides the order must agree; the error names both values, and nothing has changed."""
+    """All settings that decide the order must agree; the error names both values, and nothing has changed."""
     length, changes, texts = MISMATCHES[name]
     state = state_of(Rows(30), **BASE)
     with Stepwise(kind, Rows(length), **BASE | changes) as run:
@@ -61,7 +61,7 @@ def test_another_loaders_state(kind: str, name: str) -> None:
 
 
 def test_another_kind_of_dataset() -> None:
-    """A map dataset's state is not that of a stream."""
+    """A map dataset's state cannot be loaded for a stream."""
     state = state_of(Rows(30), seed=7, batch_size=4)
     with (
         Stepwise("sync", PlainStream(30), seed=7, batch_size=4) as run,
@@ -81,8 +81,8 @@ def test_another_kind_of_dataset() -> None:
 )
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 def test_ranks_of_which_a_step_is_made(options: dict[str, Any], before: int, after: int) -> None:
-    """Where a step is as many items as there are ranks, another number of ranks either goes on at the same item of the
-    order, or is refused by name: nothing may be lost or come twice.
+    """Where a step has an item for each rank, another number of ranks either continues at the same item of the order,
+    or is refused by name: no item may be lost or doubled.
     """
     with Stepwise("sync", Rows(24), seed=7, rank=0, world_size=before, **options) as run:
         run.begin()
@@ -134,7 +134,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_states(kind: str, name: str) -> None:
-    """What is not a state, or no longer whole, is refused, with what is wrong about it."""
+    """A broken or incomplete state is refused; the error names the fault."""
     change, text = BROKEN[name]
     with Stepwise(kind, Rows(30), **BASE) as run:
         run.begin()
@@ -176,7 +176,7 @@ WORKER_PARTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SAMPLER_PARTS)
 def test_broken_sampler_parts(name: str) -> None:
-    """The sampler's part is looked at, too."""
+    """The sampler's part is checked, too."""
     state = state_of(Rows(30), **BASE)
     with Stepwise("sync", Rows(30), **BASE) as run, pytest.raises(StateError, match="sampler"):
         run.loader.load_state_dict(state | {"sampler": SAMPLER_PARTS[name]})
@@ -184,7 +184,7 @@ def test_broken_sampler_parts(name: str) -> None:
 
 @pytest.mark.parametrize("name", WORKER_PARTS)
 def test_broken_worker_parts(name: str) -> None:
-    """And the workers' part, down to the cursors."""
+    """The workers' part is checked, too, down to the cursors."""
     state = state_of(StreamOfCursors(30), batch_size=4, num_workers=2)
     with Stepwise("sync", StreamOfCursors(30), batch_size=4, num_workers=2) as run:
         with pytest.raises(StateError):
@@ -193,7 +193,7 @@ def test_broken_worker_parts(name: str) -> None:
 
 
 def test_unknown_keys_are_left_alone() -> None:
-    """Frameworks add keys of their own: they do not matter, and Accelerate's flag of a finished epoch is understood."""
+    """Keys that frameworks add do not matter; Accelerate's flag of a finished epoch is understood."""
     state = state_of(Rows(30), **BASE)
     with Stepwise("sync", Rows(30), **BASE) as run:
         run.loader.load_state_dict(state | {"note": 1, "_iterator_finished": False})
@@ -208,7 +208,7 @@ def test_unknown_keys_are_left_alone() -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_stream_without_a_state_is_refused(kind: str) -> None:
-    """By default nothing is replayed silently: the reason, the remedy and its cost are named."""
+    """By default nothing is replayed silently: the error names the reason, the remedy and its cost."""
     state = state_of(PlainStream(30), batch_size=4)
     with (
         Stepwise(kind, PlainStream(30), batch_size=4) as run,
@@ -222,7 +222,7 @@ def test_a_stream_without_a_state_is_refused(kind: str) -> None:
 
 
 def test_a_state_that_could_not_be_saved_is_refused_with_its_reason() -> None:
-    """A dataset whose `state_dict` raised does not spoil the run; the state tells why it is of no use."""
+    """A dataset whose `state_dict` raises does not spoil the run; loading the state raises with that error."""
     state = state_of(Unsaveable(30), batch_size=4, num_workers=1)
     with (
         Stepwise("sync", Unsaveable(30), batch_size=4, num_workers=1) as run,
@@ -234,7 +234,7 @@ def test_a_state_that_could_not_be_saved_is_refused_with_its_reason() -> None:
 @pytest.mark.parametrize("make", [StreamOfCursors, CursorMap])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (0, 1), (2, 0)])
 def test_another_number_of_workers_is_refused(make: Any, before: int, after: int) -> None:
-    """Each worker's copy of the dataset has a place of its own: others cannot go on from there."""
+    """Each worker's copy of the dataset has its own place, where other numbers of workers cannot continue."""
     state = state_of(make(30), batch_size=4, num_workers=before)
     with (
         Stepwise("sync", make(30), batch_size=4, num_workers=after) as run,
@@ -244,7 +244,7 @@ def test_another_number_of_workers_is_refused(make: Any, before: int, after: int
 
 
 def test_another_number_of_workers_between_epochs_is_fine() -> None:
-    """Before the first batch and after the last one no worker has a place."""
+    """Before the first batch and after the last no worker has a place."""
     for taken in (False, True):
         with Stepwise("sync", StreamOfCursors(30), batch_size=4, num_workers=2) as run:
             run.begin()
@@ -275,7 +275,7 @@ def test_the_constructors_refusals() -> None:
 
 
 def test_a_refused_position_leaves_the_epoch_as_it_was() -> None:
-    """The epoch was set to know its length; it is set back."""
+    """The epoch was set to find its length; it is set back."""
     loader = DataLoader(Rows(10), batch_size=2, seed=1, shuffle=True)
     state = loader.state_dict()
     with pytest.raises(StateError, match="9 batches of an epoch"):

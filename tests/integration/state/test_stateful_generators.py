@@ -19,7 +19,7 @@ WORKERS = 3
 
 
 class Seeded(IterableDataset[int]):
-    """Shuffles with a generator of its worker's seed."""
+    """Shuffles with a generator seeded with its worker's seed."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -28,7 +28,7 @@ class Seeded(IterableDataset[int]):
 
 
 class Drawing:
-    """Draws from the worker's global generator, whose state is part of its own."""
+    """Draws from the worker's global generator, whose state is part of its own state."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -69,7 +69,7 @@ STREAMS = [Seeded, OfIterators, OfItself]
 
 
 def options(**others: Any) -> dict[str, Any]:
-    """The same numbers in the same order in each loader."""
+    """Options with which each loader draws the same numbers in the same order."""
     generator = torch.Generator().manual_seed(15)
     return {"generator": generator, "num_workers": WORKERS, "multiprocessing_context": "fork", **others}
 
@@ -83,7 +83,9 @@ def plain(batches: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_the_next_epoch(stream: Any, persistent: bool, batch_size: int | None, epochs: int) -> None:
-    """In a loader whose generator was seeded anew as at the start; of persistent workers also those after it."""
+    """The loader's generator is seeded again as at the start; with persistent workers the epoch after it follows,
+    too.
+    """
 
     def make() -> StatefulDataLoader[Any]:
         return StatefulDataLoader[Any](stream(), batch_size=batch_size, **options(persistent_workers=persistent))
@@ -105,7 +107,7 @@ async def _epochs(loader: AsyncDataLoader[Any], count: int) -> list[list[Any]]:
 
 
 def test_the_next_epoch_of_an_async_loader() -> None:
-    """Also from a state that was taken once that epoch has begun, before its first batch."""
+    """Also from a state taken when that epoch has begun, before its first batch."""
 
     async def run() -> None:
         async with AsyncDataLoader[Any](OfIterators(), **options(persistent_workers=True)) as loader:

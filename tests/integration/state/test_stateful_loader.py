@@ -1,4 +1,6 @@
-"""StatefulDataLoader: what a state means at each moment of an epoch, and what comes after it. Without torchdata."""
+"""StatefulDataLoader: the meaning of a state at each moment of an epoch, and the batches after it. Without
+torchdata.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:neither the dataset nor its iter
 
 
 def _generator() -> torch.Generator:
-    # A resumed process has seeded its own otherwise.
+    # A resumed process has seeded its generator differently.
     return torch.Generator().manual_seed(torch.initial_seed())
 
 
@@ -85,7 +87,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 FEW = ["shuffle", "shuffle, generator", "sampler", "map dataset", "stream", "stream without a state"]
-"""With workers, too: those where workers make a difference."""
+"""The cases in which workers make a difference."""
 
 
 def _check(case: str, workers: str, moments: tuple[str, ...]) -> None:
@@ -99,9 +101,9 @@ def _check(case: str, workers: str, moments: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_moment(case: str) -> None:
-    """A state resumes to the batches that were left of the epoch, and to the epochs after it, wherever it was taken.
+    """A state resumes to the batches left of the epoch, and to the epochs after it, wherever it was taken.
 
-    On the last batch in the loop that is no batch, after the loop a whole new epoch.
+    On the last batch in the loop no batch is left; after the loop a whole new epoch follows.
     """
     _check(case, "0", MOMENTS)
 
@@ -109,19 +111,19 @@ def test_each_moment(case: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", quickly(FEW, "map dataset", "stream"))
 def test_each_moment_with_workers(case: str) -> None:
-    """The same with workers that live for an epoch."""
+    """States resume at each moment with workers that live for an epoch."""
     _check(case, "2", ("new", "iter", "within", "last", "end"))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", FEW)
 def test_each_moment_with_persistent_workers(case: str) -> None:
-    """The same with workers that live as long as the loader."""
+    """States resume at each moment with workers that live as long as the loader."""
     _check(case, "2 persistent", ("within", "end", "later"))
 
 
 def test_workers_draw_as_in_torchdata() -> None:
-    """With workers torchdata draws two permutations an epoch and uses the second: the same seed, the same batches."""
+    """With workers torchdata draws two permutations per epoch and uses the second: the same seed, the same batches."""
     torch.manual_seed(3)
     expected = [plain(StatefulDataLoader(Rows(), None, sampler=order)) for order in _permutations(6)]
     torch.manual_seed(3)
@@ -154,7 +156,7 @@ def test_state_right_after_loading() -> None:
 
 
 def test_loading_drops_the_iterator_and_counts_once() -> None:
-    """A loaded state is for the next `iter()` alone; iterators made before go on, and speak for nobody."""
+    """A loaded state is for the next `iter()` alone; the loader no longer speaks for iterators made before."""
     loader = StatefulDataLoader(Rows(), 2)
     iterator = iter(loader)
     next(iterator)
@@ -166,7 +168,7 @@ def test_loading_drops_the_iterator_and_counts_once() -> None:
 
 
 def test_an_empty_state() -> None:
-    """`load_state_dict({})` forgets a position: the next epoch is a whole one."""
+    """`load_state_dict({})` forgets a position: the next epoch is a whole epoch."""
     loader = StatefulDataLoader(Rows(), 2)
     iterator = iter(loader)
     next(iterator)
@@ -178,7 +180,7 @@ def test_an_empty_state() -> None:
 
 
 def test_asking_for_a_state_changes_nothing() -> None:
-    """Before the first batch no worker is started and nothing drawn; states taken earlier stay as they were."""
+    """Before the first batch no worker is started and nothing drawn; states taken earlier do not change."""
     torch.manual_seed(2)
     loader = StatefulDataLoader(Rows(), 2, shuffle=True, num_workers=2)
     drawn = torch.get_rng_state()
@@ -204,7 +206,9 @@ def test_states_are_json(case: str) -> None:
 
 
 def test_what_is_read_again_is_said() -> None:
-    """Loading the state of a stream without one of its own warns how many batches will be read and dropped."""
+    """Loading the state of a stream without a state of its own warns of the number of batches to be read and
+    dropped.
+    """
     loader = StatefulDataLoader(Plain(), 2)
     iterator = iter(loader)
     for _ in range(3):
@@ -221,7 +225,9 @@ def test_what_is_read_again_is_said() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
 def test_other_numbers_of_workers(before: int, after: int) -> None:
-    """A stream's state is that of its workers' copies and fits as many only; the order of a map dataset fits any."""
+    """A stream's state fits the number of workers that it was saved with; the order of a map dataset fits any
+    number.
+    """
     loader = StatefulDataLoader(Stream(), 2, num_workers=before)
     iterator = iter(loader)
     next(iterator)
@@ -236,7 +242,7 @@ def test_other_numbers_of_workers(before: int, after: int) -> None:
 
 
 def test_states_of_torchdata_are_refused() -> None:
-    """The layout is ours: one of torchdata's is named as such."""
+    """The layout is ours: a state of torchdata is named in the error."""
     with pytest.raises(StateError, match="looks like one of torchdata's"):
         StatefulDataLoader(Rows(), 2).load_state_dict({"_snapshot": {}, "_steps_since_snapshot": 1})
 
@@ -245,7 +251,7 @@ def test_states_of_torchdata_are_refused() -> None:
 
 
 def test_signature() -> None:
-    """torch's arguments in torch's order, then torchdata's one and our own, with their defaults; no seeded mode."""
+    """torch's arguments in torch's order, then torchdata's and our own, with their defaults; no seeded mode."""
     parameters = inspect.signature(StatefulDataLoader).parameters
     torchs = inspect.signature(torch.utils.data.DataLoader).parameters
     assert list(parameters)[: len(torchs)] == list(torchs)
@@ -266,7 +272,7 @@ def test_signature() -> None:
 
 
 def test_shuffle_draws_once_from_the_global_generator() -> None:
-    """The sampler's seed is drawn when the loader is made, each iterator's base seed when that is made; no more."""
+    """The sampler's seed is drawn when the loader is made, each iterator's base seed when it is made; nothing else."""
     torch.manual_seed(4)
     loader = StatefulDataLoader(Rows(), 2, shuffle=True)
     list(loader)

@@ -1,4 +1,4 @@
-"""States of loaders over streams: cursors that travel with the batches, replay where there are none."""
+"""States of loaders over streams: cursors that travel with the batches, replay where no cursors exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("make", STATEFUL)
 @pytest.mark.parametrize("mode", [{}, {"seed": 5}], ids=["torch", "seeded"])
 def test_every_position_of_a_stateful_stream(kind: str, workers: int, make: Any, mode: dict[str, Any]) -> None:
-    """From any batch on, the last one and the end: the rest of the stream, and then whole epochs."""
+    """From any batch on, also the last and the end: the rest of the stream follows, and then whole epochs."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, **mode}
     columns = slice(None) if mode else slice(1)  # in torch mode random numbers are not promised
     with Stepwise(kind, make(N, 0), **options) as run:
@@ -50,7 +50,7 @@ def test_every_position_of_a_stateful_stream(kind: str, workers: int, make: Any,
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_cursor_costs_no_data(workers: int) -> None:
-    """A stream that can say where it stands is not read again."""
+    """A stream that has a cursor is not read again."""
     options: dict[str, Any] = {"batch_size": 2, "num_workers": workers}
     with Stepwise("sync", StreamOfCursors(N), **options) as run:
         run.begin()
@@ -86,8 +86,8 @@ def test_rare_cursors(every: int, workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", [{}, {"seed": 5}], ids=["torch", "seeded"])
 def test_replay(kind: str, workers: int, mode: dict[str, Any]) -> None:
-    """``allow_replay=True`` reads the stream again from its beginning, and drops what was delivered: random numbers,
-    too, are those that they would have been.
+    """``allow_replay=True`` reads the stream again from its beginning, and drops the batches delivered before: random
+    numbers, too, are those of an uninterrupted run.
     """
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "recovery": Recovery(allow_replay=True), **mode}
     torch.manual_seed(1)
@@ -110,7 +110,7 @@ def test_replay(kind: str, workers: int, mode: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_that_is_not_the_same_any_more(kind: str, workers: int) -> None:
-    """A stream that ends before the place to be found again is an error that says so."""
+    """A stream that ends before the place to be found is an error that has both numbers."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "recovery": Recovery(allow_replay=True)}
     with Stepwise(kind, PlainStream(N), **options) as run:
         run.begin()
@@ -124,7 +124,7 @@ def test_a_stream_that_is_not_the_same_any_more(kind: str, workers: int) -> None
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_another_ranks_cursor_is_refused(workers: int) -> None:
-    """A stream's state is of one rank; another's names both. (One worker each is enough to tell.)"""
+    """A stream's state is of one rank: the refusal names both ranks."""
     with Stepwise("sync", StreamOfCursors(N), batch_size=4, num_workers=workers) as run:
         run.begin()
         run.take(2)
@@ -136,7 +136,7 @@ def test_another_ranks_cursor_is_refused(workers: int) -> None:
 
 
 class Told(IterableDataset[Any]):
-    """A stream as Hugging Face's: Stateful, shuffled by the epoch that it is told."""
+    """A stream like Hugging Face's: Stateful, and shuffled by the epoch that `set_epoch` gives."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -164,7 +164,7 @@ class Told(IterableDataset[Any]):
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
 def test_a_dataset_that_is_told_the_epoch(kind: str, mode: dict[str, Any], workers: int, persistent: bool) -> None:
     """``loader.set_epoch`` reaches the dataset's copies, also in persistent workers, before the resumed epoch and in
-    those after it.
+    the epochs after it.
     """
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": persistent, **mode}
 
@@ -192,7 +192,7 @@ def test_a_dataset_that_is_told_the_epoch(kind: str, mode: dict[str, Any], worke
 @pytest.mark.parametrize("mode", [{}, {"seed": 5}], ids=["torch", "seeded"])
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_shuffled_datapipe(kind: str, workers: int, persistent: bool, mode: dict[str, Any], before: int) -> None:
-    """A datapipe's shuffle is drawn from a seed that all workers share: replay reads the same one again."""
+    """A datapipe's shuffle is drawn from a seed that all workers share: replay reads the same order again."""
     options: dict[str, Any] = {
         "num_workers": workers,
         "persistent_workers": persistent,

@@ -1,4 +1,4 @@
-"""States in torch mode: the order comes again without fetching anything, whatever drew it."""
+"""States in torch mode: the order is drawn again without fetching a sample, whatever drew it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _own(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# From a seed: the orders that torch has. The resumed loader gets another seed, as another process would.
+# From a seed: torch's orders. The resumed loader gets another seed, like another process.
 ORDERS: dict[str, Any] = {
     "sequential": lambda _: {"batch_size": BATCH},
     "shuffle": lambda _: {"batch_size": BATCH, "shuffle": True},
@@ -105,8 +105,8 @@ def test_the_epochs_after_it(kind: str, name: str, taken: int | None) -> None:
 
 
 def test_the_process_generator_is_where_the_user_wants_it() -> None:
-    """Resuming sets the order's draws again without moving the resumed process's global generator by more than a
-    loader that begins anew would.
+    """Resuming repeats the order's draws, and moves the resumed process's global generator by no more than a loader
+    that begins at the beginning.
     """
     with Stepwise("sync", Rows(N), batch_size=BATCH, shuffle=True) as run:
         run.begin()
@@ -134,7 +134,7 @@ def test_the_process_generator_is_where_the_user_wants_it() -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_map_dataset_with_a_state(kind: str, workers: int) -> None:
-    """A Stateful map dataset goes on where its copy stood at the delivered position, in each worker."""
+    """A Stateful map dataset continues from the state of its copy at the delivered position, in each worker."""
     options: dict[str, Any] = {"batch_size": 3, "num_workers": workers}
     with Stepwise(kind, CursorMap(30), **options) as run:
         expected = run.epoch()
@@ -155,7 +155,7 @@ def test_a_map_dataset_with_a_state(kind: str, workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", [{}, {"seed": 4}], ids=["torch", "seeded"])
 def test_a_stateful_sampler_is_asked_at_the_delivered_position(kind: str, workers: int, mode: dict[str, Any]) -> None:
-    """Its state is that after the delivered batches, though it was read ahead."""
+    """Its state is that after the delivered batches, although it was read ahead."""
     for taken in range(6):
         with Stepwise(kind, Rows(20), batch_size=4, sampler=Passes(20), num_workers=workers, **mode) as run:
             run.begin()
@@ -174,14 +174,14 @@ def test_a_stateful_sampler_is_asked_at_the_delivered_position(kind: str, worker
 @pytest.mark.parametrize("every", [0, 1, 3, None])
 @pytest.mark.parametrize("mode", [{}, {"seed": 4}], ids=["torch", "seeded"])
 def test_how_often_a_stateful_sampler_is_asked(every: int | None, mode: dict[str, Any]) -> None:
-    """Every so many steps; the indices since are read and dropped, no data is fetched for them."""
+    """Its state is taken every `every` steps; later indices are read and dropped, no data is fetched for them."""
     sampler = Passes(40)
     with Stepwise("sync", Rows(40), batch_size=4, sampler=sampler, snapshot_every_n_steps=every, **mode) as run:
         run.begin()
         run.take(8)
         state = run.loader.state_dict()
     at_least = 8 // every if every else 0
-    assert at_least <= sampler.asked <= at_least + 1  # one more for the beginning
+    assert at_least <= sampler.asked <= at_least + 1  # one more at the beginning
     if every:
         assert state["sampler"]["at"] == 8 // every * every
     dataset = Counted(40)
@@ -193,7 +193,7 @@ def test_how_often_a_stateful_sampler_is_asked(every: int | None, mode: dict[str
 
 
 class Draws(Rows):
-    """Draws from what `sample_rng` gives."""
+    """Draws from the generator of `sample_rng`."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.rand(2, generator=sample_rng().torch)
@@ -212,14 +212,14 @@ def test_sample_rng_follows_the_global_generator() -> None:
 
 
 class AwaitedRows(Rows):
-    """The same, awaited."""
+    """The samples of `Rows`, awaited."""
 
     async def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index)
 
 
 class Asked(Iterator[list[int]]):
-    """Batches from a service that does not answer once, and is asked again."""
+    """Batches from a service that fails once to answer, and answers the next request."""
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails
@@ -242,7 +242,7 @@ class Asked(Iterator[list[int]]):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("make", [Rows, AwaitedRows])
 def test_a_sampler_that_raised_and_went_on(kind: str, workers: int, make: Any) -> None:
-    """No batch was asked for when it raised, so none counts: the state is whole, and what follows is the rest."""
+    """The sampler's error stands for no batch, so the state counts none for it, and the rest of the order follows."""
     with Stepwise(kind, make(N), num_workers=workers, batch_sampler=Asked(fails=True)) as run:
         run.begin()
         with pytest.raises(ConnectionError):
