@@ -1,4 +1,4 @@
-"""Calls a function in a forked process whose standard error is a pipe to here."""
+"""Calls a function in a forked process whose standard error is a pipe to this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Ended(NamedTuple):
-    """`result` is what the function gave, None if the process did not come so far."""
+    """`result` is the function's result; None if the process did not get that far."""
 
     result: Any
     stderr: bytes
@@ -31,7 +31,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], answer: Connectio
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Ended:
-    """Call the function in a child process, wait for the end of the process, and report the outcome."""
+    """Call the function in a child process, wait for the process to exit, and report the outcome."""
     ours, theirs = FORK.Pipe(duplex=False)
     read_fd, write_fd = os.pipe()
     process = FORK.Process(target=_call, args=(function, args, theirs, write_fd), daemon=True)

@@ -1,4 +1,4 @@
-"""The collector's rest while a spawned worker starts."""
+"""The collector is off while a spawned worker starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncloader.workers.bootstrap import Bootstrap
 
 @pytest.fixture(autouse=True)
 def freezes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
-    """Notes calls of `gc.freeze`, which would change the collections of all tests to come, and restores the rest."""
+    """Records calls of `gc.freeze`, which would change the collections of later tests, and restores the collector."""
     was = gc.isenabled()
     calls: list[None] = []
     monkeypatch.setattr(gc, "freeze", lambda: calls.append(None))
@@ -25,13 +25,13 @@ def freezes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
 
 
 def test_the_collector_rests_from_the_unpickling_on() -> None:
-    """What is unpickled and imported after the target is not collected over."""
+    """No collection runs over the objects that are unpickled and imported after the target."""
     pickle.loads(pickle.dumps(Bootstrap(0.0)))
     assert not gc.isenabled()
 
 
 def test_unpickling_imports_nothing_heavy() -> None:
-    """The arguments come after the target; torch must not be imported before the collector stops."""
+    """The arguments are unpickled after the target; torch must not be imported before the collector stops."""
     code = (
         "import pickle, sys; pickle.loads(bytes.fromhex(sys.argv[1]));"
         "print(sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)))"
@@ -45,7 +45,7 @@ def test_unpickling_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_what_it_was_when_the_worker_runs(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On if it was on; a site that has stopped it keeps it stopped."""
+    """The collector is on if it was on; a site that has stopped it keeps it stopped."""
     seen: list[bool] = []
     monkeypatch.setattr("asyncloader.workers.worker.worker_main", lambda *_: seen.append(gc.isenabled()))
     (gc.enable if enabled else gc.disable)()
@@ -57,7 +57,7 @@ def test_the_collector_is_what_it_was_when_the_worker_runs(enabled: bool, monkey
 def test_a_forked_worker_leaves_the_collector_alone(
     enabled: bool, freezes: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It inherits the trainer's settings, as everything else."""
+    """Like everything else, the collector's state is inherited from the trainer."""
     seen: list[bool] = []
     monkeypatch.setattr("asyncloader.workers.worker.worker_main", lambda *_: seen.append(gc.isenabled()))
     (gc.enable if enabled else gc.disable)()

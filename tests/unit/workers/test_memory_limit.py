@@ -1,4 +1,4 @@
-"""Real memory, in forked processes: tens of megabytes, so that what else the process does cannot matter."""
+"""Real memory, in forked processes: tens of megabytes, so that the process's other memory does not matter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _grown_and_freed() -> tuple[int, int, int]:
 
 @linux
 def test_private_memory_counts_while_it_is_there() -> None:
-    """Nothing at the beginning, what was allocated and touched then, and nothing once it is freed."""
+    """Growth is 0 at the beginning, then the memory that was allocated and touched, and 0 again once that is freed."""
     begun, grown, freed = in_child(_grown_and_freed).result
     assert abs(begun) < LITTLE
     assert MUCH - LITTLE < grown < MUCH + LITTLE
@@ -63,7 +63,7 @@ def _shared() -> tuple[int, int]:
 
 @linux
 def test_shared_memory_does_not_count() -> None:
-    """A ring is the loader's: its pages are no growth, and hide none."""
+    """A ring belongs to the loader: its pages are no growth, and hide none."""
     shared, both = in_child(_shared).result
     assert abs(shared) < LITTLE
     assert MUCH - LITTLE < both < MUCH + LITTLE
@@ -78,7 +78,7 @@ def _less() -> int:
 
 @linux
 def test_less_than_at_the_beginning_is_negative() -> None:
-    """A worker that frees what its start-up took has shrunk."""
+    """A worker that frees memory of its start-up has shrunk."""
     assert in_child(_less).result < -(MUCH - LITTLE)
 
 
@@ -91,7 +91,7 @@ def _inherited(memory: mmap.mmap) -> tuple[int, int]:
 
 @linux
 def test_what_the_parent_had_does_not_count() -> None:
-    """A forked worker begins with all of its parent's memory; that is no growth, also where it is written to."""
+    """A forked worker begins with all of its parent's memory; that is no growth, even when it is written to."""
     with touched(MUCH) as memory:
         begun, after = in_child(_inherited, memory).result
     assert abs(begun) < LITTLE
@@ -118,7 +118,7 @@ def _without_proc() -> tuple[int, int]:
 
 
 def test_without_proc_the_most_that_there_was_tells() -> None:
-    """Where there is no /proc (macOS) growth beyond the peak is still seen."""
+    """Without /proc (macOS) growth beyond the peak is still seen."""
     begun, grown = in_child(_without_proc).result
     assert begun >= 0
     assert grown > 2 * MUCH

@@ -21,7 +21,7 @@ MAINS: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """An empty `__main__`, as a kernel has it."""
+    """An empty `__main__`, like a kernel's."""
     module = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", module)
     return module
@@ -35,19 +35,19 @@ def define(main: ModuleType, name: str = "Row") -> Any:
 
 @pytest.mark.parametrize("kind", MAINS)
 def test_a_session_is_a_main_module_without_a_file(kind: str, main: ModuleType) -> None:
-    """Where a child can import it, as it was started or by its name, nothing is pickled in another way."""
+    """Where a child can import `__main__`, by file or by name, nothing is pickled in another way."""
     attributes, session = MAINS[kind]
     vars(main).update(attributes)
     assert in_session() == session
 
 
 def test_this_is_no_session() -> None:
-    """Nor is any process that pytest runs in."""
+    """A process that runs pytest is no session."""
     assert not in_session()
 
 
 def test_the_name_of_standard_input_is_hidden(main: ModuleType) -> None:
-    """While a process is started: multiprocessing would have the child import "<stdin>"."""
+    """It is hidden while a process is started: multiprocessing would have the child import "<stdin>"."""
     vars(main)["__file__"] = "<stdin>"
     with file_of_main_hidden(), file_of_main_hidden():
         assert not hasattr(main, "__file__")
@@ -55,7 +55,7 @@ def test_the_name_of_standard_input_is_hidden(main: ModuleType) -> None:
 
 
 def test_what_a_worker_has_is_referred_to_by_name(main: ModuleType) -> None:
-    """The first message brings the class; once the cell has run again, the next one brings the new class."""
+    """The first message has the class; after the cell has run again, the next message has the new class."""
     pytest.importorskip("cloudpickle")
     row, known = define(main), dict[str, Any]()
     first = dump_message(known, row(1))
@@ -67,7 +67,7 @@ def test_what_a_worker_has_is_referred_to_by_name(main: ModuleType) -> None:
 
 
 def test_a_message_that_does_not_name_main_is_plain_pickle(main: ModuleType) -> None:
-    """A list of indices costs what it costs in a script; text that looks like the name does no harm."""
+    """A list of indices costs no more than in a script; text that looks like the name does no harm."""
     for value in ([1, 2, 3], {"rows": (4, 5)}, ["__main__"]):
         known = dict[str, Any]()
         assert pickle.loads(dump_message(known, value)) == value
@@ -76,7 +76,7 @@ def test_a_message_that_does_not_name_main_is_plain_pickle(main: ModuleType) -> 
 
 
 def test_without_cloudpickle_a_message_says_what_to_do(main: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index's class is named, and its worker is sent nothing that it would fail at."""
+    """The error names the index's class, and its worker is sent nothing that it could not unpickle."""
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ImportError, match=r"Row is defined in __main__ .*asyncloader\[notebook\]"):
         dump_message({}, define(main)(1))

@@ -1,4 +1,4 @@
-"""A worker's death is reported behind all that it had sent, in whatever order the loop hears of the two."""
+"""A worker's death is reported after all frames that it had sent, in whatever order the loop notices them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncloader.workers.pool import WorkerPool
 
 @pytest.mark.parametrize("held_open", [False, True])
 def test_the_last_answers_come_before_the_death(held_open: bool) -> None:
-    """More than one read brings; and also where a child of the worker keeps its end of the channel open."""
+    """The frames need more than one read; and a child of the worker may keep its end of the channel open."""
     ours, theirs = channel_pair()
     process: Any = SimpleNamespace(channel=Channel(ours), worker_id=0, death=Mock(), release=Mock())
     heard: list[bytes | str] = []

@@ -24,7 +24,7 @@ def generators_kept() -> Iterator[None]:
 
 
 def drawn() -> list[Any]:
-    """Of each kind; normal numbers come in pairs, of which the second is kept for later."""
+    """Numbers of each kind; normal numbers are made in pairs, of which the second is kept for later."""
     return [
         random.random(),
         random.gauss(0, 1),
@@ -37,7 +37,7 @@ def drawn() -> list[Any]:
 
 @pytest.mark.parametrize("before", [0, 1, 700])
 def test_the_numbers_go_on(before: int) -> None:
-    """Restored, all three generators go on where they were saved, wherever that was."""
+    """Restored, all three generators continue from the position where they were saved."""
     seed_worker(1234, 1)
     for _ in range(before):
         drawn()
@@ -49,7 +49,7 @@ def test_the_numbers_go_on(before: int) -> None:
 
 
 def test_saving_draws_nothing() -> None:
-    """Saving the state does not change what is drawn afterwards."""
+    """Saving the state does not change later draws."""
     seed_worker(1234, 1)
     expected = [drawn(), drawn()]
     seed_worker(1234, 1)
@@ -60,7 +60,7 @@ def test_saving_draws_nothing() -> None:
 
 
 def test_half_a_pair_of_normal_numbers_is_kept() -> None:
-    """The second number of a pair, which the generators hold back, is handed over, too."""
+    """The second number of a pair, which the generators hold back, is saved, too."""
     seed_worker(7, 0)
     random.gauss(0, 1)
     np.random.standard_normal()
@@ -79,7 +79,7 @@ def _take_over(saved: bytes, answer: Connection) -> None:
 
 
 def test_another_process_goes_on() -> None:
-    """What one process saved goes on in another, as plain bytes."""
+    """A state that was saved by one process, as plain bytes, continues in another process."""
     seed_worker(1234, 2)
     drawn()
     saved = save_rng_state()
@@ -98,7 +98,7 @@ def test_another_process_goes_on() -> None:
 
 
 def test_the_bytes_are_plain() -> None:
-    """Of the main process's kinds alone: nothing of a user's has to be imported to read them."""
+    """They contain only Python's and numpy's own types: nothing of a user's has to be imported to read them."""
     ours, numpys, torchs = pickle.loads(save_rng_state())
     assert ours == random.getstate()
     assert numpys[0] == "MT19937"

@@ -51,7 +51,7 @@ def setup(dataset: Any, **changes: Any) -> WorkerSetup:
 
 
 def run_children(context: Any, target: Any, *arguments: Any, count: int = 1) -> list[int | None]:
-    """Start `count` children with the same arguments; their exit codes."""
+    """Start `count` children with the same arguments, and return their exit codes."""
     children = [context.Process(target=target, args=(number, *arguments)) for number in range(count)]
     for child in children:
         child.start()
@@ -83,7 +83,7 @@ def child_uses_everything(number: int, payload: Payload) -> None:
 
 @pytest.mark.thorough
 def test_what_may_only_be_inherited_is_shared_with_every_child() -> None:
-    """Locks, queues, events and tensors in shared memory are the same objects in all children, of one pickling."""
+    """Locks, queues, events and tensors in shared memory are the same objects in all children, from one pickling."""
     context = torch.multiprocessing.get_context("spawn")
     shared = torch.zeros(3).share_memory_()
     lock, queue, event = context.Lock(), context.SimpleQueue(), context.Event()
@@ -102,7 +102,7 @@ def test_what_may_only_be_inherited_is_shared_with_every_child() -> None:
 
 
 def test_descriptors_of_what_pickling_makes_stay_open() -> None:
-    """A generator's state is pickled as a tensor that nothing else holds; its memory travels by descriptor, too."""
+    """A generator's state is pickled as a tensor that nothing else holds; its memory is passed by descriptor, too."""
     payload = Payload.dump(setup([torch.Generator(), torch.Generator()]))
     try:
         assert len(set(payload.fds)) == 2
@@ -112,7 +112,7 @@ def test_descriptors_of_what_pickling_makes_stay_open() -> None:
 
 
 def test_descriptors_are_collected_beside_the_bytes() -> None:
-    """The payload holds one descriptor of its own, and names those that the set-up owns."""
+    """The payload holds one descriptor of its own, and lists those that the set-up owns."""
     shared = torch.zeros(3).share_memory_()
     payload = Payload.dump(setup(shared))
     assert len(payload.fds) == 1
@@ -126,7 +126,7 @@ def test_descriptors_are_collected_beside_the_bytes() -> None:
 
 
 def test_load_gives_the_setup_and_takes_the_descriptors() -> None:
-    """`load` gives equal values, and closes what it was given."""
+    """`load` gives equal values, and closes the payload's descriptors."""
     payload = Payload.dump(setup([1, 2], batch_size=7))
     loaded = payload.load()
     assert loaded == setup([1, 2], batch_size=7)
@@ -153,7 +153,7 @@ def _refuse() -> None:
 
 
 def test_unpicklable_setup_leaves_nothing_behind() -> None:
-    """After a failure nothing is left of it, and another set-up is pickled as usual."""
+    """A failure leaves no state behind, and another set-up is pickled as usual."""
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
         Payload.dump(setup(threading.Lock()))
     payload = Payload.dump(setup([1]))
@@ -199,13 +199,13 @@ def test_the_unpicklable_part_is_named(kind: str) -> None:
 
 
 def test_a_picklable_setup_needs_no_explanation() -> None:
-    """Nothing is found where nothing is wrong, also with what only travels to a child."""
+    """Parts that can only be passed to a child are no fault."""
     context = torch.multiprocessing.get_context("spawn")
     assert explain_unpicklable(setup(Data(lock=context.Lock(), shared=torch.zeros(2).share_memory_()))) is None
 
 
 def test_long_values_are_shortened() -> None:
-    """The value shown stays within a line or two."""
+    """The shown value is at most a line or two."""
 
     class Long:
         def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The driver on real processes that go, hang, stop, or cannot be ended. (The state machine: test_shutdown_states.)"""
+"""The driver on real processes that exit, hang, stop, or cannot be ended. (State machine: test_shutdown_states.)"""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Context:
 
 
 class Started:
-    """Makes processes, and sees to it that none is left whatever a test does."""
+    """Starts processes, and makes sure that none is left whatever a test does."""
 
     def __init__(self) -> None:
         self.all: list[WorkerProcess] = []
@@ -58,7 +58,7 @@ class Started:
         *,
         ready: bool = True,
     ) -> WorkerProcess:
-        """Start a process; returns once it has called its first argument."""
+        """Start a process; returns once the process has called its first argument."""
         ready_read, ready_write = os.pipe()
         context = Context(lambda control: body(lambda: os.write(ready_write, b"!"), control))
         process = kind(context, len(self.all), cast("Any", None), self._lifeline, None)
@@ -102,9 +102,9 @@ def ignores_sigterm(ready: Callable[[], object], control: socket.socket) -> None
 
 
 class Clock:
-    """A clock that stands still, and the waiting that goes with it: processes get no time beside what they need.
+    """A clock that stands still, with a waiting function: processes get no more time than they need.
 
-    To wait for those that end takes no time on it; those that do not end take all of it.
+    Waiting for processes that exit takes no time on it; processes that do not exit take all of it.
     """
 
     def __init__(self, *stubborn: WorkerProcess) -> None:
@@ -124,7 +124,7 @@ class Clock:
 
 
 def test_worker_that_goes_when_asked(start: Started) -> None:
-    """It ends by itself (exit code 0), and everything that was held of it is closed."""
+    """It exits by itself (exit code 0), and all its descriptors are closed."""
     one, two = start(goes), start(goes)
     assert run([one, two]) == []
     assert [p.process.exitcode for p in (one, two)] == [0, 0]
@@ -149,7 +149,7 @@ def test_worker_that_hangs_is_terminated(start: Started) -> None:
 
 
 def test_worker_that_ignores_sigterm_is_killed(start: Started) -> None:
-    """SIGKILL ends what SIGTERM does not, 6.5 seconds after the beginning."""
+    """A process that ignores SIGTERM is ended by SIGKILL, 6.5 seconds after the beginning."""
     one = start(ignores_sigterm)
     clock = Clock(one)
 
@@ -164,7 +164,7 @@ def test_worker_that_ignores_sigterm_is_killed(start: Started) -> None:
 
 
 def test_stopped_worker_is_killed_at_once(start: Started) -> None:
-    """A worker that SIGSTOP holds is not asked, and takes none of the time for that."""
+    """A worker that is stopped by SIGSTOP gets no request, and no time for it."""
     one = start(hangs)
     os.kill(one.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, one.pid, os.WSTOPPED | os.WNOWAIT)
@@ -184,7 +184,7 @@ def test_worker_that_boots_is_terminated_at_once(start: Started) -> None:
 
 
 def test_dead_worker_is_reaped(start: Started) -> None:
-    """One that was dead before is released, with its exit code kept."""
+    """A process that was dead before is released, and its exit code is kept."""
     one = start(hangs)
     one.kill()
     wait_for_deaths([one], 20.0)
@@ -201,17 +201,17 @@ def test_second_call_finds_nothing_to_do(start: Started) -> None:
 
 
 class Unkillable(WorkerProcess):
-    """As a process in an uninterruptible sleep: signals come to nothing."""
+    """Like a process in an uninterruptible sleep: signals have no effect."""
 
     def kill(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def terminate(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def test_what_cannot_be_killed_is_given_up_by_name(start: Started) -> None:
-    """After 5 seconds in all it is named in a warning, closed, and not waited for, now or at exit."""
+    """After 5 seconds in all a warning names it; it is closed, and not waited for, now or at exit."""
     one, two = start(hangs, Unkillable), start(goes)
     clock = Clock(one)
     with pytest.warns(RuntimeWarning, match=rf"left behind: worker 0 \(pid {one.pid}, sleeping\)\. SIGKILL did not"):
@@ -226,7 +226,7 @@ def test_what_cannot_be_killed_is_given_up_by_name(start: Started) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), RuntimeError("from a signal handler")])
 @pytest.mark.parametrize("at", [0, 1])
 def test_interruption_hurries_and_is_raised_once(start: Started, error: BaseException, at: int) -> None:
-    """Ctrl-C while waiting kills what is left at once; it is raised when everything has ended."""
+    """Ctrl-C while waiting kills the remaining processes at once; it is raised when all have ended."""
     one, two = start(hangs), start(ignores_sigterm)
     clock, calls = Clock(), 0
 
@@ -263,7 +263,7 @@ def test_interrupted_for_ever_ends_all_the_same(start: Started) -> None:
 
 
 def test_broken_waiting_ends_all_the_same(start: Started) -> None:
-    """If waiting itself always fails, everything is killed and let go, and the first failure is raised."""
+    """If waiting itself always fails, every process is killed and released, and the first failure is raised."""
     one = start(ignores_sigterm)
     calls = 0
 
@@ -280,7 +280,7 @@ def test_broken_waiting_ends_all_the_same(start: Started) -> None:
 
 
 def test_half_made_process_does_not_keep_the_others(start: Started) -> None:
-    """An object whose construction was interrupted is let go; the others end as they should."""
+    """An object whose construction was interrupted is dropped; the others are ended as usual."""
     one = start(goes)
     half = WorkerProcess.__new__(WorkerProcess)
     half.released = False
@@ -289,7 +289,7 @@ def test_half_made_process_does_not_keep_the_others(start: Started) -> None:
 
 
 def test_action_that_fails_does_not_keep_the_others(start: Started) -> None:
-    """A process whose signals cannot be sent climbs on like the others, which end."""
+    """A process whose signals cannot be sent goes through the same steps as the others, which end."""
 
     class Refusing(WorkerProcess):
         def request_stop(self) -> None:
@@ -311,5 +311,5 @@ def test_action_that_fails_does_not_keep_the_others(start: Started) -> None:
 
 
 def test_nothing_to_do() -> None:
-    """No processes: nothing is waited for."""
+    """Without processes there is no wait."""
     assert run([], wait=lambda processes, _: pytest.fail(f"waits for {processes}")) == []

@@ -33,7 +33,7 @@ def test_ladder_of_one_that_does_nothing() -> None:
 
 
 def test_those_that_go_are_released_and_no_more() -> None:
-    """What ends when asked is never signalled."""
+    """A process that exits when asked is never signalled."""
     machine = Shutdown(2, 0.0)
     assert machine.step(0.0, {0, 1}).ask == (0, 1)
     step = machine.step(0.1, {1})
@@ -47,7 +47,7 @@ def test_those_that_go_are_released_and_no_more() -> None:
 
 
 def test_deaf_is_terminated_and_stopped_is_killed_at_once() -> None:
-    """Steps that a process cannot notice are skipped, for it alone."""
+    """Steps that a process cannot notice are skipped, for that process alone."""
     machine = Shutdown(3, 0.0)
     step = machine.step(0.0, {0, 1, 2}, booting={1}, stopped={2})
     assert (step.ask, step.terminate, step.kill) == ((0,), (1,), (2,))
@@ -78,7 +78,7 @@ def test_hurry_kills_all_again_but_gives_no_more_time() -> None:
 
 
 def test_late_kill_still_has_its_time() -> None:
-    """If the main process itself was stopped past the deadline, what it kills then may still die."""
+    """If the main process itself was stopped past the deadline, processes that it kills then still get time to die."""
     machine = Shutdown(1, 0.0)
     machine.step(0.0, {0})
     assert machine.step(1000.0, {0}).terminate == (0,)
@@ -88,7 +88,7 @@ def test_late_kill_still_has_its_time() -> None:
 
 
 def test_nothing_to_do() -> None:
-    """No processes: over before it begins."""
+    """Without processes the machine is over from the beginning."""
     assert Shutdown(0, 0.0).over
 
 
@@ -102,7 +102,7 @@ process = st.fixed_dictionaries(
 
 @given(st.lists(process, max_size=5), st.lists(st.sampled_from([0.0, 0.0, 0.01, 0.3, 3.0]), max_size=6), st.data())
 def test_every_history_ends_in_time(plans: list[dict[str, Any]], late: list[float], data: st.DataObject) -> None:
-    """Whatever dies when: in the budget, never backwards, nothing is let go unkilled, each is released once."""
+    """Whatever dies when: ends in the budget, never goes back, gives up only killed processes, releases each once."""
     machine, now, overshoot = Shutdown(len(plans), 0.0), 0.0, 0.0
     dies = [plan["alone"] if plan["alone"] is not None else float("inf") for plan in plans]
     killed: dict[int, float] = {}
@@ -150,5 +150,5 @@ def test_every_history_ends_in_time(plans: list[dict[str, Any]], late: list[floa
 
 
 def test_the_whole_budget_is_its_parts() -> None:
-    """The time for each state adds up to less than the deadline, so that there is time to die of SIGKILL."""
+    """The times for all states add up to at most the budget, so that there is time to die of SIGKILL."""
     assert shutdown._ASK_SECONDS + shutdown._TERMINATE_SECONDS + shutdown._KILL_SECONDS <= BUDGET

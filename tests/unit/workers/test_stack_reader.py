@@ -1,4 +1,4 @@
-"""The reading end of a worker's stack pipe, and what its text says."""
+"""The reading end of a worker's stack pipe, and the meaning of its text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncloader.workers.stacks import StackReader, crash_trace, stack_pipe
 
 @given(st.lists(st.binary(max_size=3000), max_size=20), st.integers(1, 64), st.integers(0, 20))
 def test_reader_finds_the_greeting_and_nothing_else(chunks: list[bytes], number: int, place: int) -> None:
-    """Whatever comes around it, the greeting gives the signal, and the text is the rest of the bytes."""
+    """Whatever surrounds it, the greeting gives the signal, and the text is the rest of the bytes."""
     chunks = [chunk.replace(b"\n", b".") for chunk in chunks]
     before, after = b"".join(chunks[:place]), b"".join(chunks[place:])
     read_fd, write_fd = os.pipe()
@@ -61,7 +61,7 @@ def test_ends_are_not_inherited_and_do_not_block() -> None:
 
 
 def test_crash_trace_is_the_struck_thread() -> None:
-    """Of several threads that one whose crash it was; of several dumps the last; without a crash, nothing."""
+    """It is the crashed thread's of the last dump; without a crash it is empty."""
     asked = 'Current thread 0x1 (most recent call first):\n  File "a", line 1 in asked\n'
     crash = (
         "Fatal Python error: Bus error\n\n"

@@ -31,15 +31,15 @@ from asyncloader.workers.stacks import (
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux what processes are doing")
 
 FORK = multiprocessing.get_context("fork")
-SECONDS = 20.0  # for what happens at once; reached only if it does not
+SECONDS = 20.0  # for events that happen at once; reached only if they do not
 
 
 Ready = Callable[[], object]
-"""Called by a worker's function once it runs: it is on the stack then."""
+"""Called by a worker's function once it runs: the function is then on the stack."""
 
 
 def stuck_in_c(ready: Ready) -> None:
-    """For ever, with the GIL: reads from an empty pipe without giving it up."""
+    """Block forever with the GIL held: reads from an empty pipe without giving the GIL up."""
     read_fd, _ = os.pipe()
     ready()
     ctypes.PyDLL(None).read(read_fd, ctypes.create_string_buffer(1), 1)
@@ -51,7 +51,7 @@ def waiting_in_python(ready: Ready) -> None:
 
 
 class Worker:
-    """A forked process that installs itself (unless disabled) and then does `body`."""
+    """A forked process that installs the handler (unless disabled) and then runs `body`."""
 
     def __init__(self, body: Callable[[Ready], object], installs: bool) -> None:
         self.reader, write_fd = stack_pipe()
@@ -78,7 +78,7 @@ class Worker:
         return Target(self.pid, self.pidfd, self.reader)
 
     def wait(self) -> int:
-        """Wait for its end and read what it left; the exit code."""
+        """Wait for its end, read its last output, and return the exit code."""
         assert select.select([self.pidfd], [], [], SECONDS)[0]
         self.process.join()
         self.reader.read()
@@ -103,7 +103,7 @@ def worker(body: Callable[[Ready], object], *, installs: bool = True) -> Generat
 
 
 def open_fds() -> set[str]:
-    # The listing's own descriptor is in it each time.
+    # The listing's own descriptor is in the list each time.
     return set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are enough
 
 
@@ -137,7 +137,7 @@ async def test_all_threads_are_in_it() -> None:
 
 
 async def test_asked_twice_answers_twice() -> None:
-    """The second report is the second answer alone."""
+    """The second report has the second answer alone."""
     with worker(stuck_in_c) as one:
         for _ in range(2):
             (report,) = await ask([one.target], SECONDS)
@@ -156,7 +156,7 @@ async def test_several_at_once_in_their_order() -> None:
 
 
 async def test_stopped_worker_gives_none() -> None:
-    """A process that is stopped is not asked, and the report says why."""
+    """A process that is stopped gets no signal, and the report has the reason."""
     with worker(stuck_in_c) as one:
         os.kill(one.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, one.pid, os.WSTOPPED | os.WNOWAIT)  # noqa: ASYNC222 - it is stopped at once
@@ -166,7 +166,7 @@ async def test_stopped_worker_gives_none() -> None:
 
 
 async def test_starting_worker_is_not_hurt() -> None:
-    """A worker that has not installed itself yet gets no signal, which would end it."""
+    """A worker that has not installed the handler yet gets no signal, which would end it."""
     with worker(waiting_in_python, installs=False) as one:
         (report,) = await ask([one.target], SECONDS)
         assert report.text.startswith("no stack: the process is still starting")
@@ -174,7 +174,7 @@ async def test_starting_worker_is_not_hurt() -> None:
 
 
 async def test_worker_that_took_the_handler_away_is_not_hurt() -> None:
-    """User code that resets all signals does not make the question deadly."""
+    """User code that resets all signals does not make the request deadly."""
 
     def body(ready: Ready) -> None:
         for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
@@ -201,7 +201,7 @@ async def test_no_answer_in_time() -> None:
 
 
 async def test_cancelled_ask_leaves_nothing_in_the_loop() -> None:
-    """After a cancellation the pipe is not watched any more, and may be asked again."""
+    """After a cancellation the pipe is not watched any more, and may be used again."""
 
     def body(ready: Ready) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -228,7 +228,7 @@ async def test_cancelled_ask_leaves_nothing_in_the_loop() -> None:
 
 
 async def test_reader_closed_meanwhile() -> None:
-    """A worker that is replaced while it is asked ends its question; its descriptor's number is not touched again."""
+    """A worker that is replaced during a request ends the request; its descriptor's number is not touched again."""
 
     def body(ready: Ready) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -249,7 +249,7 @@ async def test_reader_closed_meanwhile() -> None:
 
 
 async def test_nobody_to_ask() -> None:
-    """No targets, no reports."""
+    """Without targets there are no reports."""
     assert await ask([], SECONDS) == []
 
 
@@ -265,7 +265,7 @@ async def test_nobody_to_ask() -> None:
     ids=["SIGSEGV", "SIGABRT"],
 )
 def test_crash_leaves_its_stack(crash: Callable[[], None], number: int, words: str) -> None:
-    """After a crash the reader has the error and the stack, and the process ended by that signal."""
+    """After a crash the reader has the error and the stack, and the process was ended by that signal."""
 
     def crashing_task(ready: Ready) -> None:
         ready()
@@ -281,7 +281,7 @@ def test_crash_leaves_its_stack(crash: Callable[[], None], number: int, words: s
 
 
 def test_full_pipe_does_not_keep_a_dying_worker() -> None:
-    """A worker whose pipe is full and not read crashes all the same."""
+    """A worker whose pipe is full and not read crashes nevertheless."""
     reader, write_fd = stack_pipe()
 
     def main() -> None:
@@ -305,7 +305,7 @@ def test_full_pipe_does_not_keep_a_dying_worker() -> None:
 
 
 def test_signal_is_one_that_nobody_uses() -> None:
-    """A taken signal is passed over, whether Python or C code took it; another one serves."""
+    """A signal with a handler is passed over, whether Python or C code set it; another signal is used."""
     first = stacks._free_signal()
     assert first is not None
 
@@ -336,7 +336,7 @@ def test_main_process_keeps_its_handlers() -> None:
 
 
 def test_process_state_in_words() -> None:
-    """This process runs; one that stopped is stopped; one that ended unreaped is a zombie; a reaped one is unknown."""
+    """The states of a running, a stopped, an exited but unreaped, and a reaped process."""
     assert process_state(os.getpid()) == "running"
     with worker(waiting_in_python, installs=False) as one:
         pid = one.pid

@@ -48,7 +48,7 @@ def _ordinary(fd: int) -> bool:
 
 
 def test_what_was_written_is_kept_and_passed_on() -> None:
-    """Python's, C's, and a child's words are in the file at once, and on standard error after the task, in order."""
+    """Output of Python, C and a child is in the file at once, and on stderr after the task, in order."""
     fd = make_capture_file()
     ended = in_child(_ordinary, fd)
     assert ended.result is True
@@ -65,7 +65,7 @@ def test_what_was_written_is_kept_and_passed_on() -> None:
 
 @pytest.mark.parametrize("how", ["kill", "exit"])
 def test_last_words_outlive_the_process(how: str) -> None:
-    """A process that ends in the middle of its task leaves what it wrote up to then."""
+    """The output of a process that ends in the middle of its task is kept."""
     fd = make_capture_file()
 
     def die() -> None:
@@ -87,13 +87,13 @@ def _crash(fd: int) -> None:
     import faulthandler
 
     faulthandler.disable()
-    faulthandler.enable()  # to descriptor 2, whatever that is then
+    faulthandler.enable()  # to the present descriptor 2
     with captured_stderr(fd):
         ctypes.string_at(0)
 
 
 def test_the_stack_of_a_crash_is_kept() -> None:
-    """What faulthandler writes to descriptor 2 while the process dies is there."""
+    """The file has the output that faulthandler writes to descriptor 2 while the process dies."""
     fd = make_capture_file()
     ended = in_child(_crash, fd)
     assert ended.exitcode == -signal.SIGSEGV
@@ -110,7 +110,7 @@ def _begun(fd: int) -> None:
 
 
 def test_an_unfinished_line_is_divided() -> None:
-    """What Python still held back before the task is none of its words, and what it holds back at its end is."""
+    """Text that Python still held back before the task is not captured; text held back at its end is."""
     fd = make_capture_file()
     ended = in_child(_begun, fd)
     assert ended.stderr == b"before, within, after\n"
@@ -128,7 +128,7 @@ def _raising(fd: int) -> str:
 
 
 def test_an_exception_goes_through() -> None:
-    """A task that raises has its standard error back, and its words passed on."""
+    """After a task that raises stderr is restored, and its output is passed on."""
     fd = make_capture_file()
     ended = in_child(_raising, fd)
     assert ended.result == "KeyError('mine')"
@@ -175,7 +175,7 @@ def _without_stderr(fd: int) -> Any:
 
 
 def test_a_process_without_standard_error() -> None:
-    """Where descriptor 2 is closed, as in a daemon, the task runs all the same, and it is closed afterwards."""
+    """With descriptor 2 closed, as in a daemon, the task runs nevertheless, and the descriptor is closed afterwards."""
     fd = make_capture_file()
     ended = in_child(_without_stderr, fd)
     assert ended.result == (True, False, False)
@@ -194,7 +194,7 @@ def _unwilling(fd: int) -> bool:
 
 
 def test_a_broken_stderr_object_spoils_no_task() -> None:
-    """Whatever `sys.stderr` is, the task runs and its output is passed on."""
+    """For any object in `sys.stderr` the task runs and its output is passed on."""
     fd = make_capture_file()
     ended = in_child(_unwilling, fd)
     assert ended.result is True
@@ -206,7 +206,7 @@ def test_a_broken_stderr_object_spoils_no_task() -> None:
 
 
 def test_the_last_lines_are_read() -> None:
-    """As many as asked for, without the empty ones at the end."""
+    """The requested number of lines is read, without empty lines at the end."""
     text = b"".join(b"line %d\n" % number for number in range(100)) + b"\n \n"
     assert read_tail(written(text), lines=3) == "line 97\nline 98\nline 99"
     assert len(read_tail(written(text)).splitlines()) == 20
@@ -218,12 +218,12 @@ def test_silence_is_an_empty_text() -> None:
 
 
 def test_bytes_that_are_no_text_are_read_as_far_as_they_are() -> None:
-    """Broken bytes are replaced, and break nothing."""
+    """Broken bytes are replaced, and raise no error."""
     assert read_tail(written(b"\xff\xfebad \xc3\n")) == "\ufffd\ufffdbad \ufffd"
 
 
 def test_of_very_much_only_the_end_is_read() -> None:
-    """A gigabyte of one line costs kilobytes."""
+    """A gigabyte in one line costs kilobytes."""
     fd = written(b"begin")
     os.pwrite(fd, b"end\n", 1 << 30)
     text = read_tail(fd)
@@ -233,7 +233,7 @@ def test_of_very_much_only_the_end_is_read() -> None:
 
 
 def test_reading_takes_the_descriptor() -> None:
-    """It is closed then."""
+    """`read_tail` closes the descriptor."""
     fd = written(b"words")
     read_tail(fd)
     assert not is_open(fd)

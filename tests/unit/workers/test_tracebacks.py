@@ -1,4 +1,4 @@
-"""What a traceback shows of the loader: nothing, unless the fault may be its own."""
+"""A traceback has no frames of the loader, unless the fault may be the loader's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OURS = tracebacks.__file__  # code that is compiled under this name passes for t
 
 
 def of_the_loader(source: str) -> Callable[..., Any]:
-    """A function `call` of the loader's."""
+    """A function `call` that passes for the loader's."""
     names: dict[str, Any] = {"ShardError": ShardError}
     exec(compile(source, OURS, "exec"), names)
     function: Callable[..., Any] = names["call"]
@@ -25,7 +25,7 @@ def of_the_loader(source: str) -> Callable[..., Any]:
 
 
 def files_after(function: Callable[..., Any], *arguments: Any) -> list[str]:
-    """The files of the frames below this one, when it has failed and its frames were hidden."""
+    """The files of the frames below this frame, after the function failed and our frames were hidden."""
     with pytest.raises(Exception) as caught:
         function(*arguments)
     caught.value.__traceback__ = caught.tb.tb_next
@@ -38,7 +38,7 @@ def users() -> None:
 
 
 def test_frames_between_the_users_are_hidden() -> None:
-    """Ours and those of torch's fetcher, above the user's function."""
+    """Frames of ours and of torch's fetcher are hidden above the user's function."""
     call = of_the_loader("def call(function):\n    function()")
     assert files_after(call, users) == [__file__]
     assert files_after(lambda: call(lambda: call(users))) == [__file__, __file__, __file__]
@@ -47,20 +47,20 @@ def test_frames_between_the_users_are_hidden() -> None:
 
 
 def test_our_own_errors_show_where_they_were_raised() -> None:
-    """One frame of ours, the innermost."""
+    """Only the innermost of our frames is shown."""
     call = of_the_loader("def call(error):\n    raise error\n")
     outer = of_the_loader("def call(inner, error):\n    inner(error)\n")
     assert files_after(outer, call, ShardError("the shard is damaged")) == [OURS]
 
 
 def test_what_may_be_a_fault_of_the_loader_is_shown_whole() -> None:
-    """An error of another type, raised by our code."""
+    """An error of another type that our code raised keeps all frames."""
     call = of_the_loader("def call(inner):\n    inner()\n")
     assert files_after(call, of_the_loader("def call():\n    {}['missing']\n")) == [OURS, OURS]
 
 
 def test_causes_are_shortened_too() -> None:
-    """Those of a chain, which may be a ring."""
+    """Errors of a chain are shortened, even if the chain is a cycle."""
     call = of_the_loader("def call(function):\n    function()")
     with pytest.raises(KeyError) as caught:
         call(users)

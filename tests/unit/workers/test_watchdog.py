@@ -56,7 +56,7 @@ def test_a_blocking_workers_next_task_begins_with_its_answer(clock: Clock, on_ti
 
 
 def test_a_concurrent_workers_tasks_begin_when_they_are_given(clock: Clock, on_timeout: Timeouts) -> None:
-    """It is at all of them at a time: another answer is no excuse."""
+    """It works on all of its tasks at a time: the answer to another task extends no deadline."""
     watchdog = watching(clock, on_timeout, concurrent=True)
     watchdog.assigned(0, 0)
     clock.at(1)
@@ -70,7 +70,7 @@ def test_a_concurrent_workers_tasks_begin_when_they_are_given(clock: Clock, on_t
 
 
 def test_a_task_after_a_pause_has_its_whole_time(clock: Clock, on_timeout: Timeouts) -> None:
-    """What counts is when it was given, not the last answer before."""
+    """The time counts from when the task was given, not from the answer before."""
     watchdog = watching(clock, on_timeout)
     watchdog.assigned(0, 0)
     clock.at(1)
@@ -84,7 +84,7 @@ def test_a_task_after_a_pause_has_its_whole_time(clock: Clock, on_timeout: Timeo
 
 
 def test_each_worker_has_its_own_deadline(clock: Clock, on_timeout: Timeouts) -> None:
-    """A timeout of one worker does not affect others; the timer goes on for them."""
+    """A timeout of one worker does not affect others; the timer continues for them."""
     watchdog = watching(clock, on_timeout, workers=3)
     for worker in range(3):
         clock.at(worker)
@@ -164,7 +164,7 @@ def test_a_replacement_starts_anew(clock: Clock, on_timeout: Timeouts) -> None:
 
 
 def test_another_workers_start_up_delays_no_timeout(clock: Clock, on_timeout: Timeouts) -> None:
-    """A deadline that comes before the one that the timer waits for counts."""
+    """A deadline before the deadline for which the timer is set counts."""
     watchdog = watching(clock, on_timeout, workers=2)
     watchdog.starts(1)
     watchdog.assigned(1, 0)
@@ -190,7 +190,7 @@ def test_a_worker_times_out_once(clock: Clock, on_timeout: Timeouts) -> None:
 
 
 def test_void_tasks_have_no_deadline(clock: Clock, on_timeout: Timeouts) -> None:
-    """A worker whose stream has ended owes nothing."""
+    """The tasks of a worker whose stream has ended are void."""
     watchdog = watching(clock, on_timeout)
     watchdog.assigned(0, 0)
     watchdog.assigned(0, 1)

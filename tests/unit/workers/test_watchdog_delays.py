@@ -12,7 +12,7 @@ from tests.unit.workers.watching import SECONDS, Timeouts, nothing_sent, watchin
 
 
 def test_unread_frames_are_read_before_a_timeout(clock: Clock, on_timeout: Timeouts) -> None:
-    """What a worker has sent is read before its deadline is checked, and only then."""
+    """Frames of a worker are read before its deadline is checked, and only then."""
     asked: list[int] = []
 
     def catch_up(worker: int) -> None:
@@ -48,7 +48,7 @@ def test_the_next_task_of_one_that_caught_up_has_its_whole_time(clock: Clock, on
 
 
 def test_catching_up_may_give_tasks(clock: Clock, on_timeout: Timeouts) -> None:
-    """What comes of an answer is another task, of whomever: it is watched from then on."""
+    """An answer may lead to another task, of any worker: that task is watched from then on."""
 
     def catch_up(worker: int) -> None:
         if worker == 0:
@@ -64,7 +64,7 @@ def test_catching_up_may_give_tasks(clock: Clock, on_timeout: Timeouts) -> None:
 
 
 def test_catching_up_may_find_its_end(clock: Clock, on_timeout: Timeouts) -> None:
-    """If `catch_up` finds the worker gone or closes the watchdog, no timeout is reported."""
+    """If `catch_up` forgets the worker or closes the watchdog, no timeout is reported."""
 
     def catch_up(worker: int) -> None:
         if worker == 0:
@@ -96,7 +96,7 @@ def test_a_loop_that_was_held_up_restarts_all_deadlines(clock: Clock, on_timeout
 
 
 def test_a_start_up_that_was_held_up_has_another_minute(clock: Clock, on_timeout: Timeouts) -> None:
-    """What was suspended with the job could not start either."""
+    """A worker that was suspended with the job could not start either."""
     watchdog = TaskWatchdog(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, on_timeout=on_timeout)
     watchdog.starts(0)
     watchdog.assigned(0, 0)
@@ -135,7 +135,7 @@ def test_waiting_for_a_lease_does_not_count(clock: Clock, on_timeout: Timeouts) 
 
 
 def test_an_answered_lease_delays_no_other_timeout(clock: Clock, on_timeout: Timeouts) -> None:
-    """An answer at once takes the time of a message; and one worker's waiting is not another's."""
+    """An answer at once takes no longer than a message; and one worker's wait does not extend another's deadline."""
     watchdog = watching(clock, on_timeout, workers=3)
     for worker in range(3):
         watchdog.assigned(worker, worker)
@@ -151,7 +151,7 @@ def test_an_answered_lease_delays_no_other_timeout(clock: Clock, on_timeout: Tim
 
 
 def test_a_replacement_waits_for_no_lease(clock: Clock, on_timeout: Timeouts) -> None:
-    """What its predecessor had asked for is not what it is at."""
+    """The request of its predecessor does not count for it."""
     watchdog = watching(clock, on_timeout)
     watchdog.assigned(0, 0)
     watchdog.asked(0)

@@ -1,4 +1,4 @@
-"""Deadlines of persistent workers, which may have an abandoned epoch's tasks to do before the new one's start-up."""
+"""Deadlines of persistent workers, which may finish an abandoned epoch's tasks before the new epoch's start-up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.unit.workers.clock import Clock
 
 
 def test_tasks_of_the_epoch_before_are_not_the_start_up() -> None:
-    """A worker's start-up is counted from when it could begin: after each of those tasks the time begins anew."""
+    """A worker's start-up is counted from when it could begin: each of those tasks restarts its time."""
     clock, on_timeout = Clock(), list[int]()
     watchdog = TaskWatchdog(
         clock, 5.0, 1, concurrent=False, catch_up=lambda _: None, on_timeout=lambda worker, _: on_timeout.append(worker)

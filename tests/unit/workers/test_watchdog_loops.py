@@ -14,7 +14,7 @@ from asyncloader.workers.watchdog import TaskWatchdog
 @pytest.mark.parametrize("make", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("seconds", [0.0001, 0.0004, 0.0011, 0.003])
 def test_short_deadlines_come_on_real_loops(make: Callable[[], asyncio.AbstractEventLoop], seconds: float) -> None:
-    """uvloop counts in milliseconds, and gives another kind of handle for less than one: every deadline comes."""
+    """uvloop counts in milliseconds, with another kind of handle for less than one: every deadline is met."""
     loop = make()
     found: list[int] = []
 

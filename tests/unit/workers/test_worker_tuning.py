@@ -1,4 +1,4 @@
-"""A worker's collector and allocator, looked at in a process of its own."""
+"""A worker's collector and allocator, observed in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def told(code: str, **environment: str) -> str:
-    """What a fresh process prints."""
+    """The output of a fresh process."""
     command = [sys.executable, "-c", f"import gc\nfrom asyncloader.workers.worker import tune\n{code}"]
     run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
     return run.stdout.strip()
@@ -19,7 +19,7 @@ def told(code: str, **environment: str) -> str:
 @pytest.mark.thorough
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_what_was_there_is_frozen(concurrent: bool) -> None:
-    """The collector does not look at what was there before the first task."""
+    """The collector does not look at objects from before the first task."""
     assert int(told(f"tune(concurrent={concurrent}); print(gc.get_freeze_count())")) > 1000
 
 
@@ -31,7 +31,7 @@ def test_one_task_at_a_time_is_collected_as_ever() -> None:
 
 @pytest.mark.thorough
 def test_many_in_flight_are_collected_less_often() -> None:
-    """A worker with hundreds of samples in hand looks for garbage less often, and does look."""
+    """A worker with hundreds of samples in hand collects garbage less often, but does collect it."""
     assert told("tune(concurrent=True); print(gc.get_threshold(), gc.isenabled())") == "(50000, 20, 50) True"
 
 
@@ -44,6 +44,6 @@ def test_thresholds_of_the_user_stand() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_ARENA_MAX": "2"}], ids=["ours", "the user's"])
 def test_memory_still_works(environment: dict[str, str]) -> None:
-    """Large blocks can be had and given back under the settings, ours or the user's own."""
+    """Large blocks can be allocated and freed under the settings, ours or the user's own."""
     code = "tune(concurrent=True)\nfor n in range(50): x = bytearray(3 << 20); x[-1] = n\nprint(x[-1])"
     assert told(code, **environment) == "49"

@@ -96,7 +96,7 @@ def test_a_worker_connection_has_no_time_out_of_the_kernels() -> None:
 
 
 def test_a_batch_that_no_memory_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node may announce any size, so this is no error of the loader: the connection ends, its tasks go elsewhere."""
+    """The node may announce any size, so it is no error of the loader: the connection ends, its tasks go elsewhere."""
 
     async def run() -> tuple[bool, str]:
         with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,4 @@
-"""What the random generators give, for tests that compare it."""
+"""The numbers that the random generators give, for tests that compare them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from asyncloader.workers.fetch.seeding import SampleSeeder, sample_rng
 
 
 def drawn() -> tuple[float, ...]:
-    """One number of each generator there is."""
+    """One number of each generator, global and of the sample."""
     rng = sample_rng()
     own = rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))
     return random.random(), float(np.random.random()), float(torch.rand(())), *own
 
 
 def at_sample(position: int, *words: int) -> tuple[float, ...]:
-    """The same, first thing in the sample at a position."""
+    """The numbers that are drawn first in the sample at a position."""
     SampleSeeder(1, 0, *words).sample(position)
     return drawn()

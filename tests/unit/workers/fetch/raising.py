@@ -1,4 +1,4 @@
-"""Datasets some of whose samples raise, and a reader of them."""
+"""Datasets some of whose samples raise, and readers of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODES: dict[str, Any] = {"torch": None, "seeded": SEEDED}
 
 
 class Map(Dataset[Any]):
-    """Samples are indices with what was drawn for them; some raise, after a draw."""
+    """A map dataset whose samples are indices with the numbers drawn for them; some raise, after a draw."""
 
     def __init__(self, *bad: int) -> None:
         self.bad = set(bad)
@@ -136,7 +136,7 @@ class BrokenAsyncGenerator(BrokenGenerator):
 
 
 def reader(dataset: Any, policy: ErrorPolicy | None = None, **changes: Any) -> DatasetReader:
-    """Worker 2's of 3, at the beginning of an epoch; `changes` are fields of the set-up."""
+    """The reader of worker 2 of 3, at the beginning of an epoch; `changes` are fields of the set-up."""
     start = changes.pop("start", EpochStart())
     common = WorkerSetup(
         dataset=dataset,
@@ -160,14 +160,14 @@ def reader(dataset: Any, policy: ErrorPolicy | None = None, **changes: Any) -> D
 
 
 async def fetch(one: DatasetReader, index: Any = None, bad: list[SkippedSample] | None = None) -> Any:
-    """Blocking or not."""
+    """Fetch, blocking or asynchronously, as the dataset requires."""
     if one.asynchronous:
         return await one.fetch_async(index, bad)
     return one.fetch(index, bad)
 
 
 async def rest(one: DatasetReader, bad: list[SkippedSample] | None = None) -> list[Any]:
-    """All batches; None for one without samples."""
+    """All remaining batches; None for a batch without samples."""
     found: list[Any] = []
     while True:
         records: list[SkippedSample] = []
@@ -186,7 +186,7 @@ async def rest(one: DatasetReader, bad: list[SkippedSample] | None = None) -> li
 
 
 def raised(error: Exception) -> Exception:
-    """The exception with a traceback, as one that a dataset raised."""
+    """The exception with a traceback, as if a dataset had raised it."""
     try:
         raise error
     except Exception as caught:
@@ -194,12 +194,12 @@ def raised(error: Exception) -> Exception:
 
 
 def indices(batch: Any) -> list[int]:
-    """Of a batch's samples."""
+    """The indices of a batch's samples."""
     return [sample[0] for sample in batch]
 
 
 def places(bad: list[SkippedSample]) -> list[Any]:
-    """What of the records does not depend on the process."""
+    """The parts of the records that do not depend on the process."""
     return [(record.index, record.position, record.action) for record in bad]
 
 

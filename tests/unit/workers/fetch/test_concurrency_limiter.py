@@ -55,8 +55,9 @@ def batch(samples: Samples, limiter: ConcurrencyLimiter, name: str, count: int) 
     random=st.randoms(use_true_random=False),
 )
 def test_results_are_in_order_within_the_bound(sizes: list[int], room: int, random: Random) -> None:
-    """Whichever sample ends first, a batch has its results in order; at most `room` run; older batches start
-    first, and no capacity is idle while a sample waits.
+    """A batch has its results in order, whichever sample ends first; at most `room` samples run.
+
+    Older batches start first, and no capacity is idle while a sample waits.
     """
 
     async def run() -> None:
@@ -94,7 +95,7 @@ async def test_a_slow_sample_does_not_stop_the_next_batch() -> None:
 
 
 async def test_the_first_error_is_raised_alone() -> None:
-    """The others of its batch are cancelled, those not started never start, other batches go on."""
+    """The other running samples of its batch are cancelled, later ones never start; other batches go on."""
     samples, limiter = Samples(), ConcurrencyLimiter(3)
     reported: list[tuple[int, BaseException]] = []
     failing = asyncio.ensure_future(
@@ -116,7 +117,7 @@ async def test_the_first_error_is_raised_alone() -> None:
 
 
 async def test_an_error_before_the_coroutine_is_the_samples() -> None:
-    """What the dataset raises when it is asked for a coroutine fails that sample's batch."""
+    """An error that the dataset raises when it is asked for a coroutine fails that sample's batch."""
 
     def start(item: int, context: Context) -> Coroutine[Any, Any, Any]:
         if item == 1:
@@ -130,7 +131,7 @@ async def test_an_error_before_the_coroutine_is_the_samples() -> None:
 
 
 async def test_cancelling_waits_for_the_running_samples() -> None:
-    """A cancelled batch ends when its samples have: their `finally` blocks have run and the capacity is free again."""
+    """A cancelled batch ends when its samples have ended: `finally` blocks have run and the capacity is free."""
     samples, limiter = Samples(), ConcurrencyLimiter(2)
     task = batch(samples, limiter, "a", 4)
     await samples.settle()

@@ -15,7 +15,7 @@ from asyncloader.workers.fetch.context import DatasetContext, context_managers
 
 class Opens(Dataset[Any]):
     def __init__(self, *, broken: int = 0) -> None:
-        self.broken = broken  # so often it raises
+        self.broken = broken  # how often entering raises
         self.entered: list[Any] = []
         self.left: list[Any] = []
 
@@ -39,7 +39,7 @@ class Opens(Dataset[Any]):
 
 
 def test_views_forward_to_what_they_view() -> None:
-    """Subset, ConcatDataset and StackDataset, nested too; each dataset once."""
+    """Datasets in Subset, ConcatDataset and StackDataset, nested too, are found once each."""
     one, other = Opens(), Opens()
     nested: Any = ConcatDataset([Subset(one, [0]), Subset(Subset(other, [1]), [0]), one])
     assert context_managers(nested) == [one, other]
@@ -49,7 +49,7 @@ def test_views_forward_to_what_they_view() -> None:
 
 
 async def test_it_is_entered_once_and_left_in_the_same_task() -> None:
-    """However many wait for it; `close` may be called twice."""
+    """It is entered once, however many tasks wait for it; `close` may be called twice."""
     dataset = Opens()
     context = DatasetContext(Subset(dataset, [0]))
     assert context.needed
@@ -74,7 +74,7 @@ async def test_nothing_to_enter_costs_nothing() -> None:
 
 
 async def test_an_error_is_raised_to_all_and_tried_again() -> None:
-    """What was entered before is left again."""
+    """Contexts that were entered before the error are left again."""
     first, second = Opens(), Opens(broken=1)
     context = DatasetContext(ConcatDataset([first, second]))
     found = await asyncio.gather(context.open(), context.open(), return_exceptions=True)
@@ -87,7 +87,7 @@ async def test_an_error_is_raised_to_all_and_tried_again() -> None:
 
 
 async def test_what_comes_before_is_awaited_first_and_once() -> None:
-    """If it raised, it stays that."""
+    """If it raised, each `open` raises that error."""
     dataset, order = Opens(), list[int]()
 
     async def before() -> None:
@@ -111,7 +111,7 @@ async def test_what_comes_before_is_awaited_first_and_once() -> None:
 
 
 async def test_leaving_takes_bounded_time() -> None:
-    """An `__aexit__` that never ends is cancelled; what it raised is returned."""
+    """An `__aexit__` that never ends is cancelled; an error that it raises is returned."""
 
     class Sticks(Opens):
         async def __aexit__(self, *_: object) -> None:
@@ -143,7 +143,7 @@ async def test_a_cancelled_waiter_leaves_it_to_the_others() -> None:
 
 
 async def test_a_context_in_a_reference_cycle_is_exited_by_its_own_task() -> None:
-    """Its owner is collected as garbage and asks for the end; the collector does not end the task by itself."""
+    """Its owner is collected as garbage and asks for the exit; the collector does not end the task by itself."""
     exited: asyncio.Future[tuple[int, bool]] = asyncio.get_running_loop().create_future()
 
     class Notes(Opens):
@@ -174,7 +174,7 @@ async def test_a_context_in_a_reference_cycle_is_exited_by_its_own_task() -> Non
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_tasks_go_on_in_the_order_in_which_they_came(seed: int) -> None:
-    """Tasks come before, while and after the context opens, and some are cancelled."""
+    """Tasks arrive before, while and after the context opens, and some are cancelled."""
     draw = random.Random(seed)
     for _ in range(20):
         dataset = Slow(draw.randrange(8))

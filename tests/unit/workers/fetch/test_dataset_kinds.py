@@ -1,4 +1,4 @@
-"""What a dataset can do: awaited or blocking, samples or batches."""
+"""Kinds of datasets: awaited or blocking, of samples or of batches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PlainStream(IterableDataset[int]):
     ids=lambda value: type(value).__name__ if not isinstance(value, bool) else str(value),
 )
 def test_which_datasets_are_async(dataset: Any, asynchronous: bool) -> None:
-    """A dataset is async by its own methods, or by those of what it is a view of."""
+    """A dataset is async by its own methods, or by those of the dataset under a view."""
     assert is_async_dataset(dataset) is asynchronous
 
 
@@ -101,7 +101,7 @@ def test_a_subclass_of_a_view_is_the_users() -> None:
 
 
 def test_a_sample_can_be_fetched_alone_through_views() -> None:
-    """Only if every dataset under the view has a `__getitem__` of its own: `Dataset`'s raises."""
+    """This requires that every dataset under the view has a `__getitem__` of its own: `Dataset`'s raises."""
     alone, batches = Plain(), AsyncBatched()
     can: list[Any] = [alone, [1, 2], Subset(alone, [0]), StackDataset(a=alone), ConcatDataset([alone, alone])]
     assert all(map(fetches_samples, can))

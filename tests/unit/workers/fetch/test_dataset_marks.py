@@ -1,4 +1,4 @@
-"""Changes of a dataset that are noticed, and those that are none."""
+"""Changes of a dataset that are noticed, and changes that do not count."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CHANGES: dict[str, Callable[[Some], object]] = {
 
 @pytest.mark.parametrize("path", CHANGES)
 def test_a_change_is_noticed_and_named(path: str) -> None:
-    """Also within a view of the dataset."""
+    """The change is noticed also within a view of the dataset."""
     some, other = Some(), Some()
     before, within = marks(some), marks(Subset[Any](other, [0]))  # type: ignore[arg-type]
     CHANGES[path](some)
@@ -75,7 +75,7 @@ def test_a_change_is_noticed_and_named(path: str) -> None:
 
 
 def test_what_is_no_change() -> None:
-    """Reading, also with a handle and a cache, cached properties, shared memory, equal values, and `set_epoch`."""
+    """Not noticed: reading with a handle and a cache, cached properties, shared memory, equal values, `set_epoch`."""
     some = Some()
     before = marks(some)
     assert not changed_since(before, some)
@@ -95,7 +95,7 @@ def test_what_is_no_change() -> None:
 
 
 def test_large_datasets_take_bounded_time_and_keep_nothing_alive() -> None:
-    """The nearest attributes are compared, and none is held."""
+    """Only the nearest attributes are compared, and no object is held."""
     some: Any = Some()
     some.samples = [(index, str(index)) for index in range(100_000)]
     before = marks(some)
@@ -106,6 +106,6 @@ def test_large_datasets_take_bounded_time_and_keep_nothing_alive() -> None:
 
 
 def test_objects_without_attributes() -> None:
-    """Lists, and whatever is given as a dataset."""
+    """Lists, and any other object given as a dataset, are unchanged."""
     for thing in ([1, 2], range(3), object(), None, {"a": 1}):
         assert not changed_since(marks(thing), thing)

@@ -1,4 +1,4 @@
-"""Where a dataset stands: states taken after batches, and given back in torchdata's order."""
+"""Positions of a dataset: states taken after batches, and restored in torchdata's order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Plain:
 
 
 class Part:
-    """A dataset or an iterator with a state; writes down what is done to it."""
+    """A dataset or an iterator with a state; records its calls."""
 
     def __init__(self, state: Any = 0, calls: list[str] | None = None, name: str = "dataset") -> None:
         self.state = state
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], Any, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_cursor_holds_the_states_there_are(case: str) -> None:
-    """The dataset's, its iterator's, or both; with the counts, and whether the stream has ended."""
+    """A cursor has the state of the dataset, its iterator, or both; the counts; and whether the stream has ended."""
     dataset, iterator, of_dataset, of_iterator = CASES[case]
     bookmark = begun(dataset(), iterator())
     assert read(bookmark.after_batch(4, ended=False)) == Cursor(1, 4, False, of_dataset, of_iterator)
@@ -96,7 +96,7 @@ def test_cursor_holds_the_states_there_are(case: str) -> None:
 
 
 def test_a_dataset_that_is_its_own_iterator_is_saved_once() -> None:
-    """Its state stands under the dataset."""
+    """The state is saved as the dataset's."""
     dataset = Part("D")
     bookmark = begun(dataset, dataset)
     assert read(bookmark.after_batch(1, ended=False)) == Cursor(1, 1, False, "D", None, itself="within")
@@ -104,7 +104,7 @@ def test_a_dataset_that_is_its_own_iterator_is_saved_once() -> None:
 
 
 def test_states_are_restored_in_torchdatas_order() -> None:
-    """The dataset, then ``iter(dataset)``, then that iterator."""
+    """The dataset is restored first, then ``iter(dataset)`` is called, then that iterator is restored."""
     calls: list[str] = []
     dataset, iterator = Part(0, calls), Part(0, calls, "iterator")
     bookmark = Bookmark(dataset, 1)
@@ -133,7 +133,7 @@ def test_a_new_epoch_begins_at_the_beginning() -> None:
 
 @pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (7, [7]), (8, [])])
 def test_cursors_are_taken_every_so_many_batches(every: int, expected: list[int]) -> None:
-    """Between snapshots the dataset is not asked."""
+    """Between snapshots the dataset is not asked for its state."""
     dataset = Part()
     bookmark = begun(dataset, every=every)
     taken = [bookmark.after_batch(1, ended=False) for _ in range(7)]
@@ -142,13 +142,13 @@ def test_cursors_are_taken_every_so_many_batches(every: int, expected: list[int]
 
 
 def test_snapshots_keep_their_beat_after_resuming() -> None:
-    """Batches are counted from the epoch's beginning, not from where it goes on."""
+    """Batches are counted from the epoch's beginning, not from the position where it was resumed."""
     bookmark = begun(Part(), every=3, cursor=Cursor(4, 0, False, "D", None))
     assert [bool(bookmark.after_batch(1, ended=False)) for _ in range(5)] == [False, True, False, False, True]
 
 
 def test_a_cursor_does_not_change_later() -> None:
-    """It is what the state was then, even if the dataset gives out an object that it goes on to change."""
+    """It has the state of its moment, even if the dataset returns an object that it changes later."""
     dataset = Part({"at": [1]})
     bookmark = begun(dataset)
     data = bookmark.after_batch(1, ended=False)
@@ -167,7 +167,7 @@ def test_a_cursor_does_not_change_later() -> None:
     ids=["dataset", "iterator", "lock", "function"],
 )
 def test_a_state_that_cannot_be_saved_is_told_and_not_raised(dataset: Any, iterator: Any, words: str) -> None:
-    """The batch is good; the cursor says what went wrong, and has no state at all, not half of one."""
+    """The batch is good; the cursor has the error, and no state at all, not half of one."""
     bookmark = begun(dataset, iterator)
     cursor = read(bookmark.after_batch(4, ended=True))
     assert cursor[:5] == (1, 4, True, None, None)
@@ -176,7 +176,7 @@ def test_a_state_that_cannot_be_saved_is_told_and_not_raised(dataset: Any, itera
 
 
 def test_a_state_of_none_is_a_state_that_is_not_there() -> None:
-    """A part whose state is None is not given one back."""
+    """A part whose state is None is not given a state back."""
     dataset = Part(None)
     cursor = read(begun(dataset).after_batch(1, ended=False))
     begun(dataset, cursor=cursor)
@@ -184,7 +184,7 @@ def test_a_state_of_none_is_a_state_that_is_not_there() -> None:
 
 
 def test_the_beginning_is_a_place_too() -> None:
-    """Before the first batch the cursor is that of the beginning; after it there is no beginning any more."""
+    """Before the first batch the cursor is that of the beginning; afterwards `initial` returns None."""
     bookmark = begun(Part("D"), iter([1]))
     assert read(bookmark.initial()) == Cursor(0, 0, False, "D", None)
     bookmark.after_batch(1, ended=False)
@@ -194,7 +194,7 @@ def test_the_beginning_is_a_place_too() -> None:
 
 @pytest.mark.parametrize("every", [0, 3])
 def test_until_the_first_snapshot_the_beginning_is_the_place_to_go_on_from(every: int) -> None:
-    """A stream's state at its beginning comes with the first batch, once; a stream that was resumed has one already."""
+    """The state of a stream's beginning is sent once, with the first batch; a resumed stream has a state already."""
     dataset = Part({"at": 0})
     bookmark = begun(dataset, iter([1]), every)
     dataset.state["at"] = 1
@@ -206,7 +206,7 @@ def test_until_the_first_snapshot_the_beginning_is_the_place_to_go_on_from(every
 
 
 def test_the_end_of_an_epoch_is_the_place_before_the_next() -> None:
-    """The counts are zero again. A dataset that is its own iterator, or has another, is iterated anew once restored."""
+    """Counts are zero again. A dataset that is its own iterator, or has another, is iterated again once restored."""
     end = Cursor(5, 20, True, "D", None)
     assert end.epoch_later() == Cursor(0, 0, False, "D", None)
     assert end._replace(itself="within").epoch_later() == Cursor(0, 0, False, "D", None, itself="before")

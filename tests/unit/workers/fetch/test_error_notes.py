@@ -1,4 +1,4 @@
-"""Errors that say which sample was theirs, from fetchers that are otherwise torch's to the letter."""
+"""Errors that name their sample, from fetchers that otherwise behave exactly like torch's."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.unit.workers.fetch.raising import (
     reader,
 )
 
-# --------------------------------------------------------------------------------- torch's rules, to the letter
+# --------------------------------------------------------------------------------- exactly torch's behaviour
 
 
 class Log:
-    """Writes down how it is asked."""
+    """Records the indices that it is asked for."""
 
     def __init__(self, length: int, bad: int | None, getitems: Any = "none") -> None:
         self.length, self.bad = length, bad
@@ -75,7 +75,7 @@ def outcomes(fetcher: Any, batches: list[Any]) -> list[Any]:
     st.booleans(),
 )
 def test_map_datasets_are_asked_as_torch_asks(batches: list[Any], bad: int | None, getitems: Any, auto: bool) -> None:
-    """The same calls, batches and errors as torch's fetcher, for any indices, with or without `__getitems__`."""
+    """Calls, batches and errors are those of torch's fetcher, for any indices, with and without `__getitems__`."""
     ours, theirs = Log(9, bad, getitems), Log(9, bad, getitems)
     mine = MapFetcher(SampleMaker(ours), auto, repr)
     other: Any = torch_fetch._MapDatasetFetcher(theirs, auto, repr, False)
@@ -85,7 +85,7 @@ def test_map_datasets_are_asked_as_torch_asks(batches: list[Any], bad: int | Non
 
 @given(st.integers(0, 12), st.none() | st.integers(0, 12), st.integers(1, 4), st.booleans(), st.booleans())
 def test_streams_are_read_as_torch_reads(length: int, bad: int | None, size: int, auto: bool, drop_last: bool) -> None:
-    """The same for streams: short batches, `drop_last`, the end, and what comes after an error."""
+    """Streams have torch's short batches, `drop_last`, end, and behaviour after an error."""
     ours, theirs = Log(length, bad), Log(length, bad)
     mine = StreamFetcher(iter(ours), SampleMaker(None), auto, repr, drop_last)
     other: Any = torch_fetch._IterableDatasetFetcher(theirs, auto, repr, drop_last)
@@ -95,7 +95,7 @@ def test_streams_are_read_as_torch_reads(length: int, bad: int | None, size: int
     assert ours.calls == theirs.calls
 
 
-# ------------------------------------------------------------------------------------------ errors that say where
+# ------------------------------------------------------------------------------------------ errors with their place
 
 
 async def note_of(one: DatasetReader, index: Any = None, batches: int = 1) -> list[str]:
@@ -108,7 +108,7 @@ async def note_of(one: DatasetReader, index: Any = None, batches: int = 1) -> li
 
 @pytest.mark.parametrize("kind", [Map, AsyncMap])
 async def test_an_error_names_its_sample(kind: Any) -> None:
-    """Its index, which item of the batch it is, and in seeded mode its position."""
+    """The note has its index, its place in the batch, and in seeded mode its position."""
     batch = [11, 17, 5, 17]
     assert await note_of(reader(kind(5)), batch) == ["while fetching sample index 5 (item 2 of the batch)"]
     assert await note_of(reader(kind(17)), tuple(batch)) == ["while fetching sample index 17 (item 1 of the batch)"]
@@ -128,7 +128,7 @@ async def test_an_error_of_a_whole_batch_names_the_batch(kind: Any, mode: str) -
 
 
 async def test_samples_of_an_async_subset_are_named() -> None:
-    """By the subset's own indices."""
+    """The note has the subset's own indices."""
     one = reader(Subset(AsyncMap(25), range(20, 30)))
     assert await note_of(one, [4, 5]) == ["while fetching sample index 5 (item 1 of the batch)"]
 
@@ -136,7 +136,7 @@ async def test_samples_of_an_async_subset_are_named() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_an_error_of_a_stream_names_the_number(kind: Any, mode: str) -> None:
-    """Of the sample in the worker's stream, and the worker; also where the stream was gone on with."""
+    """The note has the sample's number in the worker's stream, and the worker, also in a resumed stream."""
     one = reader(kind(11, 6), seeded=MODES[mode])
     assert await note_of(one, batches=2) == ["while reading sample number 6 of worker 2's stream"]
     samples = 4 if mode == "seeded" else 0
@@ -154,7 +154,7 @@ def broken_collate(samples: Any) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", [None, SKIP])
 async def test_an_error_of_collation_names_the_batch(mode: str, policy: Any) -> None:
-    """It is no sample's, so it is never skipped, and nothing is recorded."""
+    """The error belongs to no sample, so it is never skipped or recorded."""
 
     async def found(one: DatasetReader, index: Any = None) -> list[str]:
         bad: list[SkippedSample] = []
@@ -177,7 +177,7 @@ async def test_an_error_of_collation_names_the_batch(mode: str, policy: Any) -> 
 
 
 def test_what_torchs_collation_does_not_say() -> None:
-    """The note says what to do about samples that cannot be put together; of other errors it says nothing."""
+    """For samples that cannot be put together the note has advice; for other errors it has no advice."""
     for error, advice in (
         (RuntimeError("stack expects each tensor to be equal size, but got"), " (samples of different sizes need"),
         (TypeError("default_collate: batch must contain tensors; found <class 'int'>"), " (samples of this type need"),
@@ -191,7 +191,7 @@ def test_what_torchs_collation_does_not_say() -> None:
 
 
 def test_notes_are_added_once_and_to_what_takes_them() -> None:
-    """An exception that refuses notes, or has none of its own making, is raised as it is."""
+    """An exception that refuses notes, or has no `__notes__`, is raised unchanged."""
 
     class Refusing(Exception):
         def add_note(self, note: str) -> None:
@@ -217,7 +217,7 @@ def test_notes_are_added_once_and_to_what_takes_them() -> None:
 
 
 def test_an_index_takes_one_short_line() -> None:
-    """Long batches are cut, long keys are, too, and what has no text is said to have none."""
+    """Long batches and long keys are shortened; an object without a text has a substitute."""
 
     class Textless:
         def __repr__(self) -> str:

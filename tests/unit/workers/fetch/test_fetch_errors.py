@@ -1,4 +1,4 @@
-"""Samples of map datasets that raise: batches without them, with substitutes, with what a function gave."""
+"""Samples of map datasets that raise: batches without them, with substitutes, or with a function's results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.unit.workers.fetch.raising import (
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems])
 async def test_a_batch_comes_without_its_bad_samples(kind: Any, mode: str) -> None:
-    """In order, with a record each in the batch's order; the others have the numbers that they have anyway."""
+    """The rest is in order, with a record per bad sample in the batch's order; random numbers are unchanged."""
     batch = [0, 9, 4, 3, 7]
     bad: list[SkippedSample] = []
     found = await fetch(reader(kind(9, 3), SKIP, seeded=MODES[mode]), at(mode, 20, batch), bad)
@@ -55,7 +55,7 @@ async def test_a_batch_comes_without_its_bad_samples(kind: Any, mode: str) -> No
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems])
 async def test_a_good_batch_is_the_same_with_a_policy(kind: Any, mode: str) -> None:
-    """Nothing is recorded, and every number is that of a loader without a policy."""
+    """Nothing is recorded, and every random number is that of a loader without a policy."""
     bad: list[SkippedSample] = []
     torch.manual_seed(5)
     found = await fetch(reader(kind(), SKIP, seeded=MODES[mode]), at(mode, 20, [3, 1, 2]), bad)
@@ -72,7 +72,7 @@ async def test_a_good_batch_is_the_same_with_a_policy(kind: Any, mode: str) -> N
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Map, AsyncMap])
 async def test_a_batch_without_any_sample_left_is_none(kind: Any, mode: str) -> None:
-    """All are recorded; an empty batch of the sampler's own making is one."""
+    """All its samples are recorded; an empty batch from the sampler stays an empty batch."""
     one = reader(kind(1, 2), SKIP, seeded=MODES[mode])
     bad: list[SkippedSample] = []
     with pytest.raises(NoSamples):
@@ -100,7 +100,7 @@ async def test_without_getitem_the_whole_batch_is_bad(kind: Any, mode: str) -> N
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Map, AsyncMap])
 async def test_samples_are_found_through_torchs_views(kind: Any, mode: str) -> None:
-    """A Subset's batch is not asked for at once, so that nothing is read twice."""
+    """A Subset's batch is not fetched as a whole first, so no sample is read twice."""
 
     class Counting(kind):  # type: ignore[misc]
         asked = 0
@@ -118,7 +118,7 @@ async def test_samples_are_found_through_torchs_views(kind: Any, mode: str) -> N
 
 
 async def test_stop_iteration_of_a_map_dataset_is_an_error_like_any_other() -> None:
-    """It is skipped, too, and ends nothing."""
+    """It is skipped, too, and does not end the epoch."""
 
     class Stopping(Map):
         def __getitem__(self, index: int) -> Any:
@@ -146,7 +146,7 @@ def test_what_is_no_exception_goes_through(kind: Any) -> None:
 
 
 async def test_concurrent_batches_have_their_own_records() -> None:
-    """Whatever is fetched at the same time, and whichever ends first."""
+    """Records are not mixed between batches fetched at the same time, whichever ends first."""
     one = reader(AsyncMap(*range(0, 40, 3)), SKIP, seeded=SEEDED)
     lists: list[list[SkippedSample]] = [[] for _ in range(4)]
     batches = [list(range(first, first + 10)) for first in range(0, 40, 10)]
@@ -159,7 +159,7 @@ async def test_concurrent_batches_have_their_own_records() -> None:
 
 
 async def test_a_cancelled_fetch_is_not_skipped() -> None:
-    """Cancellation is the loader's own, and no sample's error."""
+    """A cancellation comes from the loader, and is no sample's error."""
     began = asyncio.Event()
 
     class Waiting(AsyncMap):
@@ -181,7 +181,7 @@ async def test_a_cancelled_fetch_is_not_skipped() -> None:
 
 @pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems])
 async def test_lost_samples_are_refilled(kind: Any) -> None:
-    """By the index that (seed, epoch, position) gives, under the numbers of the position, however batches are cut."""
+    """(seed, epoch, position) give the substitute's index and its numbers, however batches are cut."""
     raising = [index for index in range(LENGTH) if index % 4 == 1]
     batch = [0, 1, 2, 5]
     bad: list[SkippedSample] = []
@@ -221,7 +221,7 @@ async def test_a_function_replaces(kind: Any, mode: str) -> None:
 
 
 async def test_an_async_function_is_awaited() -> None:
-    """For map datasets and for streams."""
+    """It is awaited for map datasets and for streams."""
 
     async def ask(index: Any, error: Exception) -> Any:
         await asyncio.sleep(0)
@@ -236,7 +236,7 @@ async def test_an_async_function_is_awaited() -> None:
 
 @pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems, Stream, AsyncStream])
 async def test_what_a_function_raises_fails_the_batch(kind: Any) -> None:
-    """From the sample's exception, with a note on the sample; what was replaced before it is on record."""
+    """Its cause is the sample's exception, and it has a note on the sample; earlier replacements are recorded."""
 
     def ask(index: Any, error: Exception) -> Any:
         if "3" in str(error):
@@ -253,5 +253,5 @@ async def test_what_a_function_raises_fails_the_batch(kind: Any) -> None:
         "reading sample number 3 of worker 2's stream" if stream else "fetching sample index 3 (item 3 of the batch)"
     )
     assert caught.value.__notes__ == [f"while {where}"]
-    # A concurrent one that was not ready yet is cancelled, as in a batch without a policy.
+    # A concurrent sample that was not ready yet is cancelled, as in a batch without a policy.
     assert [record.action for record in bad] == ([] if one.asynchronous and not stream else ["replaced"])

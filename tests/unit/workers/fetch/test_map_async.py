@@ -1,4 +1,4 @@
-"""Awaited samples: concurrent, in the order of their indices, and none left behind."""
+"""Awaited samples: concurrent, in the order of their indices, and no sample left running."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_samples_come_in_the_order_of_their_indices() -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 3, 256])
 async def test_concurrency_is_bounded_and_used(concurrency: int) -> None:
-    """As many samples are awaited at a time as allowed, over all batches of the worker, and never more."""
+    """Exactly the allowed number of samples is awaited at a time, over all batches of the worker."""
     dataset = Async()
     f = fetcher(dataset, concurrency=concurrency)
     batches = await asyncio.gather(f.fetch_async(list(range(8))), f.fetch_async(list(range(8, 16))))
@@ -115,14 +115,14 @@ async def test_views_of_async_datasets(dataset: Any) -> None:
 
 
 async def test_first_error_cancels_the_others_and_is_raised_alone() -> None:
-    """One failing sample ends the batch with its own error, not with a group of errors."""
+    """A failing sample ends the batch with its own error, not with a group of errors."""
     with pytest.raises(KeyError) as caught:
         await fetcher(Failing()).fetch_async([1, 2, 3, 4])
     assert caught.value.args == (3,)
 
 
 async def test_cancelled_samples_are_told() -> None:
-    """The samples that were under way when another failed see a cancellation and can clean up."""
+    """Samples that were running when another failed are cancelled and can clean up."""
     dataset = FailsAt3()
     with pytest.raises(KeyError):
         await fetcher(dataset).fetch_async([1, 2, 3])
@@ -159,7 +159,7 @@ async def test_cancelling_a_fetch_cancels_its_samples() -> None:
 
 
 async def test_concurrency_is_free_again_after_an_error() -> None:
-    """A failed batch takes no permission with it."""
+    """A failed batch gives its permits back."""
     f = fetcher(FailsAt3(), concurrency=1)
     for _ in range(3):
         with pytest.raises(KeyError):

@@ -1,4 +1,4 @@
-"""Batches of map datasets in seeded mode: each sample is made under the numbers of its own position."""
+"""Batches of map datasets in seeded mode: each sample is made under the random numbers of its position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def at_collation(position: int) -> tuple[float, ...]:
 
 
 class Drawing:
-    """A sample is its index and what was drawn for it."""
+    """A sample is its index and the numbers drawn for it."""
 
     def __len__(self) -> int:
         return 100
@@ -35,7 +35,7 @@ class Drawing:
 
 
 class Getitems(Drawing):
-    """Makes its batches at once."""
+    """Makes whole batches."""
 
     def __getitems__(self, indices: list[Any]) -> Any:
         return [(index, None) for index in indices] + [drawn()]
@@ -48,13 +48,13 @@ def fetcher(dataset: Any, *, auto: bool = True, replicas: int = 1, collate: Any 
 
 
 def test_each_sample_has_the_numbers_of_its_position() -> None:
-    """Positions count on from that of the first sample, whatever the indices."""
+    """Positions count on from the position of the first sample, whatever the indices."""
     batch = fetcher(Drawing()).fetch((10, [7, 3, 7]))
     assert batch == [(7, at_sample(10)), (3, at_sample(11)), (7, at_sample(12))]
 
 
 def test_batches_may_be_cut_anywhere() -> None:
-    """A sample is the same alone, in a small batch, or in a large one."""
+    """A sample is equal alone, in a small batch, and in a large batch."""
     one = fetcher(Drawing())
     large = one.fetch((4, [0, 1, 2, 3]))
     assert one.fetch((4, [0, 1])) + one.fetch((6, [2, 3])) == large
@@ -68,7 +68,7 @@ def test_replicas_stand_apart() -> None:
 
 
 def test_an_empty_batch_is_one() -> None:
-    """No index, no sample."""
+    """Without indices the batch has no samples."""
     assert fetcher(Drawing()).fetch((2, [])) == []
 
 
@@ -79,7 +79,7 @@ def test_batches_made_at_once_are_seeded_at_once() -> None:
 
 
 def test_the_users_collation_has_numbers_of_its_own() -> None:
-    """They depend on the first sample's position, and not on what the samples drew."""
+    """They depend on the first sample's position, and not on the samples' draws."""
 
     class Uneven(Drawing):
         def __getitem__(self, index: Any) -> Any:
@@ -90,23 +90,23 @@ def test_the_users_collation_has_numbers_of_its_own() -> None:
 
 
 def test_a_batchs_two_makers_do_not_draw_the_same() -> None:
-    """What `__getitems__` drew is not drawn again by the collation."""
+    """The collation does not repeat the numbers that `__getitems__` drew."""
     both = fetcher(Getitems(), collate=lambda data: (data[-1], drawn())).fetch((6, [1]))
     assert both[0] != both[1]
 
 
 def test_samples_through_views_are_seeded_one_by_one() -> None:
-    """A sample of a Subset has the numbers that it has without."""
+    """A sample of a Subset has the numbers that it has without the Subset."""
     view = Subset[Any](Drawing(), [9, 8, 7])  # type: ignore[arg-type]
     assert fetcher(view).fetch((0, [2, 0])) == [(7, at_sample(0)), (9, at_sample(1))]
     pair = StackDataset(Drawing(), Drawing())  # type: ignore[arg-type]
     ((first, second),) = fetcher(pair).fetch((5, [1]))
     assert first == (1, at_sample(5))
-    assert second[1] != first[1]  # the same sample's numbers go on
+    assert second[1] != first[1]  # the second goes on with the same sample's numbers
 
 
 def test_an_error_is_the_datasets() -> None:
-    """What a sample raises comes through, and the next batch is as if nothing had been."""
+    """A sample's error is raised unchanged, and the next batch is not affected."""
     one = fetcher({0: 1})
     with pytest.raises(KeyError):
         one.fetch((0, [5]))
@@ -114,7 +114,7 @@ def test_an_error_is_the_datasets() -> None:
 
 
 def test_the_end_of_a_substitute_is_not_the_end_of_the_epoch() -> None:
-    """What `on_error` raises is an error, also a StopIteration."""
+    """Any exception of `on_error` is an error, also a StopIteration."""
 
     def ask(index: Any, error: Exception) -> Any:
         raise StopIteration

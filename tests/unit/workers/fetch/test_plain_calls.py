@@ -25,7 +25,7 @@ async def awaited(sample: Any) -> Any:
 
 @pytest.mark.parametrize("function", [awaited, Own().awaited, Own(), partial(awaited, 1)])
 def test_coroutine_functions(function: Any) -> None:
-    """A function, a method, an object that is called, and a partial one."""
+    """These are a function, a method, a callable object, and a partial."""
     assert is_coroutine_function(function)
     with pytest.raises(TypeError, match=r"^f is a coroutine function, .* make it a plain function, without async$"):
         check_plain("f", function)
@@ -33,6 +33,6 @@ def test_coroutine_functions(function: Any) -> None:
 
 @pytest.mark.parametrize("function", [abs, Own, lambda x: awaited(abs(x)), MagicMock(), partial(abs, 1), None])
 def test_others(function: Any) -> None:
-    """A class is called, not its instances' `__call__`; what a plain function returns is not known before."""
+    """Calling a class does not call its instances' `__call__`; a plain function's result is not known in advance."""
     assert not is_coroutine_function(function)
     check_plain("f", function)

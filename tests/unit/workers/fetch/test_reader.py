@@ -21,7 +21,7 @@ LENGTH = 11
 
 
 class Map:
-    """Samples are indices with what was drawn for them."""
+    """A map dataset whose samples are indices with the numbers drawn for them."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -47,7 +47,7 @@ class StatefulMap(Map):
 
 
 class Stream(IterableDataset[Any]):
-    """A stream without a state; writes down what is done to it."""
+    """A stream without a state; records its calls."""
 
     def __init__(self, length: int = LENGTH) -> None:
         self.length = length
@@ -61,7 +61,7 @@ class Stream(IterableDataset[Any]):
 
 
 class StatefulStream(Stream):
-    """Its own state says where it is."""
+    """A stream whose own state has its position."""
 
     at = 0
 
@@ -105,7 +105,7 @@ class StreamIterator:
 
 
 class TwoStates(Stream):
-    """Dataset and iterator each have a state."""
+    """A stream that has a state, and whose iterator has another."""
 
     def __iter__(self) -> Iterator[Any]:
         self.calls.append("iter")
@@ -158,7 +158,7 @@ def reader(dataset: Any, start: EpochStart | None = None, **changes: Any) -> Dat
 
 
 def batches(one: DatasetReader, count: int = 100) -> tuple[list[Any], Cursor | None]:
-    """The next batches, and the cursor after the last one."""
+    """The next batches, and the cursor after the last of them."""
     found, cursor = [], None
     for _ in range(count):
         try:
@@ -176,7 +176,7 @@ MODES: dict[str, Any] = {"torch": None, "seeded": SEEDED}
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_stream_goes_on_at_any_batch(kind: str, drop_last: bool) -> None:
-    """From the cursor after each batch, another copy gives the rest, its random numbers included; also at the end."""
+    """From the cursor after each batch another copy gives the rest with its random numbers; also at the end."""
     whole, _ = batches(reader(STREAMS[kind](), seeded=SEEDED, drop_last=drop_last))
     assert len(whole) == (5 if drop_last else 6)
     for count in range(1, len(whole) + 1):
@@ -190,7 +190,7 @@ def test_a_stream_goes_on_at_any_batch(kind: str, drop_last: bool) -> None:
 
 
 def test_the_order_of_restoring_is_torchdatas() -> None:
-    """The dataset, then ``iter(dataset)``, then the iterator."""
+    """The dataset is restored first, then ``iter(dataset)`` is called, then the iterator is restored."""
     dataset = TwoStates()
     cursor = Cursor(2, 4, False, {"length": 7}, {"place": 4})
     rest, _ = batches(reader(dataset, EpochStart(cursor=cursor)))
@@ -201,7 +201,7 @@ def test_the_order_of_restoring_is_torchdatas() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("every", [2, 4])
 def test_between_snapshots_batches_are_read_and_dropped(mode: str, every: int) -> None:
-    """The cursor is some batches old; what was delivered since is read again and is not given again."""
+    """The cursor is some batches old; batches delivered since are read again, but not given again."""
     whole, _ = batches(reader(StatefulStream(), seeded=SEEDED))
     first = reader(StatefulStream(), seeded=MODES[mode], snapshot_every=every)
     _, cursor = batches(first, every)
@@ -218,7 +218,7 @@ def test_between_snapshots_batches_are_read_and_dropped(mode: str, every: int) -
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stream_without_a_state_is_read_anew(mode: str) -> None:
-    """From the beginning, dropping what was delivered, without collating it."""
+    """It is read from its beginning; delivered batches are dropped without being collated."""
     collated: list[Any] = []
     whole, cursor = batches(reader(Stream(), seeded=SEEDED))
     assert cursor is None
@@ -239,7 +239,7 @@ def test_a_stream_without_a_state_is_read_anew(mode: str) -> None:
 
 
 def test_a_stream_that_became_shorter_is_refused() -> None:
-    """What was delivered must be there; the error says how much there is, and how much there was."""
+    """The delivered batches must exist; the error has their number and the stream's length."""
     with pytest.raises(StateError, match="ended after 3 batches, but 5 had been delivered"):
         reader(Stream(5), EpochStart(skip=5))
     cursor = Cursor(1, 2, False, {"at": 2}, None)
@@ -248,7 +248,7 @@ def test_a_stream_that_became_shorter_is_refused() -> None:
 
 
 def test_a_stream_that_had_ended_stays_at_its_end() -> None:
-    """A copy whose last batch was short is not read again, whatever its state would make of it."""
+    """A copy whose last batch was short is not read again, whatever its state is."""
     dataset = StatefulStream()
     _, cursor = batches(reader(dataset), 6)
     assert cursor is not None
@@ -258,7 +258,7 @@ def test_a_stream_that_had_ended_stays_at_its_end() -> None:
 
 
 def test_a_new_epoch_begins_anew() -> None:
-    """After a resumed epoch the next one is complete; in seeded mode with other random numbers."""
+    """After a resumed epoch the next is complete; in seeded mode with other random numbers."""
     _, cursor = batches(reader(StatefulStream(), seeded=SEEDED), 3)
     one = reader(StatefulStream(), EpochStart(cursor=cursor), seeded=SEEDED)
     batches(one)
@@ -272,7 +272,7 @@ def test_a_new_epoch_begins_anew() -> None:
 
 
 def test_streams_are_numbered_over_all_ranks() -> None:
-    """Each worker of each rank has a stream of its own numbers; the same stream has the same anywhere."""
+    """Each worker of each rank has a stream with its own random numbers, which depend only on the stream's number."""
 
     def of(worker_id: int, first_stream: int) -> Any:
         seeded = SEEDED._replace(first_stream=first_stream)
@@ -284,7 +284,7 @@ def test_streams_are_numbered_over_all_ranks() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_map_datasets_state_is_kept(mode: str) -> None:
-    """After each batch, whatever `snapshot_every`, unless that is 0."""
+    """It is saved after each batch for every `snapshot_every` but 0."""
     one = reader(StatefulMap(), seeded=MODES[mode], snapshot_every=5)
     index = (0, [0, 1]) if mode == "seeded" else [0, 1]
     one.fetch(index)
@@ -301,7 +301,7 @@ def test_a_map_datasets_state_is_kept(mode: str) -> None:
 
 
 def test_a_state_that_cannot_be_had_spoils_no_batch() -> None:
-    """The batches come; the cursor says why there is no state."""
+    """The batches are given; the cursor has the error instead of a state."""
     found, cursor = batches(reader(Forgetful()), 2)
     assert [[n for n, _ in batch] for batch in found] == [[0, 1], [2, 3]]
     assert cursor == Cursor(2, 0, False, None, None, "RuntimeError: nothing to say")
@@ -310,7 +310,7 @@ def test_a_state_that_cannot_be_had_spoils_no_batch() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dataset", [Map, Stream])
 def test_a_copy_hears_of_the_epoch_if_the_consumers_did(mode: str, dataset: Any) -> None:
-    """`set_epoch` is called on a worker's copy if it was called on the consumer's, before reading; else it is not."""
+    """`set_epoch` is called on a worker's copy, before reading, if and only if the consumer's dataset had it called."""
     one = dataset()
     heard: list[int] = []
     one.set_epoch = heard.append
@@ -323,7 +323,7 @@ def test_a_copy_hears_of_the_epoch_if_the_consumers_did(mode: str, dataset: Any)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dataset", [Map, Stream])
 def test_in_the_callers_process_the_generators_are_kept(mode: str, dataset: Any) -> None:
-    """In seeded mode the process's generators stay where they are; in torch mode the dataset draws from them."""
+    """In seeded mode the process's generators are unchanged; in torch mode the dataset draws from them."""
     random.seed(1)
     before = random.getstate(), torch.get_rng_state().tolist()
     one = reader(dataset(), EpochStart(skip=1), seeded=MODES[mode], in_worker=False)

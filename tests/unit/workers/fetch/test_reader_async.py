@@ -1,4 +1,4 @@
-"""An asynchronous dataset in use: samples are made concurrently, each under its own random numbers."""
+"""Asynchronous datasets: samples are made concurrently, each under its own random numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drawn() -> float:
 
 
 class Map:
-    """Its samples take a few iterations of the loop, some more than others, and draw in between."""
+    """Its samples take a few turns of the loop, some more than others, and draw in between."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -91,7 +91,7 @@ class StatefulStream:
 
 
 class Broken(Stream):
-    """Its first beginning fails."""
+    """A stream whose first beginning fails."""
 
     begun = 0
 
@@ -144,7 +144,7 @@ def at_sample(position: int) -> list[float]:
 
 @pytest.mark.parametrize("view", [False, True])
 async def test_concurrent_samples_have_their_own_numbers(view: bool) -> None:
-    """Whatever else is made meanwhile, in this batch and in others; also through torch's Subset."""
+    """They do not depend on samples made at the same time, in any batch; also through torch's Subset."""
     dataset: Any = Subset(Map(), range(LENGTH)) if view else Map()  # type: ignore[arg-type]
     one = reader(dataset)
     indices = [[4, 0, 9], [1, 2], [7, 7, 5, 3]]
@@ -160,7 +160,7 @@ async def test_replicas_stand_apart() -> None:
 
 
 async def test_batches_made_at_once_are_seeded_at_once() -> None:
-    """`__getitems__` has numbers of its batch; batches that are made at the same time do not mix."""
+    """`__getitems__` has the numbers of its batch; batches that are made at the same time do not mix."""
     one = reader(Getitems())
     found = await asyncio.gather(*(one.fetch_async((position, [1, 2])) for position in (0, 5)))
     assert found == [await one.fetch_async((position, [1, 2])) for position in (0, 5)]
@@ -168,7 +168,7 @@ async def test_batches_made_at_once_are_seeded_at_once() -> None:
 
 
 async def test_single_samples_are_those_of_batches() -> None:
-    """Without automatic batching a position's sample is the same."""
+    """A position's sample is equal without automatic batching."""
     single = await reader(Map(), auto_collation=False, batch_size=None, collate=tuple).fetch_async((7, 3))
     assert single == (3, *at_sample(7))
 
@@ -191,7 +191,7 @@ async def test_the_users_collation_is_exact(in_worker: bool) -> None:
 
 
 async def test_a_draw_that_depends_on_timing_is_warned_of_once() -> None:
-    """Only in a worker; in the caller's process the user's own draws cannot be distinguished."""
+    """Only in a worker: in the caller's process the user's own draws and the dataset's cannot be distinguished."""
     one = reader(Careless(), in_worker=True)
     with pytest.warns(UserWarning, match=r"\(random\) in seeded mode"):
         await one.fetch_async((0, [1, 2]))
@@ -200,7 +200,7 @@ async def test_a_draw_that_depends_on_timing_is_warned_of_once() -> None:
 
 
 async def test_what_was_drawn_before_the_first_sample_is_not_complained_of() -> None:
-    """A `worker_init_fn` may seed the process's generators; the next epoch's samples are watched as the first's."""
+    """A `worker_init_fn` may seed the process's generators; so may code between epochs."""
     one = reader(Map(), in_worker=True)
     random.seed(1)
     torch.manual_seed(1)
@@ -211,7 +211,7 @@ async def test_what_was_drawn_before_the_first_sample_is_not_complained_of() -> 
 
 
 async def test_tasks_of_a_stream_take_turns() -> None:
-    """Tasks that were given together are answered with the stream's batches in their order."""
+    """Tasks that are given together get the stream's batches in order."""
     one = reader(Stream())
     found = await asyncio.gather(*(one.fetch_async(None) for _ in range(6)))
     assert numbers(found) == list(range(LENGTH))
@@ -239,7 +239,7 @@ async def test_a_stream_that_became_shorter_fails_every_task() -> None:
 
 
 async def test_a_beginning_that_failed_is_tried_again() -> None:
-    """An error of the dataset's own is raised, and the next task begins anew, with all that is to be dropped."""
+    """The dataset's error is raised, and the next task begins again, and drops all batches that are to be dropped."""
     one = reader(Broken(), EpochStart(skip=4))
     with pytest.raises(OSError, match="not yet"):
         await one.fetch_async(None)
@@ -248,7 +248,7 @@ async def test_a_beginning_that_failed_is_tried_again() -> None:
 
 @pytest.mark.parametrize("seeded", [None, SEEDED])
 async def test_a_stateful_stream_goes_on_at_any_batch(seeded: Any) -> None:
-    """From the cursor after each batch another copy gives the rest, with the same numbers."""
+    """From the cursor after each batch another copy gives the rest, with equal numbers."""
     whole = await rest_of(reader(StatefulStream(), seeded=SEEDED))
     for count in range(1, 7):
         one = reader(StatefulStream(), seeded=seeded)
@@ -266,7 +266,7 @@ async def test_a_stateful_stream_goes_on_at_any_batch(seeded: Any) -> None:
 
 
 async def test_a_new_epoch_begins_anew() -> None:
-    """After an abandoned epoch the next one is complete, with other random numbers."""
+    """After an abandoned epoch the next is complete, with other random numbers."""
     one = reader(StatefulStream())
     first = [await one.fetch_async(None) for _ in range(2)]
     one.begin(EpochStart(epoch=1))

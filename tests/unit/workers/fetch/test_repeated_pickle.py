@@ -1,4 +1,4 @@
-"""A state that is pickled again and again: what did not change is pickled once, and each pickle has the whole state."""
+"""A state that is pickled again and again: unchanged parts are pickled once, and each pickle has the whole state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ELEMENTS: list[Any] = [7, 7.5, True, None, "text", b"bytes", (1, 2), [1], {"a": 
 
 
 class Odd:
-    """It cannot be compared."""
+    """An object that cannot be compared."""
 
     name = "odd"
 
@@ -46,7 +46,7 @@ CHANGES = st.tuples(
 
 @given(st.sampled_from(range(len(ELEMENTS))), st.lists(CHANGES, max_size=8))
 def test_each_pickle_gives_the_state_of_its_moment(kind: int, changes: list[Change]) -> None:
-    """Whatever changed since the last one, in its place, deep inside of an element, or by another list."""
+    """This holds whatever changed since the last pickle: in place, deep inside of an element, or by another list."""
     element = pickle.loads(pickle.dumps(ELEMENTS[kind]))
     state: dict[str, Any] = {"order": [*range(LONG)], "odd": [element] * LONG, "at": 0, "short": [1, 2]}
     repeated = RepeatedPickle()
@@ -71,7 +71,7 @@ def test_each_pickle_gives_the_state_of_its_moment(kind: int, changes: list[Chan
 
 
 def test_an_order_is_pickled_once() -> None:
-    """From its third time on the pickle holds the same bytes, also if the state is made of a copy."""
+    """From the third pickle on its bytes are reused, also if the state contains a copy of it."""
     order, repeated = [*range(LONG)], RepeatedPickle()
     before = None
     for at in range(5):

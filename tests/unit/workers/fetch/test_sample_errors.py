@@ -1,4 +1,4 @@
-"""Handling of samples that raise: dropped, replaced, or substituted by others; and the records of that."""
+"""Handling of samples that raise: dropped, replaced, or refilled by others; and its records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def handler(policy: ErrorPolicy, *, asynchronous: bool = False) -> SampleErrorHa
 
 
 class Hidden:
-    """Gives a coroutine, and does not look like a coroutine function."""
+    """Returns a coroutine, but does not look like a coroutine function."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -50,7 +50,7 @@ class Nasty(Exception):
 
 
 def test_a_record_says_what_where_and_why() -> None:
-    """Everything that one needs to find the sample; it pickles."""
+    """The record has everything needed to find the sample; it pickles."""
     bad: list[SkippedSample] = []
     assert run_blocking(handler(ErrorPolicy()).handle("a.jpg", None, raised(ValueError("bad jpeg")), bad)) is DROPPED
     (record,) = bad
@@ -72,7 +72,7 @@ def test_a_record_says_what_where_and_why() -> None:
     ids=["no text", "no __str__", "long"],
 )
 def test_texts_are_bounded_and_always_there(error: Exception, text: str) -> None:
-    """An exception without a text, or whose text cannot be had, or is far too long."""
+    """The exception has no text, raises when asked for it, or has a text that is far too long."""
     bad: list[SkippedSample] = []
     run_blocking(handler(ErrorPolicy()).handle(0, None, raised(error), bad))
     assert bad[0].error == text
@@ -91,7 +91,7 @@ def test_the_end_of_a_long_traceback_is_kept() -> None:
 
 
 def test_a_function_gives_the_substitute() -> None:
-    """It gets the index and the exception; None and anything else may be a sample."""
+    """The function gets the index and the exception; None and any other result may be a sample."""
     error = raised(ValueError("bad"))
     seen: list[Any] = []
 
@@ -106,7 +106,7 @@ def test_a_function_gives_the_substitute() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_what_a_function_raises_is_raised(asynchronous: bool) -> None:
-    """From the sample's exception, unless it is that one, or has a cause of its own. Nothing is recorded."""
+    """Its cause is the sample's exception, unless it is that exception or has a cause. Nothing is recorded."""
     error = raised(ValueError("bad"))
 
     async def lose(ask: Any) -> Exception:
@@ -136,7 +136,7 @@ async def test_what_a_function_raises_is_raised(asynchronous: bool) -> None:
 
 
 def test_a_coroutine_function_needs_an_async_dataset() -> None:
-    """That is said at once where it can be seen, and at the first sample where it cannot; nothing is left unawaited."""
+    """The error is raised at once if possible, else at the first sample; no coroutine is left unawaited."""
 
     async def ask(index: Any, error: Exception) -> Any:
         return index
@@ -151,7 +151,7 @@ def test_a_coroutine_function_needs_an_async_dataset() -> None:
 
 
 async def test_a_coroutine_function_is_awaited() -> None:
-    """And so is a plain function's answer used as it is."""
+    """A plain function's result is used as it is."""
 
     async def ask(index: Any, error: Exception) -> Any:
         return index, str(error)
@@ -180,13 +180,13 @@ def test_substitutes_do_not_change_between_versions() -> None:
 
 
 def test_substitutes_are_uniform() -> None:
-    """Over 20000 positions each of 20 indices comes about as often: chi-squared below its 1 - 1e-6 quantile (19 df)."""
+    """Over 20000 positions the 20 indices are equally frequent: chi-squared below its 1 - 1e-6 quantile (19 df)."""
     counts = Counter(substitute_index(5, 0, position, 0, 20) for position in range(20_000))
     assert sum((counts[index] - 1000) ** 2 / 1000 for index in range(20)) < 66.0
 
 
 def test_epochs_positions_and_attempts_have_their_own() -> None:
-    """Substitutes differ where any of them does."""
+    """Substitutes differ if the seed, the epoch, the position or the attempt does."""
     found = {
         substitute_index(seed, epoch, position, attempt, 2**40)
         for seed in (0, 1)
@@ -209,7 +209,7 @@ def make(good: set[int], made: list[int]) -> Any:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_substitutes_are_tried_in_their_order(asynchronous: bool) -> None:
-    """The first substitute that can be made is used. Failed ones before it have records of their own."""
+    """The first substitute that can be made is used. Failed substitutes before it have records of their own."""
     order = [substitute_index(9, 2, 40, attempt, 50) for attempt in range(ATTEMPTS)]
     made: list[int] = []
     one = make({order[2]}, made)
@@ -234,7 +234,7 @@ async def test_substitutes_are_tried_in_their_order(asynchronous: bool) -> None:
 
 
 def test_places_are_counted_and_not_records() -> None:
-    """A position whose substitutes failed, too, counts once; a refilled one does not count, whatever failed."""
+    """A position whose substitutes failed, too, counts once; a refilled position does not count, whatever failed."""
     bad: list[SkippedSample] = []
     one = handler(REFILL)
     run_blocking(one.handle(7, 40, raised(ValueError("bad")), bad, make(set(), [])))
@@ -252,7 +252,7 @@ def test_places_are_counted_and_not_records() -> None:
 
 
 def test_after_16_substitutes_the_sample_is_skipped() -> None:
-    """A dataset all of whose samples raise does not keep the worker."""
+    """A dataset all of whose samples raise does not occupy the worker for long."""
     made: list[int] = []
     bad: list[SkippedSample] = []
     assert run_blocking(handler(REFILL).handle(7, 40, raised(ValueError("bad")), bad, make(set(), made))) is DROPPED
@@ -267,7 +267,7 @@ def test_after_16_substitutes_the_sample_is_skipped() -> None:
     ids=["short", "empty", "no position"],
 )
 def test_nothing_is_substituted_where_it_cannot_be(policy: ErrorPolicy, position: int | None) -> None:
-    """Neither if it is not asked for, nor without a length or a position."""
+    """No substitute is made if it is not asked for, or without a length or a position."""
     made: list[int] = []
     assert (
         run_blocking(handler(policy).handle(7, position, raised(ValueError("bad")), [], make(set(range(50)), made)))
@@ -277,7 +277,7 @@ def test_nothing_is_substituted_where_it_cannot_be(policy: ErrorPolicy, position
 
 
 def test_no_interrupt_is_taken_for_a_bad_sample() -> None:
-    """What is no Exception ends the making of substitutes."""
+    """A BaseException that is no Exception ends the making of substitutes."""
 
     def interrupted(index: int) -> Any:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Random numbers of a sample: of its seed, epoch and position, and of nothing else."""
+"""Random numbers of a sample: they depend on its seed, epoch and position, and on nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def global_states() -> tuple[Any, str, bytes]:
 
 
 def of_sample(seed: int, epoch: int, position: int, *words: int | str) -> tuple[Any, Any]:
-    """What a sample draws, from the global generators and from its own."""
+    """The numbers that a sample draws, from the global generators and from its own."""
     SampleSeeder(seed, epoch, *words).sample(position)
     return globals_drawn(), own_drawn()
 
@@ -62,7 +62,7 @@ def of_collation(seed: int, epoch: int, position: int, *words: int | str) -> tup
 
 
 def test_keys_are_the_same_for_ever() -> None:
-    """Numbers of this version, which every later one must give: runs that are resumed rely on them."""
+    """Numbers of this version, which every later version must give: resumed runs rely on them."""
     assert derive(0) == 17315541012529928264
     assert derive((1 << 64) - 1, "batch", 0, 5) == 3566095747140476029
     drawn = of_sample(7, 3, 11)
@@ -78,7 +78,7 @@ def test_keys_are_those_of_splitmix() -> None:
 
 
 def _key_random(seed: int, epoch: int, position: int) -> int:
-    """The seed of a sample's `random`, written down a second time from SplitMix64's definition."""
+    """The seed of a sample's `random`, computed independently from SplitMix64's definition."""
     mask = (1 << 64) - 1
 
     def mix(z: int) -> int:
@@ -92,8 +92,9 @@ def _key_random(seed: int, epoch: int, position: int) -> int:
 @settings(deadline=None)
 @given(seeds, st.integers(0, 1 << 40), positions)
 def test_a_samples_numbers_are_its_own(seed: int, epoch: int, position: int) -> None:
-    """The same numbers for the same position; others for neighbouring seeds, epochs, positions and streams, and for
-    batches and their collation.
+    """A position repeats its numbers; neighbouring seeds, epochs, positions and streams have others.
+
+    So have batches and their collation.
     """
     here = of_sample(seed, epoch, position)
     assert of_sample(seed, epoch, position) == here
@@ -128,13 +129,13 @@ def test_neighbours_are_independent() -> None:
 
 
 def test_global_generators_differ_from_one_another() -> None:
-    """torch's and numpy's engines are the same; they are not given the same seed."""
+    """torch's and numpy's engines are the same, but they get different seeds."""
     SampleSeeder(1, 0).sample(0)
     assert int(np.random.randint(1 << 32, dtype=np.uint32)) != int(torch.randint(1 << 32, ()).item())
 
 
 def test_derived_numbers_differ() -> None:
-    """Seeds and words each make another number, of 64 bits."""
+    """Each combination of seed and words gives another number, of 64 bits."""
     numbers = [derive(seed, *words) for seed in range(50) for words in ((), (0,), (1,), ("a",), ("a", 0), (0, "a"))]
     assert len(set(numbers)) == len(numbers)
     assert 1 << 60 < max(numbers) < 1 << 64
@@ -160,7 +161,7 @@ def test_the_same_in_another_process() -> None:
 
 
 def test_generators_go_on_within_a_sample() -> None:
-    """Every call within one sample gives the same object; a second one of the same sample begins again."""
+    """Every call within one sample gives the same object; the sample's second begin starts from its first numbers."""
     seeder = SampleSeeder(1, 0)
     seeder.sample(4)
     rng = sample_rng()
@@ -173,7 +174,7 @@ def test_generators_go_on_within_a_sample() -> None:
 
 
 def test_generators_do_not_depend_on_one_another() -> None:
-    """What one of the three has drawn, and in which order they were asked for, changes nothing for the others."""
+    """Draws from one of the three, and the order in which they are asked for, do not change the others."""
     seeder = SampleSeeder(1, 0)
     seeder.sample(4)
     expected = own_drawn()
@@ -220,7 +221,7 @@ def test_outside_of_samples_generators_follow_torchs() -> None:
 
 
 def test_a_sample_ends_with_the_loading() -> None:
-    """In the caller's process there is no present sample any more once the batch is there."""
+    """In the caller's process no sample is current after the loading."""
     with global_generators_kept():
         SampleSeeder(1, 0).sample(0)
         rng = sample_rng()
@@ -249,11 +250,11 @@ async def test_interleaved_coroutines() -> None:
 
     found = await asyncio.gather(*(sample(position) for position in range(8)))
     assert dict(enumerate(found)) == expected
-    assert sample_rng() is outer  # nothing has come out of the tasks
+    assert sample_rng() is outer  # the tasks' samples are not visible here
 
 
 async def test_threads_with_the_context() -> None:
-    """A thread that was given the context draws the sample's numbers; a bare one has no sample."""
+    """A thread that was given the context draws the sample's numbers; a thread without it has no sample."""
     seeder = SampleSeeder(1, 0, concurrent=True)
     seeder.sample(3)
     expected = own_drawn()
@@ -267,7 +268,7 @@ async def test_threads_with_the_context() -> None:
 
 
 def test_threads_at_the_same_time() -> None:
-    """Two threads that make samples at once do not see one another's."""
+    """Two threads that make samples at once do not see each other's sample."""
     met = threading.Barrier(2)
     found: dict[int, Any] = {}
 
@@ -292,7 +293,7 @@ def test_threads_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_global_generators_are_kept(fails: bool) -> None:
-    """After loading in the caller's process its generators go on as if nothing had been, also after an error."""
+    """After loading in the caller's process its generators continue unaffected, also after an error."""
     before = global_states()
     try:
         with global_generators_kept():
@@ -306,7 +307,7 @@ def test_global_generators_are_kept(fails: bool) -> None:
 
 
 def test_a_loader_within_a_sample() -> None:
-    """A dataset that itself loads in its process has its own sample back afterwards, with the generators."""
+    """A dataset that itself loads in its process has its own sample and the generators back afterwards."""
     SampleSeeder(1, 0).sample(5)
     globals_drawn()
     rng, before = sample_rng(), global_states()
@@ -333,7 +334,7 @@ DRAWS: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_the_watch_warns_once_and_names_the_generator(kind: str) -> None:
-    """A draw from a global generator is noticed at the next look; there is one warning, whatever follows."""
+    """A draw from a global generator is noticed at the next check; there is one warning, whatever follows."""
     draw, names = DRAWS[kind]
     np.random.standard_normal()
     watch = GlobalDrawCheck()
@@ -353,7 +354,7 @@ def test_the_watch_warns_once_and_names_the_generator(kind: str) -> None:
 
 
 def test_the_watch_may_be_told_to_forget() -> None:
-    """Draws that were allowed are not complained of; own generators never are."""
+    """Draws that were allowed are not warned of; draws from own generators never are."""
     watch = GlobalDrawCheck()
     globals_drawn()
     watch.rebase()

@@ -14,7 +14,7 @@ from asyncloader.workers.fetch.setup import install_worker_info, seed_worker
 
 
 class Draws(Dataset[Any]):
-    """Each sample is what the three global generators give."""
+    """Each sample has a number of each of the three global generators."""
 
     def __len__(self) -> int:
         return 4
@@ -34,7 +34,7 @@ def same_generators() -> Iterator[None]:
 
 
 def test_seeds_are_torchs_to_the_bit() -> None:
-    """The three generators give what they give in a worker of torch's loader."""
+    """The three generators give the numbers that they give in a worker of torch's loader."""
     theirs = list(DataLoader(Draws(), batch_size=None, num_workers=2, generator=torch.Generator().manual_seed(3)))
     base_seed = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(3)).item()
     ours: dict[int, Any] = {}
@@ -45,7 +45,7 @@ def test_seeds_are_torchs_to_the_bit() -> None:
 
 
 def test_worker_info_is_torchs() -> None:
-    """`get_worker_info` gives torch's own object with the worker's facts."""
+    """`get_worker_info` gives torch's own object with the worker's data."""
     dataset = Draws()
     install_worker_info(1, 3, 77, dataset)
     info = get_worker_info()

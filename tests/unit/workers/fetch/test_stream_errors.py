@@ -1,4 +1,4 @@
-"""Samples of streams that raise: the stream goes on, its end is one, and it is resumed exactly."""
+"""Samples of streams that raise: the stream goes on, its end is its end, and it is resumed exactly."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_stream_goes_on_past_bad_samples(kind: Any, drop_last: bool, mod
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_records_before_the_end_are_not_lost(kind: Any, drop_last: bool) -> None:
-    """Where no batch is left to carry them, an empty one comes before the end."""
+    """Where no batch is left to carry the records, an empty batch precedes the end."""
     bad: list[SkippedSample] = []
     found = await rest(reader(kind(6, 4, 5), SKIP, drop_last=drop_last), bad)
     assert [batch and indices(batch) for batch in found] == [[0, 1, 2, 3], None]
@@ -65,7 +65,7 @@ async def test_records_before_the_end_are_not_lost(kind: Any, drop_last: bool) -
 
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_a_stream_sample_by_sample(kind: Any) -> None:
-    """Without automatic batching each bad sample is a batch that does not come."""
+    """Without automatic batching each bad sample is a missing batch."""
     bad: list[SkippedSample] = []
     one = reader(kind(4, 1, 3), SKIP, batch_size=None, collate_fn=tuple)
     found = await rest(one, bad)
@@ -77,7 +77,7 @@ async def test_a_stream_sample_by_sample(kind: Any) -> None:
 @pytest.mark.parametrize("batch_size", [4, 3, None])
 @pytest.mark.parametrize("kind", [BrokenGenerator, BrokenAsyncGenerator])
 async def test_a_generator_that_raised_is_no_streams_end(kind: Any, batch_size: int | None, mode: str) -> None:
-    """Its exception is raised, with what to do, wherever in the batch it came; the stream is over after that."""
+    """Its exception is raised, with advice, wherever in the batch it occurred; afterwards the stream has ended."""
     one = reader(kind(), SKIP, batch_size=batch_size, collate_fn=lambda data: data, seeded=MODES[mode])
     good = {4: 1, 3: 1, None: 3}[batch_size]
     for _ in range(good):
@@ -95,7 +95,7 @@ async def test_a_generator_that_raised_is_no_streams_end(kind: Any, batch_size: 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_a_stream_that_only_raises_is_given_up(kind: Any) -> None:
-    """After 1000 failures one after the other, over all batches."""
+    """It is given up after 1000 consecutive failures, over all batches."""
     one = reader(kind(5000, *range(1, 5000)), SKIP)
     bad: list[SkippedSample] = []
     batches = 0
@@ -114,7 +114,7 @@ async def test_a_stream_that_only_raises_is_given_up(kind: Any) -> None:
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_a_stream_with_bad_samples_goes_on_at_any_batch(kind: Any, every: int, policy: ErrorPolicy) -> None:
-    """From each cursor, and what was made since, another copy gives the rest: samples, numbers and records."""
+    """From each cursor and the number of batches since, another copy gives the rest: samples, numbers and records."""
     raising = (0, 5, 8, 9, 10, 11, 14, 18)
 
     def made(start: EpochStart) -> DatasetReader:
@@ -166,7 +166,7 @@ async def broken_async_generator() -> AsyncIterator[Any]:
 
 
 def test_the_end_after_a_generators_exception_is_none() -> None:
-    """The exception comes again, with a note that says why and what to do; also from beneath a `map`."""
+    """The exception is raised again, with a note of the reason and the remedy; also from beneath a `map`."""
     for stream in (broken_generator(), map(str, broken_generator())):
         next(stream)
         one = StreamErrors()
@@ -175,11 +175,11 @@ def test_the_end_after_a_generators_exception_is_none() -> None:
         assert not one.failed(caught.value, 1)
         assert one.ended(2) is caught.value
         assert "a generator cannot go on" in caught.value.__notes__[0]
-        assert one.ended(2) is None  # raised once
+        assert one.ended(2) is None  # it is raised once
 
 
 async def test_the_end_after_an_async_generators_exception_is_none() -> None:
-    """The same."""
+    """The exception of an async generator is raised again, too."""
     stream = broken_async_generator()
     await anext(stream)
     one = StreamErrors()
@@ -190,7 +190,7 @@ async def test_the_end_after_an_async_generators_exception_is_none() -> None:
 
 
 def test_an_iterator_may_end_after_an_exception() -> None:
-    """An iterator other than a generator could have gone on; a stream that went on is not missing anything."""
+    """An iterator other than a generator could have gone on; a stream that went on misses nothing."""
     one = StreamErrors()
     one.failed(raised(ValueError("bad")), 1)
     assert one.ended(2) is None
@@ -199,11 +199,11 @@ def test_an_iterator_may_end_after_an_exception() -> None:
     with pytest.raises(ValueError, match="in a generator") as caught:
         next(stream)
     one.failed(caught.value, 1)
-    assert one.ended(3) is None  # a sample came in between
+    assert one.ended(3) is None  # a sample was read in between
 
 
 def test_a_stream_that_makes_no_progress_is_given_up() -> None:
-    """After 1000 failures one after the other; each success begins the count anew."""
+    """It is given up after 1000 consecutive failures; each success resets the count."""
     one = StreamErrors()
     place = 0
     for _ in range(2):

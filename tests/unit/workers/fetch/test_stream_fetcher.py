@@ -1,4 +1,4 @@
-"""Streams in batches: the end, several tasks at a time, and the numbers that samples are seeded by."""
+"""Streams in batches: the end, several tasks at a time, and the numbers by which samples are seeded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fetcher(dataset: Any, *, auto: bool = True, drop_last: bool = False) -> Stre
 
 @pytest.mark.parametrize(("drop_last", "batches"), [(False, [[0, 1], [2, 3], [4]]), (True, [[0, 1], [2, 3]])])
 async def test_async_stream_in_batches(drop_last: bool, batches: list[list[int]]) -> None:
-    """An async stream is cut into batches; the last one may be short, or is dropped."""
+    """An async stream is cut into batches; the last batch may be short, or is dropped."""
     f = fetcher(AsyncStream(5), drop_last=drop_last)
     for batch in batches:
         assert await f.fetch_async([0, 1]) == batch
@@ -56,7 +56,7 @@ async def test_concurrent_tasks_share_a_stream_in_their_order() -> None:
 
 
 async def test_async_stream_without_batching() -> None:
-    """Without automatic batching samples come one by one."""
+    """Without automatic batching samples are given one by one."""
     f = fetcher(AsyncStream(2), auto=False)
     assert [await f.fetch_async(None), await f.fetch_async(None)] == [0, 1]
     with pytest.raises(EndOfData):
@@ -100,14 +100,14 @@ def test_a_streams_samples_are_numbered() -> None:
 
 
 def test_a_stream_goes_on_by_number() -> None:
-    """A resumed stream has the same samples as the complete one."""
+    """A resumed stream has the samples of the complete stream."""
     rest = seeded(numbers(2, 2), 2)
     assert [rest.fetch(None), rest.fetch(None)] == [(i, at_sample(i, 4)) for i in (2, 3)]
     assert rest.samples == 4
 
 
 async def test_an_async_streams_samples_are_numbered() -> None:
-    """The same numbers as those of a blocking stream."""
+    """The numbers are those of a blocking stream."""
     stream = seeded(numbers_async(2, 2), 2, asynchronous=True)
     assert [await stream.fetch_async(None) for _ in range(2)] == [(i, at_sample(i, 4)) for i in (2, 3)]
     with pytest.raises(EndOfData):
@@ -116,7 +116,7 @@ async def test_an_async_streams_samples_are_numbered() -> None:
 
 
 def test_an_error_in_a_stream_is_not_a_sample() -> None:
-    """A sample that failed has no number; the next one, if there is one, has it."""
+    """A sample that failed has no number; the next sample, if there is one, has it."""
 
     class Stumbling:
         tries = 0

@@ -1,4 +1,4 @@
-"""Threads that take jobs from one line."""
+"""Threads that take jobs from one queue."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_calls_run_in_at_most_so_many_threads() -> None:
 
 
 async def test_a_call_has_a_copy_of_the_context() -> None:
-    """It sees the caller's context variables; what it sets is not seen outside."""
+    """It sees the caller's context variables; its own changes are not seen outside."""
     threads = JobThreads(1, "jobs-b")
 
     def look(value: int) -> int:
@@ -62,7 +62,7 @@ async def test_a_call_has_a_copy_of_the_context() -> None:
 
 
 async def test_errors_are_raised_where_it_is_awaited() -> None:
-    """Any exception travels; one that says the end of something else as the cause of another."""
+    """Any exception is passed on; StopIteration and StopAsyncIteration become the cause of a RuntimeError."""
     threads = JobThreads(1, "jobs-c")
 
     def fail(error: BaseException) -> Any:
@@ -80,7 +80,7 @@ async def test_errors_are_raised_where_it_is_awaited() -> None:
 
 
 async def test_a_thread_that_has_not_left_its_call_holds_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever caught it decides how long it lives, even while the thread that raised it still wakes the loop."""
+    """The code that catches it decides how long it lives, even while its thread still wakes the loop."""
     threads = JobThreads(1, "jobs-k")
     go, notify = threading.Event(), threads.notify
 
@@ -105,7 +105,7 @@ async def test_a_thread_that_has_not_left_its_call_holds_no_error(monkeypatch: p
 
 
 async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
-    """Cancelling while the only thread is busy: the job is skipped when it is taken."""
+    """If the call is cancelled while the only thread is busy, its job is skipped."""
     threads = JobThreads(1, "jobs-d")
     go, ran = threading.Event(), list[int]()
     busy = threads.call(lambda _: go.wait(20), None)
@@ -140,7 +140,7 @@ async def test_closing_does_not_wait_for_a_stuck_job() -> None:
 
 
 async def test_threads_without_a_user_end() -> None:
-    """Threads do not keep their threads."""
+    """The threads hold no reference to the `JobThreads` object."""
     threads: JobThreads | None = JobThreads(2, "jobs-f")
     assert threads is not None
     await threads.call(abs, -1)
@@ -176,7 +176,7 @@ def test_a_loop_that_is_gone_is_told_nothing() -> None:
 
 
 async def test_without_a_thread_to_be_had_jobs_run_where_they_are_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is slower, but every job runs; starting threads is tried again later."""
+    """It is slower, but every job runs; the next call tries again to start a thread."""
     threads = JobThreads(2, "jobs-i")
 
     def refused(thread: threading.Thread) -> None:

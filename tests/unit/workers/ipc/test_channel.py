@@ -37,7 +37,7 @@ def content(fd: int) -> bytes:
 
 
 def read_all(channel: Channel, count: int) -> list[tuple[int, bytes]]:
-    """`count` frames, however many reads they take."""
+    """`count` frames, in any number of reads."""
     frames: list[tuple[int, bytes]] = []
     while len(frames) < count and not channel.ended:
         frames += channel.receive(wait=True)
@@ -45,7 +45,7 @@ def read_all(channel: Channel, count: int) -> list[tuple[int, bytes]]:
 
 
 def test_frames_arrive_in_order(pair: tuple[Channel, Channel]) -> None:
-    """Frames of both directions come out as they were sent."""
+    """Frames of both directions are received as they were sent."""
     ours, theirs = pair
     assert ours.send(wire.pack(wire.TASK, b"one"))
     assert ours.send(wire.pack(wire.STOP))
@@ -55,14 +55,14 @@ def test_frames_arrive_in_order(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_nothing_to_read_gives_nothing(pair: tuple[Channel, Channel]) -> None:
-    """Without `wait` an empty socket is no end and no error, also on a blocking one."""
+    """Without `wait` an empty socket is no end and no error, also at the blocking end."""
     for channel in pair:
         assert list(channel.receive()) == []
         assert not channel.ended
 
 
 def test_end_of_stream_is_noticed(pair: tuple[Channel, Channel]) -> None:
-    """The other end's closing sets `ended`, after what it had sent."""
+    """Closing the other end sets `ended`, after the frames that it had sent."""
     ours, theirs = pair
     theirs.send(wire.pack(wire.RESULT, b"last"))
     theirs.close()
@@ -73,7 +73,7 @@ def test_end_of_stream_is_noticed(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_a_reset_connection_is_an_end(pair: tuple[Channel, Channel]) -> None:
-    """An end that was closed with unread frames in it resets the stream: this too is its end."""
+    """An end that was closed with unread frames resets the stream: this counts as its end, too."""
     ours, theirs = pair
     ours.send(wire.pack(wire.TASK, b"never read"))
     theirs.close()
@@ -82,7 +82,7 @@ def test_a_reset_connection_is_an_end(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_sending_to_a_closed_end_raises(pair: tuple[Channel, Channel]) -> None:
-    """The sender learns that the other end is closed."""
+    """The sender gets a ConnectionError."""
     ours, theirs = pair
     theirs.close()
     with pytest.raises(ConnectionError):
@@ -90,7 +90,7 @@ def test_sending_to_a_closed_end_raises(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_received_counts_bytes(pair: tuple[Channel, Channel]) -> None:
-    """The count of bytes shows whether anything new came."""
+    """The count of bytes shows whether anything new has arrived."""
     ours, theirs = pair
     frame = wire.pack(wire.RESULT, b"12345")
     theirs.send(frame)
@@ -100,7 +100,7 @@ def test_received_counts_bytes(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_descriptors_arrive_with_their_frames(pair: tuple[Channel, Channel]) -> None:
-    """Each frame that announces a descriptor finds its own, whatever frames lie between; the sender keeps its copy."""
+    """Each frame that announces a descriptor gets its own, whatever frames lie between; the sender keeps its copy."""
     ours, theirs = pair
     for number in range(5):
         fd = memory(b"content %d" % number)
@@ -128,13 +128,13 @@ def test_received_descriptors_are_not_inherited(pair: tuple[Channel, Channel]) -
 
 
 def test_missing_descriptor_says_why(pair: tuple[Channel, Channel]) -> None:
-    """A descriptor that did not come is an error that names the limit to raise."""
+    """A descriptor that did not arrive is an error that names the limit to raise."""
     with pytest.raises(OSError, match="ulimit -n"):
         pair[0].take_fd()
 
 
 def test_full_socket_keeps_the_rest_for_flush(pair: tuple[Channel, Channel]) -> None:
-    """What the kernel does not take waits, in order, and `flush` sends it when there is room."""
+    """Frames that the kernel does not take wait, in order, and `flush` sends them when there is room."""
     ours, theirs = pair
     frames = [wire.pack(wire.TASK, bytes([n]) * BIG) for n in range(3)]
     assert [ours.send(frame) for frame in frames] == [False, False, False]
@@ -148,7 +148,7 @@ def test_full_socket_keeps_the_rest_for_flush(pair: tuple[Channel, Channel]) -> 
 
 
 def test_descriptor_behind_a_full_socket_arrives_with_its_frame(pair: tuple[Channel, Channel]) -> None:
-    """A descriptor that has to wait is kept open for it, although the sender closed its own."""
+    """A descriptor that has to wait is kept open, even if the sender closes its own."""
     ours, theirs = pair
     assert not ours.send(wire.pack(wire.TASK, bytes(BIG)))
     fd = memory(b"late")
@@ -165,7 +165,7 @@ def test_descriptor_behind_a_full_socket_arrives_with_its_frame(pair: tuple[Chan
 
 
 def test_large_frame_with_a_descriptor(pair: tuple[Channel, Channel]) -> None:
-    """A frame that goes in parts sends its descriptor once, with the first part."""
+    """A frame that is sent in parts sends its descriptor once, with the first part."""
     ours, theirs = pair
     fd = memory(b"once")
     assert not ours.send(wire.pack(wire.RING, bytes(BIG)), [fd])
@@ -198,7 +198,7 @@ def test_close_closes_what_nobody_took(pair: tuple[Channel, Channel]) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_NOFILE cuts ancillary data on Linux")
 def test_no_descriptor_left_is_an_error_of_its_frame(pair: tuple[Channel, Channel]) -> None:
-    """When this process has no descriptor left, the frame still comes, and taking its descriptor says why not."""
+    """If this process has no descriptor left, the frame is received, and taking its descriptor raises the reason."""
     import resource
 
     ours, theirs = pair
@@ -232,7 +232,7 @@ def test_pair_is_ours_and_theirs() -> None:
 
 
 def test_the_memory_of_small_frames_that_wait(pair: tuple[Channel, Channel]) -> None:
-    """Is that of the objects that hold them: a bound on their bytes alone would let it be ten times as much."""
+    """It is that of the objects that hold them: a bound on their bytes alone would allow ten times the memory."""
     channel, other = pair
     while channel.send(wire.pack(wire.RESET, bytes(20))):
         pass

@@ -1,4 +1,4 @@
-"""Real processes: a *main* one, forked from the test, and *workers*, forked from that, which outlive it or not."""
+"""Real processes: a *main* process, forked from the test, and *workers*, forked from it, which outlive it or not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECONDS = 10.0  # for a process to end; reached only if it does not
 
 
 class Pipe:
-    """Lines from other processes, and word that all of those that could write have ended."""
+    """Lines from other processes, and the end once every process that could write has exited."""
 
     def __init__(self) -> None:
         self.read_fd, self.write_fd = os.pipe()
@@ -76,7 +76,7 @@ def fork_worker(body: Callable[[], object]) -> int:
 
 @contextmanager
 def main_process(body: Callable[[], object]) -> Generator[Any]:
-    """A process that runs `body`; killed and reaped at the end."""
+    """A process that runs `body`; it is killed and reaped at the end."""
     process = FORK.Process(target=body)
     process.start()
     try:
@@ -89,7 +89,7 @@ def main_process(body: Callable[[], object]) -> Generator[Any]:
 
 @contextmanager
 def watched(pid: int) -> Generator[Callable[[float], bool]]:
-    """Return whether a process that is not our child ends within some seconds; kill it otherwise."""
+    """Return whether a process that is not our child exits within some seconds; kill it otherwise."""
     pidfd = os.pidfd_open(pid)
     try:
         yield lambda seconds: bool(select.select([pidfd], [], [], seconds)[0])
@@ -100,7 +100,7 @@ def watched(pid: int) -> Generator[Callable[[float], bool]]:
 
 
 def stuck_in_c() -> None:
-    """For ever, with the GIL: no Python code runs in this process any more, in no thread."""
+    """Block forever with the GIL held: no Python code runs in this process any more, in no thread."""
     while True:
         ctypes.PyDLL(None).pause()
 
@@ -125,7 +125,7 @@ ENDS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_workers_end_with_their_parent(pipe: Pipe, state: Callable[[], None], end: Callable[[], object]) -> None:
-    """Workers end however the parent ends and whatever they do; a sibling without `hold` lives, and delays no other."""
+    """Workers end however the parent ends and in any state; a sibling without `hold` lives on, and delays no worker."""
     go_read, go_write = os.pipe()
 
     def worker(lifeline: Lifeline) -> None:
@@ -158,7 +158,7 @@ def test_workers_end_with_their_parent(pipe: Pipe, state: Callable[[], None], en
 
 
 def test_hold_ends_the_worker_if_the_parent_is_gone(pipe: Pipe) -> None:
-    """A worker whose parent ended while it started does not get past `hold`."""
+    """A worker whose parent exited while it started does not get past `hold`."""
 
     def worker(lifeline: Lifeline, parent: int) -> None:
         pipe.say("waits")
@@ -211,7 +211,7 @@ def test_programs_that_are_started_do_not_hold_the_write_end(pipe: Pipe) -> None
 
 
 def test_close_ends_those_that_hold() -> None:
-    """`close` is the parent's end as far as the workers are concerned; a second one does nothing."""
+    """For the workers, `close` is the parent's end; a second `close` does nothing."""
     lifeline, pipe = Lifeline(), Pipe()
 
     def worker() -> None:
@@ -248,7 +248,7 @@ def test_forked_child_closes_the_write_end_at_once() -> None:
 
 
 def test_close_in_a_worker_leaves_other_files_alone() -> None:
-    """In a worker the read end's number may belong to another file: the inherited object does not close that."""
+    """In a worker the read end's number may belong to another file: the inherited object does not close that file."""
     lifeline = Lifeline()
 
     def worker() -> None:
@@ -277,7 +277,7 @@ def test_write_end_is_not_inherited_by_programs() -> None:
 
 
 def test_hold_says_when_it_cannot() -> None:
-    """What cannot be opened anew (a socket) holds nothing, and is closed."""
+    """A descriptor that cannot be opened again (a socket) holds nothing, and is closed."""
     ours, theirs = socket.socketpair()
     number = theirs.detach()
     assert hold(number) is False

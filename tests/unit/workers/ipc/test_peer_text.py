@@ -1,4 +1,4 @@
-"""What another program sent, as it is logged: it gives no orders to a terminal, and forges no line."""
+"""Another program's text, as it is logged: it controls no terminal, and forges no line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize(("text", "expected"), HOSTILE.values(), ids=HOSTILE)
 def test_what_a_terminal_or_a_log_would_obey_is_escaped(text: str, expected: str) -> None:
-    """And what remains can be encoded."""
+    """Characters that control a terminal or a log are escaped, and the result can be encoded."""
     assert line_of(text) == expected
     line_of(text).encode()
     assert block_of(text, 100) == {"a line of its own": text, "tab": text}.get(_name(text), expected)
@@ -38,13 +38,13 @@ def _name(text: str) -> str:
 
 
 def test_people_s_text_stays() -> None:
-    """In any script."""
+    """Text in any script is unchanged."""
     for text in ("", "C:\\new\\table", "naïve Größe 東京 مرحبا 🙂", "x" * LINE):
         assert line_of(text) == text
 
 
 def test_a_long_line_keeps_its_beginning_and_its_end() -> None:
-    """The end is where an error has its answer; escapes count."""
+    """An error's cause is often at the end; escapes count towards the length."""
     cut = line_of("begin " + "x" * 10_000_000 + " end")
     assert len(cut) <= LINE
     assert cut.startswith("begin xxx")
@@ -54,7 +54,7 @@ def test_a_long_line_keeps_its_beginning_and_its_end() -> None:
 
 
 def test_a_block_keeps_its_last_lines() -> None:
-    """With newlines and tabs, which a traceback needs, and nothing else."""
+    """Newlines and tabs, which a traceback needs, are kept, and nothing else."""
     text = 'Traceback:\r\n\tFile "a"\nValueError: \x1b[2Jbad'
     assert block_of(text, 1000) == 'Traceback:\n\tFile "a"\nValueError: \\x1b[2Jbad'
     assert block_of("first\n" * 1000 + "last", 10) == "first\nlast"
@@ -63,7 +63,7 @@ def test_a_block_keeps_its_last_lines() -> None:
 
 @given(st.text(st.characters(codec=None)), st.integers(60, 600))
 def test_any_text(text: str, most: int) -> None:
-    """Ends as printable characters on one line, or, as a block, on several."""
+    """Any text becomes printable characters, on one line or, as a block, on several."""
     line = line_of(text, most)
     assert len(line) <= most
     assert not {unicodedata.category(each) for each in line} & {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -74,12 +74,12 @@ def test_any_text(text: str, most: int) -> None:
 
 @pytest.mark.parametrize("value", [None, b"\x1b[2J", ["\n"], 7])
 def test_what_is_no_text_is_named_by_its_type(value: object) -> None:
-    """Its own text is not asked for."""
+    """Its own text is not used."""
     assert line_of(value) == block_of(value, 100) == f"<{type(value).__name__}>"
 
 
 def test_lines_in_a_minute() -> None:
-    """The rest is counted, and reported once."""
+    """Lines beyond the limit are counted, and reported once."""
     limit = LineLimit(3)
     assert [limit.admits(now) for now in (100.0, 101.0, 102.0, 103.0, 159.0)] == [True, True, True, False, False]
     assert limit.admits(160.0)

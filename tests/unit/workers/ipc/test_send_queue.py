@@ -1,4 +1,4 @@
-"""Bytes that wait for a socket: in order, each descriptor once, and whoever waits for them is called once."""
+"""Bytes that wait for a socket: in order, each descriptor once, and each notification once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Taker:
 
     def __init__(self, *numbers: int) -> None:
         self.numbers = list(numbers)
-        self.taken: list[tuple[bytes, int]] = []  # with how many descriptors
+        self.taken: list[tuple[bytes, int]] = []  # with the number of descriptors
 
     def __call__(self, data: memoryview, fds: Sequence[int]) -> int:
         number = min(self.numbers.pop(0), data.nbytes)
@@ -39,7 +39,7 @@ def is_open(fd: int) -> bool:
 
 
 def test_a_part_goes_with_the_descriptors_and_the_rest_without(fd: int) -> None:
-    """What is left keeps its place before the next entry."""
+    """The rest keeps its place before the next entry."""
     queue, taker, sent = SendQueue(), Taker(2, 0, 9, 9), list[str]()
     queue.put(memoryview(b"abcd"), [fd], lambda: sent.append("abcd"))
     queue.put(memoryview(b"ring"), (), lambda: sent.append("ring"), owned=False)
@@ -54,7 +54,7 @@ def test_a_part_goes_with_the_descriptors_and_the_rest_without(fd: int) -> None:
 
 
 def test_close_closes_descriptors_and_calls_those_that_wait(fd: int) -> None:
-    """Nothing is sent after an error; the memory of a ring must be given back all the same."""
+    """Nothing is sent after an error, but the memory of a ring must be released."""
     queue, sent = SendQueue(), list[str]()
     queue.put(memoryview(b"abcd"), [fd])
     queue.put(memoryview(b"ring"), (), lambda: sent.append("ring"), owned=False)

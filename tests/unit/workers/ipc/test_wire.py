@@ -24,7 +24,7 @@ def test_task_round_trip() -> None:
 
 
 def test_ring_round_trip() -> None:
-    """A ring's announcement carries number, slots and bytes a slot beyond 4 GB."""
+    """A ring's announcement carries the number, the slots, and the bytes per slot, also beyond 4 GB."""
     kind, body = only_frame(wire.pack_ring(1, 8, 1 << 40))
     assert (kind, wire.unpack_ring(body)) == (wire.RING, (1, 8, 1 << 40))
 
@@ -45,14 +45,14 @@ def test_answer_round_trip(kind: int) -> None:
 
 @pytest.mark.parametrize("cursor", [b"", b"where it stands"])
 def test_result_round_trip(cursor: bytes) -> None:
-    """A descriptor comes back as it was, with its template and its cursor."""
+    """A result is unpacked as it was packed, with its template and its cursor."""
     result = RESULT._replace(cursor=len(cursor))
     kind, body = only_frame(wire.pack_result(result, b"template", cursor))
     assert (kind, wire.unpack_result(body)) == (wire.RESULT, (result, b"template", cursor))
 
 
 def test_same_result_leaves_the_template_out() -> None:
-    """A result that says "same" is a few dozen bytes, whatever the template; its cursor comes all the same."""
+    """A result that says "same" takes a few dozen bytes, whatever the template; its cursor is sent nevertheless."""
     frame = wire.pack_result(RESULT._replace(same=True), b"t" * 10_000)
     assert len(frame) < 80
     assert wire.unpack_result(only_frame(frame)[1]) == (RESULT._replace(same=True), b"", b"")

@@ -1,4 +1,4 @@
-"""Everything else that a batch may be made of, through the slot and back."""
+"""All other objects that a batch may contain, through the slot and back."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ READONLY: dict[str, Callable[[], npt.NDArray[Any]]] = {
 
 @pytest.mark.parametrize("kind", READONLY)
 def test_read_only_arrays_come_out_writable(kind: str) -> None:
-    """As from torch's workers, an array may be written to whatever the memory of the worker's was."""
+    """An array may be written to, whether the worker's array was writable or not, as from torch's workers."""
     value = READONLY[kind]()
     assert not value.flags.writeable
     for through in (view, copied):
@@ -152,7 +152,7 @@ VALUES: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", VALUES)
 def test_objects_ride_along(kind: str) -> None:
-    """Whatever pickles comes back equal, with tensors found however deep, as views and as copies."""
+    """Any object that pickles comes back equal, with tensors found at any depth, as views and as copies."""
     assert_same(view(Encoder().encode(VALUES[kind])), VALUES[kind])
     assert_same(copied(Encoder().encode(VALUES[kind])), VALUES[kind])
 
@@ -212,7 +212,7 @@ def test_leaves_lie_on_cache_lines_in_a_compact_slot() -> None:
 
 
 def test_same_shapes_make_the_same_template() -> None:
-    """Two batches that differ in content alone have the same template; another shape or dtype has another."""
+    """Two batches that differ only in content have the same template; another shape or dtype has another."""
 
     def template(*tensors: torch.Tensor) -> bytes:
         return Encoder().encode({"x": list(tensors), "name": "batch"}).template
@@ -224,7 +224,7 @@ def test_same_shapes_make_the_same_template() -> None:
 
 
 def test_one_encoder_encodes_many_batches() -> None:
-    """Nothing of a batch is left in the encoder for the next one, also after a failure."""
+    """No part of a batch is left in the encoder for the next batch, also after a failure."""
     encoder = Encoder()
     first = encoder.encode([torch.zeros(3), torch.ones(2)])
     with pytest.raises((AttributeError, TypeError, pickle.PicklingError), match=r"pickle|local"):

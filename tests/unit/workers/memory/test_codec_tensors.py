@@ -58,7 +58,7 @@ def csr() -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_dtype_and_shape(dtype: torch.dtype) -> None:
-    """Contiguous tensors of each dtype, scalars and empty ones come back to the bit, as views and as copies."""
+    """Contiguous tensors of each dtype, scalars and empty tensors come back to the bit, as views and as copies."""
     for shape in [(), (1,), (3, 5), (0,), (2, 0, 3)]:
         tensor = of(dtype, *shape)
         assert_same(view(Encoder().encode(tensor)), tensor)
@@ -87,7 +87,7 @@ STRIDED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("kind", STRIDED)
 def test_strides_are_kept(kind: str) -> None:
-    """A view keeps its values and its strides."""
+    """A tensor view keeps its values and its strides."""
     tensor = STRIDED[kind]()
     for through in (view, copied):
         got = through(Encoder().encode(tensor))
@@ -97,7 +97,7 @@ def test_strides_are_kept(kind: str) -> None:
 
 COLUMN_BYTES = 40_000
 
-# Views of 10,000 rows of 100 floats, and the bytes that are seen through them.
+# Views of 10,000 rows of 100 floats, and the number of bytes that they show.
 USED: dict[str, tuple[Callable[[torch.Tensor], Any], int]] = {
     "slice": (lambda t: t[5_000, :10], 40),
     "rows far apart": (lambda t: [t[9_999], t[3], t[5_000]], 1200),
@@ -122,7 +122,7 @@ USED: dict[str, tuple[Callable[[torch.Tensor], Any], int]] = {
 
 @pytest.mark.parametrize("kind", USED)
 def test_only_what_is_seen_travels(kind: str) -> None:
-    """A batch of views costs the bytes seen through them, never those between or around them."""
+    """A batch of views costs the bytes seen through them, never the bytes between or around them."""
     make, used = USED[kind]
     value = make(torch.arange(1_000_000.0).view(10_000, 100))
     encoded = Encoder().encode(value)
@@ -132,7 +132,7 @@ def test_only_what_is_seen_travels(kind: str) -> None:
 
 
 def test_gaps_are_left_out_in_the_order_of_the_dimensions() -> None:
-    """Where strides cannot be kept without the bytes between, those of the dense tensor in the same order come."""
+    """Where strides cannot be kept without the bytes between, they become those of the dense tensor in that order."""
     image = torch.zeros(64, 64, 64).permute(2, 0, 1)[::8, ::8]
     assert round_trip(image).stride() == (1, 8 * 64, 8)
     assert round_trip(image[:, :1].expand(8, 5, 64)).stride() == (1, 0, 8)
@@ -161,7 +161,7 @@ SHARING: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("kind", SHARING)
 def test_tensors_that_share_a_storage_still_do(kind: str) -> None:
-    """Writing through one alias is seen through the other, as before."""
+    """A write through one alias is seen through the other, as before."""
     value = SHARING[kind](torch.arange(8192.0)[:8])
     got = round_trip(value)
     assert_same(got, value)
@@ -173,7 +173,7 @@ def test_tensors_that_share_a_storage_still_do(kind: str) -> None:
 
 
 def test_sharing_views_of_other_sizes_stay_aligned() -> None:
-    """A view of bytes that begins anywhere and one of floats over the same storage keep their distance."""
+    """A view of bytes that begins anywhere, and a view of floats over the same storage, keep their distance."""
     base = torch.arange(8.0)
     value = (base.view(torch.uint8)[5:20], base[2:4], base.view(torch.complex64)[1:])
     for through in (view, copied):
@@ -234,7 +234,7 @@ def test_lazy_conjugate_keeps_its_values() -> None:
 
 
 def test_attributes_of_a_tensor_travel() -> None:
-    """What a user hung onto a tensor is still there."""
+    """An attribute that a user has set on a tensor is kept."""
     got = round_trip(labelled(torch.arange(3)))
     assert (got.tolist(), got.label) == ([0, 1, 2], "kept")
 
@@ -278,7 +278,7 @@ NEW_DTYPES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("kind", NEW_DTYPES)
 def test_new_dtypes_that_are_not_plain(kind: str) -> None:
-    """Tensors of the dtypes that torch pickles in its newer way come back too, when they go by their own rules."""
+    """Tensors with rules of their own are read back also for the dtypes that torch pickles in its newer way."""
     value = NEW_DTYPES[kind](torch.arange(3).to(torch.uint16))
     got = round_trip(value)
     assert_same(got, value)
@@ -292,7 +292,7 @@ def test_nested_tensor() -> None:
 
 
 def test_special_tensors_travel_in_memory() -> None:
-    """The bytes of a large parameter, subclass or sparse tensor are not pickle."""
+    """The bytes of a large parameter, subclass or tensor with gradient are not pickled."""
     big = torch.zeros(100_000)
     for value in (torch.nn.Parameter(big), big.as_subclass(Tagged), big.clone().requires_grad_()):
         encoded = Encoder().encode(value)
@@ -301,7 +301,7 @@ def test_special_tensors_travel_in_memory() -> None:
 
 
 def test_views_lie_in_the_slot_and_copies_do_not() -> None:
-    """A view shows what is written to the slot later; a copy does not."""
+    """A view shows later writes to the slot; a copy does not."""
     encoded = Encoder().encode([torch.zeros(4), torch.zeros(3, dtype=torch.bfloat16)])
     memory = write(encoded)
     anchor = codec_anchor(memory, encoded.nbytes)
@@ -325,7 +325,7 @@ KEPT: dict[str, Callable[[torch.Tensor], tuple[Any, Any]]] = {
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_a_leaf_that_is_kept_costs_its_own_bytes(kind: str) -> None:
-    """Of a batch that was copied out, the labels are kept and the images are not."""
+    """After a batch was copied out, keeping its labels does not keep its images."""
     value = KEPT[kind](torch.arange(1_000_000.0))
     small: Any = copied(Encoder().encode(value))[1]
     if isinstance(small, torch.Tensor):
@@ -338,7 +338,7 @@ def test_a_leaf_that_is_kept_costs_its_own_bytes(kind: str) -> None:
 
 
 def test_copied_leaves_are_freed_one_by_one() -> None:
-    """The memory of a leaf that is dropped is free at once, while another one of its batch is kept."""
+    """The memory of a leaf that is dropped is free at once, while another leaf of its batch is kept."""
     encoded = Encoder().encode([torch.zeros(4 << 20), torch.zeros(3)])
     tracemalloc.start()  # numpy reports its allocations to it
     try:
@@ -355,7 +355,7 @@ def codec_anchor(memory: mmap.mmap, nbytes: int) -> Anchor:
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_every_kind_of_view_keeps_the_anchor() -> None:
-    """Whatever kind of tensor looks into the slot, the lease lasts as long as it does, and no longer."""
+    """The lease lasts as long as any kind of tensor over the slot, and no longer."""
     kinds: dict[str, Callable[..., Any]] = {**SPECIAL, **STRIDED, "plain": lambda: torch.zeros(5)}
     for kind, make in kinds.items():
         encoded = Encoder().encode(make())

@@ -29,7 +29,7 @@ class Level(enum.IntEnum):
 
 
 class Strict(dict[str, Any]):
-    """A user's mapping that looks at what it is given."""
+    """A user's mapping that checks its values."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         assert value.ndim >= 1
@@ -54,7 +54,7 @@ def collate_polar(batch: Sequence[Polar], *, collate_fn_map: Any = None) -> torc
 
 @pytest.fixture
 def torch_map() -> Iterator[dict[Any, Any]]:
-    """torch's table of collate functions, as it was afterwards."""
+    """torch's table of collate functions, restored afterwards."""
     before = dict(torch_collate.default_collate_fn_map)
     yield torch_collate.default_collate_fn_map
     torch_collate.default_collate_fn_map.clear()
@@ -77,7 +77,7 @@ class Tagged(torch.Tensor):
 
 
 class Careful(np.ndarray[Any, np.dtype[Any]]):
-    """As arrays with units are: does not write to memory that it was not given by itself."""
+    """Refuses `out=`, as arrays with units do: they only write to memory of their own."""
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
@@ -177,7 +177,7 @@ FAULTS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_faults_are_told_in_torchs_words(kind: str) -> None:
-    """What torch cannot collate is refused with its type and its message."""
+    """Samples that torch cannot collate are refused with torch's type and message."""
     with pytest.raises(Exception) as theirs:
         default_collate(FAULTS[kind])
     with pytest.raises(theirs.type) as mine:
@@ -193,7 +193,7 @@ def test_unequal_sizes_name_the_samples() -> None:
 
 
 def test_plain_batches_are_written_once_and_straight() -> None:
-    """Tensors and numbers of any structure travel as leaves: nothing of them is in the pickle."""
+    """Tensors and numbers of any structure are sent as leaves: no part of them is in the pickle."""
     samples = [{"image": torch.zeros(1000), "label": 7, "score": 0.5, "array": np.zeros(100)}] * 8
     encoded = Collator(Encoder()).collate(samples)
     assert encoded.nbytes == 8 * 4000 + 64 + 64 + 8 * 800
@@ -201,7 +201,7 @@ def test_plain_batches_are_written_once_and_straight() -> None:
 
 
 def test_samples_are_read_when_the_batch_is_written() -> None:
-    """Stacking happens at the slot: there is no copy before."""
+    """Samples are stacked at the slot, without a copy before."""
     sample = torch.zeros(3)
     encoded = Collator(Encoder()).collate([sample, sample])
     sample.fill_(5)
@@ -217,14 +217,14 @@ def test_registered_type_is_respected(torch_map: dict[Any, Any]) -> None:
 
 
 def test_registered_function_replaces_ours(torch_map: dict[Any, Any]) -> None:
-    """A user's function for tensors or numbers goes before the straight way."""
+    """A user's function for tensors or numbers has precedence over ours."""
     torch_map[torch.Tensor] = lambda batch, **_: [t.sum().item() for t in batch]
     torch_map[int] = lambda batch, **_: max(batch)
     assert ours([(torch.ones(3), 1), (torch.ones(3), 5)]) == [[3.0, 3.0], 5]
 
 
 def test_subclass_of_tensor_goes_torchs_way() -> None:
-    """A subclass may have its own idea of stacking."""
+    """A subclass may have its own rules of stacking."""
 
     class Loud(torch.Tensor):
         pass

@@ -18,12 +18,12 @@ from asyncloader.workers.memory.layout import (
     ("nbytes", "boundary", "aligned"), [(0, 64, 0), (1, 64, 64), (64, 64, 64), (65, 64, 128), (4097, 4096, 8192)]
 )
 def test_align_rounds_up(nbytes: int, boundary: int, aligned: int) -> None:
-    """Sizes go up to the next multiple and stay if they are one."""
+    """Sizes are rounded up to the next multiple; multiples stay."""
     assert align(nbytes, boundary) == aligned
 
 
 def test_leaves_lie_on_cache_lines() -> None:
-    """Without a boundary the cache line is meant."""
+    """The default boundary is the cache line."""
     assert [align(1), align(ALIGNMENT)] == [ALIGNMENT, ALIGNMENT]
 
 
@@ -39,13 +39,13 @@ def test_first_slot_is_whole_pages() -> None:
 
 
 def test_grown_slot_has_an_eighth_to_spare() -> None:
-    """A slot grows to the batch seen and an eighth, in whole pages."""
+    """A slot grows to the size of the batch and an eighth more, in whole pages."""
     assert grown_slot_bytes(80 * PAGE) == 90 * PAGE
     assert grown_slot_bytes(1) == PAGE
 
 
 def test_unbounded_ring_grows_as_it_likes() -> None:
-    """Without ring_bytes the slot is the grown one."""
+    """Without ring_bytes the slot has the grown size."""
     assert fit_slot_bytes(80 * PAGE, 8, None) == grown_slot_bytes(80 * PAGE)
 
 

@@ -41,7 +41,7 @@ def test_anchor_stays_inside_the_memory(offset: int, nbytes: int) -> None:
 
 
 def test_lease_tells_once_what_was_released() -> None:
-    """When the last user of the anchor is gone, the lease itself arrives, with slot and generation."""
+    """When the last user of the anchor is freed, the lease itself is reported, with its slot."""
     released: deque[Lease] = deque()
     anchor = make_anchor(memory(), 0, 16)
     lease = make_lease(anchor, released.append, slot=3)
@@ -54,7 +54,7 @@ def test_lease_tells_once_what_was_released() -> None:
 
 
 def test_a_dropped_lease_tells_nothing() -> None:
-    """The release of a lease that was dropped before is not reported."""
+    """If the lease was dropped before, the release is not reported."""
     released: deque[Lease] = deque()
     anchor: Anchor = make_anchor(memory(), 0, 16)
     lease = make_lease(anchor, released.append, 0)

@@ -11,7 +11,7 @@ from asyncloader.workers.memory.leaves import DTYPES, Dense, dense_leaf, dense_v
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_a_view_of_memory_has_dtype_and_shape() -> None:
-    """Memory can be written to as a tensor of any dtype, also of those that numpy does not have."""
+    """Memory can be written to as a tensor of any dtype, also of dtypes that numpy does not have."""
     for dtype in DTYPES:
         memory = mmap.mmap(-1, 4096)
         tensor = dense_view(memory, 64, dtype, (2, 3))
@@ -30,12 +30,12 @@ def test_a_leaf_knows_its_place() -> None:
 
 
 def test_an_empty_leaf_writes_nothing() -> None:
-    """There is nothing to be written for a tensor without elements."""
+    """A tensor without elements needs no write."""
     assert dense_leaf((0, 3), torch.int64, 0, lambda memory, offset: None).write is None
 
 
 def test_numpy_dtypes_with_the_same_bits_in_torch() -> None:
-    """Native dtypes have their torch partner; others have none."""
+    """Native dtypes have their torch partner; others have None."""
     assert torch_dtype(np.dtype("f4")) is torch.float32
     assert torch_dtype(np.dtype("u2")) is torch.uint16
     assert torch_dtype(np.dtype("?")) is torch.bool

@@ -1,4 +1,4 @@
-"""Objects that come and go while a hook looks at them."""
+"""Objects that are made and freed while a hook looks at them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _add(live: LiveObjects[Thing], things: list[Thing]) -> None:
 
 
 def test_it_keeps_nothing_alive() -> None:
-    """Neither an object in the set, nor one that a reader has seen."""
+    """Neither an object in the set, nor an object that a reader has seen, is kept alive."""
     live = LiveObjects[Thing]()
     things = [Thing() for _ in range(3)]
     _add(live, [*things, things[0]])
@@ -31,7 +31,7 @@ def test_it_keeps_nothing_alive() -> None:
 
 
 def test_other_threads_may_add_meanwhile() -> None:
-    """As when a loader is made in one thread while another forks. (`weakref.WeakSet` raises "changed size".)"""
+    """A loader may be made in one thread while another forks. (`weakref.WeakSet` raises "changed size".)"""
     live = LiveObjects[Thing]()
     over = threading.Event()
     kept = [Thing() for _ in range(500)]

@@ -1,4 +1,4 @@
-"""Large batches collated in this process: torch's values in memory that is used again."""
+"""Large batches collated in this process: torch's values in memory that is reused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def test_piece_comes_back_when_its_last_view_dies() -> None:
-    """A slice keeps the block in use; once it is gone the same memory is used again."""
+    """A slice keeps the block in use; once the slice is freed the same memory is used again."""
     recycler = Recycler()
     first = torch.frombuffer(recycler.take(8192), dtype=torch.uint8)
     place, view = address(first), first[10:20]
@@ -56,7 +56,7 @@ def test_pieces_of_another_size_are_not_kept_for_long() -> None:
 
 
 def test_views_outlive_their_recycler() -> None:
-    """A batch that the consumer keeps stays valid when the loader is gone."""
+    """A batch that the consumer keeps stays valid after the loader was freed."""
     recycler = Recycler()
     kept = torch.frombuffer(recycler.take(4096), dtype=torch.uint8)
     kept.fill_(7)
@@ -87,7 +87,7 @@ def test_views_outlive_their_recycler() -> None:
     ],
 )
 def test_batch_is_torchs(samples: list[Any]) -> None:
-    """Values, dtypes, shapes, strides, gradients and containers."""
+    """Values, dtypes, shapes, strides, gradients and containers are those of `default_collate`."""
     assert_same_batch(recycling_collate()(samples), default_collate(samples))
 
 
@@ -112,7 +112,7 @@ def assert_same_batch(got: Any, expected: Any) -> None:
 
 @pytest.mark.usefixtures("large")
 def test_large_batches_share_two_pieces() -> None:
-    """A consumer that holds one batch while the next is made gets two alternating addresses, however many batches."""
+    """A consumer that holds one batch while the next is made gets two alternating addresses, for any number."""
     collate = recycling_collate()
     seen, batch = set(), None
     for i in range(20):
@@ -124,7 +124,7 @@ def test_large_batches_share_two_pieces() -> None:
 
 @pytest.mark.usefixtures("large")
 def test_kept_batches_keep_their_content() -> None:
-    """A consumer may keep them all."""
+    """A consumer may keep all batches."""
     collate = recycling_collate()
     kept = [collate([torch.full((20, 30), float(i))] * 4) for i in range(10)]
     assert [float(batch.mean()) for batch in kept] == list(range(10))
@@ -140,7 +140,7 @@ def test_kept_batches_keep_their_content() -> None:
     ],
 )
 def test_errors_are_torchs(samples: list[Any]) -> None:
-    """What `default_collate` refuses is refused in its words."""
+    """Samples that `default_collate` refuses are refused with its message."""
     with pytest.raises((RuntimeError, TypeError)) as torchs:
         default_collate(samples)
     with pytest.raises(torchs.type) as ours:
@@ -150,7 +150,7 @@ def test_errors_are_torchs(samples: list[Any]) -> None:
 
 @pytest.mark.usefixtures("large")
 def test_a_users_function_for_tensors_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is registered in torch's map after the loader was made counts, too."""
+    """A function that is registered in torch's map after the loader was made counts, too."""
     collate = recycling_collate()
     monkeypatch.setitem(torch_collate.default_collate_fn_map, torch.Tensor, lambda batch, **_: len(batch))
     assert collate([torch.rand(20, 30)] * 3) == 3

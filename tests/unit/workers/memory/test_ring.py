@@ -37,7 +37,7 @@ def free(ring: Ring) -> int:
 
 @pytest.mark.parametrize("oneoff", [False, True])
 def test_the_last_view_goes_without_python_code(oneoff: bool) -> None:
-    """Also when the memory goes with it: inside of torch, at the interpreter's end, that code could end the process."""
+    """This holds also when the memory is freed with it: in torch at the interpreter's end Python code could be fatal."""
     ring = new_ring()
     batch = lend(ring)
     if oneoff:
@@ -58,14 +58,14 @@ def test_the_last_view_goes_without_python_code(oneoff: bool) -> None:
 
 
 def test_slots_are_handed_out_until_none_is_left() -> None:
-    """Each slot is given once; then there is none, which is no error."""
+    """Each slot is given once; then `take` returns None, which is no error."""
     ring = new_ring()
     assert [ring.take() for _ in range(5)] == [0, 1, 2, 3, 4]
     assert ring.take() is None
 
 
 def test_last_in_first_out() -> None:
-    """The slot that came back last goes out first: it is warm, and the rest is never touched."""
+    """The slot that was released last is used first: it is warm, and the others may never be touched."""
     ring = new_ring()
     first, second = ring.take(), ring.take()
     assert first is not None
@@ -101,7 +101,7 @@ def test_a_lent_slot_comes_back_when_its_view_dies() -> None:
     ids=["slice", "detach", "numpy", "row", "strided", "storage", "memoryview", "and back", "dtype", "nested"],
 )
 def test_whatever_shares_the_memory_keeps_the_slot(derive: object) -> None:
-    """The slot is not free while anything can still look into it, and is once that is gone."""
+    """The slot is not free while any object refers to its memory, and is free afterwards."""
     ring = new_ring()
     assert callable(derive)
     view = derive(lend(ring))
@@ -139,7 +139,7 @@ def test_leases_end_in_any_order() -> None:
 
 
 def test_a_view_in_a_reference_cycle_is_freed_by_the_collector() -> None:
-    """A release may come from within the garbage collector."""
+    """A release may be made by the garbage collector."""
     ring = new_ring()
     box: list[object] = [lend(ring)]
     box.append(box)
@@ -149,7 +149,7 @@ def test_a_view_in_a_reference_cycle_is_freed_by_the_collector() -> None:
 
 
 def test_lending_stops_before_the_tasks_run_out_of_slots() -> None:
-    """Views are lent while fewer than slots - credits are out; a view that dies allows the next."""
+    """Views are lent while fewer than slots - credits are lent out; a view that dies allows the next."""
     ring = new_ring()
     held = []
     while ring.may_lend():
@@ -174,7 +174,7 @@ def test_lease_covers_what_the_batch_needs_and_no_more() -> None:
 
 
 def test_looking_takes_no_lease() -> None:
-    """A look does not free the slot when it ends."""
+    """The end of a look does not free the slot."""
     ring = new_ring()
     slot = ring.take()
     assert slot is not None
@@ -211,7 +211,7 @@ def test_release_of_an_older_generation_is_ignored() -> None:
 
 
 def test_retired_slots_count_as_lent() -> None:
-    """Retired slots lower what may be lent, so that tasks still find theirs; a ring without spare slots is worn."""
+    """Retired slots reduce the number that may be lent, so tasks still get slots; a ring without any is worn."""
     ring = new_ring()
     held = [lend(ring), lend(ring)]
     ring.retire()
@@ -236,14 +236,14 @@ def test_a_view_that_died_before_the_fork_is_not_retired() -> None:
 
 
 def test_fork_retires_leased_slots_and_no_others() -> None:
-    """After a real fork the child sees the batch unchanged for ever: its slot is never used again."""
+    """After a real fork the child's batch never changes: its slot is not used again."""
     ring = new_ring()
     install_fork_hook()
     batch, dropped = lend(ring), lend(ring)
     batch.fill_(7)
     go, told = os.pipe(), os.pipe()
     pid = os.fork()
-    if pid == 0:  # the child looks after the parent went on
+    if pid == 0:  # the child reads the batch after the parent went on
         os.read(go[0], 1)
         seen = bytes(batch.tolist()) == bytes([7]) * 64
         os.write(told[1], b"y" if seen else b"n")
@@ -278,7 +278,7 @@ def test_drops_in_a_forked_child_do_not_reach_the_parent() -> None:
 
 
 def test_rings_do_not_mix() -> None:
-    """Two rings have slots of the same numbers; each lease goes back to its own."""
+    """Two rings have slots of the same numbers; each lease is released to its own ring."""
     rings = [Ring(3, PAGE, 1, number) for number in range(2)]
     batches = [lend(ring) for ring in rings]
     for value in range(2):
@@ -293,7 +293,7 @@ def test_rings_do_not_mix() -> None:
 
 
 def test_a_view_outlives_its_ring() -> None:
-    """The memory goes with the last view, not with the ring or its descriptor."""
+    """The memory is freed with the last view, not with the ring or its descriptor."""
     ring = Ring(3, PAGE, 1)
     batch = lend(ring)
     batch.fill_(5)
@@ -306,20 +306,20 @@ def test_a_view_outlives_its_ring() -> None:
 
 @pytest.mark.parametrize(("slots", "credits"), [(2, 2), (2, 3), (2, 0)])
 def test_ring_needs_more_slots_than_credits(slots: int, credits: int) -> None:
-    """Otherwise nothing could ever be lent; the error names both numbers."""
+    """Otherwise no view could ever be lent; the error has both numbers."""
     with pytest.raises(ValueError, match=f"slots={slots}, credits={credits}"):
         Ring(slots, PAGE, credits)
 
 
 def test_impossible_size_is_a_memory_error_without_leaks() -> None:
-    """A ring beyond all address space names its size (and leaves no descriptor: the leak check looks)."""
+    """The error for a ring beyond all address space has its size (and no descriptor is left: the leak check looks)."""
     with pytest.raises(RingMemoryError) as caught:
         Ring(4, 1 << 60, 1)
     assert caught.value.wanted == 4 << 60
 
 
 def test_worker_side_sees_the_same_memory() -> None:
-    """What the worker writes at a slot's offset is what the consumer's view reads."""
+    """The consumer's view reads the bytes that the worker writes at a slot's offset."""
     ring = Ring(slots=5, slot_bytes=PAGE, credits=2)
     assert ring.fd is not None
     worker = WorkerRing(os.dup(ring.fd), ring.slots, ring.slot_bytes)
@@ -333,7 +333,7 @@ def test_worker_side_sees_the_same_memory() -> None:
 
 
 def test_worker_reserves_pages_on_first_use() -> None:
-    """Pages are there before they are written, no more than are needed, and only once."""
+    """Pages are allocated before they are written, no more than needed, and only once."""
     ring = Ring(slots=5, slot_bytes=PAGE, credits=2)
     assert ring.fd is not None
     worker = WorkerRing(os.dup(ring.fd), ring.slots, ring.slot_bytes)

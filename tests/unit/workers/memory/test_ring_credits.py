@@ -1,4 +1,4 @@
-"""How many batches a worker may have in hand, by the memory that its ring has for them."""
+"""How many batches a worker may have in hand, given the memory of its ring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def sent(manager: RingManager) -> Ring:
-    """The ring that the worker is owed, as if sent to it."""
+    """The ring that the worker is due, as if sent to it."""
     ring = manager.replacement()
     assert ring is not None
     ring.close_fd()
@@ -28,7 +28,7 @@ def sent(manager: RingManager) -> Ring:
 
 
 def seen(manager: RingManager, seq: int, nbytes: int) -> None:
-    """A batch of this size came, which did not fit into its slot."""
+    """A batch of this size arrived that did not fit into its slot."""
     manager.assign(0, seq)
     manager.answered(0, seq, wire.ONEOFF, nbytes)
 
@@ -41,25 +41,25 @@ def manager() -> Iterator[RingManager]:
 
 
 def test_small_batches_have_a_slot_for_every_credit(manager: RingManager) -> None:
-    """Before a batch was seen, and while they are small, all credits are there."""
+    """Before the first batch, and while batches are small, all credits are available."""
     assert manager.credits == 257
     ring = sent(manager)
     assert (ring.slots, ring.credits) == (slot_count(257), 257)
 
 
 def test_credits_are_given_up_for_large_batches(manager: RingManager) -> None:
-    """As batches grow, as many as fit into `CREDIT_BYTES` are kept, at last the least; all slots stay within that."""
+    """Large batches keep the credits that fit into `CREDIT_BYTES`, at least the least; all slots stay within that."""
     sent(manager)
     for seq, (nbytes, credits) in enumerate({MIB // 2: 257, MIB: 227, 10 * MIB: 22, 100 * MIB: 2}.items()):
         seen(manager, seq, nbytes)
-        assert manager.credits == credits  # before the new ring is there
+        assert manager.credits == credits  # before the new ring exists
         ring = sent(manager)
         assert (ring.slots, ring.slot_bytes) == (credits + HEADROOM, grown_slot_bytes(nbytes))
         assert credits == 2 or credits * ring.slot_bytes <= CREDIT_BYTES
 
 
 def test_what_runs_ahead_has_memory_of_its_own() -> None:
-    """Beside the credits."""
+    """Its memory is limited separately from that of the credits."""
     manager = RingManager(credits=40, ring_bytes=None, reorder_window=16, least_credits=2)
     sent(manager)
     seen(manager, 0, 20 * MIB)
@@ -80,8 +80,9 @@ def test_what_runs_ahead_has_memory_of_its_own() -> None:
 def test_ring_bytes_is_a_bound_whatever_the_credits(
     pages: int, least: int, extra: int, reorder_window: int, sizes: list[int]
 ) -> None:
-    """No ring is larger than `ring_bytes`, however batches grow; the credits fall, and never below the least; they come
-    before what runs ahead.
+    """No ring is larger than `ring_bytes`, however batches grow.
+
+    Credits only decrease, never below the least; they are kept until nothing runs ahead any more.
     """
     manager = RingManager(least + extra, pages * PAGE, reorder_window, least_credits=least)
     before = manager.credits
@@ -104,7 +105,7 @@ def test_ring_bytes_is_a_bound_whatever_the_credits(
 
 
 def test_too_little_memory_takes_the_extra_credits_first(manager: RingManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the machine cannot hold the rings, those of the least credits are asked for; only then is it an error."""
+    """If the machine cannot hold the rings, rings of the least credits are tried; only if these fail is it an error."""
     sent(manager)
     seen(manager, 0, 10 * MIB)
     monkeypatch.setattr(segment, "memory_limit", lambda: (100 * MIB, "a test says so"))

@@ -21,7 +21,7 @@ def manager() -> Iterator[RingManager]:
 
 
 def sent(manager: RingManager) -> Ring:
-    """The ring that the worker is owed, as if sent to it."""
+    """The ring that the worker is due, as if sent to it."""
     ring = manager.replacement()
     assert ring is not None
     ring.close_fd()
@@ -29,7 +29,7 @@ def sent(manager: RingManager) -> Ring:
 
 
 def test_first_ring_is_small_and_owed_once(manager: RingManager) -> None:
-    """Nothing is made before the first task; then one small ring, once."""
+    """No ring is made before the first task; then one small ring, once."""
     assert (manager.ring, manager.nbytes) == (None, 0)
     ring = sent(manager)
     assert (ring.slots, ring.slot_bytes, ring.credits, ring.number) == (slot_count(2), FIRST_SLOT_BYTES, 2, 0)
@@ -38,7 +38,7 @@ def test_first_ring_is_small_and_owed_once(manager: RingManager) -> None:
 
 
 def test_answer_in_a_slot_leaves_it_to_the_reader(manager: RingManager) -> None:
-    """The ring comes back with the answer; the slot is still taken until the batch is opened or discarded."""
+    """The ring is returned with the answer; its slot is taken until the batch is opened or discarded."""
     ring = sent(manager)
     number, slot = manager.assign(0, 0)
     assert (number, slot) == (0, 0)
@@ -58,7 +58,7 @@ def test_an_unused_slot_comes_back_with_the_answer(manager: RingManager, slot: i
 
 
 def test_task_without_a_slot_says_so(manager: RingManager) -> None:
-    """When no slot is free the task goes without one, and its answer is no trouble."""
+    """When no slot is free the task is sent without one, and its answer is accepted."""
     ring = sent(manager)
     slots = [manager.assign(0, seq)[1] for seq in range(ring.slots)]
     assert sorted(slots) == list(range(ring.slots))
@@ -78,7 +78,7 @@ def test_ring_grows_to_the_batch_that_did_not_fit(manager: RingManager) -> None:
 
 
 def test_a_small_oneoff_does_not_grow_the_ring(manager: RingManager) -> None:
-    """A batch that went one-off only because no slot was free asks for no larger ring."""
+    """A batch that was one-off only because no slot was free does not ask for a larger ring."""
     sent(manager)
     manager.assign(0, 0)
     manager.answered(0, 0, wire.ONEOFF, 10)
@@ -95,7 +95,7 @@ def test_growth_takes_the_largest_of_several(manager: RingManager) -> None:
 
 
 def test_old_ring_takes_back_its_own_slots(manager: RingManager) -> None:
-    """A task given before the growth is answered in the old ring, whose slot goes back to it."""
+    """A task given before the growth is answered in the old ring, whose slot is released to it."""
     old = sent(manager)
     manager.assign(0, 0)
     _, slot = manager.assign(0, 1)
@@ -120,14 +120,14 @@ def test_ring_bytes_bounds_every_ring() -> None:
 
 
 def test_ring_bytes_that_can_never_fit_is_refused_at_once() -> None:
-    """The error comes before anything is made, and names the option and its value."""
+    """The error is raised before anything is made, and names the option and its value."""
     with pytest.raises(RingMemoryError, match=r"ring_bytes=1152921504606846976") as caught:
         RingManager(credits=2, ring_bytes=1 << 60)
     assert caught.value.wanted == 1 << 60
 
 
 def test_rings_of_all_workers_are_counted() -> None:
-    """What one worker could have, two may not: the rings are refused together, with the numbers."""
+    """Memory for the ring of one worker may not suffice for two: the rings are refused together, with the numbers."""
     room, _ = memory_limit()
     assert room is not None
     RingManager(credits=2, ring_bytes=room * 6 // 10).close()
@@ -139,7 +139,7 @@ def test_rings_of_all_workers_are_counted() -> None:
 
 
 def test_ring_that_could_not_be_filled_is_not_made() -> None:
-    """A ring that follows its batches is refused when the credits' worth of them, for all workers, has no room."""
+    """A ring that follows its batches is refused if the credits' worth of them, for all workers, has no room."""
     manager = RingManager(credits=2, ring_bytes=None, workers=4)
     sent(manager)
     room, _ = memory_limit()
@@ -152,7 +152,7 @@ def test_ring_that_could_not_be_filled_is_not_made() -> None:
 
 
 def test_worn_ring_is_replaced(manager: RingManager) -> None:
-    """A ring that could never lend again makes way for a fresh one of the same size."""
+    """A ring that could never lend again is replaced by a fresh ring of the same size."""
     ring = sent(manager)
     held: list[object] = []
     while ring.may_lend():
@@ -180,7 +180,7 @@ def test_void_returns_the_slots_of_every_task(manager: RingManager) -> None:
 
 
 def test_reset_done_returns_the_slots_of_older_epochs_only(manager: RingManager) -> None:
-    """Tasks of the new epoch may have been given before the worker said that it dropped the old ones."""
+    """Tasks of the new epoch may have been given before the worker reported that it dropped the old ones."""
     ring = sent(manager)
     manager.assign(0, 0)
     manager.assign(0, 1)
@@ -227,20 +227,20 @@ def ahead() -> Iterator[RingManager]:
 
 
 def test_batches_that_run_ahead_have_slots(ahead: RingManager) -> None:
-    """The ring has as many slots more, and its headroom stays."""
+    """The ring has `reorder_window` more slots, and its headroom stays."""
     ring = sent(ahead)
     assert (ring.slots, ring.credits) == (slot_count(2) + 16, 2 + 16)
     assert ahead.reorder_window == 16
 
 
 def test_slots_for_running_ahead_are_given_up_for_large_batches(ahead: RingManager) -> None:
-    """As batches grow, those that run ahead are bounded by memory: fewer, at last none; the credits keep theirs."""
+    """Memory allows fewer large batches to run ahead, at last none; the credits keep their slots."""
     sent(ahead)
     expected = {1 << 20: 16, 7 << 20: 8, 30 << 20: 1, 100 << 20: 0}
     for seq, (nbytes, reorder_window) in enumerate(expected.items()):
         ahead.assign(0, seq)
         ahead.answered(0, seq, wire.ONEOFF, nbytes)
-        assert ahead.reorder_window == reorder_window  # before the new ring is there: tasks may go out no faster
+        assert ahead.reorder_window == reorder_window  # before the new ring exists, as tasks may be given before
         ring = sent(ahead)
         assert ring.slots == slot_count(2) + reorder_window
         assert ring.slot_bytes == grown_slot_bytes(nbytes)
@@ -248,7 +248,7 @@ def test_slots_for_running_ahead_are_given_up_for_large_batches(ahead: RingManag
 
 
 def test_running_ahead_does_not_come_back(ahead: RingManager) -> None:
-    """Small batches after a large one change nothing: the slots are large, and stay as many."""
+    """Small batches after a large batch change nothing: the number of slots and their size stay."""
     sent(ahead)
     ahead.answered(0, 0, wire.ONEOFF, 30 << 20)
     ring = sent(ahead)
@@ -261,7 +261,7 @@ def test_running_ahead_does_not_come_back(ahead: RingManager) -> None:
 @pytest.mark.parametrize("reorder_window", [0, 1, 16, 1000])
 @pytest.mark.parametrize("pages", [8, 9, 10, 25, 100, 1000])
 def test_ring_bytes_is_a_bound_whatever_runs_ahead(pages: int, reorder_window: int) -> None:
-    """No ring is larger than `ring_bytes`, from the first one on, however batches grow; credits keep their slots."""
+    """No ring is larger than `ring_bytes`, not even the first, however batches grow; credits keep their slots."""
     manager = RingManager(credits=2, ring_bytes=pages * PAGE, reorder_window=reorder_window)
     before = reorder_window
     for seq in range(40):
@@ -278,7 +278,7 @@ def test_ring_bytes_is_a_bound_whatever_runs_ahead(pages: int, reorder_window: i
 
 
 def test_without_running_ahead_nothing_changes() -> None:
-    """`reorder_window` 0 is the ring of torch mode, with a bound and without."""
+    """A `reorder_window` of 0 gives the ring of torch mode, with a bound and without."""
     for ring_bytes in (None, 100 * PAGE):
         one, other = RingManager(2, ring_bytes), RingManager(2, ring_bytes, 0)
         assert one.reorder_window == other.reorder_window == 0

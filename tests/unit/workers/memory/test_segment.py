@@ -44,7 +44,7 @@ def test_mappings_share_the_bytes_and_outlive_the_descriptor() -> None:
 
 
 def test_reserve_takes_pages_once() -> None:
-    """The pages of the range are there after `reserve`, however often it is called."""
+    """After `reserve` the pages of the range are allocated once, however often it is called."""
     fd = segment.create(10 * 4096)
     for _ in range(2):
         segment.reserve(fd, 4096, 3 * 4096)
@@ -68,7 +68,7 @@ def test_unlinked_fallback_is_anonymous_too() -> None:
 
 
 def test_create_uses_the_fallback_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a system without memfd_create a segment is made all the same."""
+    """On a system without memfd_create a segment is made nevertheless."""
     monkeypatch.delattr(os, "memfd_create")
     fd = segment.create(4096)
     assert os.fstat(fd).st_size == 4096
@@ -76,13 +76,13 @@ def test_create_uses_the_fallback_without_memfd(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_impossible_size_is_a_memory_error() -> None:
-    """A size that no file can have names itself, and leaves no descriptor (the leak check looks)."""
+    """The error for a size that no file can have names the size, and no descriptor is left (the leak check looks)."""
     with pytest.raises(RingMemoryError, match=r"9,223,372,036,854,775,808 bytes.*ftruncate"):
         segment.create(1 << 63)
 
 
 def test_mapping_without_address_space_is_a_memory_error() -> None:
-    """A mapping that the system refuses names its size."""
+    """The error for a mapping that the system refuses has its size."""
     fd = segment.create(1 << 62)
     with pytest.raises(RingMemoryError, match="mmap of the segment") as caught:
         segment.map_segment(fd, 1 << 62)
@@ -103,7 +103,7 @@ def run_limited(program: str) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of Linux")
 def test_shortage_is_an_error_before_the_pages_are_touched() -> None:
-    """`reserve` under a real limit raises RingMemoryError with the size, and what was reserved before stays."""
+    """`reserve` under a real limit raises RingMemoryError with the size; earlier reservations stay."""
     run_limited(
         """
         import os, resource
@@ -164,7 +164,7 @@ def test_no_group_leaves_the_machine(cgroups: Path) -> None:
 
 
 def test_group_limit_less_its_usage(cgroups: Path) -> None:
-    """What the group may still get is its limit minus what it uses, and the text names the group."""
+    """The memory that the group may still get is its limit minus its usage, and the text names the group."""
     fill(cgroups, memory__max="1000000\n", memory__current="400000\n")
     assert segment.memory_limit() == (600_000, f"memory limit of control group {cgroups}")
 
@@ -181,7 +181,7 @@ def test_file_cache_counts_as_room(cgroups: Path) -> None:
 
 
 def test_full_group_has_no_room(cgroups: Path) -> None:
-    """Usage above the limit is no room, not less than none."""
+    """Usage above the limit gives 0, not a negative number."""
     fill(cgroups, memory__max="1000", memory__current="4000")
     assert segment.memory_limit()[0] == 0
 
@@ -194,7 +194,7 @@ def test_unlimited_group_is_no_bound(cgroups: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "gibberish", "-"])
 def test_unreadable_limit_is_no_bound(cgroups: Path, text: str) -> None:
-    """A file that says nothing is passed over."""
+    """A file without a number is ignored."""
     fill(cgroups, memory__max=text, memory__current="4000")
     assert segment.memory_limit()[1] == "memory available on this machine"
 
@@ -208,7 +208,7 @@ def test_parent_groups_bound_too(cgroups: Path) -> None:
 
 
 def test_version_1_files_are_read(cgroups: Path) -> None:
-    """The older names of the files are understood, also their way of saying "no limit"."""
+    """The files' older names are understood, and their value for "no limit"."""
     fill(cgroups, memory__limit_in_bytes="7000", memory__usage_in_bytes="3000")
     fill(cgroups, memory__stat="total_inactive_file 500\n")
     assert segment.memory_limit()[0] == 4500
@@ -217,7 +217,7 @@ def test_version_1_files_are_read(cgroups: Path) -> None:
 
 
 def test_check_room_names_sizes_and_purpose(cgroups: Path) -> None:
-    """A plan that cannot fit is refused with the size wanted, the limit, its origin and what it was for."""
+    """A plan that cannot fit is refused with the size wanted, the limit, the limit's origin, and the purpose."""
     fill(cgroups, memory__max="1000000", memory__current="0")
     segment.check_room(1_000_000, "anything")
     with pytest.raises(RingMemoryError) as caught:

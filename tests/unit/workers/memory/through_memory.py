@@ -9,7 +9,7 @@ from asyncloader.workers.memory.codec import Encoded, Encoder, Template
 from asyncloader.workers.memory.ring import make_anchor
 
 OFFSET = 4096
-"""Batches are written somewhere in the middle of the memory, as in a ring."""
+"""Batches are written in the middle of the memory, as in a ring."""
 
 
 def write(encoded: Encoded) -> mmap.mmap:
