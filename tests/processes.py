@@ -32,8 +32,7 @@ def _children_by_parent(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):  # it has ended since it was listed
-                # pid (command) state ppid ...: the command may hold spaces and brackets, so split after the last
-                # bracket
+                # pid (command) state ppid ...: the command may hold brackets, so split after the last bracket
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 if int(parent) == pid:
                     found.append(int(entry.name))
@@ -41,9 +40,7 @@ def _children_by_parent(pid: int) -> list[int]:
 
 
 def helpers_of_multiprocessing() -> tuple[set[int], set[int]]:
-    """Return pids and descriptors of the fork server and the resource tracker: they live as long as this process
-    does.
-    """
+    """Return pids and descriptors of the fork server and the resource tracker, which live as long as this process."""
     servers: list[Any] = [forkserver._forkserver, resource_tracker._resource_tracker]
     values = [vars(server) for server in servers]
     pids = {v[name] for v in values for name in ("_forkserver_pid", "_pid") if v.get(name) is not None}

@@ -154,9 +154,7 @@ class Server:
         return cls.running[key]
 
     def stop(self) -> None:
-        """End the connection, and the server unless others share it. In a forked child of its owner, only close the
-        connection.
-        """
+        """End the connection, and the server unless others share it. A forked child of the owner only closes it."""
         with self.connection:
             if os.getpid() == self.owner:
                 self.connection.shutdown(socket.SHUT_WR)

@@ -54,9 +54,7 @@ def parsed() -> dict[str, ast.Module]:
 
 @cache
 def functions() -> dict[str, list[Function]]:
-    """Return all functions of the package, nested functions too, by their plain names. A class stands for its
-    `__init__`.
-    """
+    """Return all functions of the package, nested ones too, by their plain names. A class stands for its `__init__`."""
     found: dict[str, list[Function]] = {}
 
     def visit(module: str, owner: str, node: ast.AST) -> None:
@@ -236,9 +234,7 @@ def test_a_finalizer_waits_for_nothing(root: Function) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("root", functions()["__del__"], ids=lambda root: f"{root.module}:{root.name}")
 def test_nothing_of_ours_runs_while_the_interpreter_is_finalizing(root: Function) -> None:
-    """By then modules may be cleared, and threads have ended: a finalizer that calls our code checks `exiting()`
-    first.
-    """
+    """By then modules may be cleared, and threads have ended: a finalizer that calls ours checks `exiting()` first."""
     assert len(reached(root)) == 1 or "exiting()" in ast.unparse(root.node)
 
 

@@ -61,9 +61,7 @@ def test_a_bug_is_killed_or_survives(tree: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_an_entry_that_does_not_fit_is_told(tree: Path, wrong: Bug, said: str) -> None:
-    """A text that does not occur exactly once, a missing file, or a change that is impossible: before any test is
-    run.
-    """
+    """A text that does not occur exactly once, a missing file, or an impossible change: before any test is run."""
     with pytest.raises(ListError, match=said):
         check([bug("n + n", "n * n", "fine"), wrong], tree)
 

@@ -104,9 +104,7 @@ def test_other_kinds_of_program(program: list[str], tmp_path: Path) -> None:
 
 
 def test_it_is_waited_for_talked_to_and_killed(tmp_path: Path) -> None:
-    """A started program has pipes and a pid, and ends by the signal that it was sent; a program that hangs times
-    out.
-    """
+    """A started program has pipes and a pid, and ends by the signal that it was sent; a hanging program times out."""
     command = [sys.executable, "-c", "print(input(), flush=True); input()"]
     with script_server.start(command, cwd=tmp_path, env=environment(), stdin=subprocess.PIPE) as process:
         assert process.stdin

@@ -74,9 +74,7 @@ def test_what_fails(text: str, name: str, words: str, passed: int, tmp_path: Pat
 
 @pytest.mark.parametrize("others", [{}, {"tests/test_bad.py": BAD}], ids=["alone", "beside one that fails"])
 def test_what_passes_when_repeated(others: dict[str, str], tmp_path: Path) -> None:
-    """It is written to the file with its report, and lets the run succeed only on request, and if no other test
-    failed.
-    """
+    """It is written to the file with its report; the run succeeds only on request, and if no other test failed."""
     files = {"tests/test_flaky.py": FLAKY, **others}
     assert run(tmp_path, files).returncode == 1
     (tmp_path / "tests/test_flaky.seen").unlink()

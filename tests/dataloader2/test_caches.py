@@ -293,9 +293,7 @@ def test_kinds_of_content(tmp_path: Path) -> None:
 
 
 def test_errors() -> None:
-    """The documented messages for a missing or second end, two functions, wrong modes, and parts not allowed
-    between.
-    """
+    """The documented messages for a missing or second end, two functions, wrong modes, and parts not allowed inside."""
     cache: Any = numbers(2).on_disk_cache(str)
     with pytest.raises(RuntimeError, match=r"Please call `end_caching\(\)` before iteration"):
         list(cache.map(double))

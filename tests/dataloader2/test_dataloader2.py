@@ -339,9 +339,7 @@ def test_functions_of_the_service_in_this_process() -> None:
 
 
 def test_services_in_a_row() -> None:
-    """Services begin in their order and end in the reverse; states are in their order, with a warning for a missing
-    state.
-    """
+    """Services begin in order and end in reverse; states are in order, with a warning for a missing state."""
     service = SequentialReadingService(Saving("A"), Recording("B"), Saving("C"))
     loader = DataLoader2[int](numbers(1), reading_service=service)
     list(loader)

@@ -105,9 +105,7 @@ def test_shares_are_interleaved(name: str) -> None:
     keeps=st.booleans(),
 )
 def test_drawn_graphs(items: int, workers: int, ahead: tuple[int, int], dispatched: bool, keeps: bool) -> None:
-    """This holds for any number of items, workers and items ahead, and with a filter that leaves workers uneven
-    parts.
-    """
+    """This holds for any number of items, workers and items ahead, also if workers have uneven parts after a filter."""
     graph = numbers(items)
     graph = graph.sharding_round_robin_dispatch(MP) if dispatched else graph.sharding_filter()
     if not keeps:

@@ -115,9 +115,7 @@ def test_a_forked_process_leaves_them_alone(here: bool) -> None:
 
 
 def test_a_slow_worker_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not waited for even if a thread of the main process waits for its item: workers are ended before that
-    thread.
-    """
+    """It is not waited for even if a thread waits for its item: workers are ended before that thread."""
     waits: list[float] = []
     monkeypatch.setattr(ReadAhead, "stop", lambda self, seconds=0: waits.append(self._thread.join(60) or 0))
     loader = DataLoader2[int](

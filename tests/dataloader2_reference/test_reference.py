@@ -42,9 +42,7 @@ def epochs(module: Any, graph: Any, workers: int, count: int = 2, seed: int = 3)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", ALL)
 def test_same_items_in_the_same_order(name: str, workers: int) -> None:
-    """Two epochs of each graph have the same items. Random numbers differ, so of shuffled graphs the order is not
-    compared.
-    """
+    """Two epochs of each graph have the same items; the order is not compared for shuffles: random numbers differ."""
     expected, found = (epochs(module, ALL[name](), workers) for module in BOTH)
     if any(hasattr(each, "set_shuffle") for each in list_dps(traverse_dps(ALL[name]()))):
         expected, found = ([sorted(map(repr, epoch)) for epoch in each] for each in (expected, found))

@@ -127,9 +127,7 @@ class FakeEvent:
 
 
 class FakeAccelerator(Accelerator):
-    """A fake device. `sources` has, for each tensor, the memory that it was copied from: "ring" (locked), "pinned"
-    or "pageable".
-    """
+    """A fake device. `sources`: each tensor's memory before its copy, "ring" (locked), "pinned" or "pageable"."""
 
     def __init__(self, machine: FakeMachine, device: torch.device) -> None:
         self.device = device

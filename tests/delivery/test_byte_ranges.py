@@ -35,9 +35,7 @@ def check(tensors: list[torch.Tensor], slot: torch.Tensor | None = None) -> list
 
 
 def leaves(slot: torch.Tensor, *ranges: tuple[int, torch.dtype, int]) -> list[torch.Tensor]:
-    """Make tensors with these numbers of elements at offsets of a slot, each with its own storage, as they are in a
-    batch.
-    """
+    """Make tensors with these numbers of elements at offsets of a slot, each with its own storage, as in a batch."""
     return [
         torch.frombuffer(slot.numpy().data, dtype=dtype, count=count, offset=offset) for offset, dtype, count in ranges
     ]
@@ -55,9 +53,7 @@ def test_small_neighbours_are_copied_together() -> None:
 
 
 def test_large_ones_keep_memory_of_their_own() -> None:
-    """A small tensor that the consumer keeps does not keep large tensors alive, nor more small ones than fit a
-    bound.
-    """
+    """A small tensor that is kept does not keep large tensors alive, nor more small ones than fit a bound."""
     slot = new_slot(6 * JOINED_BYTES)
     large = (1024, torch.uint8, 2 * JOINED_BYTES)
     small = [(0, torch.uint8, 10), (64, torch.uint8, 10), (3 * JOINED_BYTES, torch.uint8, 10)]

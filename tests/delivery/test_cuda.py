@@ -129,9 +129,7 @@ def test_a_forked_child_uses_no_stream_of_its_parents(fake: FakeCuda) -> None:
 
 
 def test_the_transforms_stream_waits_for_the_copies_and_no_copy_for_a_transform(fake: FakeCuda) -> None:
-    """Each event is recorded in its own stream; both streams wait for the work that the consumer's stream had
-    before.
-    """
+    """Each event is recorded in its own stream; both streams wait for earlier work of the consumer's stream."""
     accelerator = CudaAccelerator(SECOND)
     copies: Any = accelerator._kept.copies
     computations: Any = accelerator._kept.computations
@@ -188,9 +186,7 @@ def test_where_no_memory_can_be_locked(library: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_code_without_workers_finds_the_callers_device(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dataset that makes tensors on the current device: torch's loader would have called it in the consumer's
-    thread.
-    """
+    """A dataset uses the current device: torch's loader would have called it in the consumer's thread."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: fake.device)

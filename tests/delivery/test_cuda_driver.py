@@ -200,9 +200,7 @@ def test_a_stream_that_cannot_be_had(step: str) -> None:
 
 
 def test_a_forked_child_unlocks_nothing() -> None:
-    """It has copies of the parent's objects and may drop them, but the parent's device still reads there: no call is
-    made.
-    """
+    """It may drop its copies of the parent's objects, but the parent's device still reads there: no call is made."""
     library = FakeLibrary()
     undo = Driver(library, 0).lock(ADDRESS, NBYTES)
     library.calls.clear()

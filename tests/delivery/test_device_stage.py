@@ -55,9 +55,7 @@ class World:
 
 
 def test_a_batch_comes_with_its_descriptor() -> None:
-    """An `OnDevice` with the descriptor is delivered instead of the answer; the batch is copied straight from the
-    locked ring.
-    """
+    """An `OnDevice` with the descriptor replaces the answer; the batch is copied straight from the locked ring."""
     world, ring = World(), new_ring()
     world.put(deliver(7, ring))
     item = world.next()

@@ -72,9 +72,7 @@ def test_a_program_that_closes_nothing(end: str, tmp_path: Path) -> None:
 
 
 def test_a_fork_in_the_middle_of_an_epoch() -> None:
-    """The child unlocks nothing and waits for no thread of its parent's; the parent's epoch goes on, with the right
-    batches.
-    """
+    """The child unlocks nothing and waits for no thread of its parent's; the parent's epoch goes on and is right."""
     with (
         installed() as machine,
         DataLoader[Any](

@@ -96,8 +96,8 @@ def test_a_worker_that_had_to_be_killed() -> None:
 
 
 def test_closing_and_dropping_a_loader() -> None:
-    """`close` unlocks the rings although an exhausted iterator is kept; dropping the loader does once that is
-    dropped, too.
+    """`close` unlocks the rings although an exhausted iterator is kept. Without `close`, the loader and the iterator
+    must be dropped.
     """
     for close in (True, False):
         with installed() as machine:

@@ -254,9 +254,7 @@ def test_a_transform_that_raises(kind: str, workers: int) -> None:
 @SOME_KIND
 @WITH_WORKERS
 def test_static_batches(kind: str, workers: int) -> None:
-    """Over two epochs the addresses stay, with a second set for the short last batch; the content is each batch's
-    own.
-    """
+    """The addresses stay in the second epoch; the short last batch has its own. Every batch has the right content."""
     seen: list[tuple[int, list[Any]]] = []
 
     def look(batch: torch.Tensor) -> None:

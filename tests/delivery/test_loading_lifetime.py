@@ -32,9 +32,7 @@ def unlocked(machine: FakeMachine) -> bool:
 
 
 def some(kind: str, counts: list[int], dataset: Any, **options: Any) -> list[list[Any]]:
-    """Read the epochs of one loader: `counts` has the number of batches after which each epoch is left (-1: at its
-    end).
-    """
+    """Read the epochs of one loader, each up to its number of batches in `counts` (-1: to its end)."""
     if kind == "sync":
         with DataLoader[Any](dataset, **options) as loader:
             read = []
@@ -389,9 +387,7 @@ def explained(loader: Any) -> str:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_explain(kind: str) -> None:
-    """The device, the number of batches ahead, and the way that batches take: first as planned, then as it turned
-    out.
-    """
+    """The device, the number of batches ahead, and the way of the batches: first as planned, then as it turned out."""
     make = LOADERS[kind]
     assert "device:" not in make(Numbers(3)).explain()
     assert "nothing to copy" in explained(make(Numbers(3), device="cpu"))

@@ -101,9 +101,7 @@ def test_the_error_tells_size_limit_and_reason() -> None:
 
 
 def test_it_is_unlocked_when_the_last_view_has_gone() -> None:
-    """The ring's end does not unlock it: batches may still refer to it. It is unlocked once, while the memory is
-    still mapped.
-    """
+    """The ring's end does not unlock it: batches may still refer to it. It is unlocked once, before it is unmapped."""
     machine = FakeMachine()
     rings, statistics = locker(machine)
     ring = new_ring()
@@ -218,9 +216,7 @@ def test_pages_that_cannot_be_had_are_an_error_of_memory() -> None:
 
 @pytest.mark.parametrize("refused", [None, 0, 1, 2])
 def test_a_large_ring_is_locked_in_parts(refused: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts are whole slots, locked one after the other, unlocked together; a refusal undoes the parts before it
-    at once.
-    """
+    """Parts of whole slots are locked in a row and unlocked together; a refusal undoes the parts before it at once."""
     monkeypatch.setattr(ring_module, "LOCK_BYTES", 2 * PAGE + 1)
     ring = new_ring(slots=5, credits=2)
     asked: list[tuple[int, int]] = []

@@ -73,9 +73,7 @@ def seq_of(item: Any) -> int:
 
 
 def test_order_is_kept_whatever_is_to_be_done() -> None:
-    """Batches, tasks' errors and the end come out in the order in which they were put, from one thread of the
-    stage's own.
-    """
+    """Batches, tasks' errors and the end come out in the order of their `put`, from one thread of the stage's own."""
     ring, stage = new_ring(), Opening()
     error = Deliver(1, 0, "a task's error")
     for item in (deliver(0, ring), error, deliver(2, None), Finish()):
@@ -362,9 +360,7 @@ def test_what_a_dropped_stage_had_is_discarded() -> None:
 
 
 def test_a_thread_that_waits_keeps_nothing() -> None:
-    """It keeps neither the last item nor its ring: memory is freed when the consumer drops it, and not a batch
-    later.
-    """
+    """It keeps neither the last item nor its ring: memory is freed as soon as the consumer drops it."""
     ring, stage = new_ring(), Opening()
     stage.put(deliver(0, ring))
     assert seq_of(stage.next()) == 0

@@ -81,9 +81,7 @@ def shape_of(value: Any) -> Any:
 @pytest.mark.thorough
 @given(BATCHES)
 def test_moving_keeps_the_shape_and_leaves_the_original(batch: Any) -> None:
-    """The structure is the same, every tensor is on the device, the original's tensors stay; without tensors nothing
-    is copied.
-    """
+    """The structure stays, all tensors are on the device, the originals stay; without tensors nothing is copied."""
     before, originals = shape_of(batch), tensors_in(batch)
     moved = move(batch, META, lambda tensor: tensor.to(META))
     assert shape_of(moved) == shape_of(batch) == before

@@ -45,9 +45,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the fenced blocks of a page. A fence is three or more backticks or colons, and is closed by the same
-    fence.
-    """
+    """Return the fenced blocks of a page. A fence is three or more backticks or colons, closed by the same fence."""
     found: list[Block] = []
     lines = page.splitlines()
     number = 0
@@ -132,9 +130,7 @@ SLOW = {
 
 
 def run_page(page: Path, folder: Path, without: Collection[str], first_line: str = "") -> None:
-    """Run the page's program, which must end without an error or a warning. The page's title is replaced by
-    `first_line`.
-    """
+    """Run the page's program, which must end without an error or a warning. `first_line` replaces the page's title."""
     text = page.read_text()
     without = [name for name in FRAMEWORKS if name in without or find_spec(name) is None]
     lines = program(text, without).splitlines()
@@ -209,9 +205,7 @@ def test_program_keeps_the_lines_of_the_page() -> None:
 
 
 def test_guarded_program_keeps_its_lines() -> None:
-    """Statements are guarded; definitions and lines marked as top-level are not; the lines of a string stay
-    unchanged.
-    """
+    """Statements are guarded; definitions and lines marked as top-level are not; lines of a string stay unchanged."""
     does = 'x = f("""\na\n""")\nfor y in x:\n    g(\n        y\n    )\n'
     guards = 'x = f("""\na\n""")\n    for y in x:\n        g(\n            y\n        )\n'
     text = f"import a\n\na.b()  {AT_THE_TOP}\nimport c\n\n\ndef f():\n    pass\n\n\n# why\n{does}"

@@ -65,9 +65,7 @@ def test_a_constructor_documents_its_own_options(loader: Any) -> None:
 
 
 def test_options_page_says_what_the_stateful_loader_lacks() -> None:
-    """torchdata's loader has no seeded mode: the page, the docstring and the constructor agree on the options left
-    out.
-    """
+    """torchdata's loader has no seeded mode: page, docstring and constructor agree on the options left out."""
     missing = inspect.signature(DataLoader).parameters.keys() - inspect.signature(StatefulDataLoader).parameters.keys()
     said = PAGE.read_text().partition("all but those of seeded mode")[2].partition("##")[0]
     assert set(re.findall("`([a-z_]+)`", said)) == missing

@@ -218,9 +218,7 @@ class MappedType(CustomType):
 
 
 def collate_mapped(batch: list[MappedType], *, collate_fn_map: Any = None) -> MappedType:
-    """Extend it in the second way: by an entry in torch's table. Workers that are not forked import this module for
-    it.
-    """
+    """Extend it in the second way: by an entry in torch's table. Workers that are not forked import this module."""
     return MappedType(sum(x.value for x in batch))
 
 

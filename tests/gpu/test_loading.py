@@ -30,9 +30,7 @@ def first(samples: list[Any]) -> Any:
 @WITH_WORKERS
 @pytest.mark.parametrize("dataset", [Images(41), Augmented(41)], ids=["images", "augmented"])
 def test_every_batch_is_right_to_the_bit(kind: str, workers: int, dataset: Any) -> None:
-    """They are on the device, in order, over three epochs, with the same random numbers; the consumer keeps all
-    batches.
-    """
+    """They are on the device, in order, with the same random numbers, over three epochs; the consumer keeps all."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "epochs": 3, "shuffle": True}
     expected = run_loader(kind, dataset, **options)
     got = run_loader(kind, dataset, device="cuda", **options)

@@ -35,9 +35,7 @@ def works() -> bool:
 
 
 def test_a_locked_ring_counts_as_pinned_memory() -> None:
-    """torch counts it as pinned, too: a batch in the locked ring is pinned, before the lock it is not; it can be
-    copied.
-    """
+    """torch counts it as pinned, too: a batch in the ring is pinned after the lock, not before; it can be copied."""
     ring = new_ring()
     before = Opener(Statistics()).open(deliver(3, ring).outcome)
     assert not before.is_pinned()

@@ -106,9 +106,7 @@ async def fill(folder: str) -> None:
 
 
 async def read_part(folder: str, start: int, length: int) -> None:
-    """Read a range of an object, waiting for a line at each request; report whether it was right, and hits and
-    misses.
-    """
+    """Read a range, waiting for a line at each request; report whether it was right, and hits and misses."""
     data = content(1, 0) * 20
     async with CachedTransport(Slow({"a": data}), "memory://fill", folder, threads=2) as transport:
         found = await transport.read_range("a", start, length)

@@ -1,6 +1,4 @@
-"""Datasets, batch types and functions of the integration tests. At module level, so that spawned workers can import
-them.
-"""
+"""Datasets, batch types and functions of the integration tests, at module level: spawned workers import them."""
 
 from __future__ import annotations
 

@@ -50,9 +50,7 @@ def expected(n: int) -> list[int]:
 
 
 def epoch(kind: str, body: Callable[[Here], None], *, n: int = 40, nbytes: int = 5000, **options: Any) -> list[int]:
-    """Read an epoch with this kind of loader; `body` is called with each batch, in the loop. Returns the batches'
-    values.
-    """
+    """Read an epoch with this kind of loader; `body` is called with each batch. Returns the batches' values."""
     dataset = Sized([nbytes] * n)
     options = {"num_workers": 2, "timeout": PATIENCE_S, **options}
     values = []

@@ -54,9 +54,7 @@ Fault = Callable[["HttpStore", web.Request], Awaitable[web.StreamResponse | None
 
 
 class HttpStore:
-    """The server. `objects` has the served objects, `faults[path]` the faults of that path's requests, from the
-    left.
-    """
+    """The server. `objects` has its objects, `faults[path]` the faults of that path's requests, from the left."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Stored] = {}

@@ -212,9 +212,7 @@ class Place:
             run.iterator = None
 
     def two_iterators(self, length: int, kind: str, **options: Any) -> tuple[int, str]:
-        """Read an epoch with a second iterator while the first lives. Returns its steps, and the first iterator's
-        error.
-        """
+        """Read an epoch with a second iterator while the first lives. Returns its steps, and the first's error."""
         with Stepwise(kind, Shard(self.rank, length), batch_size=2, seed=3, **options) as run:
             first = run.begin()
             run.step()
@@ -227,9 +225,7 @@ class Place:
             return steps, "nothing"
 
     def stream_resumed(self, lengths: list[int], steps: int, shard: str, **options: Any) -> tuple[list[Any], list[Any]]:
-        """Return an epoch read without interruption, and an epoch that another loader continues after a number of
-        steps.
-        """
+        """Return an epoch read without interruption, and an epoch that another loader continues after some steps."""
         dataset = self._shard(lengths, shard, None)
         options = {"batch_size": 2, "seed": 3, "recovery": Recovery(allow_replay=True), **options}
         with Stepwise("sync", dataset, **options) as run:
@@ -265,9 +261,7 @@ class Place:
             return "accepted"
 
     def anew(self, store: str) -> list[int]:
-        """Return a loader's steps in an epoch before and an epoch after torch.distributed was shut down and
-        initialized again.
-        """
+        """Return a loader's steps in epochs before and after torch.distributed was shut down and initialized again."""
         with Stepwise("sync", Shard(self.rank, 6 + 4 * self.rank), batch_size=2, seed=3, num_workers=2) as run:
             before = len(run.epoch())
             torch.distributed.destroy_process_group()

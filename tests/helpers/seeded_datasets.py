@@ -1,6 +1,4 @@
-"""Datasets, samplers and collations of the tests of seeded mode, at module level so that spawned workers can import
-them.
-"""
+"""Datasets, samplers and collations of the tests of seeded mode, at module level: spawned workers import them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Runs either loader in steps, for the tests of seeded mode and of states, as if ``for`` and ``async for`` were the
-same.
-"""
+"""Runs either loader in steps, for the tests of seeded mode and of states: the same calls for both kinds of loop."""
 
 from __future__ import annotations
 

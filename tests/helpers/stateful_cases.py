@@ -55,9 +55,7 @@ class Counting(Rows):
 
 
 class Order(Sampler[int]):
-    """A sampler that knows its place and its epoch; its iterators are generators, which reset the place at their
-    end.
-    """
+    """A sampler that knows its place and epoch; its iterators are generators, which reset the place at their end."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -126,9 +124,7 @@ class OrderOfIterators(Sampler[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Rows dealt out to the workers. The dataset has the state; its iterators are generators, which reset it at
-    their end.
-    """
+    """Rows dealt out to the workers. The dataset has the state; its iterators, generators, reset it at their end."""
 
     def __init__(self) -> None:
         self.at = 0

@@ -31,9 +31,7 @@ def _ignore() -> None:
 
 
 def _fork_one_that_holds_everything() -> None:
-    """Fork a grandchild from C code, so that no hook runs: it keeps a copy of all descriptors that the worker has
-    open.
-    """
+    """Fork a grandchild from C code, so that no hook runs: it keeps copies of all open descriptors of the worker."""
     pid = ctypes.CDLL(None).fork()
     if not pid:
         _ignore()

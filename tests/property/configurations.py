@@ -309,9 +309,7 @@ class Configuration:
 
 @st.composite
 def configurations(draw: st.DrawFn) -> Configuration:
-    """Draw any configuration that the constructor accepts, and a few that it refuses (an empty dataset is not
-    shuffled).
-    """
+    """Draw any configuration that the constructor accepts, and a few that it refuses (shuffling an empty dataset)."""
     dataset = draw(st.sampled_from(list(DATASETS)))
     stream = dataset in STREAMS
     length = draw(st.integers(0, 12 if stream else 30))

@@ -82,7 +82,7 @@ class World:
     poison: frozenset[Any] = frozenset()  # indices, or (worker, place), over which a worker dies
     kills: int = 0  # kills from outside, whether recognizable as such or not
     retirements: int = 0
-    late: int = 0  # times that the task at the consumer's head is late
+    late: int = 0  # times that the task for which the consumer waits is late
     hedged: int = 0  # tasks that were also given to a second worker
     spared: bool = False  # no kill that looks like a task's doing strikes a task that was struck before
     prompt: bool = False  # indices are offered as soon as they are asked for
@@ -350,9 +350,7 @@ class World:
                 assert f"for indices {self.tasks[blamed[0]].index}. " in fail.error.advice
 
     def check_delivered(self) -> None:
-        """However the epoch ended: no task is delivered twice, order is kept, and a quarantined task was struck
-        three times.
-        """
+        """At any end: no task is delivered twice, order is kept, and a quarantined task was struck three times."""
         seqs = [item.seq for item in self.delivered]
         assert len(set(seqs)) == len(seqs)
         if self.scheduler.in_order:

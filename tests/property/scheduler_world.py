@@ -1,6 +1,6 @@
-"""The asserts check invariants at every step. `recovery_world.py` simulates workers that die.
+"""Simulates the pipeline around the scheduler: sampler, workers and consumer, which move at random.
 
-The asserts check invariants at every step. For workers that die see `recovery_world.py`.
+The asserts check invariants at every step. `recovery_world.py` simulates workers that die.
 """
 
 from __future__ import annotations

@@ -80,9 +80,7 @@ class SavingStream(Saving, Stream):
 
 
 class Itself(Saving, Stream):
-    """A stream that is its own iterator. `__iter__` creates its place: before that no place can be saved or
-    restored.
-    """
+    """A stream that is its own iterator. `__iter__` creates its place: before that, no place can be saved or set."""
 
     def __init__(self, length: int, draws: bool) -> None:
         super().__init__(length, draws)

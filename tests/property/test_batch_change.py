@@ -1,6 +1,4 @@
-"""A seeded run continues with another global batch where a batch of the new size begins: no sample is lost or
-repeated.
-"""
+"""A seeded run continues with another global batch where one of its batches begins: no sample is lost or repeated."""
 
 from __future__ import annotations
 
@@ -117,9 +115,7 @@ def test_it_goes_on_in_other_batches(
 @given(before=layouts, after=layouts, length=st.integers(1, 40), rule=st.sampled_from(["drop", "repeat", "pad"]))
 @settings(max_examples=scaled(200), deadline=None)
 def test_after_the_last_batch(before: Layout, after: Layout, length: int, rule: str) -> None:
-    """From a state after all batches, the last of which need not be full, no batch is delivered, and then the next
-    epoch.
-    """
+    """From a state after all batches, of which the last may be short, no batch is delivered; then the next epoch is."""
     made: dict[str, Any] = {"shuffle": True, "on_uneven": rule}
     with Stepwise("sync", AllDraws(length), **before.options(0), **made) as run:
         assume(len(run.loader) * before.size >= length)

@@ -228,9 +228,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @st.composite
 def hostile_states(draw: st.DrawFn) -> tuple[str, Any]:
-    """Draw a loader's state with one to three values replaced, left out or added, anywhere; or a value that is no
-    state.
-    """
+    """Draw a loader's state with one to three values replaced, left out or added, anywhere; or any value."""
     name = draw(st.sampled_from(list(STATES)))
     if not draw(st.integers(0, 30)):
         return name, draw(values)

@@ -230,9 +230,7 @@ class Echo(Scheduler):
 
 @pytest.mark.parametrize("kind", [Forgetful, Hasty, Twofold, Endless])
 def test_the_world_notices_a_planted_bug(kind: type[Scheduler]) -> None:
-    """A scheduler that loses or doubles tasks, sends them to dead workers, or restarts without limit is found in a
-    few runs.
-    """
+    """A scheduler that loses, doubles or misdirects tasks, or restarts without limit, is found in a few runs."""
     with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - which of them finds it is chance
         for seed in range(20):
             random = Random(seed)

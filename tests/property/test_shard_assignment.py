@@ -152,9 +152,7 @@ def test_out_of_order_every_sample_comes_once(case: Case, seed: int, deaths: int
 @settings(max_examples=EXAMPLES // 3, **SETTINGS)
 @given(cases(), st.integers(0, 1 << 32), st.integers(0, 3))
 def test_a_sample_that_raises_costs_its_batch_and_no_other_sample(case: Case, seed: int, deaths: int) -> None:
-    """With ``on_error="raise"`` the consumer continues after an error: all other samples follow, in a reproducible
-    order.
-    """
+    """With ``on_error="raise"`` the consumer continues after an error: all others follow, in a reproducible order."""
     case = replace(case, skips=False, drop_last=False)
     lockstep = run(case)
     there = [number for number in range(case.samples) if number not in case.lost()]

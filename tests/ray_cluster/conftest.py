@@ -19,9 +19,7 @@ from tests.helpers.running import ROOT
 
 @pytest.fixture(autouse=True)
 def leak_check() -> Iterator[None]:
-    """Replace the check around all other tests, which would find Ray's connections: only threads of ours are looked
-    for.
-    """
+    """Replace the check around all other tests, which would find Ray's connections: only look for our threads."""
     yield
     gc.collect()
     assert [each.name for each in threading.enumerate() if each.name.startswith("asyncloader")] == []

@@ -1,6 +1,4 @@
-"""A loader's workers on the machines of a Ray cluster: batches are those of local workers, whatever happens to
-machines.
-"""
+"""A loader's workers on the machines of a Ray cluster: batches are those of local workers, whatever happens there."""
 
 from __future__ import annotations
 
@@ -182,9 +180,7 @@ def test_nodes_end_with_their_last_loader(cluster: Any, end: str) -> None:
 
 
 def test_as_many_nodes_as_the_load_needs(cluster: Any) -> None:
-    """A second node starts while the first has no pause, and ends once the trainer is slow: the batches are the
-    same.
-    """
+    """A second node starts while the first has no pause, and ends once the trainer is slow: batches stay the same."""
     workers = RayWorkers(1, cpus_per_node=1, max_nodes=2)
     workers._options = workers._options._replace(calm_s=10.0)
     with DataLoader[Any](Noise(200_000, (8,), seconds=0.005), workers=workers, **OPTIONS) as loader:

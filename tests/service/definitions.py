@@ -242,7 +242,7 @@ def counted(n: int, log: str, bad: int = 0) -> Any:
 
 
 class Hanging(Numbers):
-    """A dataset with a sample that never returns, once; if a FIFO called "gate" exists, it returns when that is
+    """A dataset with a sample that never returns, once. If a FIFO called "gate" exists, it returns when that is
     written.
     """
 

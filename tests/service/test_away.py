@@ -42,9 +42,7 @@ def test_a_worker_that_finds_no_node_while_another_delivers(tmp_path: Path, capl
 
 @pytest.mark.thorough
 def test_a_node_that_is_not_there_attracts_no_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A worker that left for it at an epoch's beginning would be back before its end, and leave again in the next
-    epoch.
-    """
+    """A worker that left for it at an epoch's beginning would be back before its end, and leave again in the next."""
     with (
         serving(tmp_path, ["numbers"], listen=["127.0.0.1:0"]) as node,
         socket.socket() as away,

@@ -29,9 +29,7 @@ def left(pid: int) -> tuple[int, int]:
 
 
 def at_rest(node: NodeProcess, wanted: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Wait until the closed worker connections are cleaned up. Returns the wanted count, or a count that no longer
-    changes.
-    """
+    """Wait until closed worker connections are cleaned up. Returns the wanted count, or one that no longer changes."""
     deadline, counts, same = monotonic() + PATIENCE_S, (0, 0), 0
     while monotonic() < deadline and same < 50 and (wanted is None or counts > wanted):
         before, counts = counts, left(node.process.pid)

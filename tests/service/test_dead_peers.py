@@ -86,9 +86,7 @@ def fill(sock: socket.socket) -> None:
 @pytest.mark.skipif(not namespaces_work(), reason="this process may not make networks")
 @pytest.mark.parametrize("closed_window", [False, True])
 def test_a_machine_that_has_gone(closed_window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection to it ends within a bounded time, whether data or probes of a closed window are not
-    acknowledged.
-    """
+    """Its connection ends within a bounded time, whether data or probes of a closed window are not acknowledged."""
     quickly(monkeypatch)
     with namespace() as far:
 

@@ -188,9 +188,7 @@ def test_nodes_that_come_and_go(unix: bool) -> None:
 
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
 def test_a_node_that_is_not_needed(unix: bool) -> None:
-    """It sends its loaders to other nodes, and reports the work of its processes: the batches are those of an
-    undisturbed run.
-    """
+    """It sends its loaders elsewhere, and reports its processes' work: the batches are those of an undisturbed run."""
     engine = LocalEngine(2, unix=unix)
     try:
         with DataLoader[Any](Noise(2000, 0.002), shuffle=True, workers=engine, **OPTIONS) as loader:

@@ -124,9 +124,7 @@ def test_connections_that_are_reset(turns: int, node: NodeProcess, expected: lis
 
 @pytest.mark.parametrize("silent", ["to_node", "to_loader", "both"])
 def test_a_network_that_goes_silent(silent: str, node: NodeProcess, expected: list[Any]) -> None:
-    """It drops bytes in one direction or both without an error: the loader notices within seconds, and uses another
-    node.
-    """
+    """It drops bytes in one direction or both without an error: within seconds the loader uses another node."""
 
     async def run() -> None:
         with proxied(node.tcp) as proxy:
@@ -258,9 +256,7 @@ def test_nobody_is_there(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 def test_a_task_of_another_loader_that_hangs(place: str, expected: list[Any], tmp_path: Path) -> None:
-    """A loader that waits behind it is not blamed, and goes on once the other loader has exited; the task never
-    ends.
-    """
+    """A loader that waits behind it is not blamed, and goes on once the other has exited; the task never ends."""
     hanging = definitions.hanging(n=LENGTH, marks=str(tmp_path))
     one: dict[str, Any] = {**OPTIONS, "num_workers": 1}
     with serving(tmp_path, ["hanging"], "--open", "hanging", workers=1) as node:
@@ -407,9 +403,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_is_refused(name: str, node: NodeProcess) -> None:
-    """The connection is closed, with a reason if it got that far, and the node goes on serving. No large body is
-    waited for.
-    """
+    """The connection is closed, with a reason if it got that far, and the node serves on. No large body is awaited."""
     host, _, port = node.tcp.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=30) as sock:
         sock.sendall(GARBAGE[name])

@@ -46,9 +46,7 @@ def refusal(defined: Any, service: Service, **more: Any) -> str:
 
 
 def test_a_disk_that_is_away_while_processes_are_replaced(tmp_path: Path) -> None:
-    """Loaders and `/readyz` get the dataset's own error, on one line; once the disk is back, the node recovers by
-    itself.
-    """
+    """Loaders and `/readyz` get the dataset's own error, on one line; when the disk is back, the node recovers."""
     disk = tmp_path / "disk"
     disk.mkdir()
     error = rf"no disk\n\x1b[2J{disk}"

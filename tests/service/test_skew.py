@@ -95,9 +95,7 @@ def defined() -> Any:
 )
 @pytest.mark.thorough
 def test_a_node_that_differs_is_not_used(change: Any, text: str, tmp_path: Path, caplog: Any) -> None:
-    """The other node makes all batches, and the reason is logged; without another node, an error names both
-    versions.
-    """
+    """The other node makes all batches, and the reason is logged; without another, an error names both versions."""
     with (
         node_in(install(tmp_path / "first")) as first,
         node_in(install(tmp_path / "second", **change)) as second,

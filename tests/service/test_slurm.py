@@ -72,9 +72,7 @@ def free_port() -> int:
 
 
 def test_the_script(tmp_path: Path) -> None:
-    """It starts a node and the trainer, which finds the node and proves its token; at the end the token has been
-    removed.
-    """
+    """It starts a node and the trainer, which finds the node and proves its token; at the end the token is removed."""
     (script,) = [block.text for block in blocks(PAGE.read_text()) if block.language == "bash"]
     programs = {"srun": SRUN, "scontrol": SCONTROL, "asyncloader": ASYNCLOADER, "torchrun": TORCHRUN}
     (tmp_path / "bin").mkdir()

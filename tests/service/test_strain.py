@@ -1,6 +1,4 @@
-"""Several trainers at one node, some of which are slow, stopped, or leave: each other trainer gets exactly its
-batches.
-"""
+"""Several trainers at one node, some of which are slow, stopped, or leave: the others get exactly their batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Peers that have proved nothing: other users of the machine, senders of long lines, and of forged texts for the
-log.
-"""
+"""Peers that have proved nothing: other users of the machine, senders of long lines, and of forged log texts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The parts of planted runs: datasets whose cost is drawn from a seed, samplers, consumers, and programs beside a
-run.
-"""
+"""The parts of planted runs: datasets whose cost is drawn from a seed, samplers, consumers, programs beside a run."""
 
 from __future__ import annotations
 

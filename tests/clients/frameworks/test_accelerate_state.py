@@ -177,9 +177,7 @@ def test_streams_with_a_state(num_workers: int, dispatch: Any, tmp_path: Path) -
 
 
 def test_streams_without_a_state(tmp_path: Path) -> None:
-    """Loading a state of a stream without its own state raises an error; with `allow_replay` the stream is read
-    again.
-    """
+    """Loading a stream without a state of its own is refused; with `allow_replay` the stream is read again."""
     _, shard = brought(OURS(RowStream(ROWS), BATCH, seed=1))
     expected = list(shard)
     run_and_save(*brought(OURS(RowStream(ROWS), BATCH, seed=1)), (0, 3), tmp_path)
@@ -279,9 +277,7 @@ def test_torchdatas_loader_is_exchanged() -> None:
 
 
 def test_prepared_loader_goes_with_its_last_reference() -> None:
-    """The object that keeps the state is in no cycle with the wrapper: its workers need no garbage collection to
-    end.
-    """
+    """The object that keeps the state is in no cycle with the wrapper: its workers end without a collection."""
     mine = OURS(torch.arange(ROWS), BATCH)
     wrapper = adopt(DataLoaderShard(torch.arange(ROWS), batch_sampler=mine.batch_sampler), mine)
     gone = weakref.ref(wrapper)

@@ -48,9 +48,7 @@ def test_what_is_not_shared_out_stays() -> None:
 
 
 def test_any_order_but_the_datasets_own_is_shuffled() -> None:
-    """Ray does the same: a user's sampler is replaced by a shuffled sampler, a sequential sampler by an unshuffled
-    one.
-    """
+    """Ray does the same: a sequential sampler is replaced by an unshuffled sampler, any other by a shuffled one."""
     own = DataLoader[Any](DATA, 4, sampler=torch.utils.data.SubsetRandomSampler(range(10)))
     plain = DataLoader[Any](DATA, 4)
     assert isinstance(plain.sampler, SequentialSampler)

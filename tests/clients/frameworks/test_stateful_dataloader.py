@@ -146,9 +146,7 @@ def test_the_same_seed_gives_the_same_batches(case: str, workers: str, theirs: L
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("case", CASES)
 def test_states_mean_the_same(case: str, workers: str, theirs: Library) -> None:
-    """From a state of each moment, both libraries resume to the same batches; ours are always the uninterrupted
-    run's.
-    """
+    """From a state of each moment both resume to the same batches; ours are always those of the uninterrupted run."""
     got: dict[str, Any] = {}
     expected: dict[str, Any] = {}
     for name, library in (("theirs", theirs), ("ours", OURS)):

@@ -61,9 +61,7 @@ class TestRandom:
 
     @pytest.mark.parametrize("options", RANDOM)
     def test_abandoned_iterators(self, theirs: Any, options: dict[str, Any]) -> None:
-        """Iterators left at any point, or never begun, leave the generator in the state in which torchdata's leave
-        it.
-        """
+        """Iterators left at any point, or never begun, leave the generator in the same state as torchdata's."""
         runs = []
         for make in (theirs.RandomSampler, StatefulRandomSampler):
             seed_all()
