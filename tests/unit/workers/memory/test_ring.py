@@ -37,7 +37,7 @@ def free(ring: Ring) -> int:
 
 @pytest.mark.parametrize("oneoff", [False, True])
 def test_the_last_view_goes_without_python_code(oneoff: bool) -> None:
-    """This holds also when the memory is freed with it: in torch at the interpreter's end Python code could be fatal."""
+    """This holds also when the memory is freed with it: inside of torch at the interpreter's end, it could be fatal."""
     ring = new_ring()
     batch = lend(ring)
     if oneoff:
@@ -211,7 +211,7 @@ def test_release_of_an_older_generation_is_ignored() -> None:
 
 
 def test_retired_slots_count_as_lent() -> None:
-    """Retired slots reduce the number that may be lent, so tasks still get slots; a ring without any is worn."""
+    """Retired slots reduce the number that may be lent, so tasks still get slots; at the limit the ring is worn."""
     ring = new_ring()
     held = [lend(ring), lend(ring)]
     ring.retire()
