@@ -79,9 +79,7 @@ def test_entered_and_left_once_a_worker(kind: str, workers: int, make: Any, tmp_
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_persistent_workers_stay_open(kind: str, tmp_path: Path) -> None:
-    """Persistent workers stay entered over epochs and leave when the loader is closed; without workers each iterator
-    enters and leaves.
-    """
+    """Persistent workers enter once and leave when the loader is closed; without workers each iterator does both."""
     for workers, times in ((2, 2), (0, 3)):
         folder = tmp_path / str(workers)
         folder.mkdir()
@@ -133,7 +131,7 @@ def test_views_enter_what_they_view(workers: int, tmp_path: Path) -> None:
 
 
 class Refuses(Opens):
-    """Its context refuses to be entered the first time."""
+    """Raises when it is entered the first time."""
 
     async def __aenter__(self) -> Self:
         if not noted(self.folder, "refused"):

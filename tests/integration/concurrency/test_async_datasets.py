@@ -56,9 +56,7 @@ def test_views_of_an_async_dataset(kind: str, workers: int) -> None:
 )
 @pytest.mark.parametrize("make", [AsyncStream, BothStreams])
 def test_async_streams(kind: str, make: Any, options: dict[str, Any]) -> None:
-    """`__aiter__` streams: each worker reads its own copy, batches have torch's order, with short batches and streams
-    of uneven lengths.
-    """
+    """`__aiter__` streams: each worker reads its own copy; batches have torch's order, also with uneven lengths."""
     for workers, lengths in ((0, [7]), (1, [8]), (2, [3, 14]), (2, [0, 5])):
         got = collect(kind, make(lengths), num_workers=workers, **options)
         twin = _PlainStream(lengths)
@@ -92,7 +90,7 @@ def test_samples_are_fetched_concurrently(kind: str, workers: int) -> None:
 
 
 def test_batches_of_one_worker_are_fetched_concurrently() -> None:
-    """Two batches of two samples each, which wait for one another: the worker fetches both at a time."""
+    """Two batches of two samples each, which wait for one another: the worker fetches both at the same time."""
     got = collect("asyncio", Meeting(12, 4), batch_size=2, num_workers=1, prefetch_factor=2)
     assert [batch.tolist() for batch in got] == [[i, i + 1] for i in range(0, 12, 2)]
 

@@ -78,7 +78,7 @@ def forget_one(batches: Any) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_that_is_not_awaited(workers: int) -> None:
-    """Python's own warning names the iterator's method; the epoch goes on with the first batch."""
+    """Python's own warning names the iterator's method; the epoch continues with the first batch."""
 
     async def forget() -> Any:
         async with AsyncDataLoader(Numbers(6), num_workers=workers) as loader:

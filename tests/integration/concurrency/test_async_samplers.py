@@ -144,7 +144,7 @@ async def test_read_ahead_is_bounded_by_credits(workers: int, factor: int) -> No
 
 
 async def test_sampler_that_waits_for_the_consumer() -> None:
-    """A sampler may wait for feedback on the batches that it gave: they are delivered although it has not gone on."""
+    """A sampler may wait for feedback on its batches: they are delivered before the sampler is advanced again."""
     seen = asyncio.Semaphore(0)
 
     class Feedback:

@@ -185,9 +185,7 @@ class Sleeper(Numbers):
 
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_failure_is_not_lost_with_a_cancelled_call(kind: str) -> None:
-    """A call that is cancelled while it ends the iterator leaves the error to the next call: a failure never looks like
-    the end of the epoch.
-    """
+    """A call cancelled while it ends the iterator leaves the error to the next call, which does not raise the end."""
 
     async def run() -> None:
         loader = AsyncDataLoader[Any](Sleeper(5), num_workers=1, prefetch_factor=1)

@@ -196,9 +196,7 @@ def augment(sample: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", MAPS)
 def test_seeded_decoding_draws_its_samples_numbers(kind: str, name: str) -> None:
-    """`sample_rng()` in `decode` depends on the sample's position only: not on the thread, nor on the kind of
-    dataset.
-    """
+    """`sample_rng()` in `decode` depends on the sample's position only: not on the thread or the dataset's kind."""
     options: dict[str, Any] = {"batch_size": 5, "seed": 6, "shuffle": True, "decode": augment}
     expected = collect(kind, Map(), **options)
     dataset, more = MAPS[name]
@@ -272,9 +270,7 @@ def minus_one(index: Any, error: Exception) -> int:
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("name", EVERY)
 def test_samples_that_do_not_decode_are_left_out(workers: int, threads: int, name: str) -> None:
-    """`on_error` treats samples that cannot be decoded like samples that cannot be read: they are left out or replaced,
-    and recorded.
-    """
+    """`on_error` treats samples that cannot be decoded like samples that cannot be read, and records them."""
     dataset, more = EVERY[name]
     options: dict[str, Any] = {**more, "batch_size": 4, "num_workers": workers}
     options |= {"decode": picky, "tuning": Tuning(decode_threads=threads)}

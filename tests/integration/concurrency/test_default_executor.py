@@ -40,9 +40,7 @@ def refusing() -> Callable[[], None]:
 
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_no_batch_waits_for_it(workers: int, refusing: Callable[[], None]) -> None:
-    """No batch waits for it: small batches, large batches copied while earlier batches are kept, or the workers'
-    end.
-    """
+    """No batch waits for it: small ones, large ones copied while others are kept; nor does the workers' end."""
     refusing()
     for dataset in (Numbers(6), Sized([3 << 20] * 12)):
         async with asyncio.timeout(PATIENCE_S):

@@ -326,7 +326,7 @@ def test_workers_with_a_stuck_thread_end(kind: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_worker_with_a_stuck_thread_is_replaced(kind: str, tmp_path: Path) -> None:
-    """After `worker_timeout` the worker's tasks are done again, each alone; the batches are those of a run without
+    """After `worker_timeout` the worker's tasks are done again, each alone, with the batches of a run without
     faults.
     """
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "seed": 5, "concurrency": 3}

@@ -1,5 +1,4 @@
-"""Without workers `AsyncDataLoader` calls a blocking dataset in a thread or on the loop: when, and with what
-effects.
+"""Without workers `AsyncDataLoader` calls a blocking dataset in a thread or on the loop, without a visible difference.
 """
 
 from __future__ import annotations

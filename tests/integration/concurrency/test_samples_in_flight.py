@@ -103,9 +103,7 @@ class SlowHead(Dataset[Any]):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_slowest_sample_stops_no_other_batch(kind: str, workers: int) -> None:
-    """The first sample of the first batch waits for all samples of all other batches, which are read during the
-    wait.
-    """
+    """The first sample of the first batch waits for all samples of all other batches: they are read during that."""
     got = collect(kind, SlowHead(20), batch_size=4, concurrency=16, num_workers=workers)
     assert torch.cat(got).tolist() == list(range(20))
 

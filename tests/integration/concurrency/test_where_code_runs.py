@@ -56,9 +56,7 @@ def _advance(kind: str, workers: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_plain_samplers_are_advanced_as_torch_does(kind: str, workers: int) -> None:
-    """The sampler is advanced in the caller's thread: at `iter` for the batches read ahead, then once in each `next`,
-    never in between.
-    """
+    """In the caller's thread: at `iter` for the batches read ahead, then once in each `next`, never in between."""
     assert _advance(kind, workers) == _advance("torch", workers)
     assert {thread for thread, _ in _advance(kind, workers)} == {threading.get_ident()}
 

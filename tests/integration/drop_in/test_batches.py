@@ -154,9 +154,7 @@ def test_replaced_install_makes_frameworks_build_ours() -> None:
 
 @BOTH_CLASSES
 def test_replaced_clone_and_from_torch_bring_ours_back(make: Any) -> None:
-    """`from_torch` makes our loader of a loader that a framework prepared: same dataset and batches; `clone` works on
-    the result.
-    """
+    """`from_torch` makes our loader of a loader that a framework prepared, and `clone` works on the result."""
     prepared = framework(DataLoader[Any](Numbers(6), batch_size=2, shuffle=True))
     mine = make.from_torch(prepared, num_workers=1, concurrency=5)
     assert type(mine) is make

@@ -230,9 +230,7 @@ def test_point_06_an_async_sampler_is_seen_as_a_plain_one(make: Any, workers: in
 @BOTH_CLASSES
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_06_batch_samplers_are_rebuilt_by_their_constructor(make: Any, workers: int) -> None:
-    """`type(batch_sampler)(sampler, batch_size=, drop_last=)` gives a working batch sampler, for plain and async
-    samplers.
-    """
+    """`type(batch_sampler)(sampler, batch_size=, drop_last=)` works for plain and async samplers."""
     for sampler in (Rotated(7), RandomSampler(range(7))):
         old = make(Numbers(7), sampler=sampler, batch_size=3, num_workers=workers)
         again = type(old.batch_sampler)(old.sampler, batch_size=2, drop_last=True)
@@ -354,8 +352,7 @@ def copies_in_an_epoch(loader: Any) -> list[Any]:
 @BOTH_CLASSES
 @pytest.mark.parametrize("when", ["new", "in an epoch", "after an epoch"])
 def test_point_09_loaders_pickle_and_copy(make: Any, when: str) -> None:
-    """Loaders pickle and copy at any time, also with live persistent workers, which torch's loader refuses; the
-    copy has no iterator.
+    """Loaders pickle and copy at any time, also with live persistent workers, unlike torch's; copies have no iterator.
     """
     loader = make(Numbers(6), batch_size=2, num_workers=1, persistent_workers=True, collate_fn=collate_strings)
     if when == "after an epoch":
@@ -373,9 +370,7 @@ def test_point_09_loaders_pickle_and_copy(make: Any, when: str) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("used", [False, True])
 def test_point_09_the_dict_may_be_copied(wrapper: Any, persistent: bool, used: bool) -> None:
-    """A wrapper with the loader's `__dict__` works; the workers end with the iterator, when the last of the two is
-    deleted.
-    """
+    """A wrapper with the loader's `__dict__` works; the workers end when both wrapper and loader are deleted."""
     loader = DataLoader[Any](Pids(8), num_workers=2, persistent_workers=persistent)
     if used:
         next(iter(loader))

@@ -1,6 +1,4 @@
-"""`asyncloader.install()`: inside the block torch's class constructs our loader in all code; afterwards no trace
-stays.
-"""
+"""`asyncloader.install()`: inside the block torch's class constructs our loader in all code; nothing stays after it."""
 
 from __future__ import annotations
 
@@ -102,7 +100,7 @@ def test_it_holds_in_all_threads() -> None:
 
 
 def test_loaders_made_before_stay_torchs() -> None:
-    """They are iterated by torch's engine inside the block, without a warning; they pickle and copy."""
+    """Older loaders are iterated by torch's engine inside the block, without a warning; they pickle and copy."""
     before = Torchs(Numbers(4), num_workers=1)
     with warnings.catch_warnings(record=True) as caught, install():
         warnings.simplefilter("always")
@@ -155,9 +153,7 @@ print(sorted(found & {"accelerate", "ignite", "ray", "timm", "transformers", "we
 
 @pytest.mark.parametrize("held", ["", "block = "])
 def test_a_block_that_is_never_left(held: str, tmp_path: Path) -> None:
-    """The replacement lasts for the rest of the process, whether a reference to the block exists or not; nothing is
-    printed at exit.
-    """
+    """The replacement lasts for the rest of the process, with or without a reference; nothing is printed at exit."""
     script = f"""
 import torch
 import asyncloader

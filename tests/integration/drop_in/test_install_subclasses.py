@@ -245,9 +245,7 @@ def test_own_iterators_are_named_once(kind: Any, workers: int) -> None:
 
 
 def test_nobody_else_is_named() -> None:
-    """Our own loaders, subclasses of either kind, and subclasses that call `super()._get_iterator()` cause no
-    warning.
-    """
+    """Our own loaders, subclasses of either kind, and callers of `super()._get_iterator()` cause no warning."""
 
     class Wrapping(Torchs[Any]):
         def _get_iterator(self) -> Any:

@@ -57,9 +57,7 @@ def test_point_10_iterators_are_of_torchs_kind(workers: int) -> None:
 
 
 def test_point_10_asking_for_an_async_iterator_is_no_error() -> None:
-    """`tqdm.auto` makes an async iterator of any object with `__aiter__`, and then reads the loader by a plain
-    ``for``.
-    """
+    """`tqdm.auto` makes an async iterator of any object with `__aiter__`, and reads the loader by a plain ``for``."""
     loader = DataLoader[Any](Numbers(4))
     batches: Any = aiter(loader)
     assert len(list(loader)) == 4
@@ -258,9 +256,7 @@ def note_init(worker: int) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_point_14_worker_info(kind: str, workers: int) -> None:
-    """`get_worker_info` gives id, count, seed and dataset in a worker, and None in the main process; `worker_init_fn`
-    runs seeded.
-    """
+    """Workers have id, count, seed and dataset, and `worker_init_fn` runs seeded; None in the main process."""
     run = assert_like_torch(
         kind,
         Told(),
@@ -322,9 +318,7 @@ class Fails(Numbers):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_point_15_a_workers_error_keeps_its_type_and_traceback(kind: str) -> None:
-    """The error is raised instead of its batch, with its own type and the worker's traceback; the other batches are
-    delivered.
-    """
+    """The error keeps its type, has the worker's traceback, and replaces its batch only."""
     got = outcomes(kind, Fails(8), batch_size=2, num_workers=2)
     expected = outcomes("torch", Fails(8), batch_size=2, num_workers=2)
     assert [type(a) for a in got] == [type(b) for b in expected]

@@ -145,9 +145,7 @@ def test_seeded_mode_skips_the_same_and_draws_from_the_seed(workers: int, skippi
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_async_loader_reads_what_the_base_holds(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base skips for every loader (without workers); a persistent pool's second iterator begins before the first is
-    read.
-    """
+    """The base skips for every loader; a persistent pool's second iterator begins before the first is read."""
     begin = _BaseDataLoaderIter.__init__
 
     def new_begin(self: Any, loader: Any) -> None:

@@ -60,9 +60,7 @@ def test_its_class() -> None:
 @pytest.mark.parametrize("wrapper", [lambda batches: batches, Share], ids=["as it is", "shared out"])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"shuffle": True}, {"seed": 1}], ids=str)
 def test_a_stock_loader_in_its_place_warns(options: dict[str, Any], wrapper: Any) -> None:
-    """The stock loader warns once, when it is iterated and ours was collected unused; the text names our loader and the
-    remedies.
-    """
+    """The stock loader warns once, when iterated with ours collected unused; the text names ours and the remedies."""
     stock = []
 
     def replace() -> None:
@@ -110,9 +108,7 @@ def test_as_an_error_it_costs_nothing() -> None:
 
 
 def test_persistent_workers_that_run_already() -> None:
-    """Running persistent workers prove that the stock loader was iterated: the warning is given when ours is
-    deleted.
-    """
+    """Running persistent workers prove that the stock loader was iterated: deleting ours gives the warning."""
     loader: Any = DataLoader[Any](Numbers(4), num_workers=1, persistent_workers=True)
     stock = stock_from(loader)
     assert len(list(stock)) == 4

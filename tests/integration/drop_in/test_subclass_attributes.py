@@ -120,9 +120,7 @@ def test_batches_of_the_asynchronous_one(workers: int) -> None:
 
 @pytest.mark.parametrize("kind", [Before, After, Properties])
 def test_what_was_given_counts(kind: Any) -> None:
-    """Options that the subclass passes on are in force, although it keeps other values under their names; a clone has
-    them, too.
-    """
+    """Options that the subclass passes on are in force, also in a clone, although it keeps others of these names."""
     options: dict[str, Any] = {
         "batch_size": 4,
         "shuffle": True,
@@ -233,9 +231,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("kind", [Moving, AsyncMoving])
 def test_copies_have_them_too(kind: Any, way: str) -> None:
-    """Copies and pickles of a subclass keep its attributes, like any object's; they are open though the original is
-    closed.
-    """
+    """Copies and pickles of a subclass keep its attributes; they are open though the original is closed."""
     loader = kind(Numbers(6), device="meta", batch_size=2)
     loader.tags = ["a"]
     loader.close()
@@ -266,7 +262,7 @@ class OfTorch(torch.utils.data.DataLoader[Any]):
 
 @pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
 def test_from_a_subclass_of_torchs(kind: Any) -> None:
-    """Its attributes are not taken for options, except `snapshot_every_n_steps`."""
+    """The subclass's attributes are not taken for options, except `snapshot_every_n_steps`."""
     loader = kind.from_torch(OfTorch(Numbers(6), batch_size=2))
     fresh = kind(Numbers(6))
     given = {name: getattr(loader, name) for name in THEIRS}

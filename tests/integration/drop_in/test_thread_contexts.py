@@ -90,7 +90,7 @@ def _batches(make: Any, **options: Any) -> list[Any]:
     ("context", "persistent"), [(_ThreadContext, False), (_ThreadContext, True), (_Factory, False)]
 )
 def test_thread_workers_give_torchs_batches(context: Any, persistent: bool) -> None:
-    """They run in this process and outside its main thread, with a warning that names the alternative."""
+    """Thread workers run in this process, outside its main thread, with a warning that names the alternative."""
     options = {"multiprocessing_context": context(), "persistent_workers": persistent}
     expected = _batches(torch.utils.data.DataLoader, **options)
     with pytest.warns(RuntimeWarning, match="makes threads, so torch's own workers serve it.*with concurrency="):

@@ -35,7 +35,7 @@ def test_the_facade_is_a_torch_dataloader() -> None:
 
 
 def test_the_async_loader_is_none() -> None:
-    """It is only asynchronously iterable; a plain `iter` raises and names the other loader."""
+    """The async loader is only asynchronously iterable; a plain `iter` raises and names the other loader."""
     loader: Any = AsyncDataLoader[Any](Numbers(3))
     assert not isinstance(loader, torch.utils.data.DataLoader)
     assert isinstance(loader, AsyncIterable)
@@ -181,7 +181,7 @@ def _epoch(loader: Any) -> list[Any]:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_iterators_refuse_pickling(workers: int) -> None:
-    """They raise NotImplementedError like torch's, for both loaders, before and after the first batch."""
+    """Iterators raise NotImplementedError like torch's, for both loaders, before and after the first batch."""
     batches: Any = iter(DataLoader[Any](Numbers(3), num_workers=workers))
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="cannot be pickled"):

@@ -96,9 +96,7 @@ def indices(batches: list[Any]) -> list[list[int]]:
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("dataset", [Rotten, AsyncRotten])
 def test_skip_makes_short_batches(kind: str, workers: int, dataset: type[Rotten]) -> None:
-    """Bad samples are left out of their batches, a batch of bad samples only is left out; all are recorded, in
-    order.
-    """
+    """Bad samples are left out, and so are batches of bad samples only; all are recorded, in order."""
     got, errors, stats = run(
         kind, dataset(12, {1, 4, 5, 6, 7}), batch_size=4, num_workers=workers, on_error="skip", seed=1
     )
@@ -265,9 +263,7 @@ def test_error_names_sample_and_worker() -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_rank_without_a_batch_does_not_hang_the_others(kind: str, workers: int) -> None:
-    """No rank may have fewer batches than others: a rank that dropped all samples of a batch raises an error at
-    once.
-    """
+    """No rank may have fewer batches: a rank that dropped all samples of a batch raises an error at once."""
     options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "seed": 1, "rank": 0, "world_size": 2}
     with pytest.raises(RanksDisagree, match="the other 1 ranks have theirs"):
         run(kind, Rotten(16, {8, 9}), on_error="skip", **options)

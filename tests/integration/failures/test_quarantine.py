@@ -24,7 +24,7 @@ def poison(folder: Path, places: dict[int, str]) -> Faults:
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2])
 def test_error_has_the_facts(workers: int, tmp_path: Path) -> None:
-    """Indices, signal, pids, and the last lines of standard error, of Python and of libraries; the epoch goes on."""
+    """Indices, signal, pids, and the last lines of standard error, of Python and of libraries; the epoch continues."""
     dataset = Faulty(12, poison(tmp_path, {5: "SIGABRT"}))
     batches = iter(DataLoader[Any](dataset, batch_size=2, num_workers=workers, seed=1))
     got: list[Any] = []
@@ -139,9 +139,7 @@ def test_kills_from_outside_convict_nobody(kind: str, dataset: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("dataset", [Faulty, AsyncFaulty])
 def test_a_sample_that_kills_without_a_trace_is_named_at_last(dataset: Any, tmp_path: Path) -> None:
-    """SIGKILL may come from outside: when the restarts are used up, the error names the task that the worker was
-    doing.
-    """
+    """SIGKILL may come from outside: when no restart is left, the error names the worker's task."""
     batches = DataLoader[Any](
         dataset(12, poison(tmp_path, {5: "SIGKILL"})), batch_size=2, num_workers=1, seed=1, on_error="skip"
     )

@@ -68,9 +68,7 @@ def test_seeded_run_with_deaths_is_that_without(kind: str, way: str, tmp_path: P
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("way", ["stop", "hang", "hang in C"])
 def test_hanging_worker_is_replaced(kind: str, way: str, tmp_path: Path) -> None:
-    """A worker that is stopped, or hangs in Python or C, is killed after `worker_timeout`, and its task is done
-    again.
-    """
+    """A worker that is stopped, or hangs in Python or C, is killed after `worker_timeout`; its task is done again."""
     expected = collect(kind, Faulty(24, NONE), batch_size=4, seed=1, num_workers=2)
     dataset = Faulty(24, Faults(tmp_path, {9: way}))
     got = collect(kind, dataset, batch_size=4, seed=1, num_workers=2, recovery=Recovery(worker_timeout=0.5))
@@ -286,9 +284,7 @@ def test_errors_of_a_stream_come_once(dataset: type[RaisingStream], struck: int,
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("seed", [None, 4])
 def test_worker_that_grows_is_replaced_between_tasks(kind: str, seed: int | None) -> None:
-    """A worker beyond its memory limit exits, and its replacement continues with its random numbers: the batches do not
-    show the difference.
-    """
+    """A worker beyond its memory limit exits; its replacement continues its random numbers, so no batch differs."""
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 2} | ({} if seed is None else {"seed": seed})
     expected = collect(kind, Growing(40), **options)
     with warnings.catch_warnings():
@@ -320,9 +316,7 @@ class Accompanied(Growing):
 
 @pytest.mark.thorough
 def test_worker_that_grew_and_cannot_end() -> None:
-    """A worker that grew and whose threads keep it from exiting is killed; its replacement continues with the next
-    task.
-    """
+    """A worker that grew and whose threads keep it from exiting is killed; its replacement does the next task."""
     with DataLoader[Any](Accompanied(5), num_workers=1, recovery=Recovery(worker_memory_limit=7 << 19)) as loader:
         assert [int(batch["index"]) for batch in loader] == list(range(5))
         assert loader.stats()["data/worker_retirements"] >= 1

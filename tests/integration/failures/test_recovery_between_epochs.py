@@ -1,6 +1,4 @@
-"""Persistent workers that exit or die at the end of an epoch, or after it: later batches do not
-repeat earlier draws.
-"""
+"""Persistent workers that exit or die at the end of an epoch, or after it: later batches do not repeat its draws."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ the next `iter()`."""
 
 
 def epochs(kind: str, **options: Any) -> tuple[list[list[Any]], set[int]]:
-    """Three epochs of a dataset that grows by 4 MB per worker and epoch, and the pids of the processes that made
-    them.
-    """
+    """Three epochs of a dataset that grows by 4 MB per worker and epoch, and the workers' pids."""
     torch.manual_seed(7)
     with Stepwise(kind, Growing(8), **OPTIONS, **options) as run:
         found = [run.epoch() for _ in range(3)]
@@ -59,9 +55,7 @@ def test_workers_that_grow_go_on_with_their_random_numbers(kind: str, megabytes:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("restarts", [None, 3])
 def test_new_workers_do_not_draw_again(kind: str, restarts: int | None) -> None:
-    """A worker is killed between two epochs, and all workers start again, with random numbers that were not drawn
-    before.
-    """
+    """A worker is killed between two epochs, and all workers start again, with random numbers not drawn before."""
     torch.manual_seed(7)
     with Stepwise(kind, Growing(8), **FORKED, max_worker_restarts=restarts) as run:
         drawn: set[float] = set()

@@ -1,4 +1,4 @@
-"""Too little memory, few descriptors, objects that cannot be pickled: errors name sizes, limits and options; and a tiny
+"""Too little memory, few descriptors, objects without pickle: errors with sizes, limits and options; a tiny
 /dev/shm.
 """
 
@@ -123,7 +123,7 @@ def test_unpicklable_dataset(kind: str, method: str) -> None:
 def test_unpicklable_functions() -> None:
     """A lambda as collate_fn or worker_init_fn is named in the error's note."""
     for name in ("collate_fn", "worker_init_fn"):
-        with pytest.raises(Exception, match=r"pickle|Can't get local object") as error:  # depends on Python
+        with pytest.raises(Exception, match=r"pickle|Can't get local object") as error:  # the text depends on Python
             collect("sync", Numbers(4), num_workers=1, multiprocessing_context="spawn", **{name: lambda x: x})
         assert error.value.__notes__[-1].startswith(f"{name} = ")
 
@@ -187,7 +187,7 @@ def _in_mount_namespace(command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mount namespaces are Linux's")
 def test_eight_megabytes_of_shared_memory(tmp_path: Path) -> None:
-    """With a /dev/shm of 8 MB batches of 4 MB arrive, also when the user's collate function calls default_collate."""
+    """With a /dev/shm of 8 MB, batches of 4 MB are delivered, also when the user's collate calls default_collate."""
     try:
         allowed = _in_mount_namespace("true").returncode == 0
     except FileNotFoundError:

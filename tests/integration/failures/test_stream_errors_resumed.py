@@ -1,4 +1,4 @@
-"""Streams that raise, go on, and are saved, resumed, or lose their workers: each batch and error is delivered once."""
+"""Streams that raise and continue, are saved, resumed, or lose workers: each batch and error is delivered once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 class Numbers:
-    """A worker's numbers; raises for those in `bad` and goes on. Number `kill` kills the process, once."""
+    """A worker's numbers; raises for those in `bad` and continues. Number `kill` kills the process, once."""
 
     def __init__(self, stream: Stream) -> None:
         info = get_worker_info()

@@ -93,9 +93,7 @@ def test_a_draw_from_the_global_generators(workers: int, kind: str) -> None:
 
 
 def test_a_warning_aside(caplog: pytest.LogCaptureFixture) -> None:
-    """`warn_aside` warns; where the warning is an error, it logs the text, and returns the warning to a caller that can
-    raise it later.
-    """
+    """`warn_aside` warns; where warnings are errors it logs the text, and returns the warning to be raised later."""
     with pytest.warns(RuntimeWarning, match="a test"):
         assert warn_aside("a test", RuntimeWarning) is None
     assert not caplog.records

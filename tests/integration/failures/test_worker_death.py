@@ -1,4 +1,4 @@
-"""A worker that is killed: torch's RuntimeError with its pid and signal, at once, and nothing left behind."""
+"""A worker that is killed: torch's RuntimeError with its pid and signal, at once, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -64,9 +64,7 @@ print(*here.glob("collected by *"))
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["collector on", "collector off"])
 def test_a_forked_worker_collects_none_of_its_parents_garbage(enabled: bool, tmp_path: Path) -> None:
-    """The worker collects none of it, neither before its first line nor later; in both processes the collector stays on
-    or off.
-    """
+    """Neither before the worker's first line nor later; in both processes the collector stays on or off."""
     done = run_script(tmp_path, LEAVES_GARBAGE.format(enabled=enabled))
     assert (done.returncode, done.stdout) == (0, "\n")
     assert re.fullmatch(r"worker 0 \(pid \d+\) is replaced: exit code 1\n", done.stderr)

@@ -36,9 +36,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("how", PROGRAMS)
 def test_programs(kind: str, how: str) -> None:
-    """Whichever way `subprocess.run` forks in the loop's body, the program inherits nothing, and the epoch is
-    complete.
-    """
+    """Whichever way `subprocess.run` forks in the loop's body, it inherits nothing, and the epoch is complete."""
 
     def run(_: Here) -> None:
         done = subprocess.run(

@@ -222,9 +222,7 @@ EXITS = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", EXITS)
 def test_a_child_that_exits_with_its_hooks(name: str, tmp_path: Path) -> None:
-    """The child runs its exit hooks and exits with its own code; the parent's epoch is complete; nothing else is
-    printed.
-    """
+    """The child runs its exit hooks and exits with its own code; the parent's epoch is complete, without output."""
     with start_script(tmp_path, HEAD + EXITS[name]) as running:
         out, err = running.finish()
     assert (out, err, running.process.returncode) == ("hook 3 True\n", "", 0)
@@ -245,9 +243,7 @@ HELD = {
 @pytest.mark.chaos
 @pytest.mark.parametrize("name", HELD)
 def test_workers_end_with_the_parent_although_its_child_lives(name: str, tmp_path: Path) -> None:
-    """A trainer is killed by SIGKILL while its child lives on, with copies of all its open descriptors: our workers
-    end.
-    """
+    """A trainer is killed by SIGKILL while a child holds copies of all its open descriptors: our workers end."""
     body = f"""
     batches = iter(DataLoader(torch.arange(1000), num_workers=2))
     next(batches)

@@ -62,9 +62,7 @@ def difference(got: dict[str, Any], expected: dict[str, Any]) -> str:
 
 @pytest.mark.thorough
 def test_every_provocation(ends: dict[str, dict[str, Any]]) -> None:
-    """Each case exits, with torch's exit code and output, and its workers with it; only uncaught exceptions are
-    printed.
-    """
+    """Each case, with its workers, exits with torch's exit code and output; only uncaught exceptions are printed."""
     ours, theirs = ends["asyncloader"], ends["torch.utils.data"]
     found = {}
     for name in CASES:

@@ -71,9 +71,7 @@ async def test_abandoned_epochs_leave_no_stale_batch() -> None:
 
 
 async def test_aclose_ends_the_workers_before_it_returns() -> None:
-    """`await iterator.aclose()` and `await loader.aclose()` return when the processes have exited; both may be called
-    twice.
-    """
+    """`aclose()` of iterator and loader returns when the processes have exited; both may be called twice."""
     loader = AsyncDataLoader[Any](Pids(100), num_workers=1)
     batches = aiter(loader)
     deaths = Deaths([int((await anext(batches))[0])])

@@ -123,9 +123,7 @@ def test_descriptors_over_many_epochs() -> None:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_worker_inherits_nothing_of_its_siblings() -> None:
-    """A forked worker keeps none of the sockets that the main process holds for other workers, of its pool or
-    another.
-    """
+    """A forked worker keeps no socket that the main process holds for other workers, of its pool or another."""
     before = open_descriptors(os.getpid()).count("socket")
     one: Any = iter(DataLoader[Any](Numbers(50), num_workers=3, multiprocessing_context="fork"))
     two: Any = iter(DataLoader[Any](Numbers(50), num_workers=1, multiprocessing_context="fork"))

@@ -1,6 +1,4 @@
-"""Ctrl-C while a batch is being delivered: a caller that continues gets this batch, and all others, once and in
-order.
-"""
+"""Ctrl-C while a batch is being delivered: a caller that continues gets all batches, this too, once and in order."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ MONITORING: Any = getattr(sys, "monitoring", None)
 TOOL = 4
 
 PROMPTS = ("CALL", "RESUME", "JUMP_BACKWARD", "BEFORE_WITH", "WITH_EXCEPT_START", "SEND")
-"""Python checks for signals where a function begins, after calls, and at jumps back: prefixes of the instructions'
-names.
-"""
+"""Prefixes of the instructions where Python checks for signals: functions' beginnings, calls, jumps back."""
 
 
 @cache

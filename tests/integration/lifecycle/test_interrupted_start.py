@@ -37,9 +37,7 @@ def our_threads() -> list[threading.Thread]:
 
 
 def test_ctrl_c_while_the_loops_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Thread.start` waits for the thread: an interrupt there leaves neither the thread nor the workers, and the next
-    `iter` starts its own.
-    """
+    """An interrupt in `Thread.start`, which waits for the thread, leaves no thread or worker; the next `iter` works."""
     start = threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:

@@ -109,9 +109,7 @@ def test_hoarding_is_copied_and_counted() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_growing_size(kind: str) -> None:
-    """Batches larger than the ring's slots, which travel in segments of their own until the ring has grown, equal
-    torch's.
-    """
+    """Batches larger than the ring's slots travel in segments of their own, until the ring has grown after them."""
     dataset = Sized(growing(60))
     assert_same(collect(kind, dataset, num_workers=2, batch_size=1), collect("torch", dataset, batch_size=1))
 

@@ -33,7 +33,7 @@ def run_cells(folder: Path, *cells: str) -> list[Any]:
     file.write_text(notebooks.writes(notebooks.new_notebook(cells=[*map(notebooks.new_code_cell, cells)])))
     env = {
         **environment(),
-        "PYTHONWARNINGS": "default",  # the kernel's own code causes some
+        "PYTHONWARNINGS": "default",  # the kernel's own code causes warnings
         **dict.fromkeys(["IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"], str(folder)),
     }
     command = [sys.executable, "-c", CLIENT, str(file)]

@@ -94,9 +94,7 @@ def epoch(loader: str, dataset: Dataset[Any], method: str, **options: Any) -> li
     ),
 )
 def test_workers_read_the_main_process_segments(loader: str, method: str) -> None:
-    """Under torch's loader and ours, forked or spawned: the contents are right, and the memory is that of the main
-    process.
-    """
+    """Under torch's loader and ours, forked or spawned: the contents are right, and the memory is the very same."""
     dataset = Everything()
     samples = epoch(loader, dataset, method)
     assert len({sample["pid"] for sample in samples} - {os.getpid()}) == 2
@@ -180,9 +178,7 @@ def test_one_descriptor_for_all_parts() -> None:
 
 
 class Writes(Dataset[Any]):
-    """Each sample is the counts of this worker's writes to the shared tensors, and of writes that the arrays
-    refused.
-    """
+    """Each sample: this worker's writes to either shared tensor so far, and the array writes that were refused."""
 
     def __init__(self) -> None:
         self.inside: Any = share({"t": torch.zeros(10, dtype=torch.int64), "a": np.zeros(10)})

@@ -52,7 +52,7 @@ def test_break_frees_the_workers() -> None:
 
 
 def test_the_workers_of_a_dropped_iterator_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    """They are not, although a busy loop thread sees their exit before it can end the epoch."""
+    """No worker is replaced, although a busy loop thread sees the workers' exit before it can end the epoch."""
     loader = DataLoader[Any](Numbers(100), num_workers=2, seed=1)
     batches: Any = iter(loader)
     next(batches)
@@ -239,9 +239,7 @@ def test_async_dataset_without_workers_leaves_no_thread() -> None:
 
 
 def test_batches_outlive_everything() -> None:
-    """Batches keep their values after the end of the iterator, the loader and the workers, when memory is used
-    again.
-    """
+    """Batches keep their values after iterator, loader and workers have ended and memory is used again."""
     loader = DataLoader[Any](Numbers(60, 1000), num_workers=2, batch_size=3)
     kept = [batch for batch, _ in zip(loader, range(7), strict=False)]
     del loader

@@ -100,9 +100,7 @@ class Marked(Dataset[Any]):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_worker_init_fn_comes_first(kind: str) -> None:
-    """`worker_init_fn` runs once per worker, after seeding; its changes to the worker's dataset are seen by every
-    fetch.
-    """
+    """`worker_init_fn` runs once per worker, after seeding; every fetch sees its changes to the dataset."""
     run = assert_like_torch(
         kind,
         Marked(),
@@ -123,9 +121,7 @@ def fail_in_second(worker: int) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_error_of_worker_init_fn(kind: str) -> None:
-    """The error is raised instead of that worker's first batch, with torch's text; the other worker's batch is
-    delivered.
-    """
+    """The error replaces that worker's first batch, with torch's text; the other worker's batch is delivered."""
     options: dict[str, Any] = {"num_workers": 2, "worker_init_fn": fail_in_second, "batch_size": 2}
     expected = outcomes("torch", Numbers(4), **options)
     got = outcomes(kind, Numbers(4), **options)

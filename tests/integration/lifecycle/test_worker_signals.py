@@ -114,7 +114,7 @@ def test_workers_begin_with_default_handlers(handled: list[int], method: str) ->
 
 
 def test_ignored_signals_stay_ignored(handled: list[int]) -> None:
-    """Also where a library has set a handler since, which the worker does not have."""
+    """A signal stays ignored also where a library has set a handler since, which the worker does not have."""
     loader = DataLoader[Any](Signals(), num_workers=1, collate_fn=one, multiprocessing_context="fork")
     for found in loader:
         assert signal.SIGXCPU in found["ignored"]
@@ -123,7 +123,7 @@ def test_ignored_signals_stay_ignored(handled: list[int]) -> None:
 
 
 def test_worker_init_fn_sets_handlers(handled: list[int]) -> None:
-    """Also a handler by `faulthandler`, which had a handler for the same signal before the fork."""
+    """Also a handler of `faulthandler`, which had a handler for the same signal before the fork."""
     loader = DataLoader[Any](
         Signals(), num_workers=1, collate_fn=one, multiprocessing_context="fork", worker_init_fn=sets_handlers
     )
@@ -209,9 +209,7 @@ def test_leaving_early_runs_no_handler(kind: str, handled: list[int], monkeypatc
 
 
 def await_leaving(told: Told, text: str) -> None:
-    """In a worker: send this text, and wait until the main process has closed its side of one of this process's
-    sockets.
-    """
+    """In a worker: send this text, and wait until the main process has closed its end of one of the sockets here."""
     poll = select.poll()
     for fd in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
         with suppress(OSError):

@@ -66,9 +66,7 @@ def test_a_plain_loader_raises_it_with_that_workers_first_batch(method: str) -> 
 
 
 def test_persistent_workers_begin_each_epoch_so() -> None:
-    """A later epoch that cannot begin does not end the loader: `iter()` raises, the next `iter()` starts new
-    workers.
-    """
+    """A later epoch that cannot begin is an error of `iter()`; the next `iter()` starts new workers."""
     loader: Any = StatefulDataLoader(Once(), 3, num_workers=1, multiprocessing_context="fork", persistent_workers=True)
     assert len(list(loader)) == 2
     with pytest.raises(Refused, match="the second epoch"):

@@ -167,9 +167,7 @@ def test_two_processes_that_stream_the_same_object(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["answered", "killed"])
 def test_processes_that_want_the_same_block(tmp_path: Path, end: str) -> None:
-    """One process downloads it and the others wait; if the first is killed, one of the others downloads it, and nothing
-    is left behind.
-    """
+    """One process downloads it while the others wait; if it is killed, another takes over, and nothing is left."""
     size, block = len(content(1, 0) * 20), 1 << 20
     with ExitStack() as stack:
         first = stack.enter_context(started("part", tmp_path, block + 5, 10))

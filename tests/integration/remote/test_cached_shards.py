@@ -1,6 +1,4 @@
-"""Shards of every format with `cache_dir`, in every way of reading: the second epoch requests no data from the
-store.
-"""
+"""Shards of every format with `cache_dir`, in every way of reading: the second epoch downloads no data."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 @pytest.mark.parametrize("way", ["no workers", "fork", "spawn", "forkserver", "service"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_second_epoch_is_in_the_cache(name: str, way: str, tmp_path: Path, node: NodeProcess) -> None:
-    """The first epoch downloads each byte of a shard once, although workers that share the shard request it at the
-    same time.
-    """
+    """The first epoch downloads each byte once, although workers request parts of a shard together."""
     options: dict[str, Any] = dict(OPTIONS)
     if way == "no workers":
         options["num_workers"] = 0
@@ -120,9 +116,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 @pytest.mark.parametrize("name", ["s.parquet", "s.jsonl"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_two_ranks(name: str, apart: bool, two: RankGroup, tmp_path: Path) -> None:
-    """Ranks on one host share their downloads. On two hosts each rank downloads its own ranges, with the blocks at
-    their edges.
-    """
+    """Ranks on one host share their downloads; on two hosts each downloads its ranges, with the blocks at the edges."""
 
     async def run() -> None:
         async with serving_http() as store:
@@ -209,9 +203,7 @@ def test_a_shard_that_is_replaced_between_epochs(name: str, workers: int, tmp_pa
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_files_of_the_cache_that_are_damaged(name: str, tmp_path: Path) -> None:
-    """Truncated or changed between two runs, a file is read from the store again, and nothing else is (but all of a
-    tar).
-    """
+    """A truncated or changed file is read from the store again, and no other file is (a tar's shard: all of it)."""
     draw = random.Random(7)
 
     async def run() -> None:

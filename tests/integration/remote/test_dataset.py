@@ -50,9 +50,7 @@ def whole(batches: list[list[int]], size: int, count: int = len(ALL)) -> None:
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
 @pytest.mark.parametrize("kind", BOTH)
 def test_every_sample_comes_once_in_full_batches(kind: str, workers: int, tars: str) -> None:
-    """Also with more workers than shards, which cannot be cut; both loaders, and a second run, give the same
-    batches.
-    """
+    """Also with more workers than shards, which cannot be cut; both loaders, and a second run, agree."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 1}
     (batches,) = epochs_of(kind, dataset_of(tars), **options)
     whole(batches, 4)
@@ -157,9 +155,7 @@ def test_workers_are_not_forked_by_themselves(tars: str) -> None:
 
 
 def test_alone(tars: str) -> None:
-    """``async for`` over the dataset itself gives raw samples in order; a plain ``for`` raises and names ``async
-    for``.
-    """
+    """``async for`` over the dataset itself gives raw samples in order; a plain ``for`` names ``async for``."""
 
     async def run() -> list[int]:
         async with dataset_of(tars) as dataset:
@@ -224,9 +220,7 @@ class Tens:
 
 
 def test_a_reader_of_the_user_s_own(tmp_path: Path) -> None:
-    """``format=`` may be a function that makes a reader; such a reader resumes in the middle of a shard like the
-    others.
-    """
+    """``format=`` may be a function that makes a reader, which resumes in the middle of a shard like the others."""
     (tmp_path / "a.tens").write_bytes(b"".join(b"%010d" % n for n in range(20)))
     (tmp_path / "b.tens").write_bytes(b"".join(b"%010d" % n for n in range(20, 33)))
     dataset = dataset_of([tmp_path / "a.tens", tmp_path / "b.tens"], format=Tens)
@@ -284,9 +278,7 @@ def test_length_under_a_running_loop(tmp_path: Path) -> None:
 def test_a_plan_depends_on_nothing_that_was_done_before(
     ending: str, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that has read a sample, or asked for a length, has the plan of the other ranks; for many shards and
-    few.
-    """
+    """A rank that has read a sample, or asked for a length, has the other ranks' plan; for many shards and few."""
     monkeypatch.setattr("asyncloader.remote.dataset.MAX_SIZE_REQUESTS", 20)
     url = make_shards(tmp_path, (600 // shards,) * shards, ending=ending)
 

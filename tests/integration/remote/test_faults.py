@@ -84,9 +84,7 @@ def test_workers_that_grow_are_replaced(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_workers_that_hang_are_replaced(kind: str, tmp_path: Path) -> None:
-    """After `worker_timeout`: one worker alone, both at their first samples, and a worker that needs no more
-    assignments.
-    """
+    """After `worker_timeout`: one worker alone, both at their first samples, or one that needs no more assignments."""
     url = make_shards(tmp_path, SIZES)
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 5}
     expected = epochs_of(kind, dataset_of(url, shuffle_buffer=6), **options)
@@ -150,9 +148,7 @@ def broken_shards(folder: Path) -> str:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_left_out(kind: str, workers: int, tmp_path: Path) -> None:
-    """``on_error="skip"``: full batches of the other samples; `loader.skipped_samples` names URL and offset of a bad
-    one.
-    """
+    """``on_error="skip"``: full batches of the other samples; `loader.skipped_samples` has the bad ones' offsets."""
     url = broken_shards(tmp_path)
     with Stepwise(kind, dataset_of(url), **with_method({"batch_size": 4, "num_workers": workers, "seed": 1,
                                                         "on_error": "skip"})) as run:  # fmt: skip
@@ -254,9 +250,7 @@ def test_decode_errors(workers: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("on_error", ["skip", "function"])
 @pytest.mark.parametrize("bad", ["line", "decode"])
 def test_bad_samples_at_the_end_of_an_epoch(bad: str, on_error: str, tmp_path: Path) -> None:
-    """Bad samples of a batch that a worker cannot fill are passed to another worker with the rest, and reported
-    once.
-    """
+    """Bad samples of a batch that a worker cannot fill are passed on with the rest, and reported once."""
     count = 4 * 13
     wrong = set(range(3, count, 7))
     for shard in range(4):

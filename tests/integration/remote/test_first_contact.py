@@ -55,9 +55,7 @@ class Told(logging.Handler):
 
 
 async def test_a_wrong_address_is_told_soon() -> None:
-    """The error has host, cause, attempts and option; a second read adds one attempt to those of the first, and no
-    time.
-    """
+    """The error has host, cause, attempts and option; a second read adds one attempt to the first's, and no time."""
     retry = RetryPolicy(first_contact_s=0.3, first_delay_s=0.01, cap_s=0.02)
     with silent() as (_, port):
         url = f"http://127.0.0.1:{port}"
@@ -136,7 +134,7 @@ class Objects(Dataset[Any]):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 async def test_what_three_workers_see_is_told_once(told: Told, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log is the main process's, however the workers were started."""
+    """The main process logs it, however the workers were started."""
     monkeypatch.setattr(retrying_client, "_SILENT_S", -1.0)
     asked: Counter[bytes] = Counter()
 

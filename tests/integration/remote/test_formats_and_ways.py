@@ -230,9 +230,7 @@ def test_one_sample_that_raises(folder: Path, place: str, node: NodeProcess, exp
 def test_a_shard_that_is_cut_off(
     place: str, node: NodeProcess, tmp_path: Path, folder: Path, expected: list[Any]
 ) -> None:
-    """A truncated shard raises; where bad samples are skipped, all other shards are read, and a record reports the
-    loss.
-    """
+    """A truncated shard raises; where bad samples are skipped, all other shards are read, and the loss is recorded."""
     for path in folder.iterdir():
         data = path.read_bytes()
         damaged = path.name.startswith(("s1.", "shard.00001"))

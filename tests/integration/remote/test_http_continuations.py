@@ -129,7 +129,7 @@ async def test_a_digest_of_a_stream_cannot_be_repaired(store: HttpStore) -> None
 
 
 async def test_a_server_that_sends_a_byte_now_and_then(store: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked again within the budget, then the error states how slow it was; a slow consumer is no slow server."""
+    """The server is asked again within the budget; the error states its rate. A slow consumer is no slow server."""
     monkeypatch.setattr("asyncloader.transports.download.SLOW_S", 0.2)
 
     async def trickle(store: HttpStore, request: web.Request) -> web.StreamResponse:

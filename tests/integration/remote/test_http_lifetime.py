@@ -332,9 +332,7 @@ async def test_a_failing_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_system_looks_names_up(store: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's resolver is used although another is installed, whose errors do not show which failures are
-    retryable.
-    """
+    """The system's resolver is used although another is installed, whose errors do not show retryable failures."""
     monkeypatch.setattr("aiohttp.connector.DefaultResolver", None)
     async with HttpTransport(store.url.replace("127.0.0.1", "localhost"), retry=SOON) as transport:
         assert await transport.read("a") == b"data"

@@ -69,7 +69,7 @@ async def test_only_what_is_wanted_is_asked_for(store: HttpStore) -> None:
 
 
 async def test_a_server_without_ranges(store: HttpStore) -> None:
-    """It sends the whole object, and the bytes before the start are dropped; also if it does not state the size."""
+    """The server sends the whole object, and the bytes before the start are dropped; also if no size is stated."""
     store.ranges = False
     async with opened(store) as transport:
         for start in [1, 1_500_000, len(CONTENT)]:
@@ -218,9 +218,7 @@ async def test_what_proves_a_version(store: HttpStore, etag: str, headers: dict[
 
 
 async def test_the_version_without_head(store: HttpStore) -> None:
-    """A server that serves no HEAD is asked for one byte, and its answer has size and version; also for an empty
-    object.
-    """
+    """A server that serves no HEAD is asked for one byte: its answer has size and version. Also of an empty object."""
     store.heads = False
     store.put("empty", b"")
     async with opened(store) as transport:

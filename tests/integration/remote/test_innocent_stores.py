@@ -76,9 +76,7 @@ async def test_a_file_is_exchanged_under_its_reader(tmp_path: Path, how: str) ->
 
 
 def test_what_identifies_a_file() -> None:
-    """Some file systems give a file a new number when it is opened again; an exchanged file has another time or
-    size.
-    """
+    """Some file systems number a reopened file differently; an exchanged file has another time or size."""
     first: dict[str, Any] = {"st_dev": 1, "st_ino": 2, "st_size": 3, "st_mtime_ns": 4, "st_ctime_ns": 5}
     for changes, differs in [
         ({}, False),
@@ -191,7 +189,7 @@ def rollout(store: HttpStore, method: str, data: bytes, etag: str) -> Fault:
 
 @pytest.mark.parametrize("pinned", [False, True])
 async def test_the_cache_keeps_bytes_under_their_own_version(tmp_path: Path, pinned: bool) -> None:
-    """They are kept under the version that their answer names, not that of the requests around it."""
+    """Bytes are kept under the version that their answer names, not that of the requests around it."""
     async with serving() as store, CachedTransport(HttpTransport(store.url), store.url, tmp_path) as transport:
         store.put("a", OLD, etag='"1"')
         store.faults["a"].append(rollout(store, "GET", NEW[: len(OLD)], '"2"'))

@@ -41,9 +41,7 @@ def nothing_left(two: RankGroup) -> Iterator[None]:
 
 
 def check(ranks: list[list[Any]], count: int, least: int) -> None:
-    """Check each epoch: the same number of batches on each rank, at least `least`, no sample twice, none beyond
-    `count`.
-    """
+    """Check each epoch: `least` or more batches, equally many on each rank; no sample twice, none beyond `count`."""
     for epoch in zip(*ranks, strict=True):
         assert [end for _, end in epoch] == ["end"] * len(ranks)
         assert len({len(batches) for batches, _ in epoch}) == 1

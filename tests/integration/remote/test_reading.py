@@ -182,7 +182,7 @@ async def test_a_shard_that_is_replaced_meanwhile(store: HttpStore, stores: Stor
 
 
 async def test_a_parquet_file_that_is_replaced_meanwhile(store: HttpStore, stores: Stores) -> None:
-    """Also by a file of the same size: the rows before the change are right, then an error that is no bad sample's."""
+    """Also by a file of the same size: the rows before the change are right, then an error of the transport."""
     old, new = parquet(range(1000), group=100), parquet(range(2000, 3000), group=100)
     store.put("a.parquet", old)
     shard = Shard(f"{store.url}/a.parquet", format_of("a.parquet"))
@@ -223,7 +223,7 @@ async def test_what_was_read_is_cached(store: HttpStore, tmp_path: Path) -> None
 
 
 async def test_objects_that_differ_by_their_query_are_cached_apart(store: HttpStore, tmp_path: Path) -> None:
-    """They are, also where the server states the same date for both."""
+    """Objects are cached apart, also where the server states the same date for both."""
     date = {"Last_Modified": "Tue, 03 Nov 2026 08:00:00 GMT", "Date": "Sat, 21 Nov 2026 18:00:00 GMT"}
 
     async def by_query(store: HttpStore, request: web.Request) -> web.StreamResponse:

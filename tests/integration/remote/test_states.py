@@ -135,7 +135,7 @@ def test_a_buffer_that_cannot_be_filled_again(kind: str, workers: int, tmp_path:
 
 
 def test_states_of_other_numbers_of_workers(tars: str) -> None:
-    """They are refused, as for any stream."""
+    """They are refused, as for any other stream."""
     with Stepwise("sync", dataset_of(tars), batch_size=4, seed=5) as run:
         run.begin()
         run.take(2)

@@ -92,7 +92,7 @@ async def test_reading_goes_on_in_the_same_version(tmp_path: Path, name: str, ki
 
 
 async def test_what_has_become_shorter_has_changed() -> None:
-    """It is not a damaged sample, which might be skipped: the rest of the old shard is not read."""
+    """A shorter shard is not a damaged sample, which might be skipped: the rest of the old shard is not read."""
     transport = MemoryTransport({"a.jsonl": MAKERS["a.jsonl"](OLD)})
     transport.info = Transport.info.__get__(transport)  # type: ignore[method-assign]  # has no versions
     shard, pins = shard_of("a.jsonl", OLD), Pins()

@@ -146,9 +146,7 @@ class DiesOnce(Numbers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_counts_move_while_nothing_comes(workers: int) -> None:
-    """Requests and retries of a store that fails are visible while the consumer waits for the first batch, and so is
-    its waiting.
-    """
+    """Requests and retries of a failing store show while the consumer waits for its first batch; the waiting, too."""
     async with serving() as store:
         store.put("a.jsonl", b'{"n": 1}\n' * 8)
         dataset = RemoteIterableDataset(f"{store.url}/a.jsonl")
@@ -178,9 +176,7 @@ async def test_counts_move_while_nothing_comes(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_every_request_is_counted(workers: int) -> None:
-    """Requests for the sizes of shards, made by the main process, count, and those of the reads; in a `for` loop,
-    too.
-    """
+    """Requests for shards' sizes, by the main process, count, and those of reads; in a `for` loop, too."""
     async with serving() as store:
         for name in "abc":
             store.put(f"{name}.jsonl", b'{"n": 1}\n' * 8)

@@ -99,7 +99,7 @@ class Sleeping(Dataset[int]):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_without_workers_waiting_is_told_from_computing(kind: str) -> None:
-    """It is, also in the thread in which an async loader calls a blocking dataset."""
+    """Waiting is distinguished, also in the thread where an async loader calls a blocking dataset."""
     loader = LOADERS[kind](Sleeping(), batch_size=5)
     exhaust(loader)
     found = loader.diagnose()

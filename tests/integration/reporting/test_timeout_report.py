@@ -49,9 +49,7 @@ def report_of(kind: str, dataset: Any, **options: Any) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("way", ["hang", "hang in C"])
 def test_report_shows_where_the_worker_is(kind: str, way: str, tmp_path: Path) -> None:
-    """The report has the Python stack of a worker that hangs in Python, or in C with the GIL; its ring; the oldest
-    task's indices.
-    """
+    """The stack of a worker that hangs in Python, or in C with the GIL; its ring; the oldest task's indices."""
     dataset = Faulty(12, Faults(tmp_path, {6: way}))
     report, pids = report_of(kind, dataset, batch_size=4, num_workers=2, timeout=1.5)
     assert "indices [4, 5, 6, 7]" in report

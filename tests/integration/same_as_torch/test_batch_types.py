@@ -1,6 +1,4 @@
-"""Results of a user's collate function: tensors are found at any depth, and all other values are delivered with
-them.
-"""
+"""Results of a user's collate function: tensors are found at any depth, and all other values travel with them."""
 
 from __future__ import annotations
 

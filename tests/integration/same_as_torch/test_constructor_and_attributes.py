@@ -194,7 +194,7 @@ class Gathering(AsyncDataLoader[Any]):
 @pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent"])
 @pytest.mark.parametrize("name", SET_LATER)
 def test_attribute_set_later(name: str, persistent: bool, ours: Any) -> None:
-    """It holds from the next `iter()`; persistent workers continue as they were started, as in torch."""
+    """The change holds from the next `iter()`; persistent workers continue as they were started, as in torch."""
     options, changes = SET_LATER[name]
     if persistent:
         if not options:
@@ -324,7 +324,7 @@ def test_warnings_about_pinning(workers: int) -> None:
 
 @pytest.mark.thorough
 def test_worker_number_warning_comes_again_with_the_workers() -> None:
-    """It is given in the constructor, and whenever workers start: at each `iter()`, or once with persistent workers."""
+    """The warning is given in the constructor, and when workers start: at each `iter()`, or once if persistent."""
     many = len(os.sched_getaffinity(0)) + 1
 
     def run(make: Any, **options: Any) -> Any:

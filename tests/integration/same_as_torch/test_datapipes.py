@@ -1,6 +1,4 @@
-"""torch's datapipes as datasets: settings, sharding by worker, a seed that the workers share; all as in torch's
-loader.
-"""
+"""torch's datapipes as datasets: settings, sharding by worker, a seed shared by the workers; all as in torch."""
 
 from __future__ import annotations
 

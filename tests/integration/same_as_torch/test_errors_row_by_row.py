@@ -153,9 +153,7 @@ def test_key_error_reads_well() -> None:
 
 
 def test_class_local_to_a_function() -> None:
-    """Without workers the error is raised unchanged; from a worker, where torch hangs, as RuntimeError with its
-    text.
-    """
+    """Without workers it is raised unchanged; from a worker, where torch hangs, as RuntimeError with its text."""
 
     class Local(Exception):
         pass

@@ -91,9 +91,7 @@ class Sharded(IterableDataset[Any]):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "method"), [("sync", "fork"), ("sync", "spawn"), ("asyncio", "fork")])
 def test_worker_info(kind: str, method: str) -> None:
-    """`get_worker_info` has the worker's number, the number of workers, the seed and the worker's copy of the
-    dataset.
-    """
+    """`get_worker_info` has the worker's number, the number of workers, the seed and the worker's dataset."""
     assert get_worker_info() is None
     run = assert_like_torch(
         kind, Sharded(), num_workers=2, batch_size=None, collate_fn=list, multiprocessing_context=method

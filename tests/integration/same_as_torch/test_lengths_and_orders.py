@@ -269,9 +269,7 @@ class Stuck(Fetchers):
 
 @pytest.mark.parametrize("factor", [1, 2, 3])
 def test_out_of_order_tasks_go_to_who_has_room(factor: int) -> None:
-    """in_order=False: a stuck worker holds its ``prefetch_factor`` tasks, the free worker gets the others; as in
-    torch.
-    """
+    """in_order=False: a stuck worker holds `prefetch_factor` tasks, the free worker gets the others; as in torch."""
 
     def run(make: Any) -> list[Any]:
         dataset = Stuck()

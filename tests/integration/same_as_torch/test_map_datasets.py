@@ -1,6 +1,4 @@
-"""Map-style datasets: torch's batches bit for bit, and the global generators in the state in which torch leaves
-them.
-"""
+"""Map-style datasets: torch's batches bit for bit, and the global generators in the state that torch leaves."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_collation_of_streams(error: Error, workers: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stop_async_iteration_of_a_blocking_stream(workers: int, kind: str) -> None:
-    """It is an error of its iterator like any other, as in torch."""
+    """The exception is an error of its iterator like any other, as in torch."""
     found = outcomes(kind, Stream(StopAsyncIteration), batch_size=2, num_workers=workers)
     assert_raised_once(found)
     if kind == "sync":
@@ -154,7 +154,7 @@ class EmptySource(IterableDataset[int]):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_stop_iteration_at_the_start_of_a_worker(kind: str) -> None:
-    """It does not make an empty epoch: the error is raised, as without workers."""
+    """A StopIteration at the start makes no empty epoch: the error is raised, as without workers."""
     with pytest.raises(RuntimeError, match="start-up code raised StopIteration"):
         collect(kind, EmptySource(), num_workers=1)
 

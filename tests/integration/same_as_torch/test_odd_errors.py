@@ -244,7 +244,7 @@ def test_contexts_leave_exceptions_alone() -> None:
 
 
 def test_notes_of_an_exception_that_refuses_attributes() -> None:
-    """It gets notes, each once, and `take_notes` removes and returns ours."""
+    """The exception gets each note once, and `take_notes` removes and returns ours."""
     error = Frozen(TEXT)
     for _ in range(2):
         add_note(error, "while fetching a test")

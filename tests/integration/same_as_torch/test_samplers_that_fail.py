@@ -79,7 +79,7 @@ def test_its_error_comes_once(how: dict[str, Any], workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_its_error_comes_once_with_a_seed(workers: int) -> None:
-    """Also where the sampler's order is cut into the ranks' shares."""
+    """The error is raised once also where the sampler's order is cut into the ranks' shares."""
     options: dict[str, Any] = {"sampler": Unborn(), "seed": 1, "num_workers": workers}
     for found in (steps(DataLoader, options), run_async(async_steps(options))):
         assert found in (["error of iter"], ["error", "end", "end", "end"])

@@ -40,7 +40,7 @@ def shown(found: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "concurrency": 2}], ids=str)
 def test_stop_async_iteration_of_a_map_dataset(options: dict[str, Any]) -> None:
-    """It fails its batch; ``async for`` would otherwise take it for the end of the epoch."""
+    """The exception fails its batch; ``async for`` would otherwise take it for the end of the epoch."""
     first, (error, text), last = shown(outcomes("asyncio", Ending(), **options))
     assert (first, last) == (0, 2)
     assert error is RuntimeError

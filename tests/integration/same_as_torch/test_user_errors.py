@@ -167,7 +167,7 @@ class Stopping(Dataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stop_iteration_of_a_map_dataset(workers: int) -> None:
-    """It ends a `for` loop early, as in torch; no batch is delivered twice, and the program does not hang."""
+    """StopIteration ends a `for` loop early, as in torch; no batch is delivered twice, and nothing hangs."""
     if not workers:
         assert [int(batch) for batch in torch.utils.data.DataLoader(Stopping())] == [0]
     assert [int(batch) for batch in DataLoader[Any](Stopping(), num_workers=workers)] == [0]

@@ -19,9 +19,7 @@ BOTH = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 
 
 class Counting(Dataset[int]):
-    """Each sample has the number of samples that this copy has given. With a path, a worker dies once, at its
-    seventh.
-    """
+    """Each sample has the number of samples this copy has given. With a path, a worker dies once, at its seventh."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.given = 0
@@ -78,9 +76,7 @@ async def test_a_state_has_the_datasets(workers: int, step: int) -> None:
     ],
 )
 async def test_what_nobody_can_say_is_refused(make: Any, dataset: Any, changes: dict[str, Any], reason: str) -> None:
-    """Refused when a state is requested in an epoch; before the epoch it is allowed. A Subset hides the dataset's
-    state.
-    """
+    """A state is refused in an epoch, and allowed before it; a Subset, which hides the dataset's state, allows it."""
     loader = make(dataset(), **options(**changes))
     loader.state_dict()
     batches = aiter(loader) if make is AsyncDataLoader else iter(loader)

@@ -72,9 +72,7 @@ def test_an_epoch_whose_last_batch_was_delivered_is_complete(
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("seed", [None, 5])
 def test_the_loader_says_its_epoch(kind: str, seed: int | None) -> None:
-    """`epoch` is that of the batches being read, then the next; an epoch left early does not count; a state has its
-    own.
-    """
+    """`epoch` is that of the batches read, then the next; an epoch left early does not count; a state has its own."""
     with Stepwise(kind, AllDraws(N), batch_size=4, num_workers=1, seed=seed) as run:
         assert run.loader.epoch == 0
         run.begin()
@@ -195,9 +193,7 @@ def test_large_epochs(kind: str) -> None:
 def test_a_state_between_epochs_is_of_the_epoch_that_was_set(
     kind: str, before: str, options: dict[str, Any], epochs: list[list[Any]]
 ) -> None:
-    """The next iterator gives the epoch that `set_epoch` chose, and so does a loader resumed from a state taken
-    here.
-    """
+    """The next iterator gives the epoch that `set_epoch` chose, and so does a loader resumed from this state."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.begin()
         run.take(2)

@@ -103,9 +103,7 @@ def test_a_view_of_samples_draws_as_the_samples_do() -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_makes_a_whole_batch_is_seeded_by_the_batch(kind: str, workers: int) -> None:
-    """A dataset's own `__getitems__`, and a collation that draws, repeat their numbers; each batch has other
-    numbers.
-    """
+    """A dataset's own `__getitems__`, and a collation that draws, repeat their numbers; batches differ in them."""
     options: dict[str, Any] = {**SEEDED, "collate_fn": draw_and_collate, "num_workers": workers}
     got = epochs_of(kind, WholeDraws(N), **options)[0]
     assert_same(got, epochs_of("sync", WholeDraws(N), **{**options, "num_workers": 0})[0])
@@ -259,9 +257,7 @@ def test_one_warning_for_global_draws_in_coroutines(capfd: pytest.CaptureFixture
 
 
 def test_no_warning_for_draws_that_are_exact(capfd: pytest.CaptureFixture[str]) -> None:
-    """Draws from `sample_rng` in coroutines, from global generators in blocking samples, and in collations are
-    exact.
-    """
+    """`sample_rng` in coroutines, global generators in blocking samples, and collations that draw are exact."""
     for dataset in (AwaitedDraws(N), AllDraws(N)):
         assert WARNING not in _stderr(capfd, dataset, collate_fn=draw_and_collate)
 
@@ -289,9 +285,7 @@ class Gated(Rows):
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("factor", "ahead"), [(1, 0), (1, 8), (2, 5)])
 def test_a_slow_batch_does_not_stop_the_other_worker(kind: str, factor: int, ahead: int) -> None:
-    """While one worker makes the first batch, the other makes `reorder_window` batches beyond the credits; they are
-    delivered in order.
-    """
+    """While one worker makes the first batch, the other makes `reorder_window` beyond the credits; order is kept."""
     # The slow worker holds its credits: the first task and the tasks given to it with the first.
     behind = 2 * factor + ahead - factor
     options: dict[str, Any] = {"batch_size": 1, "seed": 1, "num_workers": 2, "multiprocessing_context": "fork"}

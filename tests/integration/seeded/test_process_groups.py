@@ -55,9 +55,7 @@ def steps_and_ends(ranks: list[list[Any]]) -> list[list[tuple[int, str]]]:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_uneven_shards_end_together(two: RankGroup, kind: str, workers: int) -> None:
-    """``on_uneven="drop"``: in each epoch every rank gets its own first batches, in the number that the shortest shard
-    has.
-    """
+    """``on_uneven="drop"``: in each epoch every rank gets its first batches, as numerous as the shortest shard's."""
     ranks = two("stream", [9, 6], kind=kind, epochs=3, num_workers=workers, persistent_workers=bool(workers))
     steps = 4 if workers else 3  # rank 1's two workers with three samples each make two batches each
     assert steps_and_ends(ranks) == [[(steps, "end")] * 3] * 2
@@ -277,7 +275,7 @@ def test_the_groups_ranks_share_the_order(three: RankGroup, kind: str, workers: 
 
 @pytest.mark.parametrize("rule", ["drop", "repeat", "pad"])
 def test_ranks_get_equal_numbers_of_batches(three: RankGroup, rule: str) -> None:
-    """Samples that cannot be shared evenly (50 = 4 * 12 + 2): equal numbers of batches on all ranks, which ``len``
+    """Samples that cannot be shared evenly (50 = 4 * 12 + 2): every rank has the number of batches that ``len``
     gives.
     """
     ranks = three("mapped", 50, batch_size=4, seed=5, on_uneven=rule)

@@ -1,6 +1,4 @@
-"""Ranks in seeded mode: joined in rank order they equal a single rank, and samples that cannot be shared are
-counted.
-"""
+"""Ranks in seeded mode: joined in rank order they equal a single rank; samples that cannot be shared are counted."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ def firsts(batches: list[Any]) -> list[float]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("loaded", ["a position", "nothing"])
 def test_a_state_describes_the_batches_that_were_delivered(kind: str, place: str, loaded: str) -> None:
-    """The state is not the loaded position while the older iterator is read; the next iterator begins at that
-    position.
-    """
+    """The state follows the older iterator while that is read; the next iterator begins at the loaded position."""
     dataset, options = PLACES[place]
     with Stepwise(kind, dataset, batch_size=1, **options) as run:
         run.begin()

@@ -53,9 +53,7 @@ def resumed(kind: str, state: dict[str, Any], count: int, **options: Any) -> lis
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("taken", range(STEPS + 1))
 def test_any_position(kind: str, taken: int, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """The state counts delivered batches: the rest of the epoch follows (none after the last batch), then whole
-    epochs.
-    """
+    """The state counts delivered batches: the rest of the epoch follows (none after the last), then whole epochs."""
     with Stepwise(kind, AllDraws(N), **options) as run:
         run.epoch()
         run.begin()
@@ -295,9 +293,7 @@ def test_the_length_stays_the_whole_epochs(make: Any) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_is_past_once_the_next_batch_came(kind: str, workers: int) -> None:
-    """A consumer that caught a sample's error and continued does not get it again; a consumer that stopped there
-    does.
-    """
+    """A consumer that caught a sample's error and continued does not get it again; one that stopped there does."""
     options: dict[str, Any] = {"batch_size": 2, "seed": 1, "num_workers": workers}
     with Stepwise(kind, Failing(10, bad=(4,)), **options) as run:
         run.begin()

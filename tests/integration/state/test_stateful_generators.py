@@ -83,9 +83,7 @@ def plain(batches: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_the_next_epoch(stream: Any, persistent: bool, batch_size: int | None, epochs: int) -> None:
-    """The loader's generator is seeded again as at the start; with persistent workers the epoch after it follows,
-    too.
-    """
+    """The loader's generator is seeded as at the start; with persistent workers the epoch after it is equal, too."""
 
     def make() -> StatefulDataLoader[Any]:
         return StatefulDataLoader[Any](stream(), batch_size=batch_size, **options(persistent_workers=persistent))

@@ -1,6 +1,4 @@
-"""StatefulDataLoader: the meaning of a state at each moment of an epoch, and the batches after it. Without
-torchdata.
-"""
+"""StatefulDataLoader: the meaning of a state at each moment of an epoch, and the batches after it; no torchdata."""
 
 from __future__ import annotations
 
@@ -206,9 +204,7 @@ def test_states_are_json(case: str) -> None:
 
 
 def test_what_is_read_again_is_said() -> None:
-    """Loading the state of a stream without a state of its own warns of the number of batches to be read and
-    dropped.
-    """
+    """Loading the state of a stream without a state warns of the number of batches to be read and dropped."""
     loader = StatefulDataLoader(Plain(), 2)
     iterator = iter(loader)
     for _ in range(3):
@@ -225,9 +221,7 @@ def test_what_is_read_again_is_said() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
 def test_other_numbers_of_workers(before: int, after: int) -> None:
-    """A stream's state fits the number of workers that it was saved with; the order of a map dataset fits any
-    number.
-    """
+    """A stream's state fits the number of workers it was saved with; a map dataset's order fits any number."""
     loader = StatefulDataLoader(Stream(), 2, num_workers=before)
     iterator = iter(loader)
     next(iterator)

@@ -163,8 +163,8 @@ class Told(IterableDataset[Any]):
 @pytest.mark.parametrize("mode", [{}, {"seed": 5}], ids=["torch", "seeded"])
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
 def test_a_dataset_that_is_told_the_epoch(kind: str, mode: dict[str, Any], workers: int, persistent: bool) -> None:
-    """``loader.set_epoch`` reaches the dataset's copies, also in persistent workers, before the resumed epoch and in
-    the epochs after it.
+    """``loader.set_epoch`` reaches the dataset's copies, also in persistent workers, for the resumed epoch and
+    later.
     """
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": persistent, **mode}
 
