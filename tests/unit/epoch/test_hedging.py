@@ -68,7 +68,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
 
 
 def test_one_task_in_twenty_may_cost() -> None:
-    """Only second assignments to a worker with other tasks count against the limit."""
+    """At most one task in 20 goes to a second worker that has other tasks."""
     hedging = Hedging()
     allowed = 0
     for number in range(400):

@@ -59,7 +59,7 @@ def test_the_position_is_no_part_of_the_indices() -> None:
 
 
 def test_skip_leaves_out_the_batch_and_records_each_sample() -> None:
-    """There is no batch, but a record per index, with the last worker's number, pid and stderr."""
+    """No batch is made; each index has a record with the last worker's number, pid and stderr."""
     batch, records = settled([3, 4, 5], "skip", trace="last words")
     assert batch is None
     assert [record.index for record in records] == [3, 4, 5]

@@ -17,7 +17,7 @@ async def waiting(queue: ReadyQueue, count: int) -> list[asyncio.Task[None]]:
 
 
 async def test_a_cancelled_waiter_passes_its_wake_up_on() -> None:
-    """This holds also if the queue is empty: the waiter may have been woken for a batch that is being copied."""
+    """The wake-up is passed on also if the queue is empty: it may be for a batch that is being copied."""
     queue = ReadyQueue()
     first, second, third = await waiting(queue, 3)
     queue.wake_one()

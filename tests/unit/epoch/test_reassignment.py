@@ -202,7 +202,7 @@ def test_a_suspect_waits_for_the_tasks_in_hand() -> None:
 
 
 def test_a_suspect_of_a_blocking_worker_is_sent_with_the_others(death: Deaths) -> None:
-    """It is certain which task killed a blocking worker, so a suspect need not be alone."""
+    """The first unanswered task certainly killed a blocking worker, so a suspect need not be alone."""
     recovery = blocking()
     recovery.died(death(), [0, 1, 2])
     assert replaced(recovery, 0, [0, 1, 2]) == [0, 1, 2]

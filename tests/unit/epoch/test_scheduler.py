@@ -374,7 +374,7 @@ def test_a_late_task_goes_to_a_second_worker_and_its_first_answer_counts() -> No
 
 
 def test_a_late_task_goes_where_it_is_made_soonest() -> None:
-    """It goes to the worker with the fewest tasks; to none if only an idle worker may; and to none in torch's turns."""
+    """The task goes to the worker with the fewest tasks; to none if only an idle one may; to none in torch's turns."""
     s = started(workers=3, offers=5, assignment="least_loaded")
     assert s.handle(Late([1, 2], idle=True)) == []
     assert s.handle(Late([1, 2])) == [Assign(2, Task(0, 0, 0))]

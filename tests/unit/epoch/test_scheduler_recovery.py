@@ -227,7 +227,7 @@ def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
 
 @pytest.mark.parametrize("index", [[3, 4], PositionedIndex(40, [3, 4])], ids=["plain", "placed"])
 def test_beyond_the_restarts_a_death_from_outside_names_the_indices(index: Any) -> None:
-    """Such a death is no quarantine, however often the task was struck; the advice names the worker's task."""
+    """A death from outside is no quarantine, however often the task was struck; the advice names the worker's task."""
     s = started(workers=1, max_restarts=3)
     s.handle(Offered(index))
     dies(s, 0, 17, 18, 19, outside=True)
@@ -240,7 +240,7 @@ def test_beyond_the_restarts_a_death_from_outside_names_the_indices(index: Any) 
 
 
 def test_a_death_over_several_tasks_tells_how_many() -> None:
-    """It is unknown over which task the worker died: the advice has their number and the indices of the first."""
+    """The task that killed the worker is unknown: the advice has the number of tasks and the first task's indices."""
     s = started(workers=1, credits=3, offers=3, concurrent=True, max_restarts=0)
     assert "It was at 3 tasks, the first of them for indices 0. To have a worker" in str(failure(s.handle(death(0))))
 

@@ -12,7 +12,7 @@ SHARE = 3
 
 @given(st.integers(1, 9), st.data())
 def test_it_is_the_one_that_a_look_at_all_finds(workers: int, data: st.DataObject) -> None:
-    """This holds whatever is assigned, answered, delivered or ended in between."""
+    """The choice is right whatever is assigned, answered, delivered or ended in between."""
     active, load, unanswered = [True] * workers, [0] * workers, [0] * workers
     choice = WorkerChoice(unanswered)
     for _ in range(data.draw(st.integers(1, 60))):

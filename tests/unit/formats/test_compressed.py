@@ -146,7 +146,7 @@ def test_a_bomb_of_empty_members() -> None:
 
 @pytest.mark.thorough
 def test_end_while_pending_is_a_mistake_of_the_caller() -> None:
-    """It would silently lose samples, so it raises a RuntimeError."""
+    """`end` would silently lose samples, so it raises a RuntimeError."""
     reader = make()
     reader.feed(gzip.compress(b"{}\n" * (2 * STEP)))
     with pytest.raises(RuntimeError, match="pending"):

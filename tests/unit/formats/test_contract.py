@@ -20,7 +20,7 @@ from tests.unit.formats.shard_readers import URL, check_any_split, check_resume
 
 
 def test_shard_error_says_where() -> None:
-    """It has message, URL and offset, is a ValueError, can be made from a message alone, and pickles whole."""
+    """The error has message, URL and offset, is a ValueError, can be made from a message alone, and pickles whole."""
     error = ShardError("broken", url="s3://b/x.tar", offset=12345)
     assert str(error) == "broken (s3://b/x.tar at byte 12,345)"
     assert str(ShardError("broken", url="u")) == "broken (u)"
@@ -101,7 +101,7 @@ class FixedRecords:
 
 
 def test_a_users_own_reader() -> None:
-    """It needs no base class, also inside a compression."""
+    """The reader needs no base class, also inside a compression."""
     data = b"abcdefghijkl"
 
     def packed(start: int) -> ShardReader:

@@ -58,7 +58,7 @@ def test_our_names_win() -> None:
 
 
 def test_a_byte_order_mark_is_skipped() -> None:
-    """It is skipped only at the beginning of the shard."""
+    """The mark is skipped only at the beginning of the shard."""
     assert samples_of(make(), b'\xef\xbb\xbf{"a": 1}')[0]["a"] == 1
     assert "no JSON" in error_of(make, b'{}\n\xef\xbb\xbf{"a": 1}')[0]
 

@@ -117,7 +117,7 @@ def test_every_way_of_writing(options: dict[str, Any]) -> None:
 
 
 def test_columns_are_chosen() -> None:
-    """Only their bytes are read; an unknown name is an error that lists the existing columns."""
+    """Only the chosen columns' bytes are read; an unknown name is an error that lists the existing columns."""
     data = parquet(range(20), size=1000)
     ranges = Ranges(data)
     assert rows_of(data, ranges, columns=["n"])[3].sample.keys() == {"n", "__key__", "__url__"}
@@ -275,7 +275,7 @@ def test_mutated_pages_end_in_errors_or_rows() -> None:
 
 
 def test_checksums_of_pages_are_verified() -> None:
-    """They are verified where the writer wrote them."""
+    """The checksums are verified where the writer wrote them."""
     data = bytearray(parquet(range(20), compression="none", use_dictionary=False, write_page_checksum=True))
     at = data.index(b"11111")
     data[at] += 1
@@ -385,7 +385,7 @@ def child() -> Iterator[Child]:
 
 @pytest.mark.thorough
 def test_an_encrypted_column(child: Child) -> None:
-    """Its metadata is encrypted, too: pyarrow's Python would end the process over it, so its C++ is asked first."""
+    """The metadata is encrypted, too: pyarrow's Python would end the process over it, so its C++ is asked first."""
     data = encrypted(plaintext_footer=True)
     assert "ShardError: pyarrow cannot open row group 0: Cannot decrypt" in child.read(data)
     assert [found.sample["a"] for found in rows_of(data, columns=["a"])] == [1, 2]
@@ -395,7 +395,7 @@ def test_an_encrypted_column(child: Child) -> None:
 @given(data=st.sampled_from(MANY).flatmap(corrupted))
 @settings(deadline=None, max_examples=scaled(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_files_are_rows_or_shard_errors(child: Child, data: bytes) -> None:
-    """This holds for any bytes. If pyarrow dies of them, the loader reports the worker's death."""
+    """Any bytes give rows or a ShardError. If pyarrow dies of them, the loader reports the worker's death."""
     answer = child.read(data)
     event(answer.partition(":")[0])
     assert answer.startswith(("rows", "ShardError", "died"))

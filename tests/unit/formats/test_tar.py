@@ -162,7 +162,7 @@ class TestWebdataset:
     @given(names=names)
     @settings(deadline=None, max_examples=scaled(40))
     def test_what_it_reads(self, names: list[str]) -> None:
-        """Its reader and ours agree on keys, fields, order, and on archives with a field twice."""
+        """webdataset's reader and ours agree on keys, fields, order, and on archives with a field twice."""
         archive = pack([(name, name.encode()) for name in names], tarfile.GNU_FORMAT)
         samples, error = read(make, archive)
         if error is None:
@@ -173,7 +173,7 @@ class TestWebdataset:
 
 
 def test_links_devices_and_directories_are_skipped() -> None:
-    """They have no data in a stream; no link is followed and no file is made."""
+    """These members have no data in a stream; no link is followed and no file is made."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
         for number, kind in enumerate(
@@ -244,7 +244,7 @@ class TestRefused:
         assert offset is not None
 
     def test_a_field_twice(self) -> None:
-        """It would overwrite the first field; so would a field called __key__."""
+        """The second field would overwrite the first; so would a field called __key__."""
         for names in (["a.txt", "a.TXT"], ["a.__key__"]):
             assert "twice" in error_of(make, pack([(name, b"") for name in names]))[0]
 
@@ -252,7 +252,7 @@ class TestRefused:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("length", [1, 40])
 def test_names_that_are_not_utf_8(format: str, length: int) -> None:
-    """They are read as tarfile reads them, in each place that a name may have; so are the samples after them."""
+    """Names are read as tarfile reads them, in each place that a name may have; so are the samples after them."""
     names = [b"one.txt", b"caf\xe9/" * (length - 1) + b"th\xe9.txt", b"two.txt"]
     archive = pack([(os.fsdecode(name), name) for name in names], FORMATS[format])
     samples, error = check_any_split(make, archive, [0.3, 0.6])

@@ -68,7 +68,7 @@ def test_checksum_of_the_standard() -> None:
 
 
 def test_a_known_record() -> None:
-    """These are the bytes that TensorFlow writes for an empty record."""
+    """The record has the bytes that TensorFlow writes for an empty record."""
     assert record(b"") == bytes.fromhex("0000000000000000 29039807 d8ea82a2")
     assert samples_of(make(), record(b"")) == [{"record": b"", "__key__": f"{NAME}:0", "__url__": URL}]
 
@@ -267,7 +267,7 @@ def test_no_example(data: bytes) -> None:
 
 
 def test_arrays_are_private_and_writable() -> None:
-    """They can become tensors without a warning or a copy."""
+    """The arrays can become tensors without a warning or a copy."""
     (sample,) = samples_of(examples(), record(serialized(GOOD)))
     assert sample["box"].flags.writeable
     assert sample["n"].flags.writeable

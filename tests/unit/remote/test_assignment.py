@@ -190,7 +190,7 @@ def test_what_was_given_back_is_given_to_later_requests_alone() -> None:
 
 
 def test_returns_are_taken_in_request_order() -> None:
-    """This holds also if a return existed when the epoch was resumed, and an earlier return is repeated after it."""
+    """The order holds also if a return existed when the epoch was resumed and earlier returns are repeated after it."""
     late, early = Returned((0, 2, 1), (REST,)), CatalogRange(1, 5)
     log = AssignmentLog(PLAN[:1], 1, [], [late])
     assigner = ShardAssigner(log, [StreamStart(), StreamStart(over=True), StreamStart(0, 0, 1)])

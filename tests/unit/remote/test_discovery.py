@@ -108,7 +108,7 @@ async def test_a_star_in_the_working_directory(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("written", ["{}/", "{}", "file://{}/"])
 async def test_a_prefix_is_all_known_shards_below_it(tmp_path: Path, written: str) -> None:
-    """They are sorted by path; other objects and hidden objects are left out. A local directory needs no slash."""
+    """Shards are sorted by path; other objects and hidden objects are left out. A local directory needs no slash."""
     stores = local(tmp_path, "b.tar", "a/c.jsonl", "a b.tar", "README.md", ".x.tar", "z/d.parquet")
     shards = await find_shards(written.format(tmp_path), stores)
     prefix = written.format(tmp_path).rstrip("/")

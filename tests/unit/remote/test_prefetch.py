@@ -88,7 +88,7 @@ async def test_an_error_comes_after_the_chunks_before_it() -> None:
 
 
 async def test_closing_ends_the_stream() -> None:
-    """It closes before the first chunk, in the middle, and while waiting for room; an unseen error is not logged."""
+    """The stream may be before its first chunk, in the middle, or waiting for room; an unseen error is not logged."""
     for steps in (0, 1, 3, 200):
         source = Source([bytes(10)] * 20, OSError("unseen"))
         ahead = StreamBuffer(source.stream(), most=25 if steps != 200 else 10_000)

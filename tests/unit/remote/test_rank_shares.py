@@ -55,7 +55,7 @@ def test_dropped_samples_are_estimated() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 40])
 def test_samples_of_a_range(parts: int) -> None:
-    """These are rows of Parquet; for MDS they are the samples between the positions at which it was cut."""
+    """A Parquet range counts rows, an MDS range the samples between the positions at which it was cut."""
     edges = tuple(100 + 10 * (50 * number // 20) for number in range(21))  # see `shard_sizes`: 50 samples, 20 pieces
     shards = [
         Shard("a.parquet", PARQUET, 1000, 50, edges=(0, 9, 20, 50)),

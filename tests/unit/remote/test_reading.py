@@ -154,7 +154,7 @@ async def test_bad_samples_are_told_of_in_the_loop() -> None:
 
 
 async def test_bad_samples_at_the_end_are_told_of() -> None:
-    """They are reported even if no good sample follows, as in a file with bad samples only."""
+    """Bad samples are reported even if no good sample follows, as in a file with bad samples only."""
     table = pa.table({"text": pa.array([b"a"] * 1500 + [b"\xff"] * 3, pa.binary()).view(pa.string())})
     for first, good in ((0, 1500), (1500, 0)):
         file = io.BytesIO()

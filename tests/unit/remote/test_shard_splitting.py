@@ -77,7 +77,7 @@ def test_no_parts_are_refused() -> None:
 )
 @settings(deadline=None)
 def test_ranges_cover_each_shard_once(kinds: list[int | list[int] | None], parts: int) -> None:
-    """They are in order, without gap or overlap, and not fewer than asked for unless no shard can be cut further."""
+    """Ranges are in order, without gap or overlap, and not fewer than asked for unless nothing can be cut further."""
     shards: list[Shard] = []
     for number, kind in enumerate(kinds):
         if kind is None:

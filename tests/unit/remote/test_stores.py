@@ -57,7 +57,7 @@ async def test_web_urls_are_asked_for_as_they_are_written(name: str) -> None:
 def test_relative_paths_belong_to_the_directory_of_construction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds also in a worker that runs in another directory."""
+    """Relative paths keep their directory also in a worker that runs in another directory."""
     monkeypatch.chdir(tmp_path)
     stores = Stores()
     monkeypatch.chdir("/")

@@ -91,7 +91,7 @@ async def test_shards_one_after_the_other() -> None:
 
 
 async def test_the_next_assignment_is_requested_before_the_end() -> None:
-    """It is requested when 12 MiB of the current assignment are left; for a small assignment, at its beginning."""
+    """The request is made when 12 MiB of the current assignment are left; for a small assignment, at its beginning."""
     store = Store(20, 2, 2)
     assignments = Assignments(store)
     stream = WorkerStream(store.shards, store.open, assignments, 0)
@@ -109,7 +109,7 @@ async def test_the_next_assignment_is_requested_before_the_end() -> None:
 
 @pytest.mark.parametrize("shuffle", [0, 5])
 async def test_bad_samples_are_raised_once_each(shuffle: int) -> None:
-    """They are raised before the samples after them; samples already taken are in the next batch."""
+    """Bad samples are raised before the samples after them; samples already taken are in the next batch."""
     store = Store(6, 5, bad=(2, 3), broken=(103,))
     stream = WorkerStream(store.shards, store.open, Assignments(store), shuffle)
     got: list[int] = []

@@ -143,7 +143,7 @@ def test_samples_of_every_length_are_dropped_now_and_then(make: Callable[..., An
 
 @BOTH
 def test_they_are_samplers_of_torch(make: Callable[..., AnySampler]) -> None:
-    """They are of torch's class, pickle with their epoch, and work as `batch_sampler` of torch's loader and ours."""
+    """The samplers are of torch's class, pickle with their epoch, and serve torch's loader and ours."""
     lengths = some_lengths(100)
     sampler = make(lengths)
     sampler.set_epoch(2)

@@ -251,7 +251,7 @@ def test_error_rule_names_what_is_left() -> None:
 def test_padding_says_which_samples_are_there_for_evenness(
     size: int, batch_size: int, ranks: int, rule: OnUneven
 ) -> None:
-    """The paddings are at the ends of the ranks' last batches, and contain all the repeated samples."""
+    """The ranks' paddings end their last batches, and contain all the repeated samples."""
     padded = 0
     for view in views(list(range(size)), batch_size, ranks, rule):
         batches_of_rank = steps(view)

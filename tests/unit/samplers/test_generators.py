@@ -45,7 +45,7 @@ class Wordless:
 @pytest.mark.parametrize("options", [{}, {"seed": 3}])
 @pytest.mark.parametrize("ring", [1, 2])
 def test_a_sampler_that_refers_to_itself(ring: int, options: dict[str, Any]) -> None:
-    """Such a sampler is iterated, gets its epoch, is saved and is resumed, in both modes."""
+    """The sampler is iterated, gets its epoch, is saved and is resumed, in both modes."""
     sampler = Itself()
     if ring == 2:
         outer = Itself()

@@ -229,7 +229,7 @@ def test_drop_leaves_out_empty_datasets() -> None:
 
 
 def test_in_every_loader() -> None:
-    """It is of torch's class, pickles, takes the ConcatDataset itself, and feeds torch's loader and ours."""
+    """The sampler is of torch's class, pickles, takes the ConcatDataset itself, and feeds torch's loader and ours."""
     both: ConcatDataset[Any] = ConcatDataset([TensorDataset(torch.arange(30)), TensorDataset(torch.arange(100, 110))])
     sampler = MixtureSampler(both, [2, 1], seed=4, on_exhausted="drop")
     assert isinstance(sampler, Sampler)

@@ -24,7 +24,7 @@ from tests.helpers.running import run_async
 
 
 def test_every_index_once() -> None:
-    """This holds over several blocks, and for the smallest sizes."""
+    """Every index is given once over several blocks, and for the smallest sizes."""
     for size in (0, 1, 2, 4095, 4096, 4097, 10_000):
         order = list(SeededSampler(range(size), seed=5))
         assert sorted(order) == list(range(size))
@@ -87,7 +87,7 @@ def test_values_out_of_range() -> None:
 
 
 def test_it_is_a_sampler_of_torch() -> None:
-    """It is of torch's class, pickles, and feeds torch's BatchSampler."""
+    """The sampler is of torch's class, pickles, and feeds torch's BatchSampler."""
     sampler = SeededSampler(range(10), seed=1)
     sampler.set_epoch(2)
     assert isinstance(sampler, Sampler)

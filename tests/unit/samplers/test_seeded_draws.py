@@ -142,7 +142,7 @@ def test_a_default_device_changes_nothing(name: str) -> None:
 
 
 def test_another_random_sampler_warns_where_ranks_share_its_order() -> None:
-    """It warns once the sampler has drawn from the global generator; not for one rank, nor with its own generator."""
+    """A sampler that drew from the global generator is warned of; not for one rank or with a generator of its own."""
     for world_size, generator, warns in ((2, None, True), (1, None, False), (2, torch.Generator(), False)):
         sampler = Mine(DATASET, generator=generator)
         loader = DataLoader[Any](DATASET, batch_size=4, sampler=sampler, seed=5, rank=0, world_size=world_size)

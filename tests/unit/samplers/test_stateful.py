@@ -362,7 +362,7 @@ class TestDistributed:
         assert list(sampler) == [6, 8]
 
     def test_it_is_a_sampler_of_torch(self) -> None:
-        """It is of torch's class, checks the rank like that, and feeds torch's BatchSampler."""
+        """The sampler is of torch's class, checks the rank like that, and feeds torch's BatchSampler."""
         sampler = StatefulDistributedSampler(range(10), 2, 0, shuffle=False)
         assert isinstance(sampler, DistributedSampler)
         assert len(sampler) == 5

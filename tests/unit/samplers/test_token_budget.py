@@ -71,7 +71,7 @@ def test_larger_windows_are_filled_better() -> None:
 
 
 def test_samples_that_are_too_long() -> None:
-    """They raise an error that names the first of them, or are left out and counted."""
+    """Samples above the budget raise an error that names the first of them, or are left out and counted."""
     lengths = [5, 9, 3, 12, 8]
     with pytest.raises(ValueError, match=r"sample 1 has length 9, which is more than max_tokens=8; 2 of 5 .* has 12"):
         TokenBudgetBatchSampler(lengths, 8, 0)

@@ -64,7 +64,7 @@ def test_lists_of_one_type_come_back(value: list[Any]) -> None:
     ],
 )
 def test_bytes_an_item(value: list[Any], kind: str, most: int) -> None:
-    """A packed item takes its own bytes and four bytes of a table, a number as few as the range needs.
+    """A packed text takes its bytes and four bytes of a table, a number the fewest bytes for the list's range.
 
     Lists of other items are pickled.
     """

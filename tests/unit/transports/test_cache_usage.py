@@ -62,7 +62,7 @@ def test_the_time_of_use_is_known_to_the_minute(folder: Path) -> None:
 
 
 def test_an_object_that_is_too_large_is_not_cached(folder: Path) -> None:
-    """It evicts nothing."""
+    """The object that is too large evicts no other object."""
     store = opened(folder, 8192)
     put(store, "u")
     put(store, "large", data=bytes(8193))
@@ -128,7 +128,7 @@ def test_a_damaged_usage_file_is_rewritten(folder: Path) -> None:
 
 
 def test_a_torn_file_subtracts_nothing(folder: Path) -> None:
-    """Its original size is unknown, and other processes that find it would subtract it as well."""
+    """The file's original size is unknown, and other processes that find it would subtract it as well."""
     store = opened(folder, 4 * 4096)
     put(store, "torn")
     file_of(folder, "torn").write_bytes(bytes(20 * 4096))

@@ -202,7 +202,7 @@ async def test_a_replaced_object_without_revalidation(tmp_path: Path) -> None:
 
 
 async def test_a_pinned_version_goes_on_in_the_cache(tmp_path: Path) -> None:
-    """Its cached blocks are read; its other blocks are an error. A read that is not pinned gets the new version."""
+    """The version's cached blocks are read; its other blocks are an error. An unpinned read gets the new version."""
     store = Ranged({"a": LARGE})
     async with around(store, tmp_path) as transport:
         pinned = transport.pinned("a")
@@ -215,7 +215,7 @@ async def test_a_pinned_version_goes_on_in_the_cache(tmp_path: Path) -> None:
 
 
 async def test_an_object_that_changes_during_a_read(tmp_path: Path) -> None:
-    """Its bytes are not cached under the old version, and a read that is not pinned gets one version."""
+    """The bytes are not cached under the old version, and a read that is not pinned gets one version."""
     store = Ranged({"a": LARGE})
     async with around(store, tmp_path) as transport:
         assert await transport.read_range("a", 0, 1) == LARGE[:1]
@@ -338,7 +338,7 @@ async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("limit", [100_000, BLOCK_BYTES, 2 * BLOCK_BYTES + 30_000])
 async def test_a_bound_that_is_smaller_than_a_range(tmp_path: Path, limit: int) -> None:
-    """The range is read nevertheless; where its blocks do not fit, only its own bytes are. The bound holds."""
+    """The range is read nevertheless, without the rest of its blocks where they do not fit. The bound holds."""
     store = Ranged({"a": LARGE})
     async with around(store, tmp_path, limit) as transport:
         for _ in range(2):

@@ -208,7 +208,7 @@ def test_bytes_are_of_one_version_or_there_is_an_error(
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 12), max_size=6))
 def test_a_proved_download_asks_for_no_byte_twice(size: int, breaks: list[int]) -> None:
-    """It continues where it broke, and counts that; each failure is one retry."""
+    """The download continues where it broke, and counts that; each failure is one retry."""
     store = Store(size, [*(Answer(0, after) for after in breaks), Answer()], proves=True)
     data, client = run(store, lambda client: StoreDownload(client, "a").rest())
     assert data == store.content(0)

@@ -28,7 +28,7 @@ def test_the_table_is_complete() -> None:
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_leaf_is_ours_and_the_builtin_error(leaf: type[errors.TransportError]) -> None:
-    """It can be caught as the package's root, the family's root, or the builtin."""
+    """The error can be caught as the package's root, the family's root, or the builtin."""
     assert issubclass(leaf, LoaderError)
     assert issubclass(leaf, errors.TransportError)
     assert issubclass(leaf, LEAVES[leaf])

@@ -26,7 +26,7 @@ async def test_no_calls() -> None:
 
 
 async def test_the_first_failure_ends_all() -> None:
-    """Its error is raised bare, with its cause, when the others have been cancelled and have ended."""
+    """The failed call's error is raised bare, with its cause, when the others have been cancelled and have ended."""
     cause = OSError("underneath")
     ended: list[str] = []
 

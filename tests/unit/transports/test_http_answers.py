@@ -84,7 +84,7 @@ def test_hostile_headers_never_raise(mine: dict[str, str], other: dict[str, str]
     ],
 )
 def test_what_proves_equality(headers: dict[str, str], validator: str | None) -> None:
-    """Only a strong ETag proves it, and without one a date that is at least a minute old."""
+    """Equality is proved by a strong ETag only, or without an ETag by a date that is at least a minute old."""
     assert Version.of(headers, None).validator == validator
 
 

@@ -52,7 +52,7 @@ async def test_read_is_cancelled_in_the_queue_of_the_threads(root: Path) -> None
 
 
 async def test_open_gives_a_file_of_aiofiles(root: Path) -> None:
-    """It can read, seek and give its position, and is closed when the block ends."""
+    """The file can read, seek and give its position, and is closed when the block ends."""
     async with LocalTransport(root) as transport:
         async with transport.open("a.bin") as file:
             assert await file.read(3) == b"\x00\x01\x02"

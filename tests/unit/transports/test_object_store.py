@@ -22,7 +22,7 @@ from asyncloader.transports import InvalidPath, ObjectStoreTransport, RetryPolic
     ],
 )
 def test_impossible_options(options: dict[str, Any], text: str) -> None:
-    """They are refused by the constructor."""
+    """Impossible options are refused by the constructor."""
     with pytest.raises(ValueError, match=text):
         ObjectStoreTransport(options.pop("root", "s3://bucket"), **options)
 

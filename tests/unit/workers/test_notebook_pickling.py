@@ -47,7 +47,7 @@ def test_this_is_no_session() -> None:
 
 
 def test_the_name_of_standard_input_is_hidden(main: ModuleType) -> None:
-    """It is hidden while a process is started: multiprocessing would have the child import "<stdin>"."""
+    """The name is hidden while a process is started: multiprocessing would have the child import "<stdin>"."""
     vars(main)["__file__"] = "<stdin>"
     with file_of_main_hidden(), file_of_main_hidden():
         assert not hasattr(main, "__file__")

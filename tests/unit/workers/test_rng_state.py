@@ -98,7 +98,7 @@ def test_another_process_goes_on() -> None:
 
 
 def test_the_bytes_are_plain() -> None:
-    """They contain only Python's and numpy's own types: nothing of a user's has to be imported to read them."""
+    """The bytes contain only Python's and numpy's own types: nothing of a user's must be imported to read them."""
     ours, numpys, torchs = pickle.loads(save_rng_state())
     assert ours == random.getstate()
     assert numpys[0] == "MT19937"

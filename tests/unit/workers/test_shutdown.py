@@ -124,7 +124,7 @@ class Clock:
 
 
 def test_worker_that_goes_when_asked(start: Started) -> None:
-    """It exits by itself (exit code 0), and all its descriptors are closed."""
+    """The worker exits by itself (exit code 0), and all its descriptors are closed."""
     one, two = start(goes), start(goes)
     assert run([one, two]) == []
     assert [p.process.exitcode for p in (one, two)] == [0, 0]

@@ -102,7 +102,7 @@ process = st.fixed_dictionaries(
 
 @given(st.lists(process, max_size=5), st.lists(st.sampled_from([0.0, 0.0, 0.01, 0.3, 3.0]), max_size=6), st.data())
 def test_every_history_ends_in_time(plans: list[dict[str, Any]], late: list[float], data: st.DataObject) -> None:
-    """Whatever dies when: ends in the budget, never goes back, gives up only killed processes, releases each once."""
+    """Whatever dies when, the machine ends in time, never goes back, gives up only the killed, releases each once."""
     machine, now, overshoot = Shutdown(len(plans), 0.0), 0.0, 0.0
     dies = [plan["alone"] if plan["alone"] is not None else float("inf") for plan in plans]
     killed: dict[int, float] = {}

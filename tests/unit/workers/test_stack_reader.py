@@ -61,7 +61,7 @@ def test_ends_are_not_inherited_and_do_not_block() -> None:
 
 
 def test_crash_trace_is_the_struck_thread() -> None:
-    """It is the crashed thread's of the last dump; without a crash it is empty."""
+    """The trace is the crashed thread's of the last dump; without a crash it is empty."""
     asked = 'Current thread 0x1 (most recent call first):\n  File "a", line 1 in asked\n'
     crash = (
         "Fatal Python error: Bus error\n\n"

@@ -42,7 +42,7 @@ def test_an_answer_in_time_removes_the_deadline(clock: Clock, on_timeout: Timeou
 
 
 def test_a_blocking_workers_next_task_begins_with_its_answer(clock: Clock, on_timeout: Timeouts) -> None:
-    """Its second task waits for the first: the time in the queue does not count."""
+    """A blocking worker's second task waits for the first: the time in the queue does not count."""
     watchdog = watching(clock, on_timeout)
     for seq in range(3):
         watchdog.assigned(0, seq)
@@ -56,7 +56,7 @@ def test_a_blocking_workers_next_task_begins_with_its_answer(clock: Clock, on_ti
 
 
 def test_a_concurrent_workers_tasks_begin_when_they_are_given(clock: Clock, on_timeout: Timeouts) -> None:
-    """It works on all of its tasks at a time: the answer to another task extends no deadline."""
+    """A concurrent worker works on all of its tasks at a time: another answer extends no deadline."""
     watchdog = watching(clock, on_timeout, concurrent=True)
     watchdog.assigned(0, 0)
     clock.at(1)

@@ -69,7 +69,7 @@ def test_a_peer_that_is_busy_for_ever(challenges: bool, text: str, monkeypatch: 
 
 @pytest.mark.parametrize("mirrors", [False, True])
 def test_a_peer_that_claims_to_have_the_token(mirrors: bool) -> None:
-    """Such a peer is refused, also if it sends the loader's own proof back: it could give wrong samples."""
+    """The peer is refused, also if it sends the loader's own proof back: it could give wrong samples."""
 
     def play() -> None:
         link = Link(listener.accept()[0])

@@ -18,7 +18,7 @@ def test_the_least_loaded_comes_first_and_equal_ones_take_turns() -> None:
 
 
 def test_a_node_that_fails_comes_last() -> None:
-    """Its load does not matter."""
+    """The load of a failing node does not matter."""
     assert node_order([0.5, 0.0, 0.25], 0, [0, 1, 0]) == [2, 0, 1]
 
 

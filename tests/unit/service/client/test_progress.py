@@ -30,7 +30,7 @@ def test_a_node_that_delivers_nothing_is_left_alone_for_longer_each_time() -> No
 
 
 def test_no_progress() -> None:
-    """It is reported once three worker connections with tasks were lost in `wait` seconds or more without an answer."""
+    """Reported once three connections with tasks were lost without an answer, in at least `wait` seconds."""
     progress = NodeProgress(60)
     for now in range(0, 70, 10):
         assert now == 60 or progress.problem(7, False, now) is None
@@ -75,7 +75,7 @@ def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connectio
 
 
 def test_a_node_that_was_not_there_is_avoided_for_a_minute() -> None:
-    """It is avoided like a node that delivers nothing, until a connection to it succeeds."""
+    """The node is avoided like a node that delivers nothing, until a connection to it succeeds."""
     progress = NodeProgress(60)
     assert not progress.avoided("a", 0.0)
     progress.refused("a", "Connection refused", 10.0)

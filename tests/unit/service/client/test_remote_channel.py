@@ -43,12 +43,12 @@ def checked(meanwhile: Callable[[socket.socket, Link], object]) -> bool:
 
 
 def test_a_silent_node() -> None:
-    """It counts as lost."""
+    """The node counts as lost."""
     assert not checked(lambda node, link: None)
 
 
 def test_a_silent_node_in_a_later_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts as lost, too: each epoch may have its own loop, and the timers of a closed loop never fire."""
+    """The node counts as lost, too: each epoch may have its own loop, and timers of a closed loop never fire."""
     monkeypatch.setattr(remote_channel, "_CHECK_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = Link(socket.create_connection(server.getsockname()))
@@ -71,12 +71,12 @@ def test_a_silent_node_in_a_later_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_that_the_loop_has_not_read() -> None:
-    """They prove that the node lives: only the loop was blocked."""
+    """Unread answers prove that the node lives: only the loop was blocked."""
     assert checked(lambda node, link: node.send(frames.pack_header(frames.PONG)))
 
 
 def test_a_slow_payload() -> None:
-    """It proves that the node lives, although too little of it has arrived to wake the reader."""
+    """Its bytes prove that the node lives, although too few have arrived to wake the reader."""
 
     def trickle(node: socket.socket, link: Link) -> None:
         if not link.received:
@@ -144,7 +144,7 @@ async def test_a_batch_that_is_not_as_its_header_says(task: int, nbytes: int, so
 
 
 async def test_a_worker_that_moves() -> None:
-    """Its connection ends with the answer to its last task, or at once if it has no task."""
+    """The connection ends with the answer to its last task, or at once if it has no task."""
     with with_task() as (channel, node):
         channel.leave("another node has come")
         assert not channel.ended

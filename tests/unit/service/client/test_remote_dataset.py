@@ -105,7 +105,7 @@ def test_a_node_is_asked_once(read: Any, node: Node) -> None:
 
 
 def test_a_clone_has_the_order_and_what_was_set(node: Node) -> None:
-    """This holds also for a clone of a loader that has not asked yet."""
+    """The clone has both even if the loader has not asked a node yet."""
     order = RandomSampler(range(40))
     loader = DataLoader[Any](definitions.numbers(), sampler=order, **OPTIONS)
     loader.timeout = 7.0
@@ -118,7 +118,7 @@ def test_a_clone_has_the_order_and_what_was_set(node: Node) -> None:
 
 
 def test_arguments_that_do_not_go_with_the_dataset(node: Node) -> None:
-    """They raise the constructor's error once the dataset is known; arguments that suit no dataset raise it at once."""
+    """The constructor's error is raised once the dataset is known; for arguments that suit no dataset, at once."""
     node.info = STREAM
     loader = DataLoader[Any](definitions.numbers(), shuffle=True, **OPTIONS)
     for _ in range(2):

@@ -31,7 +31,7 @@ PASSED: dict[str, Callable[[], int]] = {
 @pytest.mark.network
 @pytest.mark.parametrize("passed", PASSED.values(), ids=PASSED)
 def test_a_descriptor_that_is_no_connection(passed: Callable[[], int]) -> None:
-    """It is closed, and is an error when the worker is opened, not when the first task is sent."""
+    """The descriptor is closed, and is an error when the worker is opened, not when the first task is sent."""
     ours, theirs = socket.socketpair()
     with theirs:
         link = Link(ours)
@@ -43,7 +43,7 @@ def test_a_descriptor_that_is_no_connection(passed: Callable[[], int]) -> None:
 
 @pytest.mark.network
 def test_a_worker_that_the_loader_kills() -> None:
-    """Its death names its node, also if the node never reports the death."""
+    """The worker's death names its node, also if the node never reports the death."""
     ours, theirs = socket.socketpair()
     with theirs:
         link = Link(ours)

@@ -44,7 +44,7 @@ def test_what_is_unsent_makes_it_full() -> None:
 
 
 def test_all_that_wait_are_called() -> None:
-    """They are called in their order; a function that waits again within its call is called the next time."""
+    """Waiting functions are called in order; a function that waits again within its call is called the next time."""
     called: list[str] = []
     quota = MemoryQuota("one", 100)
 

@@ -26,7 +26,7 @@ MOST = 8 << 20
 
 
 async def test_a_loader_gets_no_more_memory_than_its_share() -> None:
-    """Its other connections count; the refusal is a death that it is blamed for, so it does not retry forever."""
+    """The loader's other connections count; the refusal is a death it is blamed for, so it does not retry forever."""
     quota = MemoryQuota("one", most_bytes=1 << 21)
     theirs, ours = socket.socketpair()
     loader, (node_end, process_end) = Link(theirs), channel_pair()
@@ -97,7 +97,7 @@ class Played:
 
 
 async def test_the_end_of_a_stream_that_comes_late() -> None:
-    """It voids the tasks of its epoch, and not those of the next epoch, which the loader has begun since."""
+    """The message voids the tasks of its epoch, and not those of the next, which the loader has begun since."""
     async with Played() as played:
         played.loader.send(wire.TASK, b"index", epoch=0, task=5)
         (_, ring_body), _ = await played.frames_at_process(2)
@@ -119,7 +119,7 @@ async def test_the_end_of_a_stream_that_comes_late() -> None:
 
 
 async def test_tasks_behind_the_end_of_a_stream() -> None:
-    """They are not answered, so a node that is asked to stop does not wait for them."""
+    """The tasks are not answered, so a node that is asked to stop does not wait for them."""
     async with Played() as played:
         played.loader.send(wire.TASK, b"index", epoch=0, task=0)
         await played.frames_at_process(2)
@@ -143,7 +143,7 @@ def answered(epoch: int, task: int) -> bytes:
 
 
 async def test_answered_tasks_make_room() -> None:
-    """Their slots and the bytes of their indices are free again, however many tasks an epoch has."""
+    """The slots and the bytes of the tasks' indices are free again, however many tasks an epoch has."""
     ring: WorkerRing | None = None
     async with Played() as played:
         for task in range(3 * GIVEN):
@@ -182,7 +182,7 @@ async def test_waiting_tasks_do_not_follow_the_end_of_their_epoch() -> None:
 
 
 async def test_batches_before_a_death() -> None:
-    """They are sent before the report of the death: otherwise they would be made a second time."""
+    """Batches are sent before the report of the death: otherwise they would be made a second time."""
     async with Played() as played:
         for task in range(2):
             played.loader.send(wire.TASK, b"index", epoch=0, task=task)
@@ -197,7 +197,7 @@ async def test_batches_before_a_death() -> None:
 
 
 async def test_a_node_that_drains() -> None:
-    """It answers the tasks that the process has, begins none of those that wait, and sends the last message whole."""
+    """The node answers the tasks that the process has, begins no waiting task, and sends the last message whole."""
     async with Played() as played:
         for task in range(GIVEN + 2):
             played.loader.send(wire.TASK, b"index", epoch=0, task=task)
@@ -254,7 +254,7 @@ async def test_batches_that_are_not_read() -> None:
 
 
 async def test_one_batch_that_is_larger_than_a_loaders_share() -> None:
-    """It is refused, with a death that the loader is blamed for."""
+    """The batch is refused, with a death that the loader is blamed for."""
     async with Played(most_bytes=MOST) as played:
         played.loader.send(wire.TASK, b"index", epoch=0, task=0)
         _, (_, body) = await played.frames_at_process(2)

@@ -58,7 +58,7 @@ def test_loaders_have_equal_time() -> None:
 
 
 def test_a_loader_that_suspects_a_task() -> None:
-    """It cannot capture the stderr that the process's tasks share; the descriptor that it passed is closed."""
+    """The loader cannot capture the stderr that the process's tasks share; the descriptor that it passed is closed."""
     fd = os.open("/dev/zero", os.O_RDONLY)
     runner: Any = object.__new__(TaskRunner)
     runner._draw_check, runner._suspect = object(), None  # a service's
@@ -87,7 +87,7 @@ class Divided(IterableDataset[int]):
 
 
 def test_a_connection_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its dataset is compared with the node's outside of any worker, where the node's was described."""
+    """The connection's dataset is compared with the node's outside of any worker, where the node's was described."""
     monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(num_workers=2))
     start = MSGPACK.dumps(tuple(EpochStart()))
     opening: Any = SimpleNamespace(

@@ -80,7 +80,7 @@ def test_any_bytes(data: bytes) -> None:
 
 @pytest.mark.parametrize(("body", "payload"), [(51, 0), (0, 1), ((1 << 32) - 1, 0), (0, (1 << 64) - 1)])
 def test_sizes_over_the_limit(body: int, payload: int) -> None:
-    """They are refused by the header alone. Without a `place` there may be no payload at all."""
+    """Such messages are refused by the header alone. Without a `place` there may be no payload at all."""
     with connected(most_body=50) as (ours, link):
         ours.sendall(pack_header(1, body, payload=payload))
         with pytest.raises(ValueError, match="over the limit"):
@@ -129,7 +129,7 @@ def test_a_closed_link_lets_go() -> None:
 
 
 def test_a_descriptor_of_a_long_message() -> None:
-    """It is received once, although the socket takes the message in several pieces."""
+    """The descriptor is received once, although the socket takes the message in several pieces."""
     reader, writer = os.pipe()
     with connected() as (ours, link):
         assert not link.send(1, bytes(1 << 22), fd=writer)
@@ -146,7 +146,7 @@ def test_a_descriptor_of_a_long_message() -> None:
 
 
 def test_bytes_that_tls_has_decrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not make the socket readable, so a reader that waits for it gets them all at once."""
+    """Decrypted bytes do not make the socket readable, so a reader that waits for it gets them all at once."""
     files = make_authority(tmp_path)
     node_side, loader_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     node_side.load_cert_chain(files["node_cert"], files["node_key"])

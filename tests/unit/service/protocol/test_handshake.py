@@ -19,7 +19,7 @@ from asyncloader.service.protocol.records import DatasetInfo
     ],
 )
 def test_a_dataset_that_cannot_be(info: DatasetInfo) -> None:
-    """It is refused before anything is planned with it: for example, it has no length and is not iterable."""
+    """The description is refused before anything is planned with it: for example, it has no length and no iterator."""
     with pytest.raises(ValueError, match="a WELCOME that cannot be read"):
         Welcome(b"", info).checked_info()
 
@@ -33,7 +33,7 @@ def test_a_dataset_that_can_be(info: DatasetInfo) -> None:
 
 
 def test_a_proof_is_for_one_side_of_one_connection() -> None:
-    """It fits neither the other side, nor another connection, nor another token."""
+    """The proof fits neither the other side, nor another connection, nor another token."""
     loaders, nodes = nonce(), nonce()
     given = proof("secret", "loader", loaders, nodes)
     assert proves(given, "secret", "loader", loaders, nodes)

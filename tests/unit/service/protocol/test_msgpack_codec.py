@@ -40,7 +40,7 @@ def taken(state: Any) -> Cursor:
 
 
 def test_a_cursor_arrives_as_it_was() -> None:
-    """Its state is complete, with a long list; each reading gives a copy of its own."""
+    """The cursor's state is complete, with a long list; each reading gives a copy of its own."""
     cursor = taken(STATE)
     assert (*cursor[:3], *cursor[4:]) == (1, 4, False, None, "", "")
     assert cursor.dataset["at"] == 3
@@ -69,14 +69,14 @@ BROKEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
 def test_a_broken_cursor_is_refused_on_arrival(data: bytes) -> None:
-    """It is refused before its value is read: the answer that it was sent with must not count."""
+    """The cursor is refused before its value is read: the answer that it was sent with must not count."""
     with pytest.raises(ValueError, match="broken stream"):
         MSGPACK.load_cursor(data)
 
 
 @pytest.mark.parametrize("itself", ["", "within", "before", "ended"])
 def test_an_epoch_may_begin_with_any_cursor(itself: str) -> None:
-    """Also the cursor of the end of the epoch before, from which new workers of a persistent loader go on."""
+    """A cursor may be that of the end of the epoch before, from which a persistent loader's new workers go on."""
     start = EpochStart(epoch=3, cursor=Cursor(0, 0, False, {"at": 4}, {"at": 20}, itself=itself))
     assert MSGPACK.load_start(MSGPACK.dumps(tuple(start))) == start
 

@@ -124,7 +124,7 @@ def test_other_values_come_back(value: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
 @pytest.mark.parametrize("layout", sorted(SPARSE_LAYOUTS, key=str), ids=str)
 def test_sparse_tensors_come_back(layout: torch.layout) -> None:
-    """Their layout is kept; for coordinates also whether they are coalesced."""
+    """The layout is kept; for coordinates also whether they are coalesced."""
     block = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
     tensor = torch.tensor([[0.0, 1, 0, 2], [3, 0, 0, 4]], dtype=torch.float64).to_sparse(layout=layout, blocksize=block)
     for value in [tensor] if block or layout is not torch.sparse_coo else [tensor, tensor + tensor, doubled(tensor)]:
@@ -164,7 +164,7 @@ def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
 
 
 def test_a_value_that_contains_itself() -> None:
-    """It is an error, and no endless loop."""
+    """The value is an error, and no endless loop."""
     value: list[Any] = []
     value.append(value)
     with pytest.raises(Unsendable, match="refers to itself"):
@@ -291,7 +291,7 @@ def test_what_is_made_can_be_used(dtype: torch.dtype) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
-    """They give a value or a ValueError."""
+    """Any bytes give a value or a ValueError."""
     with suppress(ValueError):
         unpack(data)
 

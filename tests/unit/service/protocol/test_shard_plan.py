@@ -41,7 +41,7 @@ def test_a_plan_comes_in_pieces(shards: int) -> None:
 
 
 def test_a_plan_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused before it takes all memory."""
+    """The plan is refused before it takes all memory."""
     part = next(iter(messages(Plan("mark", ["shard"] * 20_000, [], None, 0.0))))
     monkeypatch.setattr(shard_plan, "_MOST_PLAN", 10 * len(part))
     with pytest.raises(ValueError, match="a plan of more than"):
@@ -71,7 +71,7 @@ def test_what_is_no_plan(body: bytes) -> None:
     ],
 )
 def test_requests_out_of_range(changes: dict[str, Any]) -> None:
-    """They are refused before anything is planned; a catalog is checked in the same way."""
+    """Such requests are refused before anything is planned; a catalog is checked in the same way."""
     assert read_request(pack_record(REQUEST)) == REQUEST
     with pytest.raises(ValueError, match=r"PLAN|rank"):
         read_request(pack_record(REQUEST._replace(**changes)))

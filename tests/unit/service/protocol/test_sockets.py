@@ -13,7 +13,7 @@ pytestmark = pytest.mark.network
 
 
 async def test_the_socket_of_a_killed_node_is_replaced(tmp_path: Path) -> None:
-    """Its file is left over, and no process listens at it."""
+    """The killed node's file is left over, and no process listens at it."""
     path = tmp_path / "node.sock"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))

@@ -149,7 +149,7 @@ async def test_cancelling_waits_for_the_running_samples() -> None:
 
 
 async def test_a_sample_that_is_cancelled_by_itself_is_an_error() -> None:
-    """Its task was not cancelled from outside, so the batch fails instead of waiting forever."""
+    """The sample's task was not cancelled from outside, so the batch fails instead of waiting forever."""
 
     async def cancels() -> None:
         raise asyncio.CancelledError

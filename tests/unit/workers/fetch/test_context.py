@@ -49,7 +49,7 @@ def test_views_forward_to_what_they_view() -> None:
 
 
 async def test_it_is_entered_once_and_left_in_the_same_task() -> None:
-    """It is entered once, however many tasks wait for it; `close` may be called twice."""
+    """The context is entered once, however many tasks wait for it; `close` may be called twice."""
     dataset = Opens()
     context = DatasetContext(Subset(dataset, [0]))
     assert context.needed
@@ -143,7 +143,7 @@ async def test_a_cancelled_waiter_leaves_it_to_the_others() -> None:
 
 
 async def test_a_context_in_a_reference_cycle_is_exited_by_its_own_task() -> None:
-    """Its owner is collected as garbage and asks for the exit; the collector does not end the task by itself."""
+    """The owner is collected as garbage and asks for the exit; the collector does not end the task by itself."""
     exited: asyncio.Future[tuple[int, bool]] = asyncio.get_running_loop().create_future()
 
     class Notes(Opens):

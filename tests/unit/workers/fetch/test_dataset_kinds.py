@@ -101,7 +101,7 @@ def test_a_subclass_of_a_view_is_the_users() -> None:
 
 
 def test_a_sample_can_be_fetched_alone_through_views() -> None:
-    """This requires that every dataset under the view has a `__getitem__` of its own: `Dataset`'s raises."""
+    """Every dataset under the view must have a `__getitem__` of its own: `Dataset`'s raises."""
     alone, batches = Plain(), AsyncBatched()
     can: list[Any] = [alone, [1, 2], Subset(alone, [0]), StackDataset(a=alone), ConcatDataset([alone, alone])]
     assert all(map(fetches_samples, can))

@@ -148,7 +148,7 @@ def test_snapshots_keep_their_beat_after_resuming() -> None:
 
 
 def test_a_cursor_does_not_change_later() -> None:
-    """It has the state of its moment, even if the dataset returns an object that it changes later."""
+    """The cursor has the state of its moment, even if the dataset returns an object that it changes later."""
     dataset = Part({"at": [1]})
     bookmark = begun(dataset)
     data = bookmark.after_batch(1, ended=False)

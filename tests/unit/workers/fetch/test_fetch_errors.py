@@ -118,7 +118,7 @@ async def test_samples_are_found_through_torchs_views(kind: Any, mode: str) -> N
 
 
 async def test_stop_iteration_of_a_map_dataset_is_an_error_like_any_other() -> None:
-    """It is skipped, too, and does not end the epoch."""
+    """The sample is skipped, too, and the epoch does not end."""
 
     class Stopping(Map):
         def __getitem__(self, index: int) -> Any:
@@ -221,7 +221,7 @@ async def test_a_function_replaces(kind: Any, mode: str) -> None:
 
 
 async def test_an_async_function_is_awaited() -> None:
-    """It is awaited for map datasets and for streams."""
+    """`on_error` is awaited for map datasets and for streams."""
 
     async def ask(index: Any, error: Exception) -> Any:
         await asyncio.sleep(0)
@@ -236,7 +236,7 @@ async def test_an_async_function_is_awaited() -> None:
 
 @pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems, Stream, AsyncStream])
 async def test_what_a_function_raises_fails_the_batch(kind: Any) -> None:
-    """Its cause is the sample's exception, and it has a note on the sample; earlier replacements are recorded."""
+    """The error's cause is the sample's exception, with a note on the sample; earlier replacements are recorded."""
 
     def ask(index: Any, error: Exception) -> Any:
         if "3" in str(error):

@@ -79,7 +79,7 @@ def test_batches_made_at_once_are_seeded_at_once() -> None:
 
 
 def test_the_users_collation_has_numbers_of_its_own() -> None:
-    """They depend on the first sample's position, and not on the samples' draws."""
+    """The collation's numbers depend on the first sample's position, and not on the samples' draws."""
 
     class Uneven(Drawing):
         def __getitem__(self, index: Any) -> Any:

@@ -25,7 +25,7 @@ async def awaited(sample: Any) -> Any:
 
 @pytest.mark.parametrize("function", [awaited, Own().awaited, Own(), partial(awaited, 1)])
 def test_coroutine_functions(function: Any) -> None:
-    """These are a function, a method, a callable object, and a partial."""
+    """A function, a method, a callable object and a partial are recognized."""
     assert is_coroutine_function(function)
     with pytest.raises(TypeError, match=r"^f is a coroutine function, .* make it a plain function, without async$"):
         check_plain("f", function)

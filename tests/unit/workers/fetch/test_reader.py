@@ -218,7 +218,7 @@ def test_between_snapshots_batches_are_read_and_dropped(mode: str, every: int) -
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stream_without_a_state_is_read_anew(mode: str) -> None:
-    """It is read from its beginning; delivered batches are dropped without being collated."""
+    """The stream is read from its beginning; delivered batches are dropped without being collated."""
     collated: list[Any] = []
     whole, cursor = batches(reader(Stream(), seeded=SEEDED))
     assert cursor is None
@@ -284,7 +284,7 @@ def test_streams_are_numbered_over_all_ranks() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_map_datasets_state_is_kept(mode: str) -> None:
-    """It is saved after each batch for every `snapshot_every` but 0."""
+    """The state is saved after each batch for every `snapshot_every` but 0."""
     one = reader(StatefulMap(), seeded=MODES[mode], snapshot_every=5)
     index = (0, [0, 1]) if mode == "seeded" else [0, 1]
     one.fetch(index)

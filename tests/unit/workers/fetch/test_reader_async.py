@@ -144,7 +144,7 @@ def at_sample(position: int) -> list[float]:
 
 @pytest.mark.parametrize("view", [False, True])
 async def test_concurrent_samples_have_their_own_numbers(view: bool) -> None:
-    """They do not depend on samples made at the same time, in any batch; also through torch's Subset."""
+    """A sample's numbers do not depend on samples made at the same time, in any batch; also through a Subset."""
     dataset: Any = Subset(Map(), range(LENGTH)) if view else Map()  # type: ignore[arg-type]
     one = reader(dataset)
     indices = [[4, 0, 9], [1, 2], [7, 7, 5, 3]]
@@ -191,7 +191,7 @@ async def test_the_users_collation_is_exact(in_worker: bool) -> None:
 
 
 async def test_a_draw_that_depends_on_timing_is_warned_of_once() -> None:
-    """Only in a worker: in the caller's process the user's own draws and the dataset's cannot be distinguished."""
+    """The warning is given only in a worker: elsewhere the user's own draws cannot be distinguished."""
     one = reader(Careless(), in_worker=True)
     with pytest.warns(UserWarning, match=r"\(random\) in seeded mode"):
         await one.fetch_async((0, [1, 2]))

@@ -46,7 +46,7 @@ CHANGES = st.tuples(
 
 @given(st.sampled_from(range(len(ELEMENTS))), st.lists(CHANGES, max_size=8))
 def test_each_pickle_gives_the_state_of_its_moment(kind: int, changes: list[Change]) -> None:
-    """This holds whatever changed since the last pickle: in place, deep inside of an element, or by another list."""
+    """The pickle is right whatever changed since the last: in place, deep inside of an element, or by another list."""
     element = pickle.loads(pickle.dumps(ELEMENTS[kind]))
     state: dict[str, Any] = {"order": [*range(LONG)], "odd": [element] * LONG, "at": 0, "short": [1, 2]}
     repeated = RepeatedPickle()

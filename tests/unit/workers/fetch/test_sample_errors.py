@@ -106,7 +106,7 @@ def test_a_function_gives_the_substitute() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_what_a_function_raises_is_raised(asynchronous: bool) -> None:
-    """Its cause is the sample's exception, unless it is that exception or has a cause. Nothing is recorded."""
+    """The error's cause is the sample's exception, unless it is that or has a cause. Nothing is recorded."""
     error = raised(ValueError("bad"))
 
     async def lose(ask: Any) -> Exception:

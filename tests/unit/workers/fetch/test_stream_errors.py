@@ -1,4 +1,4 @@
-"""Samples of streams that raise: the stream goes on, its end is its end, and it is resumed exactly."""
+"""Samples of streams that raise: the stream goes on, a broken generator has not ended, and resuming is exact."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_stream_sample_by_sample(kind: Any) -> None:
 @pytest.mark.parametrize("batch_size", [4, 3, None])
 @pytest.mark.parametrize("kind", [BrokenGenerator, BrokenAsyncGenerator])
 async def test_a_generator_that_raised_is_no_streams_end(kind: Any, batch_size: int | None, mode: str) -> None:
-    """Its exception is raised, with advice, wherever in the batch it occurred; afterwards the stream has ended."""
+    """The exception is raised, with advice, wherever in the batch it occurred; afterwards the stream has ended."""
     one = reader(kind(), SKIP, batch_size=batch_size, collate_fn=lambda data: data, seeded=MODES[mode])
     good = {4: 1, 3: 1, None: 3}[batch_size]
     for _ in range(good):
@@ -95,7 +95,7 @@ async def test_a_generator_that_raised_is_no_streams_end(kind: Any, batch_size: 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [Stream, AsyncStream])
 async def test_a_stream_that_only_raises_is_given_up(kind: Any) -> None:
-    """It is given up after 1000 consecutive failures, over all batches."""
+    """The stream is given up after 1000 consecutive failures, over all batches."""
     one = reader(kind(5000, *range(1, 5000)), SKIP)
     bad: list[SkippedSample] = []
     batches = 0
@@ -203,7 +203,7 @@ def test_an_iterator_may_end_after_an_exception() -> None:
 
 
 def test_a_stream_that_makes_no_progress_is_given_up() -> None:
-    """It is given up after 1000 consecutive failures; each success resets the count."""
+    """The stream is given up after 1000 consecutive failures; each success resets the count."""
     one = StreamErrors()
     place = 0
     for _ in range(2):

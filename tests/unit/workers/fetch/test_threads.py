@@ -46,7 +46,7 @@ async def test_calls_run_in_at_most_so_many_threads() -> None:
 
 
 async def test_a_call_has_a_copy_of_the_context() -> None:
-    """It sees the caller's context variables; its own changes are not seen outside."""
+    """The call sees the caller's context variables; its own changes are not seen outside."""
     threads = JobThreads(1, "jobs-b")
 
     def look(value: int) -> int:
@@ -176,7 +176,7 @@ def test_a_loop_that_is_gone_is_told_nothing() -> None:
 
 
 async def test_without_a_thread_to_be_had_jobs_run_where_they_are_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is slower, but every job runs; the next call tries again to start a thread."""
+    """Without threads jobs are slower, but all run; the next call tries again to start a thread."""
     threads = JobThreads(2, "jobs-i")
 
     def refused(thread: threading.Thread) -> None:

@@ -232,7 +232,7 @@ def test_pair_is_ours_and_theirs() -> None:
 
 
 def test_the_memory_of_small_frames_that_wait(pair: tuple[Channel, Channel]) -> None:
-    """It is that of the objects that hold them: a bound on their bytes alone would allow ten times the memory."""
+    """The objects that hold the frames count: a bound on their bytes alone would allow ten times the memory."""
     channel, other = pair
     while channel.send(wire.pack(wire.RESET, bytes(20))):
         pass

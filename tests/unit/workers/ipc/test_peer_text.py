@@ -74,7 +74,7 @@ def test_any_text(text: str, most: int) -> None:
 
 @pytest.mark.parametrize("value", [None, b"\x1b[2J", ["\n"], 7])
 def test_what_is_no_text_is_named_by_its_type(value: object) -> None:
-    """Its own text is not used."""
+    """The value's own text is not used."""
     assert line_of(value) == block_of(value, 100) == f"<{type(value).__name__}>"
 
 

@@ -224,7 +224,7 @@ def test_registered_function_replaces_ours(torch_map: dict[Any, Any]) -> None:
 
 
 def test_subclass_of_tensor_goes_torchs_way() -> None:
-    """A subclass may have its own rules of stacking."""
+    """Samples that were converted from a subclass are collated as plain tensors."""
 
     class Loud(torch.Tensor):
         pass

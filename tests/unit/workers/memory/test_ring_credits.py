@@ -59,7 +59,7 @@ def test_credits_are_given_up_for_large_batches(manager: RingManager) -> None:
 
 
 def test_what_runs_ahead_has_memory_of_its_own() -> None:
-    """Its memory is limited separately from that of the credits."""
+    """Memory for running ahead is limited separately from that of the credits."""
     manager = RingManager(credits=40, ring_bytes=None, reorder_window=16, least_credits=2)
     sent(manager)
     seen(manager, 0, 20 * MIB)

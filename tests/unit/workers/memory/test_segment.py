@@ -27,7 +27,7 @@ def test_segment_has_its_size_and_no_pages_yet() -> None:
 
 
 def test_segment_is_private_to_its_holders() -> None:
-    """It has no name, and is not inherited by programs that are started."""
+    """A segment has no name, and is not inherited by programs that are started."""
     fd = segment.create(4096)
     assert not os.get_inheritable(fd)
     assert os.fstat(fd).st_nlink == 0
