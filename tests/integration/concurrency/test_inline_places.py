@@ -1,5 +1,4 @@
-"""Without workers `AsyncDataLoader` calls a blocking dataset in a thread or on the loop, without a visible difference.
-"""
+"""Without workers `AsyncDataLoader` calls a blocking dataset in a thread or on the loop: no visible difference."""
 
 from __future__ import annotations
 

@@ -352,8 +352,7 @@ def copies_in_an_epoch(loader: Any) -> list[Any]:
 @BOTH_CLASSES
 @pytest.mark.parametrize("when", ["new", "in an epoch", "after an epoch"])
 def test_point_09_loaders_pickle_and_copy(make: Any, when: str) -> None:
-    """Loaders pickle and copy at any time, also with live persistent workers, unlike torch's; copies have no iterator.
-    """
+    """Loaders pickle and copy at any time, also with live persistent workers, unlike torch; copies have no iterator."""
     loader = make(Numbers(6), batch_size=2, num_workers=1, persistent_workers=True, collate_fn=collate_strings)
     if when == "after an epoch":
         epoch(loader)

@@ -91,8 +91,7 @@ def test_a_sampler_that_does_not_listen(kind: str) -> None:
 @pytest.mark.parametrize("mode", MODES, ids=["torch", "seeded"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_was_heard_is_part_of_the_state(kind: str, make: Any, mode: dict[str, Any], workers: int) -> None:
-    """A Stateful sampler resumes with the reports that it had at the last delivered batch, not at the last read ahead.
-    """
+    """A Stateful sampler resumes with the reports that it had at the last batch delivered, not read ahead."""
     options: dict[str, Any] = {"num_workers": workers, **mode}
     with Stepwise(kind, Rows(N), batch_size=2, sampler=make(40), **options) as run:
         run.begin()
