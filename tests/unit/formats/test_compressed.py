@@ -102,7 +102,7 @@ def test_errors_inside_come_first() -> None:
 
 @pytest.mark.thorough
 def test_a_bomb_is_read_in_steps() -> None:
-    """200 MB in little gzip: `feed` gives at most one step's samples, and holds no more than a step."""
+    """200 MB in little gzip: `feed` gives at most one step's samples, and holds the size of a few steps."""
     packer = zlib.compressobj(9, wbits=31)
     bomb = b"".join(packer.compress(b"{}\n" + b" " * 99_996 + b"\n") for _ in range(2000)) + packer.flush()
     reader = make()
@@ -120,7 +120,7 @@ def test_a_bomb_is_read_in_steps() -> None:
 
 @pytest.mark.thorough
 def test_a_bomb_of_one_line() -> None:
-    """A sample that exceeds `max_sample_bytes` is an error, and no more than that is decompressed before."""
+    """A sample that exceeds `max_sample_bytes` is an error, in memory of a few steps."""
     bomb = gzip.compress(b" " * 100_000_000)
     tracemalloc.start()
     text, offset = error_of(bounded(3 * STEP), bomb[: len(bomb) // 2])

@@ -16,7 +16,7 @@ from tests.helpers.datasets import Numbers
 
 
 def test_few_options_are_flat() -> None:
-    """At most 12 of our options are no objects, without torchdata's one; no field has the name of an option."""
+    """Besides the objects we have at most 12 options, not counting torchdata's; no field has an option's name."""
     flat = set(OUR_OPTION_NAMES) - set(OPTION_OBJECTS) - {"snapshot_every_n_steps"}
     assert len(flat) <= 12
     assert not set(FIELD_NAMES) & set(OPTION_NAMES)

@@ -85,7 +85,7 @@ def test_it_is_found_at_any_place(name: str) -> None:
 
 
 def test_a_plain_permutation_is_that_of_shuffle() -> None:
-    """A RandomSampler without replacement gives the order of ``shuffle=True``."""
+    """A RandomSampler without replacement gives the order of ``shuffle=True``, so it is not kept in memory."""
     shuffled = DataLoader[Any](DATASET, batch_size=4, shuffle=True, seed=5)
     assert [int(index) for batch in shuffled for index in batch] == epochs_of("shuffled", 0, 1)[0]
 

@@ -273,7 +273,7 @@ async def test_a_download_that_ends_is_taken_over(tmp_path: Path, end: str) -> N
 
 
 async def test_who_downloads_and_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other readers wait for it for a limited time; then they read from the store, without caching."""
+    """Other readers wait for the download for a limited time; then they read from the store, without caching."""
     monkeypatch.setattr("asyncloader.transports.cached_object._WAIT_S", 0.0)
     store, other = Held({"a": LARGE}), Ranged({"a": LARGE})
     async with around(store, tmp_path) as transport, around(other, tmp_path) as second:

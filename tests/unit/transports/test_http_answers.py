@@ -159,7 +159,7 @@ def test_safe_url(url: str, shown: str) -> None:
 
 @given(st.integers(100, 599))
 def test_each_status_has_an_error(status: int) -> None:
-    """The class follows from the status, and the text has status, URL and note."""
+    """The class follows from the status; the error has the path, and its text the status, URL and note."""
     error = status_error(status, "Reason", "https://me:secret@host/a?secret", "a", "note")
     kinds = {404: ObjectNotFound, 410: ObjectNotFound, **dict.fromkeys((401, 403, 407, 451), AccessDenied)}
     assert type(error) is kinds.get(status, ReadFailed)

@@ -83,7 +83,7 @@ def test_threads_are_bounded_by_default() -> None:
 
 
 def test_making_one_starts_nothing() -> None:
-    """Constructing a transport starts no thread and needs no directory."""
+    """Construction starts no thread and touches no disk."""
     before = threading.active_count()
     LocalTransport("/no/such/directory", threads=4)
     assert threading.active_count() == before

@@ -20,7 +20,7 @@ class Clock(asyncio.SelectorEventLoop):
         self.jump(seconds)
 
     def jump(self, seconds: float) -> None:
-        """Set the time as if the loop had been held up: it was last looked at before, whatever was due in between."""
+        """Set the time at once, as if the loop had been held up: everything that became due happens only now."""
         self.now = 1000.0 + seconds
         self.call_soon(self.stop)
         self.run_forever()
