@@ -184,9 +184,8 @@ def test_no_datapipe_and_shut_down() -> None:
 def test_an_error_shuts_down() -> None:
     """An exception of the graph reaches the caller, and ends the loader."""
     loader = DataLoader2[int](numbers(9).map(fails_at_5), reading_service=Recording())
-    found: list[int] = []
     with pytest.raises(ValueError, match="five is right out"):
-        found.extend(loader)
+        list(loader)
     iterator = DataLoader2[int](numbers(9).map(fails_at_5))
     with pytest.raises(ValueError, match="five"):
         list(iterator)

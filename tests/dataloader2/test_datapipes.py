@@ -24,6 +24,7 @@ from asyncloader.dataloader2.datapipes import Prefetcher
 from asyncloader.dataloader2.datapipes.async_map import await_parts
 from asyncloader.dataloader2.datapipes.forms import has_form, is_replicable
 from tests.dataloader2.parts import MP, OnlyHere, async_fails_at_5, double, fails_at_5, numbers, slow_double, ticking
+from tests.helpers.running import PATIENCE_S
 
 
 class Counting(IterDataPipe[int]):
@@ -172,7 +173,7 @@ def test_amap_keeps_calls_in_flight_in_order() -> None:
 
 
 def test_amap_raises_where_the_result_would_come() -> None:
-    """An error is raised in its item's place; the calls in flight are cancelled, and the thread ends."""
+    """An error is raised in its item's place."""
     iterator = iter(numbers(9).amap(async_fails_at_5, concurrency=4))
     assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="five"):
@@ -218,11 +219,29 @@ def test_an_unfinished_awaited_part_at_the_end_of_the_program() -> None:
     assert run_fresh(script) == (3, "", "")
 
 
-def test_a_left_amap_ends() -> None:
-    """A dropped iterator cancels the calls in flight."""
-    iterator = iter(numbers(9).amap(slow_double, concurrency=4))
+@pytest.mark.parametrize("fails", [False, True])
+def test_amap_cancels_the_calls_in_flight(fails: bool) -> None:
+    """An error of another call does, and so does dropping the iterator."""
+    cancelled = threading.Event()
+
+    async def wait_for_cancellation(x: int) -> int:
+        if x == 0:
+            return x
+        if x == 1 and fails:
+            raise ValueError("one")
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    iterator = iter(numbers(9).amap(wait_for_cancellation, concurrency=4))
     assert next(iterator) == 0
+    if fails:
+        with pytest.raises(ValueError, match="one"):
+            next(iterator)
     del iterator
+    assert cancelled.wait(PATIENCE_S)
 
 
 def test_awaited_parts_are_wrapped_once() -> None:

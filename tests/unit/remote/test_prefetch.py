@@ -56,7 +56,7 @@ async def test_reads_ahead_so_far_and_no_further() -> None:
     assert source.given == ahead.held == 40
     await ahead.next()
     await settle()
-    assert (source.given, ahead.held) == (40, 30) or source.given == 50
+    assert (source.given, ahead.held) == (50, 40)
     await ahead.aclose()
     assert ahead.held == 0
 
@@ -96,7 +96,7 @@ async def test_closing_ends_the_stream() -> None:
             await asyncio.sleep(0)
         started = source.given > 0
         await ahead.aclose()
-        assert source.closed.is_set() == (started or source.closed.is_set())
+        assert source.closed.is_set() or not started
         assert len(asyncio.all_tasks()) == 1
 
 

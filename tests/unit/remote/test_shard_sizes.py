@@ -92,7 +92,7 @@ async def test_nothing_is_asked_if_there_are_shards_enough() -> None:
         assert transport.asked == 0
 
 
-async def test_parquet_footers_and_mds_indexes_count() -> None:
+async def test_parquet_footers_count() -> None:
     """Samples are counted in a Parquet footer; a tar has no count."""
     objects = {"a.parquet": parquet(range(30)), "b.tar": tar(range(3))}
     async with MemoryTransport(objects) as transport:

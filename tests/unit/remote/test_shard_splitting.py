@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.formats import JsonlReader, ShardFormat, ShardRange
+from asyncloader.formats import ShardFormat
 from asyncloader.remote.catalog import PARQUET, Shard, format_of, named_format
 from asyncloader.remote.shard_splitting import CatalogRange, cut
 
@@ -99,18 +98,3 @@ def test_ranges_cover_each_shard_once(kinds: list[int | list[int] | None], parts
         assert own[-1].stop is None
         assert [shard_range.stop for shard_range in own[:-1]] == [shard_range.start for shard_range in own[1:]]
         assert all(shard_range.start < (shard_range.stop or shard_range.start + 1) for shard_range in own)
-
-
-@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60), st.integers(1, 12))
-@settings(deadline=None)
-def test_lines_are_read_once(values: list[int], parts: int) -> None:
-    """The ranges of a JSON lines shard give all lines, each once, in order."""
-    data = b"".join(json.dumps({"value": value}).encode() + b"\n" for value in values)
-    read: list[int] = []
-    for shard_range in cut([Shard("a.jsonl", JSONL, len(data))], parts):
-        part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)
-        reader = JsonlReader("a.jsonl", start=part.start, stop=part.stop, sync=part.sync)
-        found = reader.feed(data[reader.feed_from :])
-        found += [] if reader.done else reader.end()
-        read += [sample["value"] for sample, _ in found]
-    assert read == values

@@ -10,7 +10,6 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
 from asyncloader.samplers.permutation import LARGEST, Cells, Indices, Permutation, _hash
 from tests.pairwise import quickly
@@ -137,17 +136,15 @@ KEYS, SIZE = 400, 1000
 
 @pytest.fixture(scope="module")
 def orders() -> dict[str, list[npt.NDArray[np.int64]]]:
-    """Orders by neighbouring seeds, by neighbouring epochs, and torch's."""
-    generator = torch.Generator().manual_seed(1)
+    """Orders by neighbouring seeds, and by neighbouring epochs."""
     positions = np.arange(SIZE)
     return {
         "seeds": [Permutation(SIZE, seed)(positions) for seed in range(KEYS)],
         "epochs": [Permutation(SIZE, 7, epoch)(positions) for epoch in range(KEYS)],
-        "torch": [torch.randperm(SIZE, generator=generator).numpy() for _ in range(KEYS)],
     }
 
 
-SOURCES = pytest.mark.parametrize("source", ["seeds", "epochs", "torch"])
+SOURCES = pytest.mark.parametrize("source", ["seeds", "epochs"])
 
 
 @pytest.mark.thorough

@@ -91,7 +91,7 @@ def test_equality_is_the_lists() -> None:
     """A SharedList equals an equal list, or an equal tuple if it was made from a tuple, and other shares of those."""
     shared: Any = share(WORDS)
     assert shared == WORDS
-    assert shared == WORDS
+    assert WORDS == shared  # noqa: SIM300 - Python asks the list first
     assert shared == share(list(WORDS))
     assert shared != [*WORDS, "x"]
     assert shared != [*WORDS[:-1], "x"]

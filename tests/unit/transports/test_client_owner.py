@@ -127,7 +127,7 @@ async def test_a_client_that_cannot_be_opened_is_asked_for_again() -> None:
     await owner.aclose()
 
 
-async def test_limits_of_many_calls_are_kept_by_one_timer() -> None:
+async def test_each_call_has_its_own_limit() -> None:
     """Each call ends by its own time-out, in any order; a call without a time-out continues."""
     owner = Owner()
     stays = await waiting(owner, None)

@@ -114,14 +114,14 @@ async def test_views_of_async_datasets(dataset: Any) -> None:
     assert await fetcher(dataset).fetch_async([0, 1]) == expected
 
 
-async def test_first_error_cancels_the_others_and_is_raised_alone() -> None:
+async def test_first_error_is_raised_alone() -> None:
     """A failing sample ends the batch with its own error, not with a group of errors."""
     with pytest.raises(KeyError) as caught:
         await fetcher(Failing()).fetch_async([1, 2, 3, 4])
     assert caught.value.args == (3,)
 
 
-async def test_cancelled_samples_are_told() -> None:
+async def test_first_error_cancels_the_others() -> None:
     """Samples that were running when another failed are cancelled and can clean up."""
     dataset = FailsAt3()
     with pytest.raises(KeyError):

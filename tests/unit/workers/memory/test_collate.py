@@ -223,23 +223,6 @@ def test_registered_function_replaces_ours(torch_map: dict[Any, Any]) -> None:
     assert ours([(torch.ones(3), 1), (torch.ones(3), 5)]) == [[3.0, 3.0], 5]
 
 
-def test_subclass_of_tensor_goes_torchs_way() -> None:
-    """Samples that were converted from a subclass are collated as plain tensors."""
-
-    class Loud(torch.Tensor):
-        pass
-
-    samples = [torch.ones(2).as_subclass(Loud)] * 2
-    assert ours([torch.ones(2)]).tolist() == [[1.0, 1.0]]
-    assert torch.equal(ours_in_memory(samples), torch.ones(2, 2))
-
-
-def ours_in_memory(samples: Sequence[Any]) -> torch.Tensor:
-    encoded = Collator(Encoder()).collate([s.as_subclass(torch.Tensor) for s in samples])
-    batch: torch.Tensor = view(encoded)
-    return batch
-
-
 def test_samples_that_require_grad() -> None:
     """Samples that require gradients are stacked as values."""
     batch = ours([torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)])
