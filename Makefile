@@ -8,8 +8,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Processes that run tests at a time. 0 runs all tests in one process, where --pdb works.
-JOBS ?= 2
+# Processes that run tests at a time: three keep two CPUs busy, because tests also wait. 0 runs all tests in one process,
+# where --pdb works.
+JOBS ?= 3
 # Cases that `make chaos` draws.
 SEEDS ?= 2000
 

@@ -245,7 +245,7 @@ def say(text: str) -> None:
 def main(arguments: list[str]) -> int:
     """Run the suite. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests", allow_abbrev=False)
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (%(default)s); 0: pytest itself")
+    parser.add_argument("--jobs", type=int, default=3, help="processes at a time (%(default)s); 0: pytest itself")
     parser.add_argument("--repeat", type=Path, help="repeat what failed, and write here what passes then")
     own, arguments = parser.parse_known_args(arguments)
     jobs, flaky = own.jobs, own.repeat
