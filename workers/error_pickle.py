@@ -26,6 +26,7 @@ def pickle_error(error: Exception, worker_id: int) -> bytes:
     wrapper: Any = ExceptionWrapper.__new__(ExceptionWrapper)
     wrapper.exc_type, wrapper.exc_msg, wrapper.where = type(error), describe(error), where
     if isinstance(error, LoaderError):
+        # As a note, because pickle drops the traceback.
         error.add_note(f"Raised {where}.\nOriginal {wrapper.exc_msg}")
         return pickle.dumps(error.with_traceback(None))
     # Kept apart from torch's text, whose last line must be the exception's own; `raise_worker_error` adds them.
@@ -56,6 +57,7 @@ def caught(where: str) -> Any:
 def _pickled(wrapper: Any) -> bytes:
     try:
         data = pickle.dumps(wrapper)
+        # Tried here: in the main process an error of unpickling would take the place of the user's.
         pickle.loads(data)
     except Exception:  # a local type, or one that does not unpickle: keep its name and text
         wrapper.exc_type = UnknownType(_name(wrapper.exc_type))

@@ -92,6 +92,7 @@ class Inbox:
             if listener is not None:
                 listener.on_log(*self._codec.loads(body))
         elif kind == wire.BAD_SAMPLES:
+            # Not added up: frames that no answer follows must not grow the list.
             self._records = self._codec.load_records(wire.unpack_answer(body)[3])
         elif kind in _ANSWERS:
             self._answer_without_batch(kind, body, epoch, listener, watchdog)

@@ -1,14 +1,12 @@
 """Measures a worker's private memory, and finds out whether the kernel killed it because memory ran out.
 
 `PrivateMemory` (data path: in the worker, before each task if there is a memory limit) counts anonymous memory mapped
-by this process: what Python, its libraries and the dataset allocated, but neither ring pages nor files. A forked worker
-starts with all memory of its parent, so only the growth is meaningful.
+by this process: what Python, its libraries and the dataset allocated, but neither ring pages nor files.
 
 `MemoryKills` (in the main process, at a worker's start and at its death) finds out whether a SIGKILL came from the
-out-of-memory killer or from outside. The kernel counts its kills in the control group of the killed process, before the
-signal arrives. The counter covers all processes of the group, so the kill of another process is attributed to this
-worker. Where there is no counter (macOS, no memory controller, a kernel before 4.13), memory is assumed not to have run
-out.
+out-of-memory killer or from outside. The kernel counts its kills in the control group of the killed process. The
+counter covers all processes of the group, so the kill of another process is attributed to this worker. Where there is
+no counter (macOS, no memory controller, a kernel before 4.13), memory is assumed not to have run out.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ class PrivateMemory:
             self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # macOS: only the peak can be read cheaply
             self._fd = -1
+        # A forked worker begins with all memory of its parent, so only the growth says anything.
         self._begun = self._now()
 
     def growth(self) -> int:
@@ -71,6 +70,7 @@ class MemoryKills:
 
     def describe(self) -> str:
         """Return a sentence about the kills for an error message; empty if there were none, or no counter."""
+        # Complete at a worker's death: the kernel counts a kill before the signal arrives.
         kills = self._now() - self._begun
         if kills <= 0:
             return ""

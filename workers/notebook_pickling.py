@@ -6,9 +6,7 @@ A session is a program whose `__main__` lies in no file: a notebook's kernel, an
 a program read from standard input. Its workers cannot import it, so its functions and classes are pickled by
 cloudpickle, code and all.
 
-The worker sets each as an attribute of its own `__main__`, so that plain pickle finds it there: objects that the worker
-sends back refer to it by name, and arrive as objects of the session's own class. For the same reason each is sent to a
-worker only once.
+The worker sets each as an attribute of its own `__main__`. Each is sent to a worker only once.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ _MAIN = "__main__"
 def in_session() -> bool:
     """Whether a process that is spawned now cannot import the `__main__` of this process."""
     main = sys.modules[_MAIN]
+    # Run by ``python -m``: a child imports it by its name.
     if getattr(main, "__spec__", None) is not None:
         return False
     file = getattr(main, "__file__", None)
@@ -78,6 +77,7 @@ class SessionPickler(pickle.Pickler):
         except ImportError:
             pass
         else:
+            # It pickles nothing itself: only its `reducer_override` is asked.
             self._by_value = Pickler(file)
             tables.append(Pickler.dispatch_table)
         self.dispatch_table = ChainMap(*tables)
@@ -113,6 +113,8 @@ def _define(name: str, named: bool, make: Callable[..., Any], arguments: tuple[A
     made = make(*arguments)
     made.__qualname__ = name  # cloudpickle leaves it out for a class, which would lose a class that is nested in it
     if named:
+        # Plain pickle then finds it there: what the worker sends back refers to it by name, and arrives as an object of
+        # the session's own class.
         setattr(sys.modules[_MAIN], name, made)
     return made
 

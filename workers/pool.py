@@ -108,6 +108,7 @@ class WorkerPool:
         self._unwatch: Callable[[], object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_lock = threading.RLock()  # a signal handler may close the loader, too
+        # A forked child has a copy of this object. Its methods must leave the workers alone, which are the parent's.
         self._owner = os.getpid()
         self._used = False
         self._stopped = False  # from here on `stop` has work to do
@@ -117,6 +118,7 @@ class WorkerPool:
         try:
             self.processes += self.make(range(setup.num_workers), setup)
             self._inboxes += map(Inbox, self.processes, self.rings)
+            # Last: until this line `stop` finds all processes here, wherever Ctrl-C strikes.
             self._spare.clear()
         except BaseException:
             self.stop()
@@ -284,6 +286,7 @@ class WorkerPool:
     @property
     def reorder_window(self) -> int:
         """Batches that any worker may have ready ahead of an earlier batch, limited by the memory of its ring."""
+        # A list, not a generator, which takes a call for each ring: the pipeline reads this with each task.
         return min([manager.reorder_window for manager in self.rings])
 
     @property
@@ -300,6 +303,7 @@ class WorkerPool:
         grown = manager.replacement()
         if grown is not None:
             assert grown.fd is not None
+            # The frame carries a duplicate, also where it has to wait. So the descriptor may be closed below.
             self._send(process, wire.pack_ring(grown.number, grown.slots, grown.slot_bytes), [grown.fd])
             if self._kept is None:
                 grown.close_fd()  # without a cache no other worker gets this ring
@@ -348,6 +352,7 @@ class WorkerPool:
                     # Its tasks are assigned again when it has ended, and threads of the user's may keep it from ending.
                     self._loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
         except Exception as error:  # the loop would only log it, and the consumer would wait forever
+            # Another error, such as that of a descriptor that did not arrive, is no fault of the worker.
             if not isinstance(error, ValueError) or not process.distrust(error):
                 self._fail(error)
 
@@ -381,6 +386,7 @@ class WorkerPool:
 
     def _on_unkillable(self, process: WorkerHandle) -> None:
         """SIGKILL has not ended the worker: it hangs in a system call, and none of its code runs any more."""
+        # It has been replaced since, has ended after all, or the epoch is over.
         if self.processes[process.worker_id] is not process or process.channel.fileno() < 0 or self._loop is None:
             return
         # `stop` still has to reap it, or to name it in a warning.
@@ -517,6 +523,7 @@ def stop_all_pools() -> None:
     pools = list(_pools)
     # All are asked before the first is waited for, so that their workers end at the same time.
     for pool in pools:
+        # A pool that cannot be asked is ended below, like the others.
         with contextlib.suppress(Exception):
             pool.detach()
             pool.request_stop()

@@ -89,6 +89,7 @@ class WorkerProcess:
             undo.callback(self.stacks.close)
             undo.callback(os.close, theirs_stacks)
             ours, theirs = channel_pair()
+            # All were made: from here on `_close` and the `finally` below close them.
             undo.pop_all()
         self.channel = Channel(ours)
         # Before the process is started: a fork in another thread from now on closes the descriptors in its child.
@@ -174,6 +175,7 @@ class WorkerProcess:
             reason = self._memory_kills.describe()
             # Such a signal is not the doing of the worker's task, unless memory ran out.
             self.outside = not reason
+        # A main module that raises while a worker imports it ends the worker with exit code 1, before it is ready.
         advice = about_main() if self._imports_main and not self.ready and self.process.exitcode == 1 else ""
         return WorkerDied(self.worker_id, self.pid, self.process.exitcode, reason, advice, trace)
 
@@ -184,6 +186,7 @@ class WorkerProcess:
 
     def suspected(self) -> int:
         """The next task has killed a worker before: capture its standard error. Returns a descriptor for the worker."""
+        # An earlier suspect may have been voided without an answer, and have left its file.
         self.cleared()
         self.suspect = make_capture_file()
         return self.suspect
@@ -238,11 +241,13 @@ class WorkerProcess:
         # would close whatever file has got the number since.
         self.channel.close()
         self.stacks.close()
+        # The counters stay readable: `stats` has those of workers that have ended, too.
         self.recorder.keep()
         self.cleared()
         fd, self._pidfd = self._pidfd, None
         if fd is not None:
             os.close(fd)
+        # Last: a child that another thread forks before this line closes what it has inherited.
         _processes.discard(self)
 
     def forget_in_child(self) -> None:
@@ -293,6 +298,7 @@ def hang_up(processes: Sequence[WorkerProcess], seconds: float) -> None:
         for process in processes:
             process.asked = True
             with contextlib.suppress(OSError):  # another thread has closed it
+                # No STOP frame: another thread may be sending, and the queue of the channel has no lock.
                 process.channel.sock.shutdown(socket.SHUT_WR)
                 # A copy: another thread may close the original at any moment, and its number be reused.
                 fd = os.dup(process.death_fd)

@@ -23,4 +23,5 @@ def restore_rng_state(saved: bytes) -> None:
     ours, numpys, torchs = pickle.loads(saved)
     random.setstate(ours)
     np.random.set_state(numpys)
+    # A bytearray: torch warns about memory that cannot be written, as that of bytes.
     torch.set_rng_state(torch.frombuffer(bytearray(torchs), dtype=torch.uint8))

@@ -142,10 +142,12 @@ class Payload:
             pickler.dump(tuple(setup))  # its memo keeps all pickled objects alive
         finally:
             _set_spawning(None)
+        # A view of the pickle, which may have the size of the dataset, and no copy.
         data = buffer.getbuffer()
         nbytes = len(data)
         fd = segment.create(nbytes)
         try:
+            # Before the copy: a shortage of memory is an error here, and would be a SIGBUS there.
             segment.reserve(fd, 0, nbytes)
             segment.map_segment(fd, nbytes)[:] = data
         except BaseException:
@@ -197,6 +199,7 @@ def _received_payload(
 
 
 def _set_environ(environ: dict[str, str]) -> None:
+    # Name by name, not by a new mapping: each assignment also sets the environment of C libraries.
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)

@@ -5,8 +5,7 @@ Data path: none; this is how a pool stops, whatever state it and its workers are
     RUNNING --> ASKED --5 s--> TERMINATED --1.5 s--> KILLED --the rest of 8 s--> RELEASED
         \________\______________\__ stopped, or in a hurry ___/
 
-Every process advances by itself, never back, and skips states that cannot help: one that still boots reads no request
-and is terminated at once; one that is stopped (SIGSTOP) reacts only to SIGKILL. A process that has ended is reaped at
+Every process advances by itself, never back, and skips states that cannot help. A process that has ended is reaped at
 the next step. One that SIGKILL does not end (it sleeps uninterruptibly in a file system that does not answer) is given
 up: its resources here are closed, a warning names it, and it is not waited for.
 
@@ -124,9 +123,11 @@ class Shutdown:
             if number not in alive:
                 release.append(number)
                 continue
+            # A process that is stopped (SIGSTOP) reacts only to SIGKILL.
             following = self._following(number, now, number in booting, hurry or number in stopped, hurry)
             if following is State.RELEASED:
                 give_up.append(number)
+                # If Ctrl-C strikes before `released` confirms it, the next step gives it up again.
                 if number not in self._given_up:
                     self._given_up.append(number)
             elif following is not None:
@@ -157,6 +158,7 @@ class Shutdown:
         if again or (kill and state < State.KILLED):
             return State.KILLED
         if state is State.RUNNING:
+            # A process that still boots reads no request.
             return State.TERMINATED if booting else State.ASKED
         return State(state + 1) if due else None
 
@@ -252,6 +254,7 @@ class _Driver:
         for number in step.kill:
             _try(self.processes[number].kill)
         for number in step.release:
+            # It counts as released even if that raises: it has ended, and `finish` must end, too.
             _try(self.processes[number].release)
             self._ended(number)
         for number in step.give_up:

@@ -267,6 +267,7 @@ class LocalWorkers:
                 # duplicate.
                 pidfd = os.pidfd_open(os.getpid())
             for worker in workers:
+                # One at each step: if a later start fails, the pool knows those that were made before, and ends them.
                 yield WorkerProcess(self._context, worker, payload or setup, lifeline.fd, pidfd)
         finally:
             if pidfd is not None:
@@ -339,4 +340,5 @@ class LocalWorkers:
         """Close the payload, once no thread makes a process from it, and the lifeline."""
         self._let_go(closed=True)
         if self._lifeline is not None:
+            # This kills the workers that still run, so the pool has ended them before.
             self._lifeline.close()

@@ -6,10 +6,8 @@ There is one pipe per worker. In the worker `faulthandler` writes into it: at a 
 bus error), and whenever a signal arrives that is otherwise unused. Its handlers are C, need no GIL and take no lock, so
 they also answer for a process whose Python code cannot run any more. The main process reads.
 
-- Neither end of the pipe blocks.
 - A signal is sent only to a worker that has announced a handler for it (the first line in the pipe names the signal)
-  and that, where /proc can be read, still has it: the default action of every suitable signal is to end the process. It
-  is sent through a pidfd, so never to another process that got the number of a process that has ended.
+  and that, where /proc can be read, still has it.
 - A worker that is stopped (SIGSTOP), or waits for a disk that does not answer, gives no stack: its report says so.
 
 Handlers are installed in workers only; the main process's own `faulthandler` and handlers are unchanged. A call in C
@@ -47,6 +45,7 @@ def install(fd: int) -> int | None:
     Returns:
         The signal's number, which is also written to the pipe for the main process; None if no signal is unused.
     """
+    # The main process reads only when it asks for stacks: a full pipe must not stop this process.
     os.set_blocking(fd, False)
     # Disable first: if it was enabled before the fork, it would restore handlers that have been replaced since.
     faulthandler.disable()
@@ -266,6 +265,7 @@ def _send(target: Target, number: int) -> bool:
         os.kill(target.pid, number)
         return True
     try:
+        # Through a pidfd: a process that got the number of a process that has ended must not get the signal.
         pidfd = os.pidfd_open(target.pid)
     except ProcessLookupError:
         return False
@@ -273,6 +273,7 @@ def _send(target: Target, number: int) -> bool:
         # Checked after opening the pidfd: if it has not ended now, the pidfd is certainly its own.
         if _ended(target.death_fd):
             return False
+        # Without a handler the signal would end the process.
         if _catches(target.pid, number) is False:
             raise ProcessLookupError(f"it does not take signal {number} any more")
         signal.pidfd_send_signal(pidfd, number)

@@ -39,6 +39,7 @@ def start(process: Any, context: Any, worker_id: int) -> None:
         with file_of_main_hidden():
             try:
                 process.start()
+            # multiprocessing waits for the server as for a child of its own, and in a forked child it is none.
             except ChildProcessError:
                 if method != "forkserver":
                     raise
@@ -56,5 +57,6 @@ def _forget_fork_server() -> None:
     server: Any = forkserver._forkserver
     alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
     server._forkserver_address = server._forkserver_pid = None
+    # The server ends with the last copy of this descriptor: with this copy it would outlive the parent.
     if alive is not None:
         os.close(alive)

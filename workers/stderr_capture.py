@@ -29,6 +29,7 @@ def make_capture_file() -> int:
 @plain_context
 def captured_stderr(fd: int) -> Generator[None]:
     """Context in which descriptor 2 is the file `fd`. Takes ownership of the descriptor."""
+    # Text from before the task goes where it was meant to go.
     _flush()
     try:
         real = os.dup(2)

@@ -168,6 +168,7 @@ class TaskRunner:
             self._processor_use.close()
         if self._suspect is not None:
             os.close(self._suspect)
+        # The reader refers back to this object, by the function that collates: a cycle.
         self.__dict__.clear()
 
     def _send_started(self) -> None:
@@ -219,6 +220,7 @@ class TaskRunner:
 
     def _initialize(self, setup: WorkerSetup) -> None:
         """Call `worker_init_fn`."""
+        # Until the call has returned: where it raises, the next epoch repeats it.
         self._initialized = False
         self._context = self._make_context(self._call_init(setup.worker_init_fn))
         self._initialized = True
@@ -301,6 +303,7 @@ class TaskRunner:
 
     def leave(self) -> None:
         """Announce that this worker leaves. Call it with no task in progress, and take none afterwards."""
+        # In seeded mode random numbers belong to samples: there is no state to hand over.
         seeded = self._setup.seeded is not None
         self.channel.send_all(wire.pack(wire.LEAVING, b"" if seeded else save_rng_state()))
 
@@ -349,6 +352,7 @@ class TaskRunner:
             else:
                 with self._stderr_capture():
                     encoded = reader.fetch(self._codec.loads(index), records)
+            # Before the answer: the main process takes records for those of the task that is answered next.
             if records:
                 self._send_skipped_samples(epoch, seq, records)
             fetched = perf_counter()
@@ -374,6 +378,8 @@ class TaskRunner:
             if self._context is not None:
                 await self._enter_context()
             reader = self._reader_or_error()
+            # A suspect is sent to an idle worker, and alone until it is answered. So no other task's text is captured
+            # with it.
             with self._stderr_capture(), UnexpectedCancellation("the dataset's"):
                 encoded = await reader.fetch_async(self._codec.loads(index), records)
             # A task that ignored its cancellation and outlived its epoch must not write: its slot has been given away.
@@ -447,6 +453,7 @@ class TaskRunner:
             for fd in fds:
                 # The frame carries a duplicate.
                 os.close(fd)
+        # Only now: the next answer may leave out no template that was not sent.
         self._last_template = encoded.template
 
     def _record(self, sent: float, begin: float, fetched: float) -> None:
@@ -475,6 +482,8 @@ class TaskRunner:
             self.channel.send_all(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), _bytes(cursor)))
             return
         if isinstance(error, EndOfData):
+            # The main process voids all other tasks of this worker when it reads the answer, so none of them may be
+            # answered.
             self._ended = True
             cursor = self._reader.last_cursor() if self._reader is not None else None
             self.channel.send_all(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), _bytes(cursor)))

@@ -2,12 +2,10 @@
 
 Data path: beside the pool, in the loop's thread; only with a `worker_timeout`.
 
-There is one timer for all workers. It is set for the earliest possible deadline; when it fires, the deadlines are
-computed again, so answers need not touch the timer. While no worker has a task there is no timer.
+There is one timer for all workers, set for the earliest possible deadline. While no worker has a task there is no
+timer.
 
-A worker is blamed neither for delays of the main process nor for other workers or a slow consumer: while it waits for
-an assignment that depends on them, its time does not count. A worker that hangs is still found: it can only wait within
-a task, and the others either get past that task sooner or later, or time out themselves.
+A worker is blamed neither for delays of the main process nor for other workers or a slow consumer.
 """
 
 from __future__ import annotations
@@ -92,6 +90,7 @@ class TaskWatchdog:
 
     def answered(self, worker: int, seq: int) -> None:
         """The worker answered a task."""
+        # The timer stays as it is: when it fires, the deadlines are computed again.
         self._tasks[worker].pop(seq, None)
         if not self._concurrent:
             self._since[worker] = self._loop.time()
@@ -110,6 +109,8 @@ class TaskWatchdog:
 
     def _deadline(self, worker: int) -> float | None:
         tasks = self._tasks[worker]
+        # An assignment may have to wait for other workers, or for a slow consumer: that is not this worker's time. If
+        # this worker hangs, it is found nevertheless: the others get past its task, or time out themselves.
         if not tasks or self._waiting[worker]:
             return None
         if self._starting[worker]:

@@ -3,8 +3,7 @@
 Data path: scheduler -> worker: [async_stack: one sample of each part] -> map_async -> collate -> codec -> ring.
 
 torch's own class would return the parts' coroutines, in a tuple or a dictionary. Here the parts of a sample are awaited
-one after the other, in their order, so that they draw from its random numbers in that order, as in a blocking stack.
-Other samples are in flight at that time.
+one after the other, while other samples are in flight.
 """
 
 from __future__ import annotations
@@ -65,6 +64,8 @@ class AwaitedStack:
         return self._length
 
     async def __getitem__(self, index: Any) -> Any:
+        # Each part is awaited before the next is asked: they draw from the sample's random numbers in their order, as
+        # in a blocking stack.
         return self._stacked([await _awaited(part[index]) for part in self._parts])
 
     def _stacked(self, row: list[Any]) -> Any:

@@ -142,6 +142,7 @@ class DatasetContext:
 
     async def close(self, seconds: float = EXIT_SECONDS) -> BaseException | None:
         """Exit the context; cancelled after `seconds`. Returns the exception that exiting raised. Idempotent."""
+        # Taken first: a second call in the meantime has nothing to exit.
         task, self._task = self._task, None
         self._opened = None
         if task is None:
@@ -149,6 +150,7 @@ class DatasetContext:
         if self._leave is not None:
             # Asks the task that entered to exit, too: cancel scopes and task groups demand the same task.
             self._leave.set()
+        # Not `wait_for`, which would wait for the task's end without a bound once it has cancelled it.
         done, _ = await asyncio.wait([task], timeout=seconds)
         if not done:
             task.cancel()

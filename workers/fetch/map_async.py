@@ -107,6 +107,7 @@ class AsyncMapFetcher(MapFetcher):
             return await self._limiter.gather(start, len(indices))
         finally:
             failure = None  # it refers to this frame
+            # Also when an error is raised: records of the samples that were handled before it go along.
             for one in found:
                 records += one
 
@@ -199,6 +200,7 @@ class ConcurrencyLimiter:
     def _launch(self) -> None:
         queue = self._queue
         while self._free and queue:
+            # The oldest batch first, because it is delivered first.
             batch = queue[0]
             self._free -= 1
             batch.launch()

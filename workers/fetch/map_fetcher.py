@@ -8,12 +8,11 @@ Without an error policy and without a seed a batch is made as torch makes it: th
 
 In seeded mode each sample has the random numbers of its position. A dataset's own `__getitems__` and the user's
 `collate_fn` make a whole batch: they are seeded once per batch, by the position of its first sample. torch's `Subset`
-and `StackDataset` have a `__getitems__` that only passes indices on; they are read sample by sample, unless the
-underlying dataset has a `__getitems__` of its own.
+and `StackDataset` are read sample by sample, unless the underlying dataset has a `__getitems__` of its own.
 
 If a dataset's own `__getitems__` raises, the sample that raised is unknown. With an error policy the batch is then
 fetched again, sample by sample with `__getitem__`; in seeded mode each sample then has the random numbers of its own
-position instead of the batch's. Without a `__getitem__` all samples of the batch count as bad.
+position instead of the batch's.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ class MapFetcher:
         self._maker = maker
         self._auto_collation = auto_collation
         self._collate = collate
+        # Not by `hasattr`: torch's `Subset` and `StackDataset` have a `__getitems__` that only passes indices on.
         self._batched_get = auto_collation and fetches_batches(maker.dataset)
 
     def fetch(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
@@ -101,6 +101,7 @@ class MapFetcher:
             except Exception as error:
                 if maker.handler is None or not is_about_sample(error):
                     raise
+                # Without a `__getitem__` the sample that raised cannot be found: all of the batch count as bad.
                 if not maker.one_by_one:
                     failure = error
         try:

@@ -88,6 +88,7 @@ class ThreadMapFetcher(MapFetcher):
             return await self._results(batch, jobs, indices, first)
         finally:
             failure = None  # it refers to this frame
+            # Also when an error is raised: records of the samples that were handled before it go along.
             for one in found:
                 records += one
 
@@ -135,6 +136,7 @@ class _ThreadBatch:
             await self._done
         finally:
             self._over = True  # also when cancelled: jobs that have not begun are skipped
+        # Taken out: once raised, its traceback refers to this object.
         error, self._error = self._error, None
         if error is None:
             return self._results
@@ -164,6 +166,7 @@ class _ThreadBatch:
         handle: Callable[[Exception], Any] | None,
         decode: tuple[JobThreads, Callable[[Any], Any]] | None = None,
     ) -> None:
+        # Asked again: this is also the job that decodes, and the batch may be over by then.
         if self._over:
             return
         report: Callable[[int, Any], None] = self._made

@@ -308,6 +308,7 @@ class DatasetReader:
         """Return the batch of an index, from an asynchronous dataset. See `fetch`."""
         if not self._setup.iterable:
             if not self._ready:
+                # For the beginning alone: batches of a map dataset are fetched at the same time.
                 async with self._lock:
                     await self._ensure_begun()
             return await self._timed(self._fetcher.fetch_async(index, records))

@@ -38,6 +38,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     finally:
+        # If it suspended, its `finally` blocks run here, and not in the collector.
         coroutine.close()
     raise RuntimeError("asynchronous code suspended where a blocking dataset is fetched")
 

@@ -174,6 +174,7 @@ class StreamFetcher:
                     if maker.handler is None or not is_about_sample(error) or self._stream_errors.failed(error, number):
                         maker.note(error, SampleRequest(None, number))
                         raise
+                    # It takes a number: later samples have the same random numbers, whether it raises or not.
                     self.samples += 1
                     sample = await maker.on_error(SampleRequest(None, number), error, records)
                 else:

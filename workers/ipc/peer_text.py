@@ -35,6 +35,7 @@ def block_of(text: object, most: int) -> str:
     if type(text) is not str:
         return line_of(text)
     kept = text[-most:].replace("\r\n", "\n")
+    # Cut again, because escapes are longer than their characters.
     return "\n".join("\t".join(map(_escaped, line.split("\t"))) for line in kept.split("\n"))[-most:]
 
 

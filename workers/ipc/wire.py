@@ -233,6 +233,7 @@ class FrameSplitter:
         start, size, self._wanted = 0, len(data), 5
         while size - start >= 5:
             length, kind = _PREFIX.unpack_from(data, start)
+            # Before any of its bytes is kept: a wrong length would have all that follows collected for one frame.
             if not 1 <= length <= self._most:
                 # The wrong head stays: behind it no frame can be found, so each later call must raise, too.
                 self._rest, self._wanted = bytearray(data[start : start + 5]), 5

@@ -141,6 +141,7 @@ class Encoder:
         for shared in self._storages:
             end = shared.place(offset)
             if end > offset:
+                # At 0: its views have their places from the beginning of the batch on.
                 writes.append((shared.write, 0))
             offset = end
         for leaf in self._leaves:
@@ -342,6 +343,7 @@ class Template:
             specs, inside, length = self._read_table(template[4 : 4 + size])
             self._specs: tuple[LeafSpec, ...] = tuple(specs)
             self._inside, self._size = int(inside), int(length)
+            # With the structure, if that lies among the leaves: it is read from the same memory.
             self._extent = extent((*self._specs, Raw(max(0, self._inside), self._size if self._inside >= 0 else 0)))
         except Exception as error:
             raise ValueError(f"a worker's answer is broken: its template cannot be read ({error})") from error
@@ -421,6 +423,7 @@ class Template:
         """Build the leaves over copies of their bytes. The anchor must have them."""
         shared = {spec.offset: spec.nbytes for spec in self._specs if isinstance(spec, Strided | Storage)}
         own = sum(_nbytes(spec) for spec in self._specs if isinstance(spec, Dense | Raw))
+        # A template may name the same bytes many times. Copied leaf by leaf, they would take any multiple of the batch.
         if own + sum(shared.values()) > self._extent:  # no encoder of ours: many leaves of the same bytes
             return self._leaves_in(_private(anchor, 0, self._extent))
         if self._simple:
@@ -457,6 +460,7 @@ def _build_leaf(spec: LeafSpec, anchor: Memory | None, storages: dict[int, torch
         return torch.frombuffer(anchor, dtype=dtype, count=spec.numel, offset=spec.offset).view(spec.shape)
     if isinstance(spec, Strided):
         dtype = DTYPES[spec.dtype]
+        # Without elements it has no bytes, and no place from which they could be read.
         if spec.offset < 0:
             return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="cpu")
         storage = _build_storage(spec, anchor, storages)

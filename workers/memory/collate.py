@@ -53,6 +53,7 @@ def use_private_memory() -> None:
     In a torch worker it would create a file in ``/dev/shm`` for every tensor: slow, and fatal in a container with 64 MB
     there. For a user's collate function that calls `default_collate`, the result is in private memory and copied once.
     """
+    # A function that the program has registered in its place stays.
     if torch_collate.default_collate_fn_map.get(torch.Tensor) is _TORCH_MAP[torch.Tensor]:
         torch_collate.default_collate_fn_map[torch.Tensor] = _collate_tensor_private
 

@@ -162,6 +162,7 @@ def _other_end(spec: Strided | Raw | Storage) -> int:
 
 
 def _are_sizes(numbers: tuple[int, ...]) -> bool:
+    # Not `isinstance`: True is no size.
     return all(type(n) is int and 0 <= n <= _MOST for n in numbers)
 
 

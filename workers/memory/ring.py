@@ -92,6 +92,7 @@ class Ring:
         self._append_released = self._released.append
         self.locked = False
         """Whether its pages are locked, see `lock_pages`."""
+        # Last: another thread may fork at any moment, and its hook reads the fields above.
         _live_rings.add(self)
 
     @property
@@ -236,6 +237,7 @@ class Ring:
         """Undo `lend` before the view was handed out: the slot is assigned again. A no-op if it was not lent. Call it
         before `reclaim`.
         """
+        # The weak reference goes with it, so the death of the anchor reports nothing.
         self._leases.pop(slot, None)
 
     def look(self, slot: int, nbytes: int) -> Anchor:
@@ -254,6 +256,7 @@ class Ring:
         for slot, lease in list(self._leases.items()):
             if lease() is None:
                 continue  # the last view has died; `reclaim` will free it
+            # First: `may_lend` in another thread may count the slot twice for a moment, but never misses it.
             self.retired.add(slot)
             self._leases.pop(slot, None)
 

@@ -203,6 +203,7 @@ class RingManager:
 
     def reset_done(self, epoch: int) -> None:
         """The worker has dropped every task older than `epoch`: free their slots."""
+        # Tasks of the epoch itself were sent after the RESET: the worker has yet to answer them.
         for key in [k for k in self._held if k[0] < epoch]:
             ring, slot = self._held.pop(key)
             ring.give_back(slot)

@@ -119,6 +119,7 @@ class StorageView:
         """Return where its contiguous runs of bytes begin, and the length of each."""
         starts = np.array([self.start], np.int64)
         length = self.item
+        # From the smallest step on, so that elements without gaps join to one run before it is repeated.
         for step, n in sorted((s * self.item, n) for s, n in zip(self.stride, self.shape, strict=True) if s and n > 1):
             if step <= length and len(starts) == 1:
                 length += (n - 1) * step
@@ -186,11 +187,13 @@ class SharedStorage:
 
     def write(self, memory: mmap.mmap, offset: int) -> None:
         """Copy the views' bytes to a batch's memory at `offset`."""
+        # As bytes, because numpy lacks some of torch's dtypes.
         source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage).numpy()
         for place, first, last in self._ranges:
             np.ndarray((last - first,), np.uint8, memory, offset + place)[:] = source[first:last]
         for place, view, stride in self._compact:
             unit = _UNITS[view.item]
+            # A dimension that repeats its elements is copied once.
             shape = tuple(n if step else 1 for n, step in zip(view.shape, stride, strict=True))
             there, here = ([step * view.item for step in steps] for steps in (view.stride, stride))
             np.ndarray(shape, unit, memory, offset + place, here)[...] = np.ndarray(
