@@ -63,7 +63,9 @@ class LoaderFigures:
     time_to_first_batch_s: float = _counted("now", "s", "from `iter()` to the first batch of the latest epoch")
     startup_s: float = _counted("total", "s", "to the first batch, of all epochs that had to start workers")
     worker_busy_frac = Figure("derived", "0 to 1", "the share of their time that the workers spent on samples")
-    oversize_batches: int = _counted("total", "batches", "that bypass the ring, because they are larger than its slots")
+    oversize_batches: int = _counted(
+        "total", "batches", "that bypass the ring, because `ring_bytes` allows no slot of their size"
+    )
     ring_copies: int = _counted("total", "batches", "copied out of a ring because the consumer held its slots")
     hedged_batches: int = _counted(
         "total", "batches", "that were late at one node of a service, and requested from another node too"
