@@ -140,7 +140,6 @@ async def test_read_ahead_is_bounded_by_credits(workers: int, factor: int) -> No
                 break
         await batches.aclose()
         await sampler.closed.wait()
-    assert sampler.given >= 50
 
 
 async def test_sampler_that_waits_for_the_consumer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import warnings
 from contextvars import ContextVar
@@ -246,53 +247,55 @@ def test_a_batch_that_raises_as_a_whole(workers: int) -> None:
 
 
 class Sticks(Dataset[Any]):
-    """Sample 3 is stuck until `go` is set."""
+    """Samples 3 and 4 are stuck until `go` is set."""
 
     def __init__(self) -> None:
-        self.begun, self.go = threading.Event(), threading.Event()
+        self.begun, self.go = threading.Barrier(3), threading.Event()
+        self.freed: list[bool] = []
+        self.late: list[int] = []
 
     def __len__(self) -> int:
         return 40
 
     def __getitem__(self, index: int) -> int:
-        if index == 3:
-            self.begun.set()
-            self.go.wait(60)
+        if self.go.is_set():
+            self.late.append(index)
+        if index in (3, 4):
+            self.begun.wait(20)
+            self.freed.append(self.go.wait(60))
         return index
 
+    def let_go(self) -> None:
+        """Check that closing the loader waited for neither thread, and that they read no sample afterwards."""
+        self.go.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("asyncloader-read"):
+                thread.join(20)
+        assert (self.freed, self.late) == ([True, True], [])
 
-def join_threads() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("asyncloader-read"):
-            thread.join(20)
 
-
-def test_closing_does_not_wait_for_a_stuck_thread() -> None:
-    """Without workers the facade leaves the thread behind; the thread finishes its sample, and reads no other."""
+def test_closing_does_not_wait_for_stuck_threads() -> None:
+    """Without workers the facade leaves the threads behind; they finish their samples, and read no other."""
     dataset = Sticks()
-    with DataLoader[Any](dataset, concurrency=2) as loader:
+    with DataLoader[Any](dataset, batch_size=3, concurrency=2) as loader:
         batches = iter(loader)
-        assert [int(next(batches)) for _ in range(3)] == [0, 1, 2]
-        assert dataset.begun.wait(20)
-    assert not dataset.go.is_set()
-    dataset.go.set()
-    join_threads()
+        assert next(batches).tolist() == [0, 1, 2]
+        dataset.begun.wait(20)
+    dataset.let_go()
 
 
-def test_closing_the_async_loader_does_not_wait_for_a_stuck_thread() -> None:
-    """Closing the async loader leaves the stuck thread behind, too."""
+def test_closing_the_async_loader_does_not_wait_for_stuck_threads() -> None:
+    """Closing the async loader leaves the stuck threads behind, too."""
     dataset = Sticks()
 
     async def run() -> None:
-        async with AsyncDataLoader[Any](dataset, concurrency=2) as loader:
+        async with AsyncDataLoader[Any](dataset, batch_size=3, concurrency=2) as loader:
             batches = aiter(loader)
-            for expected in range(3):
-                assert int(await anext(batches)) == expected
+            assert (await anext(batches)).tolist() == [0, 1, 2]
+            await asyncio.to_thread(dataset.begun.wait, 20)
 
     run_async(run())
-    assert not dataset.go.is_set()
-    dataset.go.set()
-    join_threads()
+    dataset.let_go()
 
 
 class SticksForEver(Dataset[Any]):

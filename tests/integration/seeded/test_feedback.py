@@ -41,7 +41,6 @@ def test_feedback_reaches_the_sampler(
             run.call(run.loader.feedback, delivered)
     assert max(staleness) <= bound
     assert min(staleness) >= 0
-    assert staleness[-1] < 100, "none arrived"
 
 
 @pytest.mark.parametrize("kind", BOTH)
