@@ -264,7 +264,7 @@ def test_a_batch_that_does_not_fit_is_an_error_of_that_batch() -> None:
         assert "worker process 0" in text
 
 
-def test_both_loaders_refuse_at_the_same_place() -> None:
+def test_constructors_refuse_no_ring_size() -> None:
     """The constructors refuse no ring size: the options may still change before `iter` or the first `next`/`anext`."""
     DataLoader[Any](Numbers(4), num_workers=1, tuning=Tuning(ring_bytes=PETABYTE))
     AsyncDataLoader[Any](Numbers(4), num_workers=1, tuning=Tuning(ring_bytes=PETABYTE))

@@ -86,10 +86,13 @@ def test_a_large_pickle(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_draw_from_the_global_generators(workers: int, kind: str) -> None:
-    """The warning arises in the worker, where only a batch could be raised instead: it is not raised."""
+def test_a_draw_from_the_global_generators(workers: int, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning arises in the worker, where only a batch could be raised instead: it is logged once, not raised.
+    Without workers there is none.
+    """
     numbers, warned = numbers_and_warnings(kind, Drawing(), num_workers=workers, seed=1)
     assert (numbers, warned) == ([0, 1, 2, 3], [])
+    assert caplog.text.count("drew from the process-global generators") == workers
 
 
 def test_a_warning_aside(caplog: pytest.LogCaptureFixture) -> None:

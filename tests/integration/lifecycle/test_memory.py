@@ -15,6 +15,7 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import Numbers, Sized
+from tests.helpers.frameworks import epoch
 from tests.helpers.running import BOTH, KINDS, collect, run_async, run_loader
 
 
@@ -90,7 +91,7 @@ def test_any_kind_of_view_holds_the_slot() -> None:
 
 
 def test_dropped_batches_are_not_copied() -> None:
-    """A consumer that drops each batch gets views only, and no copy."""
+    """A consumer that drops each batch gets no copy."""
     loader = DataLoader[Any](Sized([40_000] * 500), num_workers=2)
     for batch in loader:
         del batch
@@ -109,28 +110,40 @@ def test_hoarding_is_copied_and_counted() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_growing_size(kind: str) -> None:
-    """Batches larger than the ring's slots travel in segments of their own, until the ring has grown after them."""
+    """Batches are right while they outgrow the ring's slots again and again."""
     dataset = Sized(growing(60))
     assert_same(collect(kind, dataset, num_workers=2, batch_size=1), collect("torch", dataset, batch_size=1))
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_growing_batches_with_persistent_workers(kind: str) -> None:
-    """Batches are right in the following epochs, too, which use the grown rings."""
+@pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
+def test_growing_batches_with_persistent_workers(make: Any) -> None:
+    """A ring grows after the largest batch that its worker has made; the following epochs use the grown rings."""
     dataset = Sized(growing(40))
-    run = run_loader(kind, dataset, epochs=3, num_workers=2, batch_size=1, persistent_workers=True)
+    loader = make(dataset, num_workers=2, batch_size=1, persistent_workers=True)
     expected = collect("torch", dataset, batch_size=1)
-    for epoch in run.epochs:
-        assert_same(epoch, expected)
+    sizes = []
+    for _ in range(3):
+        assert_same(epoch(loader), expected)
+        sizes.append(ring_sizes(loader))
+    loader.close()
+    assert min(sizes[0]) > 2 << 20
+    assert max(sizes[0]) > 9 << 20
+    assert sizes[0] == sizes[1] == sizes[2]
 
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("ring_bytes", [1, 4096 * 20, 3 << 20])
-def test_ring_bytes_bounds_the_ring(kind: str, ring_bytes: int) -> None:
+def test_a_bounded_ring_holds_up_no_batch(kind: str, ring_bytes: int) -> None:
     """With a bounded ring all batches are delivered, however much larger than a slot they are."""
     dataset = Sized(growing(40))
     got = collect(kind, dataset, num_workers=1, batch_size=1, tuning=Tuning(ring_bytes=ring_bytes))
     assert_same(got, collect("torch", dataset, batch_size=1))
+
+
+def ring_sizes(loader: Any) -> list[int]:
+    """The sizes of the workers' rings, as `explain` reports them."""
+    (line,) = [line for line in loader.explain().splitlines() if line.startswith("memory:")]
+    return [int(size.replace(",", "")) for size in line.split(" of ")[1].split(" bytes")[0].split(", ")]
 
 
 def test_ring_bytes_is_kept() -> None:
@@ -140,10 +153,8 @@ def test_ring_bytes_is_kept() -> None:
         Sized([700_000] * 20), num_workers=2, tuning=Tuning(ring_bytes=bound), persistent_workers=True
     ) as loader:
         list(loader)
-        (line,) = [line for line in loader.explain().splitlines() if line.startswith("memory:")]
-        assert f"{bound:,}" in line
-        sizes = line.split(" of ")[1].split(" bytes")[0]
-        assert all(0 < int(size.replace(",", "")) <= bound for size in sizes.split(", "))
+        assert f"bounded by ring_bytes={bound:,}" in loader.explain()
+        assert all(0 < size <= bound for size in ring_sizes(loader))
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -225,8 +225,8 @@ def test_files_of_the_cache_that_are_damaged(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("limit", ["100kB", "1.5MiB"])
-def test_a_bound_that_holds_no_shard(name: str, limit: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("limit", "nbytes"), [("100kB", 100_000), ("1.5MiB", 3 << 19)])
+def test_a_bound_that_holds_no_shard(name: str, limit: str, nbytes: int, tmp_path: Path) -> None:
     """Everything is read, and the cache stays within the bound."""
 
     async def run() -> None:
@@ -236,13 +236,13 @@ def test_a_bound_that_holds_no_shard(name: str, limit: str, tmp_path: Path) -> N
                 for _ in range(2):
                     assert sorted(await numbers_of(loader)) == [*range(COUNT)]
                     files = [file for file in (tmp_path / ROOT_NAME).rglob("*.*") if file.is_file()]
-                    assert sum(file.stat().st_size for file in files) <= 1.5 * (1 << 20)
+                    assert sum(file.stat().st_size for file in files) <= nbytes
 
     run_async(run())
 
 
-def test_the_index_is_asked_for_once(tmp_path: Path) -> None:
-    """Planning reads the edges of MDS shards through the cache: a second plan downloads nothing."""
+def test_a_second_plan_downloads_nothing(tmp_path: Path) -> None:
+    """Planning reads the index and the edges of MDS shards through the cache."""
 
     async def run() -> None:
         async with serving_http() as store:
@@ -251,6 +251,8 @@ def test_the_index_is_asked_for_once(tmp_path: Path) -> None:
             for turn in range(2):
                 dataset = RemoteIterableDataset(url, cache_dir=tmp_path)
                 await dataset.plan(2, 0, 1, None)
+                indexes = [asked for asked in store.asked if (asked.method, asked.path) == ("GET", "index.json")]
+                assert len(indexes) == 1 - turn
                 assert downloaded(store) == ({} if turn else {"s.mds": BLOCK_BYTES})
 
     run_async(run())

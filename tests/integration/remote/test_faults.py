@@ -282,7 +282,7 @@ def _no_threes_of_seven(sample: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("steps", [2, 8, 22])
-def test_bad_rows_of_parquet_are_reported_with_their_offset(steps: int, tmp_path: Path) -> None:
+def test_bad_rows_of_parquet_are_reported_by_number(steps: int, tmp_path: Path) -> None:
     """Bad rows are reported before the rows after them; a resumed run reports the same rows, each once."""
     values = [b"%d" % n for n in range(60)]
     values[10] = values[40] = b"\xff"

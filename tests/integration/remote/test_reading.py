@@ -195,17 +195,20 @@ async def test_a_parquet_file_that_is_replaced_meanwhile(store: HttpStore, store
 
 
 @pytest.mark.thorough
-async def test_leaving_early_ends_the_requests(store: HttpStore, stores: Stores) -> None:
+async def test_leaving_early_ends_the_read_ahead(store: HttpStore, stores: Stores) -> None:
     """No read-ahead continues in the background."""
     store.put("a.tar", tar(range(5000), size=4000))
     batches = read_shard_range(
         stores, Shard(f"{store.url}/a.tar", format_of("a.tar")), CatalogRange(0), read_ahead=100_000
     )
-    before = asyncio.all_tasks()
+
+    def reading_ahead() -> bool:
+        return "asyncloader-read-ahead" in {task.get_name() for task in asyncio.all_tasks()}
+
     assert await anext(batches)
+    assert reading_ahead()
     await batches.aclose()
-    names = {task.get_name() for task in asyncio.all_tasks() - before}
-    assert "asyncloader-read-ahead" not in names
+    assert not reading_ahead()
 
 
 async def test_what_was_read_is_cached(store: HttpStore, tmp_path: Path) -> None:
