@@ -76,9 +76,9 @@ class _PlainStream(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epochs_of_an_async_dataset(kind: str, workers: int) -> None:
-    """Shuffled over several epochs, with persistent workers where there are workers: the order is torch's."""
+    """Shuffled epochs, with persistent workers where there are workers: order and generators afterwards are torch's."""
     options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "num_workers": workers}
-    assert_like_torch(kind, AsyncNumbers(10), twin=Numbers(10), epochs=3, persistent_workers=bool(workers), **options)
+    assert_like_torch(kind, AsyncNumbers(50), twin=Numbers(50), epochs=3, persistent_workers=bool(workers), **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

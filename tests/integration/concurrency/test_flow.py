@@ -54,12 +54,12 @@ async def patiently_async(batches: Any) -> int:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["torch", *BOTH])
 def test_timeout(kind: str) -> None:
-    """A batch that does not arrive in time raises torch's RuntimeError; a later call returns it."""
+    """A batch that does not arrive in time raises torch's RuntimeError; later calls return it and the rest."""
     dataset = Gated(4, {1})
     text = "DataLoader timed out after 0.2 seconds"
     if kind != "asyncio":
         make = torch.utils.data.DataLoader if kind == "torch" else DataLoader
-        batches = iter(make(dataset, num_workers=1, timeout=0.2))
+        batches = iter(make(dataset, num_workers=2, timeout=0.2))
         assert patiently(batches) == 0
         with pytest.raises(RuntimeError, match=text) as caught:
             next(batches)
@@ -70,7 +70,7 @@ def test_timeout(kind: str) -> None:
     else:
 
         async def run() -> Any:
-            async with AsyncDataLoader[Any](dataset, num_workers=1, timeout=0.2) as loader:
+            async with AsyncDataLoader[Any](dataset, num_workers=2, timeout=0.2) as loader:
                 batches = aiter(loader)
                 assert await patiently_async(batches) == 0
                 with pytest.raises(RuntimeError, match=text) as caught:

@@ -21,7 +21,6 @@ from tests.helpers.meeting import Meeting, MeetingBatches
 from tests.helpers.running import (
     BOTH,
     KINDS,
-    assert_like_torch,
     await_our_threads,
     cancelled_after,
     outcomes,
@@ -138,15 +137,6 @@ def _state_after(kind: str, dataset: Any, stop: int, options: dict[str, Any]) ->
             return loader.state_dict()
 
     return run_async(run(), kind)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_generators_draws_are_those_of_one_epoch_after_another(kind: str, workers: int) -> None:
-    """Shuffled epochs, persistent workers: the order and the generators afterwards are torch's."""
-    options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "num_workers": workers}
-    assert_like_torch(kind, AsyncNumbers(50), twin=Numbers(50), epochs=3, persistent_workers=bool(workers), **options)
 
 
 class Fails(AsyncNumbers):

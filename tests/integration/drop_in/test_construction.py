@@ -68,6 +68,7 @@ def test_point_02_signature_is_written_out(make: Any) -> None:
     ours = list(inspect.signature(make.__init__).parameters.values())
     facts = [(p.name, p.kind, p.default) for p in theirs]
     assert [(p.name, p.kind, p.default) for p in ours][: len(facts)] == facts
+    assert [p.name for p in ours[len(facts) :]][:2] == ["snapshot_every_n_steps", "seed"]
     for own in ours[len(facts) :]:
         assert own.kind is inspect.Parameter.KEYWORD_ONLY
         assert own.default is not inspect.Parameter.empty
@@ -353,7 +354,9 @@ def copies_in_an_epoch(loader: Any) -> list[Any]:
 @pytest.mark.parametrize("when", ["new", "in an epoch", "after an epoch"])
 def test_point_09_loaders_pickle_and_copy(make: Any, when: str) -> None:
     """Loaders pickle and copy at any time, also with live persistent workers, unlike torch; copies have no iterator."""
-    loader = make(Numbers(6), batch_size=2, num_workers=1, persistent_workers=True, collate_fn=collate_strings)
+    options: dict[str, Any] = {"batch_size": 2, "collate_fn": collate_strings}
+    ours: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "tuning": Tuning(ring_bytes=1 << 20)}
+    loader = make(Numbers(6), **options, **ours)
     if when == "after an epoch":
         epoch(loader)
     twins = copies_in_an_epoch(loader) if when == "in an epoch" else copies(loader)
@@ -361,7 +364,9 @@ def test_point_09_loaders_pickle_and_copy(make: Any, when: str) -> None:
     for twin in twins:
         if isinstance(twin, DataLoader):
             assert twin._iterator is None
-        assert_same(epoch(twin), collect("torch", Numbers(6), batch_size=2, collate_fn=collate_strings))
+        assert (type(twin), twin.batch_size, twin.tuning) == (make, 2, ours["tuning"])
+        assert_same(epoch(twin), collect("torch", Numbers(6), **options))
+        assert twin.stats()["data/batches"] == 3
         twin.close()
 
 

@@ -10,7 +10,6 @@ import gc
 import multiprocessing
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +19,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
 from tests.helpers.comparing import assert_same
-from tests.helpers.datasets import CountedStream, Numbers, Pids, UnevenStream, WholeBatches
+from tests.helpers.datasets import Numbers, Pids
 from tests.helpers.frameworks import epoch
 from tests.helpers.running import BOTH, KINDS, assert_like_torch, await_our_threads, collect, outcomes, run_async
-from tests.helpers.side_by_side import messages
 
 BOTH_CLASSES = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 Torchs = torch.utils.data.DataLoader
@@ -271,42 +269,6 @@ def test_point_14_worker_info(kind: str, workers: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------- 15
-
-
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_point_15_getitems_gets_the_whole_batch(kind: str, workers: int) -> None:
-    """`__getitems__` of a dataset is called once per batch (HF datasets)."""
-    assert_like_torch(kind, WholeBatches(7), batch_size=3, num_workers=workers)
-
-
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("lengths", [[5, 8], [0, 7], [0, 0]], ids=str)
-def test_point_15_streams_end_per_worker(kind: str, drop_last: bool, lengths: list[int]) -> None:
-    """Each worker has a short last batch, or drops it; a worker may have no sample (HF datasets: fewer shards)."""
-    assert_like_torch(kind, UnevenStream(lengths), batch_size=3, num_workers=2, drop_last=drop_last)
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_point_15_out_of_order(kind: str) -> None:
-    """in_order=False gives every batch once (HF Trainer passes the option)."""
-    batches = collect(kind, Numbers(20), batch_size=2, num_workers=2, in_order=False)
-    assert sorted(float(batch[0, 0]) for batch in batches) == [200.0 * i for i in range(10)]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_point_15_a_stream_longer_than_its_word(workers: int) -> None:
-    """Each batch beyond the length that the stream claimed causes torch's warning."""
-    found = []
-    for make in (DataLoader, Torchs):
-        loader: Any = make(CountedStream(6, said=4), num_workers=workers)
-        assert len(loader) == 4
-        batches: list[Any] = []
-        told = messages(partial(batches.extend, loader))
-        found.append((batches, [text.split("was reported")[1] for _, text in told]))
-    assert_same(found[0], found[1])
-    assert len(found[0][1]) == 2
 
 
 class Fails(Numbers):

@@ -70,15 +70,6 @@ def test_point_19_a_state_before_iter_is_the_whole_epoch(make: Any, workers: int
     assert values(epoch(loader)) == expected
 
 
-@BOTH_CLASSES
-def test_point_19_an_empty_state_forgets(make: Any) -> None:
-    """`load_state_dict({})` drops a state that was loaded (Lightning's reset)."""
-    loader = make(ROWS, 5)
-    loader.load_state_dict(stopped_after(DataLoader(ROWS, 5), 2))
-    loader.load_state_dict({})
-    assert len(epoch(loader)) == 4
-
-
 @WORKERS
 def test_point_19_a_state_is_applied_at_the_next_iter(workers: int) -> None:
     """Loading does not touch the running iterator; the next iterator begins at the loaded position, the iterator

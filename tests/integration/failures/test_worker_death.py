@@ -217,14 +217,6 @@ def _kill_children() -> None:
     deaths.wait()
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_batches_held_survive_the_worker(kind: str) -> None:
-    """Batches delivered before the death do not change."""
-    dataset = Dying("SIGKILL")
-    got = outcomes(kind, dataset, num_workers=1, batch_size=1)
-    assert [int(batch) for batch in got[:-1]] == list(range(len(got) - 1))
-
-
 class Stopped(Dataset[Any]):
     """Stops itself (SIGSTOP) at index 3: it does not answer, and SIGTERM does not reach it."""
 

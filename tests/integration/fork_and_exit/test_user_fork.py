@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,36 +12,13 @@ import pytest
 
 from asyncloader import DataLoader, LoaderClosed
 from tests.helpers.datasets import Sized
-from tests.helpers.running import PATIENCE_S, Deaths, run_script
+from tests.helpers.running import Deaths, run_script
 
 N = 200
 
 
 def _values(batches: list[Any]) -> list[int]:
     return [int(batch.unique()) for batch in batches]
-
-
-def test_child_reads_held_batches_unchanged() -> None:
-    """A child forked while batches are held finds their values unchanged, however far the parent has read on."""
-    batches = iter(DataLoader[Any](Sized([20_000] * N), num_workers=2))
-    held = [next(batches) for _ in range(5)]
-    go, went = os.pipe()
-    answer, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.read(go, 1)  # until the parent has used every slot several times over
-            os.write(tell, b"same" if _values(held) == [0, 1, 2, 3, 4] else b"changed")
-        finally:
-            os._exit(0)
-    held.clear()  # the parent drops them; the slots must not be used again nevertheless
-    assert _values(list(batches)) == [i % 251 for i in range(5, N)]
-    os.write(went, b"g")
-    assert select.select([answer], [], [], PATIENCE_S)[0]
-    assert os.read(answer, 20) == b"same"
-    os.waitpid(child, 0)
-    for fd in (go, went, answer, tell):
-        os.close(fd)
 
 
 @pytest.mark.thorough
@@ -179,22 +155,6 @@ SCRIPTS = {
             assert os.waitpid(child, 0)[1] == 0
             assert [int(b) async for b in batches] == list(range(1, 1000))
         asyncio.run(leave())
-        print("done")
-    """,
-    "multiprocessing.Process as child": """
-        import multiprocessing
-        import torch
-        from asyncloader import DataLoader
-        def child(held):
-            assert [int(b) for b in held] == [0, 1, 2]
-            assert [int(b) for b in DataLoader(torch.arange(5), num_workers=1)] == list(range(5))
-        batches = iter(DataLoader(torch.arange(500), num_workers=2))
-        held = [next(batches) for _ in range(3)]
-        process = multiprocessing.get_context("fork").Process(target=child, args=(held,))
-        process.start()
-        process.join()
-        assert process.exitcode == 0, process.exitcode
-        assert [int(b) for b in batches] == list(range(3, 500))
         print("done")
     """,
 }

@@ -186,14 +186,15 @@ async def test_a_broken_range_is_resumed_within_itself(store: HttpStore) -> None
     ],
     ids=["read", "stream", "range"],
 )
+@pytest.mark.parametrize("stall", [False, True])
 async def test_a_changed_object_is_never_mixed(
-    store: HttpStore, call: Callable[[HttpTransport], Awaitable[Any]], new: bytes | None
+    store: HttpStore, call: Callable[[HttpTransport], Awaitable[Any]], new: bytes | None, stall: bool
 ) -> None:
     """An object is replaced between the parts of its download: a stream that has given some bytes fails, and a read
     returns the new object, not the halves of two.
     """
     store.put("a", CONTENT)
-    store.faults["a"] += [broken(1 << 20, stall=True), change(OTHER)]
+    store.faults["a"] += [broken(1 << 20, stall=stall), change(OTHER)]
     async with opened(store, stalled_s=0.5) as transport:
         if new is None:
             with pytest.raises(ReadFailed, match=r"'a'.*changed while it was read"):

@@ -28,16 +28,14 @@ from asyncloader.transports import (
     MemoryTransport,
     ObjectNotFound,
     ReadFailed,
-    RetryPolicy,
     cache_store,
 )
 from asyncloader.transports.local import _differs
-from tests.helpers.http_store import Fault, HttpStore, broken, change, serving
+from tests.helpers.http_store import Fault, HttpStore, serving
 from tests.unit.remote.shards import MAKERS, drain, jsonl, number_of, shard_of
 
 pytestmark = pytest.mark.network
 
-SOON = RetryPolicy(budget_s=30, first_delay_s=0.001, cap_s=0.01)
 OLD, NEW = jsonl(range(9_000), size=400), jsonl(range(10_000, 19_000), size=400)  # several chunks
 
 
@@ -209,18 +207,6 @@ async def test_a_copy_that_keeps_its_date(tmp_path: Path) -> None:
             store.put("a", data, etag=etag, Last_Modified=date)
             for _ in range(2):
                 assert await transport.read("a") == data
-
-
-async def test_a_read_that_breaks_takes_the_object_as_it_is_then() -> None:
-    """A read has returned nothing yet, so nothing can be mixed; a stream fails."""
-    async with serving() as store, HttpTransport(store.url, retry=SOON) as transport:
-        store.put("a", OLD)
-        store.faults["a"] += [broken(1 << 20), change(NEW)]
-        assert await transport.read("a") == NEW
-        store.put("a", OLD)
-        store.faults["a"] += [broken(1 << 20), change(NEW)]
-        with pytest.raises(ReadFailed, match="changed while it was read"):
-            await all_of(transport.stream("a"))
 
 
 async def test_two_servers_with_times_of_their_own() -> None:

@@ -92,33 +92,6 @@ def test_report_on_start_up_code() -> None:
     assert "never_started" in report
 
 
-def test_batches_after_a_time_out() -> None:
-    """A time-out raises and changes nothing: a later call returns the batch."""
-    reader, writer = os.pipe()
-    try:
-        batches = iter(DataLoader[Any](WaitsFor(reader), num_workers=1, timeout=0.5, multiprocessing_context="fork"))
-        with pytest.raises(LoaderTimeout):
-            next(batches)
-        os.write(writer, b"go")
-        assert [int(batch) for batch in batches] == [0, 1]
-    finally:
-        os.close(reader)
-        os.close(writer)
-
-
-class WaitsFor(Dataset[Any]):
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> int:
-        if index == 0:
-            os.read(self.fd, 2)
-        return index
-
-
 class AsyncStuck(IterableDataset[Any]):
     def __iter__(self) -> Any:
         raise TypeError("await it")

@@ -228,21 +228,6 @@ def test_sampler_that_raises_and_goes_on(workers: int) -> None:
         assert any(_is_error(step) and step[0] is PermissionError for step in expected)
 
 
-class BrokenIter:
-    def __iter__(self) -> Iterator[int]:
-        raise PermissionError("no order today")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_sampler_whose_iter_raises(workers: int) -> None:
-    """`iter(loader)` raises the error, and no worker is left."""
-    for make in (torch.utils.data.DataLoader, DataLoader):
-        numbers: Any = range(3)
-        loader: Any = make(numbers, sampler=BrokenIter(), num_workers=workers)
-        batches = outcome(lambda loader=loader: next(iter(loader)))
-        assert batches == (PermissionError, "no order today")
-
-
 def test_index_out_of_range() -> None:
     """An index beyond the dataset is the dataset's error, in the place of its batch."""
     for workers in (0, 1):

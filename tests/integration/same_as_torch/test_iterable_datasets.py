@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +10,8 @@ import torch
 from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 
 from asyncloader import AsyncDataLoader, DataLoader
-from tests.helpers.comparing import assert_same
-from tests.helpers.datasets import CountedStream, UnevenStream
-from tests.helpers.running import BOTH, KINDS, assert_like_torch, collect, run_async
-from tests.helpers.side_by_side import messages
+from tests.helpers.datasets import UnevenStream
+from tests.helpers.running import BOTH, KINDS, assert_like_torch, collect
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -31,9 +28,12 @@ UNEVEN: dict[str, list[int]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", UNEVEN)
-def test_uneven_streams(kind: str, name: str) -> None:
-    """Workers whose copies end at different times: torch's batches in torch's order, short batches included."""
-    assert_like_torch(kind, UnevenStream(UNEVEN[name]), num_workers=3, batch_size=4)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_uneven_streams(kind: str, name: str, drop_last: bool) -> None:
+    """Workers whose copies end at different times, or have no sample: torch's batches in torch's order; short batches
+    are delivered or dropped.
+    """
+    assert_like_torch(kind, UnevenStream(UNEVEN[name]), num_workers=3, batch_size=4, drop_last=drop_last)
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -99,43 +99,6 @@ def test_worker_info(kind: str, method: str) -> None:
     assert sorted(sample[0] for sample in run.epochs[0]) == list(range(10))
     seeds = {sample[1]: sample[3] for sample in run.epochs[0]}
     assert seeds[1] == seeds[0] + 1
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_claimed_length(workers: int) -> None:
-    """`len(loader)` divides the claimed length; beyond it every batch has torch's warning, but is still delivered."""
-
-    def run(loader: torch.utils.data.DataLoader[Any]) -> tuple[int, int, list[Any], list[str]]:
-        before = sum(1 for _ in loader)  # the length has not been asked for: no warning
-        claimed, batches = len(loader), list[Any]()
-        told = messages(lambda: batches.extend(loader))
-        # the dataset's repr has an address
-        return before, claimed, batches, [text.split("was reported")[1] for _, text in told]
-
-    dataset = CountedStream(8, said=3)
-    expected = run(torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=workers))
-    got = run(DataLoader(dataset, batch_size=2, num_workers=workers))
-    assert_same(got, expected)
-    assert len(got[3]) == 1  # as in torch, the claim counts samples and the warning batches
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_claimed_length_of_an_async_loader(workers: int) -> None:
-    """The asynchronous loader has the same length and the same warnings."""
-
-    async def run() -> tuple[int, list[Any], list[str]]:
-        async with AsyncDataLoader[Any](CountedStream(8, said=3), batch_size=2, num_workers=workers) as loader:
-            claimed = len(loader)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                batches = [batch async for batch in loader]
-        return claimed, batches, [str(w.message) for w in caught if "was reported to be 3" in str(w.message)]
-
-    claimed, batches, texts = run_async(run())
-    assert claimed == 2
-    assert len(batches) == 4
-    assert len(texts) == 1
-    assert all(("multiprocessing data-loading" in text) == bool(workers) for text in texts)
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -61,6 +61,13 @@ class Map(Dataset[int]):
         return index
 
 
+class AsyncMap(Map):
+    """The samples of `Map`, awaited."""
+
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return super().__getitem__(index)
+
+
 class Order:
     def __init__(self, error: Error) -> None:
         self.error = error
@@ -116,14 +123,36 @@ def test_stop_async_iteration_of_a_blocking_stream(workers: int, kind: str) -> N
 
 @pytest.mark.parametrize("where", ["sample", "collate"])
 @pytest.mark.parametrize(
-    "options", [{}, {"num_workers": 1}, {"concurrency": 2}, {"seeded": 1, "shuffle": False}], ids=str
+    "options",
+    [
+        {},
+        {"num_workers": 1},
+        {"concurrency": 2},
+        {"num_workers": 1, "concurrency": 2},
+        {"seeded": 1, "shuffle": False},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("error", STOPS)
 def test_map_datasets_in_an_async_loop(error: Error, options: dict[str, Any], where: str) -> None:
-    """No error of a sample or of its collation ends ``async for``."""
+    """No error of a sample or of its collation ends ``async for``: a RuntimeError that names it takes its place."""
     # With a seed and no shuffle the order is that of the indices.
     dataset, collate = (Map(error), list) if where == "sample" else (Map(), Collate(error))
-    assert_raised_once(outcomes("asyncio", dataset, batch_size=2, collate_fn=collate, **options))
+    found = outcomes("asyncio", dataset, batch_size=2, collate_fn=collate, **options)
+    assert_raised_once(found)
+    assert found[1][0] is RuntimeError
+    assert f"raised {error.__name__}" in found[1][1]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stop_async_iteration_of_an_async_map_dataset(kind: str, workers: int) -> None:
+    """Awaited samples fail their batch, too, for both loaders; the note names the sample."""
+    found = outcomes(kind, AsyncMap(StopAsyncIteration), batch_size=2, num_workers=workers)
+    assert_raised_once(found)
+    assert found[1][0] is RuntimeError
+    assert "code raised StopAsyncIteration" in found[1][1]
+    assert "while fetching sample index 3 (item 1 of the batch)" in found[1][1]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
