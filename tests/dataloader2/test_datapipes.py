@@ -230,7 +230,7 @@ def test_amap_cancels_the_calls_in_flight(fails: bool) -> None:
         if x == 1 and fails:
             raise ValueError("one")
         try:
-            return await asyncio.get_running_loop().create_future()
+            return int(await asyncio.get_running_loop().create_future())
         except asyncio.CancelledError:
             cancelled.set()
             raise
