@@ -231,7 +231,7 @@ class AsyncTaskLoop:
             self._tasks[task] = len(body)
             task.add_done_callback(self._finished)
         elif kind == wire.RESET:
-            # Cancelled tasks end after RESET_DONE was sent, so each compares its epoch with the current one before it writes.
+            # Cancelled tasks end after RESET_DONE was sent: each compares its epoch with the worker's before it writes.
             for task in self._tasks:
                 task.cancel()
             # A worker that leaves begins no further epoch: its replacement does.
