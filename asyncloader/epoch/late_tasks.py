@@ -80,5 +80,6 @@ class LateTasks:
 
     def close(self) -> None:
         """Wait for nothing any more."""
+        # Until it rings, the loop would keep the pipeline, whose method it calls.
         if self._timer is not None:
             self._timer.cancel()

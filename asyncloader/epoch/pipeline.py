@@ -136,6 +136,7 @@ class Pipeline(Listener):
         self._deaths: dict[int, tuple[WorkerDied, bool]] = {}  # of workers that may be replaced; whether lost
         self._saved_rng_states: dict[int, bytes | None] = {}  # of workers that left; None: it was killed
         self._unbegun: set[int] = set()  # workers that have not begun the epoch yet
+        # Made in the consumer's thread: an event belongs to a loop only from the first task that waits for it.
         self._begun = asyncio.Event()
         self._start_error: Any = None
         self.notices: deque[Notice | WorkerBegun] = deque()
@@ -162,6 +163,7 @@ class Pipeline(Listener):
         self._unbegun.update(range(len(starts)))
         if self._source is not None:
             self._allow = asyncio.Event()
+            # Kept in an attribute, because the loop refers to its tasks weakly.
             self._reader = loop.create_task(self._read(self._source))
         if self._adapts:
             # Before the first tasks: in an earlier epoch, the rings of persistent workers may have grown and lost
@@ -204,6 +206,7 @@ class Pipeline(Listener):
                 held.outcome.discard()
         reader, self._reader = self._reader, None
         if reader is not None:
+            # Not awaited here: `close` is also called in places that cannot wait.
             reader.cancel()
         return reader
 
@@ -322,9 +325,11 @@ class Pipeline(Listener):
         # Kept until `_replace`, which the scheduler may ask for in `_handle` below.
         self._saved_rng_states[worker] = saved_rng_state
         self._deaths[worker] = death, lost
+        # `begun` must not wait for this worker: the consumer gets the death with its next item.
         self._begun.set()
         if self._late_tasks is not None:
             self._late_tasks.died(worker)
+        # Before the worker is replaced: a reply to the dead process must not reach the replacement, which asks again.
         if self._assigner is not None:
             self._assigner.died(worker)
         # Found out before the scheduler decides: it is pure, and cannot ask the pool.
@@ -406,12 +411,14 @@ class Pipeline(Listener):
                 if isinstance(action.outcome, Answer):
                     action.outcome.discard()
             elif isinstance(action, Finish) and self._source_error is not None:
+                # Only at the end: the batches that were requested before the error were delivered first.
                 self._sink(Fail(self._source_error))
             else:
                 self._sink(action)
 
     def _mind_late(self) -> None:
         """If the task that the consumer waits for is late, have the scheduler give it to a second worker."""
+        # An error in `_handle` may have closed the pipeline just before this call.
         if self._late_tasks is None or self._closed:
             return
         if (late := self._late_tasks.due(self._mind_late)) is not None:
@@ -430,6 +437,7 @@ class Pipeline(Listener):
         while self._allowed and self._offers:
             self._allowed -= 1
             offer = self._offers.popleft()
+            # Not `_handle`, within which this runs: an error must also end the outer loop over actions.
             self._carry_out(self._scheduler.handle(SamplerEnded() if offer is ENDED else Offered(offer)))
 
     async def _read(self, source: AsyncIterable[Any]) -> None:

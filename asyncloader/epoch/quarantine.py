@@ -47,9 +47,8 @@ class Quarantine:
             raise error
         indices: Sequence[Any] = index if self._batched else [index]
         positions = [None if first is None else first + offset * self._replicas for offset in range(len(indices))]
-        brief = TaskQuarantined(
-            error.indices, error.deaths, advice=error.advice
-        )  # without standard error, which is in the record anyway
+        # Without the standard error, for which the record has a field of its own.
+        brief = TaskQuarantined(error.indices, error.deaths, advice=error.advice)
         text = f"{type(brief).__name__}: {brief}"[:ERROR_CHARACTERS]
         substitutes: list[Any] = []
         records: list[SkippedSample] = []

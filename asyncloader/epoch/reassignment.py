@@ -2,11 +2,10 @@
 
 Data path: beside the scheduler, which uses it only after a death.
 
-Which task killed a worker? A worker that processes its tasks in order died at the first task without an answer. A
-worker that processes several at a time may have died of any of them: all of them become suspects, and each is retried
-*alone*, so that any further death is certain to be its doing. A task over which three workers died is poisoned and not
-retried: it was alone at the second and third death, while two deaths could still hit an innocent task by chance. If
-another process killed the worker, its tasks become suspects too, but the death is not counted against them.
+The tasks that may have killed a worker become suspects. A worker that processes several tasks at a time retries each
+suspect *alone*, so that any further death is certain to be its doing. A task over which three workers died is poisoned
+and not retried. If another process killed the worker, its tasks become suspects too, but the death is not counted
+against them.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from asyncloader.errors import WorkerDied
 from asyncloader.events import Died
 
+# Not two, which could still hit an innocent task by chance.
 KILLS = 3
 """Deaths after which a task is not retried; it was alone at all but the first."""
 
@@ -58,6 +58,7 @@ class Reassignment:
         """
         worker = event.worker
         in_hand = lost[: len(lost) - len(self._waiting[worker])]  # the rest had not been sent
+        # The scheduler assigns all of `lost` again, also the tasks that waited here.
         self._waiting[worker].clear()
         self._alone[worker] = None
         blameless = event.left or event.lost
@@ -68,6 +69,8 @@ class Reassignment:
         blames = event.at_work and not blameless
         self.struck = ()
         if blames:
+            # A worker that processes its tasks in order died at the first without an answer; a concurrent worker may
+            # have died of any that it was sent.
             first = in_hand[:1] if twice is None else twice
             self.struck = list(dict.fromkeys([*first, *in_hand])) if self._concurrent else first
         for seq in self.struck:
@@ -86,6 +89,7 @@ class Reassignment:
 
     def may_replace(self, worker: int) -> bool:
         """Whether the worker may be replaced once more."""
+        # `died` has counted the death that is being handled.
         return self._restarts[worker] <= self.max_restarts
 
     def advice(self, worker: int) -> str:
@@ -114,6 +118,7 @@ class Reassignment:
 
     def up(self, worker: int) -> None:
         """The worker's replacement has started; see `next_for`."""
+        # `active` stays set, because tasks may wait for this worker. `next_for` clears it.
         self._down[worker] = False
 
     def free(self, worker: int) -> bool:

@@ -109,6 +109,7 @@ class WorkerRespawner:
 
     def _give(self, made: WorkerHandle | Exception) -> None:
         if self._done is None:
+            # `close` came while the process was made. Not `_discard`, which may hold up the loop for seconds.
             self.discard_soon(made)
         else:
             self._done(made)
@@ -129,6 +130,7 @@ class WorkerRespawner:
 
 def weakly(setup: Callable[[Request], WorkerSetup]) -> Callable[[Request], WorkerSetup | None]:
     """Wrap a bound method without keeping its object alive; the wrapper returns None once that was freed."""
+    # Not `weakref.ref`: a bound method is an object of its own at each access, so that reference would be dead at once.
     method = weakref.WeakMethod(setup)
 
     def call(request: Request) -> WorkerSetup | None:

@@ -101,12 +101,14 @@ class Scheduler:
         self.reorder_window = reorder_window
         self.epoch = epoch
         self._asked = 0  # indices that were requested and not yet offered
+        # From the credits of the beginning: tasks that were given out before `credits` was lowered still count.
         self._most = credits * workers + reorder_window
         self._most_credits = credits
         self._share = credits + reorder_window  # most tasks that a worker may have outstanding
         self._active = [True] * workers
         self._load = [0] * workers  # tasks assigned and not yet delivered (or void)
         self._unanswered = [0] * workers  # tasks assigned and not yet completed (or void)
+        # Reads the same list `_unanswered`, so each change of a number must be followed by `enter`.
         self._choice = WorkerChoice(self._unanswered) if assignment == "least_loaded" else None
         self._owner: dict[int, int] = {}  # seq -> worker, for every task that is neither delivered nor void
         self._unanswered_tasks: dict[int, Task] = {}
@@ -338,8 +340,10 @@ class Scheduler:
             self._recovery.answered(worker, seq)
             waiting = self._send_waiting(worker)
         if not self.in_order:
+            # Nothing is held back, so only the delivery of the batch makes room for another index.
             return [deliver, *waiting]
         ready = self._reorder.push(seq, deliver)
+        # A held-back batch makes room at once, within the window. A batch in order makes room only once it is taken.
         more = [] if ready or self.iterable else self._pull_ahead()
         # A pull comes last: the pipeline may offer an index, and so assign its task, before it carries out the rest.
         return [*ready, *waiting, *more]
@@ -411,6 +415,7 @@ class Scheduler:
             return self._fail(event.error.with_advice(event.obstacle))
         actions: list[Action] = []
         if needed:
+            # Before its tasks are assigned again: the worker is still active, and only `down` keeps them from it.
             recovery.down(worker)
             actions.append(Replace(worker))
         else:
@@ -447,6 +452,7 @@ class Scheduler:
         task = self._unanswered_tasks[seq] = self._unanswered_tasks.pop(seq)
         other = self._recovery.taken_over_by(seq, self._active, self._unanswered)
         if other is None:
+            # The owner stays the same: the replacement has the dead worker's number.
             self._recovery.wait(worker, seq)
             return []
         self._owner[seq] = other
@@ -472,6 +478,7 @@ class Scheduler:
         self._active[worker] = False
         self._recovery.void(worker)
         actions: list[Action] = []
+        # Its answered tasks stay: the consumer still takes those batches. A list, because the loop changes `_owner`.
         for seq in [s for s, w in self._owner.items() if w == worker and s in self._unanswered_tasks]:
             del self._owner[seq], self._unanswered_tasks[seq]
             self._load[worker] -= 1
@@ -480,6 +487,7 @@ class Scheduler:
             if self.in_order:
                 # Otherwise later batches would wait for a number that never comes.
                 actions += self._reorder.skip(seq)
+        # A single task, however many were void: torch's iterator, too, sends a single task here.
         return actions + self._offered(None) + self._finish_if_done()
 
     def _finish_if_done(self) -> list[Action]:

@@ -38,6 +38,8 @@ class WorkerChoice:
         while heap:
             number, worker = heap[0]
             if number == self._unanswered[worker] and active[worker] and load[worker] < share:
+                # Not popped: the entry holds until the worker's number changes, and `enter` then adds another.
                 return worker
+            # Also the entry of a worker that has its share: the scheduler enters it again when its load falls.
             heappop(heap)
         return None
