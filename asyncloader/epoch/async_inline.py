@@ -177,6 +177,7 @@ class AsyncInlineIterator(Generic[B_co]):
             if agreement is not None:
                 # In a thread that is not waited for at exit: it waits for the other ranks.
                 await in_daemon(agreement.end)
+            # Within this task, so that a cancelled consumer cannot cut it short.
             await self._close_reader()
             raise
         except asyncio.CancelledError:  # by `aclose`, which notifies the other ranks
@@ -214,6 +215,7 @@ class AsyncInlineIterator(Generic[B_co]):
         return index, await epoch.reader.fetch_async(index, self._records)
 
     async def _agreed(self, agreement: Agreement) -> bool:
+        # Tells `aclose` that the pending batch may be cancelled: here no call of the dataset is in progress.
         self._agreeing = True
         try:
             return bool(await in_daemon(agreement.batch))
@@ -254,6 +256,7 @@ class AsyncInlineIterator(Generic[B_co]):
             if not pending.cancelled():
                 # Marks the error as retrieved: no consumer will get it.
                 pending.exception()
+        # After the pending batch, whose code may use the dataset's context.
         await self._close_reader()
         await epoch.aclose_indices()
         # In a thread, because it waits for the dataset's current call.
@@ -266,6 +269,7 @@ class AsyncInlineIterator(Generic[B_co]):
         self._close_soon()
         if self._epoch.agreement is not None:
             self._epoch.agreement.give_up()
+        # Last, because it waits for the dataset's current call.
         self._place.close()
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -162,6 +162,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         if self._starting is None:
             self._loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
+            # In seeded mode `set_epoch` may come between `aiter()` and the first batch.
             if self._progress.outdated:
                 self._begin()
             with recording(self._statistics.recorder):
@@ -181,6 +182,8 @@ class AsyncLoaderIterator(Generic[B_co]):
             make = self._pool_maker()
             # A fork must happen in the user's thread; other start methods need not block the loop.
             pool = make() if start_method(self._config) == "fork" else await in_thread(make)
+            # Before `_closed` is tested: the loader's `aclose` must find the pool, and wait for the end of its
+            # processes.
             self._pool_cache.register(pool)
             if self._closed:
                 # `close` came while the workers were started, and had no pool yet to stop.
@@ -188,6 +191,7 @@ class AsyncLoaderIterator(Generic[B_co]):
                 return
         self.pool = pool
         put_from_thread = partial(_put_from_thread, asyncio.get_running_loop(), self._queue)
+        # Weak: the loop refers to the respawner by way of the pipeline, and must not keep the iterator.
         respawner = WorkerRespawner(pool, weakly(self._setup_for), None)
         self._pipeline = self._consumer.pipeline(pool, self._queue.put, put_from_thread, respawner)
         self._pipeline.start(self._consumer.offers, self._starts)
@@ -227,6 +231,8 @@ class AsyncLoaderIterator(Generic[B_co]):
                             return batch
                 elif items:
                     waited = perf_counter() - begin
+                    # Nothing is awaited between this line and the delivery, or the start of a copy: a cancellation
+                    # loses no batch.
                     item = items.popleft()
                     if not isinstance(item, Deliver):
                         try:
@@ -367,6 +373,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         if loop is None or loop.is_closed() or threading.get_ident() == self._thread:
             _abandon(*parts)
         else:  # collected in another thread: the loop's readers must be removed in the loop's own thread
+            # The loop may just have been closed. Then the pool's own finalizer ends the workers.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_abandon, *parts)
 
@@ -377,6 +384,7 @@ def _release(
     """End an iterator's parts except the consumer. In the loop's thread."""
     reader = pipeline.close() if pipeline is not None else None
     queue.close()
+    # After `pipeline.close`, which detaches the pool: the next iterator may attach it at once.
     if pool is None or pool_cache.put_back(pool):
         return None, reader
     return pool, reader

@@ -94,10 +94,10 @@ class Consumer:
         self._taken = 0  # deliveries
         self._arrived = 0.0  # when the current delivery's item was taken from the queue
         self._begun = begun
-        # A weak reference: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
         self._workers = config.num_workers
         self._source = config.source
         self._scheduler = make_scheduler(config, progress.next_worker)
+        # Weak: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
         self._torch_iter = weakref.ref(torch_iter)
         # False if there is nothing to advance here: no sampler, or an async one, which a task of the loop reads.
         self._reads = torch_iter.order is not None
@@ -123,6 +123,7 @@ class Consumer:
     def _prime(self, count: int) -> list[Any]:
         offers: list[Any] = []
         while self._reads and len(offers) < count and (offer := self._pull(self._tasks)) is not NOTHING:
+            # ENDED is passed on, too: the pipeline makes the scheduler's `SamplerEnded` of it.
             offers.append(offer)
             self._reads = offer is not ENDED
             self._tasks += self._reads
@@ -160,6 +161,7 @@ class Consumer:
         """Make the epoch's pipeline. It passes items to `put`; stages that have a thread use `put_from_thread`."""
         sink = put
         if self._agreement is not None:
+            # Made first, because the other stage forwards to it: an error of that stage must reach the other ranks.
             self._agreeing = AgreementStage(self._agreement, put_from_thread, discard)
             sink = put_from_thread = self._agreeing.put
         if self._transfer is not None:
@@ -186,6 +188,7 @@ class Consumer:
             adapts=self._adapts,
             statistics=self._statistics,
         )
+        # Shared with the loop's thread without a lock: `append` and `popleft` of a deque are atomic.
         self._notices = pipeline.notices
         return pipeline
 
@@ -297,19 +300,23 @@ class Consumer:
         """Free the memory of an item whose delivery was interrupted by Ctrl-C and will not be continued."""
         delivery, outcome = self.delivery, item.outcome
         if delivery.item is not item or delivery.reached < _OPENED:
+            # No batch was built, or Ctrl-C interrupted that: the slot still belongs to the answer.
             if isinstance(outcome, Answer):
                 self._opener.forget(outcome)
             discard(item)
         elif delivery.reached == _OPENED and isinstance(outcome, Answer):
+            # Ctrl-C came between the batch and the release of its descriptors.
             self._release(delivery, outcome)
         delivery.item, delivery.batch, delivery.error = None, None, None
 
     def _release(self, delivery: Delivery, answer: Answer) -> None:
+        # Kept in the delivery: a repeated call closes only the descriptors that the interrupted call left.
         if delivery.descriptors is None:
             delivery.descriptors = [] if answer.fd is None else [answer.fd]
         self._opener.release(answer, delivery.descriptors)
 
     def _open(self, delivery: Delivery, outcome: Any, opened: Callable[[], Any] | None) -> None:
+        # With `opened`, the thread that opened the batch has released its answer.
         answer = outcome if opened is None and isinstance(outcome, Answer) else None
         if delivery.reached < _OPENED:
             try:
@@ -370,6 +377,7 @@ class Consumer:
             self._statistics.prefetch_depth = self._scheduler.credits
             waited += perf_counter() - self._arrived
             self._statistics.batch(*(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers))
+        # Before `_DONE`: after Ctrl-C between these two lines the call is repeated, which `delivered` ignores.
         self._progress.delivered(item.seq, item.worker, outcome.cursor)
         delivery.reached = _DONE
 
@@ -378,6 +386,7 @@ class Consumer:
         was counted already.
         """
         if isinstance(outcome, WorkerFailure):
+            # Before the records: they may be too many, and `add` then raises.
             self._failed(item)
             if waited is not None:
                 self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
@@ -428,6 +437,7 @@ class Consumer:
                 self._statistics.worker_restarts += 1
             if notice.warning:
                 warnings.warn(notice.warning, RuntimeWarning, stacklevel=4)
+        # Taken out before it is raised, so that it is raised once.
         warning, self._opener.warning = self._opener.warning, None
         if warning is not None:
             raise warning

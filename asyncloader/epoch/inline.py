@@ -348,6 +348,7 @@ class InlineEpoch:
             self._skipped.add(records)
         except TooManySkippedSamples:
             self.over = True
+            # The epoch is over for this rank, and the other ranks must not wait for its next batch.
             if self.agreement is not None:
                 self.agreement.give_up()
             raise

@@ -107,6 +107,7 @@ class SyncInlineIterator(CountedNext):
         return index, self._epoch.reader.fetch(index, records)
 
     def _fetch_on_bridge(self, records: list[SkippedSample]) -> tuple[Any, Any]:
+        # The epoch has ended, and a repeated call ends again.
         if self._bridge is None:
             raise EndOfData
         epoch = self._epoch
@@ -115,10 +116,12 @@ class SyncInlineIterator(CountedNext):
         try:
             return self._bridge.run(_fetch(epoch, ahead, records))
         except EndOfData:
+            # Now, and not when the iterator is freed: the dataset's context exits inside `next()`.
             self._release()
             raise
 
     def _release(self) -> None:
+        # Taken out first: a second call, as of the finalizer, must not release the bridge again.
         bridge, self._bridge = self._bridge, None
         if bridge is None or os.getpid() != self._owner:
             return  # in a forked child nothing of it runs
@@ -127,8 +130,8 @@ class SyncInlineIterator(CountedNext):
             return
         try:
             warn_of_exit(bridge.run(close_reader(*self._parts())))
-        # The loop has ended, and the reader with it.
         except LoaderClosed:
+            # The loop has ended, and the reader with it.
             pass
         finally:
             bridge.release()
@@ -139,6 +142,7 @@ class SyncInlineIterator(CountedNext):
     def _shutdown_workers(self) -> None:
         """End the epoch. The name is torch's."""
         self._closed = True
+        # Before the dataset's context exits, which takes time: the other ranks may be waiting for this one.
         if self._epoch.agreement is not None:
             self._epoch.agreement.give_up()
         self._release()

@@ -160,6 +160,7 @@ class WorkerIterator(CountedNext):
         # A new queue: the one before may hold the item with which `_shutdown_workers` woke its readers.
         self._queue = queue.SimpleQueue()
         put = self._queue.put
+        # Taken out: they hold for one epoch, and persistent workers begin the next epoch at other positions.
         starts, self._acquired = self._acquired, None
         if starts is None:
             _, starts = self._begin_workers()
@@ -172,9 +173,11 @@ class WorkerIterator(CountedNext):
             transfer_of(loader),
             begun=self._begun,
         )
+        # Weak: the loop's thread refers to the respawner, which must not keep the iterator.
         self._respawner = WorkerRespawner(self._pool, weakly(self._setup_for), partial(put, None))
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._respawner)
         self._advance = partial(self._bridge.call_soon, self._pipeline.advance)
+        # Queued before any `advance`: the bridge keeps the order of the calls.
         self._bridge.call_soon(_start, self._pipeline, self._consumer.offers, starts, put)
         if self._config.awaits_workers:
             self._await_workers(self._pipeline, self._consumer)
@@ -198,10 +201,12 @@ class WorkerIterator(CountedNext):
         if os.getpid() != self._owner:
             raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
         if self._fresh:
+            # In seeded mode `set_epoch` may come between `iter()` and the first batch.
             loader = self._loader()
             if self._progress.outdated and loader is not None:
                 self._reset(loader)
             self._fresh = False
+        # A local name: another thread that closes the iterator sets the attribute to None.
         consumer = self._consumer
         if consumer is None:  # another thread has just closed it
             raise LoaderClosed(self._ended or "this iterator has ended")
@@ -232,6 +237,7 @@ class WorkerIterator(CountedNext):
                     raise error
                 finally:
                     del item, error  # the traceback refers to this frame, which must not refer back to the error
+            # Noted for `_drop_taken`, which also runs when `_consumer` has been set to None.
             self._delivering, delivery = consumer, consumer.delivery
             try:
                 batch = consumer.deliver(item, perf_counter() - begin, self._advance)
@@ -270,6 +276,7 @@ class WorkerIterator(CountedNext):
         """End the epoch with this item. Returns the exception to raise."""
         consumer = self._consumer
         if isinstance(item, Finish):
+            # First: if Ctrl-C ends one of the calls below, the next call ends too, and does not wait for batches.
             self._ended = ""
             self._progress.finish()
             if self._persistent_workers:
@@ -321,11 +328,12 @@ class WorkerIterator(CountedNext):
         try:
             self._end_epoch()
         finally:
+            # In this order: if `_end_epoch` failed, `stop` has to detach the pool, which this thread may do only once
+            # the loop is closed.
             self._bridge.release()
             self._pool.stop()
-            self._queue.put(
-                Fail(LoaderClosed(self._ended or "this iterator has ended"))
-            )  # wakes a thread that may be waiting in `next`
+            # Wakes a thread that may be waiting in `next`. Last: that thread may begin the next epoch at once.
+            self._queue.put(Fail(LoaderClosed(self._ended or "this iterator has ended")))
 
     def _close_soon(self) -> None:
         if self._shutdown or os.getpid() != self._owner:
@@ -337,10 +345,13 @@ class WorkerIterator(CountedNext):
         self._bridge.release_soon(_close_dropped, self._pipeline, self._consumer, self._queue, self._pool)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # The attribute is missing if `__init__` raised before it was set: then no worker was started.
         if not exiting() and not getattr(self, "_shutdown", True):
             self._close_soon()
             if not self._bridge.in_loop_thread:
-                self._pool.hang_up()  # as with torch's iterator the workers end with it; the threads end later
+                # As with torch's iterator the workers end with it; the threads end later. The loop's thread must not wait
+                # for that.
+                self._pool.hang_up()
 
 
 def _start(pipeline: Pipeline, offers: list[Any], starts: Sequence[EpochStart], sink: Any) -> None:
@@ -373,6 +384,7 @@ async def _close_dropped(
         finally:
             pool.stop()
 
+    # In a thread, because closing the stages and stopping the workers both block.
     await in_thread(end)
 
 

@@ -146,6 +146,7 @@ class FetchPlace:
 
     def in_thread(self, function: Callable[[Any], Any], argument: Any) -> Awaitable[Any]:
         """Call a function in the thread."""
+        # Not `_context`: the call uses a copy, and variables that the dataset sets must last. `_call` enters it.
         return self._thread.call(partial(self._initialized, function), argument, Context())
 
     def _initialized(self, function: Callable[[Any], Any], argument: Any) -> Any:
@@ -184,6 +185,7 @@ class FetchPlace:
 
     def close_soon(self) -> None:
         """Let the thread end after its current call. Does not wait."""
+        # Both: a call that is still in progress sets `_here` when it ends, as `_movable` says.
         self._here = self._movable = False
         self._thread.close()
 
