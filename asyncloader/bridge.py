@@ -92,6 +92,7 @@ class Bridge:
         with self._lock:
             if self._thread is None:
                 self._start()
+            # Counted only now: the caller of a start that failed does not release.
             self._users += 1
 
     def _start(self) -> None:
@@ -223,6 +224,7 @@ class Bridge:
             loop = self._live_loop()
             loop.call_soon_threadsafe(_launch, loop, coroutine, launched, answers)
         except BaseException:
+            # Python would warn that it was never awaited.
             coroutine.close()
             raise
         try:
