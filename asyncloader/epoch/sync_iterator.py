@@ -349,8 +349,8 @@ class WorkerIterator(CountedNext):
         if not exiting() and not getattr(self, "_shutdown", True):
             self._close_soon()
             if not self._bridge.in_loop_thread:
-                # As with torch's iterator the workers end with it; the threads end later. The loop's thread must not wait
-                # for that.
+                # As with torch's iterator the workers end with it; the threads end later. The loop's thread must not
+                # wait for that.
                 self._pool.hang_up()
 
 
