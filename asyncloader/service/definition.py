@@ -53,6 +53,7 @@ class Defined:
         """
         made = self.definition.function(**self.arguments)
         functions: Mapping[str, Any] = {}
+        # Nothing but such a pair is taken apart: a tuple of samples is a dataset, too.
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict):
             made, functions = made
         unknown = sorted(set(functions) - set(FUNCTIONS))
@@ -203,6 +204,7 @@ def _convert(owner: str, name: str, value: Any, hint: Any) -> Any:
         # A caller may give 1 for a float. An integer of more than 1,024 bits would raise OverflowError.
         if plain is float and type(value) is int and abs(value) < 1 << 1000:
             return float(value)
+        # The exact type: True is an int, too, and would be taken for 1.
         if plain in _PLAIN and type(value) is plain:
             return value
         if type(value) is str and plain is Path:

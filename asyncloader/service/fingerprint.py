@@ -75,6 +75,7 @@ def _sources(module: str, source: str | None) -> dict[str, str]:
                 spec = _spec(imported)
                 more = _text(spec, imported)
                 if spec is not None and more is not None:
+                    # Noted before its own imports are read: modules may import each other.
                     found[imported] = more
                     left.append((imported, more, spec.submodule_search_locations is not None))
     return found

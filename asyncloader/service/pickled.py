@@ -81,5 +81,6 @@ class _Named:
 
     def __call__(self) -> Any:
         made_by = load_definition(self._target)
+        # The module was imported from this machine's files, which may be another version than the loader's.
         made_by.check(self._fingerprint, "at the loader")
         return Defined(made_by, self._arguments).make()

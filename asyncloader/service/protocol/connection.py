@@ -126,6 +126,7 @@ class Link:
         try:
             return socket.send_fds(self.sock, [data], list(fds)) if fds else self.sock.send(data)
         except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            # OpenSSL demands that the next call sends the same bytes: the queue keeps them at its head.
             return 0
         except ssl.SSLError as error:
             raise ConnectionError(str(error)) from None
@@ -150,6 +151,8 @@ class Link:
                 self._got += number
                 if self._got == header.payload:
                     self._reading = None
+                    # Before the message is yielded: this generator is suspended while the caller works, and its view
+                    # would keep the segment of a large batch mapped.
                     target.release()
                     yield Message(header, bytes(body))
             else:
@@ -200,6 +203,7 @@ class Link:
                 data, ancillary, _, _ = self.sock.recvmsg(_READ, _FD_BYTES, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
                 for level, kind, given in ancillary:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                        # A truncated list may end within a descriptor.
                         self.fds.extend(array.array("i", given[: len(given) - len(given) % 4]))
             else:
                 data = self.sock.recv(_READ)
@@ -243,6 +247,7 @@ class Link:
         self.ended = True
         with contextlib.suppress(OSError):
             self.sock.close()
+        # A batch that was cut off: the view of its memory would keep the ring, or the batch's segment, mapped.
         self._reading = None
         self.unsent.close()
         while self.fds:

@@ -1,9 +1,7 @@
 """Ends a node's connection to a loader whose machine has lost its power or its network, while data is on its way there.
 
 Keepalive finds such a machine only while no data is on the way to it. Otherwise the kernel repeats the data for about
-fifteen minutes, and the node would keep the loader's memory for that time. `TCP_USER_TIMEOUT` does not help: it also
-ends a connection whose window is closed, as it is while a trainer computes for a minute. But the kernel of a running
-machine acknowledges data and probes of a closed window, so acknowledgements distinguish the two.
+fifteen minutes, and the node would keep the loader's memory for that time.
 """
 
 from __future__ import annotations
@@ -28,6 +26,8 @@ def is_dead(info: bytes) -> bool:
     if len(info) < _INFO.size:
         return False
     probes, on_the_way, since_data, since_acknowledgement = _INFO.unpack_from(info)
+    # Not `TCP_USER_TIMEOUT`, which also ends a connection whose window is closed, as it is while a trainer computes for
+    # a minute. The kernel of a running machine acknowledges data, and probes of a closed window, too.
     if since_acknowledgement < _SILENT_MS:
         return False
     # With neither probes nor data on the way, nothing had to be acknowledged: keepalive watches that connection.
@@ -40,6 +40,7 @@ def end_when_dead(sock: socket.socket) -> None:
     """
     if hasattr(socket, "TCP_INFO") and sock.family != socket.AF_UNIX:
         loop = asyncio.get_running_loop()
+        # Weak: a socket that is dropped without `close` must not stay open for the timer.
         loop.call_later(_EVERY_S, _look, loop, weakref.ref(sock))
 
 

@@ -254,6 +254,7 @@ def read_opening(body: bytes) -> Opening:
         check_catalog(asked.shards)
     setup = WorkerSetup(
         dataset=None,
+        # Used if the definition returns no `collate_fn`: an OPENING has no functions.
         collate_fn=default_collate if options.auto_collation else default_convert,
         worker_init_fn=None,
         starts=(),

@@ -230,6 +230,7 @@ def _flat(value: Any, packing: _Packing) -> Any:
     # Before `special`, which takes dense tensors only: the parts of a sparse tensor become leaves one by one.
     if isinstance(value, torch.Tensor) and value.layout in SPARSE_LAYOUTS and kind is torch.Tensor:
         return _sparse_parts(value, packing)
+    # Before `_FLAT`: in a batch, tensors and arrays become leaves, and `_FLAT` packs them with their bytes.
     if packing.special is not None and (made := packing.special(value)) is not None:
         return made
     if kind in _FLAT:
@@ -311,6 +312,7 @@ SPARSE_BY_NAME = {str(layout): layout for layout in SPARSE_LAYOUTS}
 def _sparse_parts(tensor: torch.Tensor, packing: _Packing) -> list[Any]:
     if tensor.requires_grad or tensor.device.type != "cpu":
         raise Unsendable("is a sparse tensor with a gradient, or on a device, which a service does not send")
+    # `is_coalesced` raises for the other layouts.
     coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
     parts = [_flat(part, packing) for part in sparse_parts(tensor)]
     return [Kind.SPARSE, str(tensor.layout), [Kind.TUPLE, *tensor.shape], coalesced, *parts]

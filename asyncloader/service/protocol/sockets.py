@@ -96,7 +96,9 @@ async def bind(address: str) -> tuple[socket.socket, str]:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             await _unlink_stale(place)
-            mask = os.umask(0o177)  # for this user alone from the moment in which the file exists
+            # For this user alone from the moment in which the file exists. The mask belongs to the whole process, so
+            # nothing is awaited until it is restored.
+            mask = os.umask(0o177)
             try:
                 sock.bind(place)
             finally:

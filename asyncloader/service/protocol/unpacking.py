@@ -205,6 +205,7 @@ class _Builder:
         if type(name) is not str or len(name) > _MOST_NAME:
             raise _Broken("a type without a name")
         kind: Any = OURS.get(name) or REGISTERED.get(name)
+        # A type that is not registered raises in `build` only, for the consumer: the node is not at fault.
         if self._dry and name not in OURS:  # a dry run calls no constructor of the user
             return WireLeaf(None)
         if kind is None:
