@@ -216,6 +216,7 @@ def answer_of(
     began, said = monotonic(), False
     last = began + max(busy or 0.0, _LONGEST_ANSWER_S)
     deadline = began + seconds
+    # Not `select.select`, which takes no descriptor above 1,023.
     poll = select.poll()
     poll.register(link.fileno(), select.POLLIN)
     while True:
@@ -292,6 +293,7 @@ def on_any_node(
         for number, rest in order([address for address, _ in places]):
             address, place = places[number]
             if rest > 0:
+                # Not final: the node is left alone for a while, and the search must not end for it.
                 answers[address], final, soonest = f"{address}: it delivered nothing", False, min(soonest, rest)
                 continue
             try:
@@ -313,6 +315,7 @@ def on_any_node(
                 for text in unlike:
                     _warn_once(text)
                 return used
+            # Before `refused`: the attempt may have failed because the loader was closed, which is no fault of a node.
             if closed is not None and closed.is_set():
                 break
             if refused is not None:
@@ -372,6 +375,7 @@ def ask_stacks(
     Raises:
         Unreachable, OSError, ValueError: it did not answer.
     """
+    # The address is that of one node: a dns+tcp:// name was resolved when the worker connected.
     ((name, place),) = _places(address)[:1]
     node = _handshake(service, defined, name, place, closed)
     try:

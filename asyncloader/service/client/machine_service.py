@@ -101,6 +101,8 @@ class SharedService(Service):
                     return
                 raise
             listener.listen(1024)
+            # This copy of the socket is closed at the end of the block: the name is free once no copy is open, and must
+            # be free when the node has ended.
             _spawn(listener.fileno(), self.target)
 
     @property
@@ -117,7 +119,8 @@ class SharedService(Service):
         """Keep this connection until this process ends."""
         in_forked_child(_forget_all)
         link.send(frames.STAY)
-        before = _here.staying.pop(self.url, None)  # to an earlier node, which has ended
+        # To an earlier node, which has ended; or to this node, if several threads have connected at a time.
+        before = _here.staying.pop(self.url, None)
         # Detached, so that no collected object closes it. The kernel closes it when the process ends, also if killed.
         _here.staying[self.url] = link.sock.detach()
         if before is not None:
@@ -144,6 +147,7 @@ _here = _Here()
 
 def _forget_all() -> None:
     """In a forked child: close its copies of the connections, or the node would stay for it."""
+    # Without `_here.lock`, which a thread that does not exist here may hold: `begin` makes a new lock.
     for descriptor in _here.staying.values():
         os.close(descriptor)
     _here.begin()
@@ -173,6 +177,7 @@ def _spawn(listener: int, target: str) -> None:
 
 def _reap() -> None:
     """Collect the exit codes of nodes that have ended, which would stay as zombies."""
+    # Each by its id: `waitpid(-1)` would also take exit codes that the program itself waits for.
     for pid in list(_here.started):
         with suppress(ChildProcessError):
             if not os.waitpid(pid, os.WNOHANG)[0]:

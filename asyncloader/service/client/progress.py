@@ -1,9 +1,7 @@
 """Counts the results of a loader's connections to each node. They decide which node is left alone for a while, and when
 an epoch ends because no node delivers. Pure: no I/O, no clock.
 
-A node with a slow task answers pings, so its connection stands, and the loader waits for it without limit. A node that
-cannot deliver (its process is killed again and again, large packets are lost, a firewall cuts connections) shows in
-connections that had tasks, and ended without an answer.
+A node with a slow task answers pings, so its connection stands, and the loader waits for it without limit.
 """
 
 from __future__ import annotations
@@ -97,6 +95,8 @@ class NodeProgress:
         if opened >= node.failed_at:
             node.in_a_row += 1
             node.failed_at = now
+        # A node that cannot deliver shows in connections that had tasks, and ended without an answer: its process is
+        # killed again and again, large packets are lost, or a firewall cuts connections.
         if not tasks:
             return
         node.fruitless += 1

@@ -49,7 +49,8 @@ class RemoteChannel:
         self.broken = False
         """Whether the channel was ended because a message could not be read."""
         # A pipe, because the socket is no sign of the end: it becomes readable also for messages, and a node that is
-        # given up has not closed it.
+        # given up has not closed it. A forked child closes its copies at once (`_forget_all` in `remote_workers.py`):
+        # with another write end open, closing this process's would wake nothing.
         self.gone_fd, self._gone = os.pipe()
         self._leaving = ""
         self._link = link
@@ -92,6 +93,7 @@ class RemoteChannel:
             number, slots, slot_bytes = wire.unpack_ring(body)
             in_use = {ring for ring, _ in self._tasks.values()}
             self._rings = {number: ring for number, ring in self._rings.items() if number in in_use}
+            # A duplicate: the pool may close its own once the frame is sent.
             self._rings[number] = WorkerRing(os.dup(fds[0]), slots, slot_bytes)
             return True
         if kind != wire.TASK:
@@ -102,6 +104,7 @@ class RemoteChannel:
         self._tasks[epoch, task] = ring, slot
         loop = asyncio.get_running_loop()
         if self._timer is None or self._loop is not loop:  # a timer of an earlier loop, which is closed, never comes
+            # No number of bytes: the first check sees a difference, and so gives the node a whole interval.
             self._seen, self._loop = -1, loop
             self._timer = loop.call_later(_CHECK_S, self._check)
         return self._send(wire.TASK, index, epoch, task)
@@ -170,6 +173,7 @@ class RemoteChannel:
             epoch, task, _, _ = wire.unpack_answer(body)
             self._tasks.pop((epoch, task), None)
         elif kind == wire.EXHAUSTED:
+            # Up to this epoch, not all: the loader may have sent tasks of a new epoch before the answer came.
             self._void(wire.unpack_answer(body)[0] + 1)
         elif kind == wire.RESET_DONE:
             self._void(wire.unpack_reset(body)[0])

@@ -175,6 +175,7 @@ class _Shards(RemoteDataset, IterableDataset[Any]):
         # The plan comes from a node, which is not trusted: its numbers become indices of lists.
         if not all(is_catalog_range(each, len(names)) for assignment in plan.assignments for each in assignment):
             raise ValueError("broken stream: a plan with ranges that cannot be")
+        # Both, and only now: to a loader that has a plan's fingerprint, a node does not send the names again.
         self.shard_urls, self.catalog = names, Catalog(workers, ranks, plan.fingerprint)
         assignments = [tuple(CatalogRange(*each) for each in assignment) for assignment in plan.assignments]
         return EpochPlan(assignments, EpochShares(ranks, plan.samples, plan.left_out))

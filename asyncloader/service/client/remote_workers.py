@@ -105,6 +105,7 @@ class ServiceWorkers:
             yield self._connect(wanted[0], setup)
             return
         with ThreadPoolExecutor(min(_MOST_THREADS, len(wanted)), "asyncloader-connect") as threads:
+            # The block ends when all threads have ended: beside an error, each open connection is among the results.
             futures = [threads.submit(self._connect, worker, setup) for worker in wanted]
         made = [future.result() for future in futures if future.exception() is None]
         # With an error, or if the pool closes the generator early, the workers that it did not get are released.
@@ -148,6 +149,8 @@ class ServiceWorkers:
             rests = [self._progress.rest(each, now) for each in addresses]
         if problem is not None:
             raise ServiceUnavailable(f"{self._service.url}: {problem}")
+        # With the worker that is to come: nodes without workers would all have the load 0, however many processes they
+        # have.
         loads = [(there[each] + 1) / self._service.workers_at(each) for each in addresses]
         return [(number, rests[number]) for number in node_order(loads, turn, failures)]
 
@@ -317,6 +320,7 @@ class RemoteWorker:
         self._moved = ""
         self.process: Any = self
         self._link = link
+        # A node on this machine passes the socket of the worker's process with OPENED.
         self.channel: Any = self._take_channel() if link.fds else RemoteChannel(link)
         in_forked_child(_forget_all)
         # Last: another thread may fork at any moment, and the child releases all workers that it finds here.
@@ -417,6 +421,7 @@ class RemoteWorker:
         if self._direct:
             self.unreadable = True
             self.channel.ended = True
+            # The reason that `_death` reports. With `unreadable`, `death` does not take it for a move.
             self._moved = why
             _hang_up(self._link)  # makes `death_fd` readable
         else:
@@ -461,6 +466,8 @@ class RemoteWorker:
         """Close this side's descriptors. Idempotent."""
         if not self.released:
             self.released = True
+            # Closed, and not shut down: a forked child calls this for its copies, and a shutdown would end its parent's
+            # connections.
             self.channel.close()
             self._link.close()
 
