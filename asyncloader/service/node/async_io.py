@@ -54,6 +54,7 @@ async def secure(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.sock
         end_when_dead(sock)
         return sock
     secured = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    # `wrap_socket` has detached `sock`: only `secured` can close the descriptor from here on.
     try:
         while (wants := _continue_handshake(secured)) is not None:
             await _ready(secured, read=wants)

@@ -4,7 +4,7 @@ Data path: worker_host -> [epoch_cache] -> worker connections of the loaders tha
 
 The first connection that asks for a batch makes it; later ones wait in line until it is made. If making it fails (an
 error, a death, a loader that leaves), the next connection in line makes it. When the batches take too many bytes the
-oldest are dropped: a loader that is slower than the rest by more than these makes its own.
+oldest are dropped.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class EpochCache:
         if size <= self._most and key not in self._made:  # a larger batch would drop all others, and then itself
             self._made[key] = batch
             self._bytes += size
+        # The oldest go first: a loader that is slower than the rest by more than the batches kept makes its own.
         while self._bytes > self._most:
             self._bytes -= _size(self._made.pop(next(iter(self._made))))
         for waiter in waiting:

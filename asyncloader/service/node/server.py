@@ -121,6 +121,7 @@ class Node:
         Raises:
             ValueError: a dataset cannot be made, or not be served.
         """
+        # A list, so that the processes of all definitions are started before the first is waited for.
         for host in [self._host(served, served.arguments) for served in self._served.values() if not served.open]:
             try:
                 info = await host.first_dataset_info()
@@ -169,6 +170,7 @@ class Node:
 
     def _drop(self, key: tuple[str, str, bool]) -> None:
         host = self._hosts.pop(key)
+        # Before the processes end: their counts are in memory that is released with them.
         self._past = {name: past + _totals(host)[name] for name, past in self._past.items()}
         task = asyncio.get_running_loop().create_task(host.close())
         self._closing.add(task)
@@ -183,6 +185,7 @@ class Node:
         sock, name = await bind(address)
         sock.listen(1024)
         if sock.family == socket.AF_UNIX:
+            # Only once it is bound: `_stop_listening` must not remove the file of another node that has the address.
             self._paths.append(address.removeprefix("unix:"))
         self.listen_at(sock)
         return name
@@ -265,6 +268,7 @@ class Node:
         self._stop_listening()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
+                # `gather` gets all coroutines before the first runs: each may take its connection out of the set.
                 await asyncio.gather(*(connection.drain() for connection in self._connections))
 
     def _stop_listening(self) -> None:
@@ -318,6 +322,7 @@ class Node:
             _log.debug("a connection ended in its handshake: %r", error, extra=by)
             sock.close()
             return
+        # The link has the socket now. A connection that takes the link closes it; otherwise it is closed below.
         opened = False
         try:
             if tls and not wanted:
@@ -367,6 +372,7 @@ class Node:
                 raise Refused("the token is wrong, or was not given: set token=, or ASYNCLOADER_TOKEN")
             # Only now larger bodies: OPENING and RESET may have a dataset's state.
             link.most_body = frames.MOST_BODY
+            # From here on no newer connection has this connection ended.
             self._unauthenticated.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         # Reasons of the node's own are given after the proof only.
         if self.draining:
@@ -495,6 +501,7 @@ class Node:
 
 
 def _dataset_key(target: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    # `default`, because a `Path` is no JSON: `convert` makes one of a text where the annotation says so.
     return target, json.dumps(arguments, sort_keys=True, default=str)
 
 

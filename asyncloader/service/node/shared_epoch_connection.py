@@ -46,6 +46,8 @@ class SharedEpochConnection(RelayedConnection):
         self._cache = cache
         self._recipe = dataset, _recipe(opening)
         setup = opening.setup
+        # Tasks name the loader's own count of epochs, which differs between loaders. Batches are shared by the number
+        # of the epoch, which the start of each has.
         self._epochs = {setup.attachment: epoch_of(opening.start)}  # by the loader's counter
         self._making: dict[tuple[int, int], Hashable] = {}  # tasks that this connection's process has
         self._awaited: dict[tuple[int, int], tuple[Hashable, Waiter]] = {}  # tasks that other processes have
@@ -108,6 +110,7 @@ class SharedEpochConnection(RelayedConnection):
         """Send a batch with its template."""
         # Never "same as before": the loader's previous batch may come from another process, with another template.
         result = made.result._replace(sent=perf_counter())
+        # First: a loader takes the records for those of the next answer that it receives.
         self._send_bad(result.epoch, result.seq, made.bad)
         body = wire.pack_result(result, made.template)[wire.PREFIX_BYTES :]
         payload = memoryview(made.payload) if made.payload else None
@@ -160,6 +163,7 @@ class SharedEpochConnection(RelayedConnection):
         if sent is not None:
             sent()  # the payload was copied: the slot is free before the batch is sent
         self._send_made(made)
+        # Taken out before `_answered` is called, which reports a task that it finds here as failed.
         key = self._making.pop((result.epoch, result.seq), None)
         if key is not None:
             self._cache.made(key, made)

@@ -7,8 +7,7 @@ node sends it from there. A loader on this machine has a `LocalConnection`: it g
 shares its own ring with the process, so that the node only reports how the process ended.
 
 The memory that a loader makes the node hold is bounded: tasks wait in the node until the process may have them, and
-the node stops reading from either side while the queue towards the other side is too long (see `_steer`). A loader
-within its credits never waits for this, unless its indices take more than `_MOST_QUEUED` twice.
+the node stops reading from either side while the queue towards the other side is too long (see `_steer`).
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ _log = logging.getLogger("asyncloader")
 _PASSED_ON = frozenset((wire.RESET, wire.ASSIGNMENT, wire.STOP))
 _UNANSWERED = 1 << 12  # tasks of one connection, at most: the most credits that a loader may ask for
 # Checked after a message was added: the queue may exceed it by that message, however large.
+# A loader within its credits never waits for this, unless its indices take more than this twice.
 _MOST_QUEUED = 16 << 20  # bytes, in each queue
 _TASK_BYTES = 300  # of memory that a waiting task takes besides its index
 _DEAF_S = 10.0  # without any frame that the process takes from a full queue
@@ -66,6 +66,7 @@ class LocalConnection:
         try:
             for message in self._link.receive():
                 if message.header.kind == frames.KILL:
+                    # Closes this link if the process is at another connection's task: see `HostProcesses.kill`.
                     self._kill()
         except ValueError:  # a broken stream
             self._link.ended = True
@@ -461,6 +462,7 @@ class RelayedConnection:
         try:
             done = self._link.flush()
         except OSError:
+            # At once, unlike in `_send`: the event loop is the caller, and uses neither the channel nor the rings.
             self.close()
             return
         if done:

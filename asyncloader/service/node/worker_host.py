@@ -364,6 +364,7 @@ class _Host:
         self._connections[connection.channel.fileno()] = connection
 
     def _close(self, connection: _Connection) -> None:
+        # Before the channel is closed, after which it has no number.
         self._connections.pop(connection.channel.fileno(), None)
         connection.channel.close()
         connection.runner.release()
@@ -441,6 +442,8 @@ class _Host:
                 connection.runner.control(kind, body)
         except Exception as error:  # the loader has hung up or sent a broken frame, or the dataset is at fault
             self._fail(connection, error, at_task=kind == wire.TASK)
+        # Also after an error: a number that stays means a task that does not end, for which the node kills the process
+        # some time after that connection was closed.
         self._recorder.put(CONNECTION_KEY, 0)
         seconds = perf_counter() - began
         self._used[connection.loader] += seconds

@@ -251,6 +251,7 @@ class HostProcesses:
         loop.add_reader(process.death_fd, self._died, number, made, pause)
 
     def _make(self, number: int) -> WorkerProcess:
+        # The node's own: the process waits for it in a thread, and exits when the node has ended.
         pidfd = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else None
         try:
             return WorkerProcess(self._context, number, self.setup, self._lifeline.fd, pidfd)
@@ -348,6 +349,7 @@ class HostProcesses:
         self._tasks_of_dead += times.number
         self._busy_of_dead += times.total
         del self._processes[number]
+        # After `death`, which reads the stacks from a pipe that this closes.
         process.release()
         # A dataset with such a problem has it in each process: no other is started.
         if self._closing.is_set() or (self._info is not None and self._info.problem):
@@ -389,6 +391,7 @@ class HostProcesses:
             asked = ConnectionOpening(
                 number, opening.loader, opening.worker, opening.setup, opening.catalog, opening.start, info
             )
+            # First: this raises if the process has closed its channel, and then there is no end of the node to close.
             self._ask(made, OPEN, asked, [theirs.fileno()])
             made.connections[number] = make_end(ours, number)
         except BaseException:
@@ -413,11 +416,13 @@ class HostProcesses:
             self._ask(made, PLAN, (number, request))
             return await future
         finally:
+            # Also when the handshake is cancelled: the process still answers, and `_read` drops that answer.
             made.plans.pop(number, None)
 
     async def look(self, pids: Sequence[int]) -> list[tuple[int, str, str]]:
         """Return the id, the state and the threads' stacks of each of these processes that runs here."""
         async with self._looking:
+            # Chosen behind the lock: processes may have been replaced while this waited for it.
             own = [each.process for each in self._processes.values() if each.process.pid in pids]
             reports = await look(own, _STACKS_S)
         return [(process.pid, report.state, report.text) for process, report in zip(own, reports, strict=True)]
@@ -484,4 +489,5 @@ class HostProcesses:
             loop.remove_writer(process.channel.fileno())
         self._processes.clear()
         await in_thread(partial(shutdown.run, processes))
+        # Last: this kills the processes that still run.
         self._lifeline.close()

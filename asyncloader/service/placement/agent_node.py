@@ -55,10 +55,12 @@ async def _serve(setup: AgentSetup, channel: Channel) -> None:
         for kind, _ in channel.receive():
             if kind == SERVE:
                 with os.fdopen(channel.take_fd(), "rb") as file:
+                    # The agent's descriptor shares its position, which is behind the bytes that it wrote.
                     file.seek(0)
                     definition = PickledDefinition(file.read())
                 # Open: the node may end its processes when no loader reads it and another dataset needs the room.
                 node.serve(Served(definition.name, definition, open=True))
+                # Does not wait for the agent, nor do the answers below: it reads each answer before its next request.
                 channel.send_all(wire.pack(SERVING))
             elif kind == LOOK:
                 figures = node.figures()

@@ -66,6 +66,7 @@ class EngineService(Service):
     _left: Callable[[], object] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # `Service.__post_init__` is not called: it checks the addresses in `url`, which is the engine's name here.
         # A loader that is dropped without `close` must not keep the nodes. `finalize` calls once, whichever comes
         # first.
         left = weakref.finalize(self, self.engine.left)
