@@ -45,6 +45,7 @@ def describe(error: BaseException) -> str:
         name = str(type(error).__name__)
     with contextlib.suppress(Exception):
         text = str(error)
+    # By the method of the base: the class's own may raise.
     frames = "".join(traceback.format_tb(BaseException.__getattribute__(error, "__traceback__")))
     return f"Traceback (most recent call last):\n{frames}{name}: {text}\n"
 

@@ -314,6 +314,7 @@ def hang_up(processes: Sequence[WorkerProcess], seconds: float) -> None:
         for fd in watched:
             os.close(fd)
     for process in processes:
+        # Not released: `stop` closes the descriptors, perhaps in another thread at this moment.
         process.reap()
 
 

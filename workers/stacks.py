@@ -242,6 +242,7 @@ class _StackRequest:
     def _unwatch(self) -> None:
         fd, self._pipe = self._pipe, -1
         if fd >= 0:
+            # Before the descriptor is closed: the loop would keep the number, which another file may get.
             self._loop.remove_reader(fd)
             os.close(fd)
 

@@ -41,6 +41,7 @@ def context_managers(dataset: Any) -> list[Any]:
 
 def _collect(dataset: Any, found: list[Any]) -> None:
     if has_special_method(dataset, "__aenter__") and has_special_method(dataset, "__aexit__"):
+        # By identity: two datasets that are equal have two contexts.
         if all(dataset is not other for other in found):
             found.append(dataset)
     elif isinstance(dataset, Subset):

@@ -29,6 +29,7 @@ def is_async_dataset(dataset: Any) -> bool:
         return is_async_dataset(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
         return any(is_async_dataset(part) for part in dataset.datasets)
+    # Not a subclass: `async_stack` replaces objects of this very class.
     if type(dataset) is StackDataset:
         parts: Any = dataset.datasets
         return any(map(is_async_dataset, parts.values() if isinstance(parts, dict) else parts))

@@ -104,6 +104,7 @@ def _mark(value: Any) -> Any:
         return kind, id(value)
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         return kind, len(value)
+    # Its attributes have marks of their own.
     if _attributes(value) is not None:
         return kind
     return kind, id(value)

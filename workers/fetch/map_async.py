@@ -82,6 +82,7 @@ class AsyncMapFetcher(MapFetcher):
             sample = await sample
         if self._maker.decoder is None:
             return sample
+        # After the await, so that decoding begins with the sample's own random numbers, whatever reading drew.
         self._maker.seed(position)
         return await self._maker.decoder.decode(sample)
 
@@ -241,6 +242,7 @@ class _Batch:
 
     def launch(self) -> None:
         """Start the next sample. The caller has checked the limit."""
+        # A copy for each sample: variables that it sets are seen by no other sample.
         context = self.context.copy()
         item = len(self.tasks)
         try:
@@ -278,6 +280,7 @@ class _Batch:
 
     def cancel(self) -> None:
         """Start no more samples of this batch, and cancel those in flight."""
+        # No sample is left to start, so `finished` waits only for those in flight.
         self.over, self.count = True, 0
         # At once: the next batch may start its samples in the place of those that will not start.
         self.limiter._forget(self)

@@ -254,6 +254,7 @@ class EpochSeeding:
     def collated(self, collate: Callable[[Any], Any], first: int, samples: Any) -> Any:
         """Collate these samples; the first has position `first`."""
         if self._check is not None:
+            # Before collation seeds the generators, which would hide what the samples drew.
             self._check.check()
         if self._collation is None:
             return collate(samples)
@@ -265,5 +266,6 @@ class EpochSeeding:
         try:
             return collate(samples)
         finally:
+            # The seeding above, and what collation drew, are no draws of samples.
             if self._check is not None:
                 self._check.rebase()

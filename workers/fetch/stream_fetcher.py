@@ -213,6 +213,7 @@ class StreamFetcher:
         dead = self._stream_errors.ended(self.samples)
         if dead is None:
             return
+        # Also without automatic batching: a generator that has raised gives nothing more.
         self.ended = True
         try:
             raise dead
@@ -234,6 +235,7 @@ class StreamFetcher:
 
     async def _decoded(self, decoder: Decoder, data: list[Any], records: list[SkippedSample]) -> list[Any]:
         kept: list[Any] = []
+        # In the order of the stream, whichever thread is ready first.
         for item in data:
             if not isinstance(item, _ReadSample):
                 kept.append(item)  # the substitute from `on_error` for a sample that could not be read

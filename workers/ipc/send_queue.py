@@ -56,6 +56,7 @@ class SendQueue(deque[Unsent]):
         owned: bool = True,
     ) -> None:
         """Add bytes at the end. Arguments as `Unsent`; the caller still owns `fds`, which are duplicated."""
+        # As duplicates: the caller may close its own while the bytes wait.
         self.append(Unsent(data, tuple(os.dup(fd) for fd in fds), sent, owned))
         self.nbytes += owned * data.nbytes
         self.fds += len(fds)

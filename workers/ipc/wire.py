@@ -4,8 +4,8 @@ Data path: scheduler -> [wire] -> worker -> [wire] -> reorder. Batches travel th
 goes a descriptor of a few dozen bytes.
 
 A frame is ``length (u32, of what follows) | kind (u8) | head (fixed, by kind) | body (the rest)``. One read may return
-several frames, and one frame may take several reads. Both ends are processes of one version on one machine: native byte
-order, no version field.
+several frames, and one frame may take several reads. Both ends have one version and one byte order: native byte order,
+no version field. A service, whose nodes pass bodies on between machines, compares versions when it connects.
 """
 
 from __future__ import annotations

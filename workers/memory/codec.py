@@ -160,6 +160,7 @@ class Encoder:
         return Encoded(template, offset, writes, len(structure))
 
     def _on_buffer(self, buffer: pickle.PickleBuffer) -> None:
+        # Returns None, which is false: pickle then leaves the bytes out of the structure.
         announced = self._announced.get(id(buffer))
         if announced is not None:
             self._leaves.append(announced[0])

@@ -58,6 +58,7 @@ class Recycler:
             memory = _allocate(wanted)
         else:
             self._free.remove(memory)
+        # The oldest go, such as those of a batch size that comes no more.
         del self._free[:-_KEPT]
         anchor = make_anchor(memory, 0, nbytes)
         # A new number for each lease: a block that is used again has another lease than before.
