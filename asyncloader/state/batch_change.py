@@ -31,6 +31,7 @@ def in_batches_of(expected: dict[str, Any], state: dict[str, Any], samples: int 
         step = 0  # the next epoch begins at its first sample
     elif delivered - saved < samples <= delivered:
         step = -(-samples // size)  # the epoch's last batch, which need not be full, was delivered
+    # A batch of this loader begins at the first sample that was not delivered.
     elif delivered < samples and delivered % size == 0:
         step = delivered // size
     else:

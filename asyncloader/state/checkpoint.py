@@ -141,6 +141,7 @@ class StateKeeper:
             progress.carried = finished["workers"]
             _follow(progress, finished)
             if not config.iterable:
+                # After `_follow`, which sets the generator, and before the base seed is drawn from it.
                 _keep_generator(progress)
         return progress
 
@@ -193,6 +194,7 @@ class StateKeeper:
         config = newest.config if newest is not None and running else EpochConfig.of(spec)
         elsewhere = not (before_last or finished) and self._elsewhere(config)
         if self._loaded is not None and late is None and not elsewhere:
+            # As it was given, with the keys that other libraries have added.
             return copy.deepcopy(self._loaded)
         if newest is not None and not elsewhere:
             if config.stateful and _reads_by_chance(config):
@@ -270,6 +272,7 @@ class StateKeeper:
             if not config.iterable and not state["finished"]:  # an epoch's length may depend on its number
                 check_length(state, _most_steps(config.index_sampler))
         except BaseException:
+            # `restore` has called the samplers' `set_epoch`: a refused state must not leave its epoch behind.
             take_back()
             raise
         # Last: a state that is refused above leaves the loader's position as it was.
@@ -277,6 +280,7 @@ class StateKeeper:
         self._loaded, self._pending = copy.deepcopy(given), state
 
     def _note_old(self) -> None:
+        # `_newest` is None after an empty state was loaded; the iterator from before may still deliver.
         self._old = self._newest or self._old
         self._moment = () if self._old is None else self._old.moment
 

@@ -96,6 +96,7 @@ class EpochClock:
     def begin(self) -> None:
         """Begin an iterator: in seeded mode, set all samplers and the dataset to the same epoch."""
         if self._seeded:
+            # The value may come from a single sampler: the others, and the dataset, get the same.
             self.set(self.value)
 
     def completed(self, epoch: int) -> None:

@@ -102,6 +102,7 @@ def _dataset_at_rest(config: EpochConfig, *, itself: bool) -> Cursor | None:
     if found is None and bookmark.keeps_state and config.iterable and not hasattr(type(dataset), "__aiter__"):
         # A dataset that is its own iterator may have no position before `__iter__`. It is called on a copy, because
         # the real one will be called later.
+        # The user's `__iter__` may fail on a copy: then no position is predicted.
         with contextlib.suppress(Exception):
             bookmark = Bookmark(copied := copy.copy(dataset), 1)
             bookmark.restore_iterator(iter(copied), None)

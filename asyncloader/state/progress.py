@@ -193,6 +193,7 @@ class Progress:
             base_seed = int(self.seeds["base"])
             shared_seed = shared_seed if self.seeds["shared"] is None else self.seeds["shared"]
         if self._expects["mode"] == "torch":
+            # Only in torch mode: in seeded mode the workers' random numbers follow from `seed`.
             self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
         self._cursors = list[PackedCursor | None]([None] * workers)
         self._given, self._next_worker = [0] * workers, 0
@@ -269,13 +270,16 @@ class Progress:
             step, beyond = self._step, self._beyond
             for each in stream.unclaimed:
                 step, beyond = _marked(step, beyond, each)
+            # In one statement without a call, so that Ctrl-C cannot have the steps passed over twice.
             self._step, self._beyond, stream.unclaimed = step, beyond, []
 
     def delivered(self, task: int, worker: int = 0, cursor: PackedCursor | None = None) -> None:
         """Record that the user gets the task's batch. A repeated call, as after Ctrl-C, has no effect."""
+        # Read first, because `_mark` resets it.
         failed = self._failed
         if task != self._delivered:
             self._mark(task, worker, cursor)
+        # After `_mark`, which reads the steps. Also in a repeated call: Ctrl-C may have struck between the two.
         self._steps.pop(task, None)
         if failed is not None:
             self._steps.pop(failed, None)
@@ -285,6 +289,7 @@ class Progress:
         log = self.log if stream is None else stream.log
         if log is not None:
             log.forget(self._step)
+        # Also without a further `next()`: a loop that stops after the last batch has completed the epoch.
         if self._step == self._total:
             self._complete()
 
@@ -372,8 +377,10 @@ class Progress:
         self._complete()
 
     def _complete(self) -> None:
+        # Else a state was loaded since: this iterator must not advance the restored epoch.
         if self._clock.restored == self._restored:
             self._clock.completed(self.epoch)
+        # Called twice for some epochs: with the last batch, and at the end.
         if not self._tallied:
             self._tallied = True
             self._tally.add(self.view, self.assignment, self._step, self._expects["batch_size"] or 1)
@@ -439,6 +446,7 @@ class Progress:
         cursors: list[dict[str, Any] | None] = [
             None if cursor is None else cursor.value._asdict() for cursor in self._cursors
         ]
+        # Not after an error: the dataset has passed the batch that a resumed run asks for again.
         take = None if finished or self._failed is not None or self.live is None else self.live()
         if take is not None and (live := take()) is not None:
             # In the consumer's process the dataset may share its generators with the consumer, which has drawn since.

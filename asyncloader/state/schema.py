@@ -134,6 +134,7 @@ def check_state(given: Any) -> dict[str, Any]:
     elif given["kind"] == "iterable":
         raise StateError("the state is broken: it is a stream's, but does not say where the workers stood")
     try:
+        # The user's own states, too: the caller may change them after this call.
         whole = copy.deepcopy(given)
     except Exception as error:  # the user's own states may be any objects
         raise StateError(f"the state cannot be copied: {type(error).__name__}: {error}") from error
@@ -150,6 +151,7 @@ def check_state(given: Any) -> dict[str, Any]:
 
 def _check_generators(generators: dict[str, Any]) -> None:
     for name, text in generators.items():
+        # Decoded now, and not when it is used: with some damaged states torch would read beyond their end.
         try:
             generator_state(text)
         except ValueError:
@@ -160,6 +162,7 @@ def _check_generators(generators: dict[str, Any]) -> None:
 
 def _check_worker_part(workers: dict[str, Any]) -> None:
     _check_fields(workers, _WORKERS, "the state's 'workers'")
+    # Without workers a single copy of the dataset is read, in the main process.
     expected = max(1, workers["num_workers"])
     if not 0 <= workers["next"] < expected:
         raise StateError(f"the state is broken: num_workers={workers['num_workers']}, but next={workers['next']}")
@@ -204,6 +207,7 @@ def _check_fields(given: Any, types: dict[str, tuple[type, ...]], what: str) -> 
         value = given[name]
         right = isinstance(value, allowed)
         if right and allowed[0] is int and value is not None:
+            # Bounded, because errors show these numbers, and Python refuses to format integers of thousands of digits.
             right = not isinstance(value, bool) and value.bit_length() <= 128
         if not right:
             raise StateError(f"{what} is broken: {name} is {_show(value)}")
