@@ -52,6 +52,7 @@ def copy_ranges(
         last = first + 1
         while last < len(ranges) and ranges[last].base == base:
             joined = max(end, ranges[last].end)
+            # Ranges that overlap are joined whatever their size, or their bytes would be copied twice.
             if ranges[last].start >= end and (memory is not slot or slot is None or joined - start > JOINED_BYTES):
                 break
             end, last = joined, last + 1
@@ -61,6 +62,7 @@ def copy_ranges(
         elif memory is None:
             copies[id(tensor)] = copy(tensor.contiguous())
         else:
+            # So that each tensor's offset in the copy is a multiple of its element size, as `_view` needs.
             start -= start % _ALIGNMENT
             there = copy(memory[start:end])
             for part in group:

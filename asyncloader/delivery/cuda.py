@@ -3,22 +3,8 @@
 Data path: device_stage -> transfer -> [cuda] -> consumer.
 
 `CudaAccelerator` works with streams and events. The consumer's *stream* waits for the copies, so the consumer's thread
-does not. With `record_stream` torch's allocator knows that the consumer's stream uses memory that belongs to a side
-stream; without it the memory of a dropped batch would be given to the next copy while kernels still read it. Every call
-is made with the loader's device as the thread's current device: a thread begins on device 0, and a call made there, or
-the return from a stream of another device, opens a context on it, which costs some 0.5 GB per process.
-
-`Driver` calls libcuda.so.1 itself, without the GIL where a call takes time. The driver API is used, and not the
-runtime, because a failed runtime call leaves its error behind for the next call of anyone in the process. Memory that
-was locked here is page-locked for the runtime and for all devices (CU_MEMHOSTREGISTER_PORTABLE). Sources: CUDA Driver
-API, "Memory Management" and "Primary Context Management".
-
-While a CUDA graph is captured in torch's default mode, "global", many calls of *other* threads fail and invalidate the
-capture, such as locking memory or waiting for an event. A thread in "relaxed" mode is exempt. Source: CUDA Driver API,
-`cuThreadExchangeStreamCaptureMode`.
-
-Assumption: the mapping is shared memory. A private one would be copied page by page after a fork, and the device would
-keep reading the old pages.
+does not. `Driver` calls libcuda.so.1 itself. Sources: CUDA Driver API, "Memory Management", "Primary Context
+Management", and `cuThreadExchangeStreamCaptureMode`.
 """
 
 from __future__ import annotations
@@ -39,6 +25,7 @@ from asyncloader.delivery.numa import node_of
 from asyncloader.errors import DeviceUnavailable, PageLockError
 from asyncloader.workers.fetch.plain_context import plain_context
 
+# CU_MEMHOSTREGISTER_PORTABLE: the memory is page-locked for the runtime, too, and for all devices.
 _PORTABLE = 0x01
 _SUCCESS = 0
 _OUT_OF_MEMORY = 2
@@ -81,6 +68,8 @@ class Driver:
         if self.refusal:
             raise LockingUnsupported(self.refusal)
         with self.relaxed(), self._context() as refused:
+            # The mapping must be shared memory: a private mapping is copied page by page after a fork, and the device
+            # would keep reading the old pages.
             code = refused or self._library.cuMemHostRegister_v2(
                 ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE)
             )
@@ -128,6 +117,8 @@ class Driver:
     @plain_context
     def relaxed(self) -> Generator[None]:
         """Context in which this thread's calls neither fail because of a CUDA graph capture nor invalidate it."""
+        # While a graph is captured in torch's default mode, "global", many calls of other threads fail and invalidate
+        # the capture, such as locking memory or waiting for an event. A thread in "relaxed" mode is exempt.
         mode = ctypes.c_int(_RELAXED)
         exchanged = self._exchange_mode(mode)
         try:
@@ -190,12 +181,15 @@ def open_driver(index: int) -> Driver | None:
 @cache
 def _driver(index: int) -> Driver | None:
     library = _load()
+    # `CDLL` releases the GIL during a call, `PyDLL` keeps it.
     return None if library is None else Driver(library, index, ctypes.PyDLL("libcuda.so.1"))
 
 
 @cache
 def _load() -> Any:
     try:
+        # The driver, and not the runtime: a failed call of the runtime leaves its error behind for the next call of any
+        # code in the process.
         library = ctypes.CDLL("libcuda.so.1")
         if library.cuInit(ctypes.c_uint(0)) != _SUCCESS:  # a no-op if torch has called it
             return None
@@ -245,6 +239,8 @@ class CudaAccelerator(Accelerator):
     @plain_context
     def _here(self) -> Generator[None]:
         relaxed = nullcontext() if self._driver is None else self._driver.relaxed()
+        # A thread begins on device 0. A call made there, or the return from a stream of another device, opens a context
+        # on it, which costs some 0.5 GB per process.
         with relaxed, torch.cuda.device(self.device):
             yield
 
@@ -342,6 +338,8 @@ def _use(stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor], event: Done
     if event is not None:
         stream.wait_event(event.raw)  # type: ignore[attr-defined]
     for tensor in tensors:
+        # The memory belongs to another stream. Without this, torch's allocator would give a dropped batch's memory to
+        # the next copy while kernels of this stream still read it.
         tensor.record_stream(stream)
 
 

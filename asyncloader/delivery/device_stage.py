@@ -7,9 +7,7 @@ engine is always busy. `RingLocker` page-locks a ring when its first batch arriv
 which takes about 0.1 s per GB, and several times as long for slots whose pages do not exist yet. The lock lasts as long
 as the ring's memory.
 
-`Releaser` keeps each slot until its copy's *event* has completed. It waits in a thread of its own: if the stage's
-thread waited for a copy, it could not start the next one, and the copy engine would idle. No locks, for the reason
-given in `stage.py`.
+`Releaser` keeps each slot until its copy's *event* has completed. No locks, for the reason given in `stage.py`.
 """
 
 from __future__ import annotations
@@ -76,6 +74,8 @@ class DeviceStage(Stage):
         self._transfer = transfer
         self._locker = RingLocker(transfer.accelerator, statistics)
         self._statistics = statistics
+        # A thread of its own waits for the copies: if the stage's thread waited, it could not start the next copy, and
+        # the copy engine would idle.
         self._releaser = Releaser(statistics.recorder)
 
     def prepare(self, answer: Answer) -> OnDevice:

@@ -45,6 +45,7 @@ def transfer_of(loader: _Loader) -> DeviceTransfer | None:
     kept = _kept_of(loader)
     if not kept.opened:
         kept.transfer = _make_transfer(loader)
+        # Last: after an error the next epoch tries again.
         kept.opened = True
     if kept.transfer is not None:
         kept.transfer.accelerator.sync_side_streams()

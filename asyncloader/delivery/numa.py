@@ -47,6 +47,7 @@ def prefer_node(address: int, nbytes: int, node: int | None) -> None:
     if node is None or number is None or platform.system() != "Linux":
         return
     mask = ctypes.c_ulong(1 << node)
+    # The kernel reads one bit less than the length that it is given, hence `_MOST_NODES + 1`.
     ctypes.CDLL(None).syscall(  # if it fails, the kernel chooses as by default
         ctypes.c_long(number),
         ctypes.c_void_p(address),

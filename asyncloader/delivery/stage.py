@@ -6,8 +6,8 @@ Every item for the consumer passes through the stage's one thread, whether there
 kept. `put` and `taken` never block: however long the work takes, it delays neither the event loop nor the consumer.
 
 No locks: only the thread knows the prepared batches, and it receives messages. `put`, `taken` and `close` may
-therefore be called by finalizers, in the middle of each other, which an executor's `submit` and `shutdown` may not. The
-thread refers to the stage only while it handles a message, so a stage that is dropped ends by itself.
+therefore be called by finalizers, in the middle of each other. The thread refers to the stage only while it handles a
+message, so a stage that is dropped ends by itself.
 
 `PinStage` copies batches to page-locked memory with torch's own `pin_memory`, which supports all container types, and
 custom types with a `pin_memory()` method. A batch's slot is free again right after the copy.
@@ -68,8 +68,11 @@ class Stage(ABC):
         self._prepared = 0  # batches that the consumer has not taken
         self._closed = False
         self._ended = False
+        # Not an executor, whose `submit` and `shutdown` take a lock: a finalizer may interrupt them, and wait for
+        # itself. `SimpleQueue.put` is reentrant.
         messages: _Messages = queue.SimpleQueue()
         self._messages = messages
+        # Ends the thread of a stage that is dropped without `close`. The callback must not refer to the stage.
         reference = weakref.ref(self, lambda _: messages.put(_END))
         # A daemon: iterators that are left open are closed by a hook at exit, which runs after Python has joined all
         # other threads.
@@ -89,6 +92,7 @@ class Stage(ABC):
 
     def put(self, item: Action) -> None:
         """Add an item. Returns at once. Any thread."""
+        # In this order, as the thread sets `_ended` and then discards: an item that it misses is discarded here.
         self._messages.put(item)
         if self._ended:
             self._discard()
@@ -107,6 +111,7 @@ class Stage(ABC):
 
     def close_soon(self) -> None:
         """`close` without waiting: the current batch may still be forwarded. For finalizers."""
+        # Before the message, so that the thread also stops between two items that are queued.
         self._closed = True
         self._messages.put(_END)
 

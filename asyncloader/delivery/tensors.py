@@ -51,6 +51,7 @@ def move(batch: Any, device: torch.device, copy_tensor: Callable[[torch.Tensor],
         try:
             result = to(device, non_blocking=True)
         except TypeError:
+            # A method `to` of another library need not take `non_blocking`.
             result = to(device)
         return value if result is None else result  # some move in place and return None
 

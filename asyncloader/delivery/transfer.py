@@ -96,6 +96,7 @@ class DeviceTransfer:
             with suppress(Exception):  # the device may be what failed
                 event = self.accelerator.event()
                 if event is not None:
+                    # The caller frees the batch's memory on the error, and a copy may still be reading it.
                     event.synchronize()
             raise
 
