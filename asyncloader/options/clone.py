@@ -73,6 +73,7 @@ def constructor_arguments(
     if loader.collate_fn is not (default_collate if loader._auto_collation else default_convert):
         arguments["collate_fn"] = loader.collate_fn
     if not changes.get("num_workers", loader.num_workers):
+        # torch refuses these arguments without workers.
         for name in _ONLY_WITH_WORKERS:
             del arguments[name]
     elif not loader.num_workers:

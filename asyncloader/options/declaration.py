@@ -170,6 +170,7 @@ class LoaderOptions(Generic[T_co, B_co]):
         Raises:
             ValueError, TypeError: torch's, in torch's order and words, then ours.
         """
+        # The first statement: `locals` has the arguments, and no other names yet.
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if TYPE_CHECKING:  # each of ours is also an attribute, of the same type
             self.snapshot_every_n_steps, self.concurrency, self.decode = snapshot_every_n_steps, concurrency, decode

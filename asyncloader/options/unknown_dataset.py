@@ -71,12 +71,14 @@ def ask_dataset(spec: LoaderSpec[Any]) -> None:
         return
     from asyncloader.options.declaration import LoaderSpec
 
+    # Another loader: if the arguments do not fit the dataset, this loader stays as it was, and can be asked again.
     known = LoaderSpec.__new__(LoaderSpec)
     with warn_only_of(unknown.warned_of):
         known._asyncloader_make({**unknown.arguments, "dataset": unknown.attributes["dataset"].ask()})
     # Another thread may have asked at the same time, and have begun an epoch of the dataset that it has set.
     if "_asyncloader_unknown" in vars(spec):
         vars(spec).update({name: vars(known)[name] for name in DEPENDING})
+        # Last: once it is missing, other threads read the attributes.
         vars(spec).pop("_asyncloader_unknown", None)
 
 

@@ -112,6 +112,7 @@ class Recorder:
         if len(data) % _ENTRY.size:
             raise ValueError(f"broken stream: {len(data)} bytes of counts")
         entries = list(_ENTRY.iter_unpack(data))
+        # All entries are checked before the first is set: broken bytes change nothing. NaN fails the comparison, too.
         if any(not (_OWN <= number < _DOUBLES and 0.0 <= value < 1e300) for number, value in entries):
             raise ValueError("broken stream: counts that cannot be")
         for number, value in entries:

@@ -181,6 +181,7 @@ def _workers_trouble(run: Run) -> tuple[Bound, dict[str, float], str] | None:
         )
         return "shards", {"idle_workers": float(idle)}, words
     means = sorted((times.total / times.number, worker) for worker, times in made.items() if times.number)
+    # The lower median: of two workers the slower is compared with the other, not with itself.
     if len(means) > 1 and means[-1][0] > 3 * means[(len(means) - 1) // 2][0] and means[-1][0] > period:
         slowest = means[-1][0] / means[(len(means) - 1) // 2][0]
         words = f"Worker {means[-1][1]} takes {slowest:.1f} times as long for a batch as the others."
@@ -236,6 +237,7 @@ def _saving(run: Run) -> float:
 def _less_often(run: Run) -> tuple[dict[str, Any], float]:
     """Save states less often, so that it takes a fiftieth of the time at most."""
     share = _saving(run)
+    # Always found: a share is at most 1, so 100 is enough.
     every = next(number for number in (10, 100, 1000) if share / number <= 0.02)
     left = max(run.stage("consumer").total, run.steady_s * (1 - share * (1 - 1 / every)))
     return {"snapshot_every_n_steps": every * run.snapshot_every}, run.elapsed_s / (left + run.startup_s)

@@ -97,6 +97,7 @@ def faster(run: Run, *, any_order: bool = False) -> tuple[dict[str, Any], float]
     best, best_s = now, expected
     for setting in _settings(run, any_order=any_order):
         seconds = _predicted(run, costs, setting) * min(1.3, max(1.0, scale))
+        # Settings that use less come first, so a later setting must be clearly better.
         if seconds < best_s * 0.95:
             best, best_s = setting, seconds
     gain = expected / best_s

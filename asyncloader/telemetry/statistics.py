@@ -94,6 +94,7 @@ class Statistics(LoaderFigures):
             recorder: its counts.
             node: the address where it is; empty: on this machine.
         """
+        # In one step: a reader must count the earlier process's numbers once.
         with self._lock:
             known = self._workers.get(worker)
             earlier = np.zeros(BLOCK_BYTES // 8) if known is None else known.total()
@@ -173,6 +174,7 @@ class Statistics(LoaderFigures):
         self.pickled += pickled
         self.wait_s += waited
         self.elapsed_s += passed
+        # Not for each batch, because `process_time` is a system call.
         if now >= self._look_at:
             self._look(now)
         self.busy_s += busy
@@ -184,6 +186,7 @@ class Statistics(LoaderFigures):
     def came_from_node(self, worker: int, nbytes: int, busy: float) -> None:
         """Count a batch that a service has made for this worker. Arguments as `batch`."""
         node = self._nodes[self._workers[worker].node]
+        # Without the lock: only the loop's thread changes these numbers, and it adds no keys.
         node["batches"] += 1
         node["bytes"] += nbytes
         node["busy_s"] += busy
@@ -222,6 +225,7 @@ class Statistics(LoaderFigures):
                 for address, node in self._nodes.items()
                 for name, number in node.items()
             }
+        # `waiting_since` is read once, as the consumer's thread may set it to None, or to a moment after `now`.
         now, since = perf_counter(), self.waiting_since
         waiting = 0.0 if since is None else max(0.0, now - since)
         elapsed = 0.0 if since is None else max(0.0, now - self._mark)
@@ -258,6 +262,7 @@ class Statistics(LoaderFigures):
             "worker_busy_frac": min(1.0, sums["busy_s"] / sums["worker_s"]) if sums["worker_s"] else 0.0,
         }
         values = {key: known[name] for key, name in KEY_NAMES.items() if name in known}
+        # The block begins with these sums, in the order of `KEYS`.
         values |= zip((f"store/{key}" for key in KEYS), block, strict=False)
         for stage in STAGES:
             times = stage_times(block, stage)
