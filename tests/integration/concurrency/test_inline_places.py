@@ -382,9 +382,7 @@ def test_errors_that_would_look_like_something_else(error: type[BaseException]) 
 
 @pytest.mark.parametrize("kind", ["sync", *LOOPS])
 def test_ctrl_c_in_the_datasets_code(kind: str) -> None:
-    """The interrupted batch is lost and all later batches follow, as with torch in a plain loop. The interrupt strikes
-    a batch made on the loop.
-    """
+    """The interrupted batch, made on the loop, is lost, and the later batches follow, as with torch in a plain loop."""
     struck: list[int] = []
 
     def strike(index: int) -> int:

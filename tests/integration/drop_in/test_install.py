@@ -166,5 +166,6 @@ assert isinstance(torch.utils.data.DataLoader([1]), asyncloader.DataLoader)
 
 
 def test_it_is_part_of_the_package() -> None:
+    """`install` is among the names that the package exports."""
     assert asyncloader.install is install
     assert "install" in asyncloader.__all__
