@@ -467,7 +467,9 @@ class WorkerPool:
             with self._making:
                 self._stopped = True
                 # In one step with the check in `make`: each process is either in this list, or is ended by `make`.
-                every = [*self.processes, *self._unkillable, *self._spare]
+                # Each once: a process that SIGKILL has not ended is still among `processes` until it is replaced, and
+                # one that Ctrl-C kept `__init__` from adopting is in both others.
+                every = list(dict.fromkeys([*self.processes, *self._unkillable, *self._spare]))
                 self._spare.clear()
             # While attached, the loop's thread may be handling an answer, and with it the rings, at this moment.
             at_rest = self._loop is None and not self._failed

@@ -166,8 +166,7 @@ class TaskRunner:
             self._reader.close()
         if self._processor_use is not None:
             self._processor_use.close()
-        if self._suspect is not None:
-            os.close(self._suspect)
+        self._forget_suspect()
         # The reader refers back to this object, by the function that collates: a cycle.
         self.__dict__.clear()
 
@@ -280,6 +279,7 @@ class TaskRunner:
             self._assignments.answered(body)
         elif kind == wire.SUSPECT:
             suspect = self.channel.take_fd()
+            self._forget_suspect()
             if self._draw_check is None:
                 self._suspect = suspect
             else:
@@ -307,6 +307,11 @@ class TaskRunner:
         seeded = self._setup.seeded is not None
         self.channel.send_all(wire.pack(wire.LEAVING, b"" if seeded else save_rng_state()))
 
+    def _forget_suspect(self) -> None:
+        suspect, self._suspect = self._suspect, None
+        if suspect is not None:
+            os.close(suspect)
+
     def _stderr_capture(self) -> contextlib.AbstractContextManager[None]:
         """Context around a task: captures standard error if the task is suspected of having killed a worker."""
         suspect, self._suspect = self._suspect, None
@@ -316,6 +321,8 @@ class TaskRunner:
         epoch, payload = wire.unpack_reset(body)
         self._epoch = self._assignments.epoch = epoch
         self._ended = False
+        # The task that it was for may have been cancelled before it began. No task of this epoch is suspected yet.
+        self._forget_suspect()
         # Before the dataset begins, which may take long: from here on no older task writes, so the main process may use
         # the slots of those again.
         self.channel.send_all(wire.pack_reset(wire.RESET_DONE, epoch))

@@ -12,6 +12,7 @@ the same time. For a plain blocking dataset, which could read nothing at that ti
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 from time import perf_counter
@@ -48,17 +49,15 @@ class Decoder:
     Args:
         function: the user's.
         threads: where `decode` runs it for an event loop; None: inline.
-
-    Attributes:
-        seconds: that all calls took so far, in whatever threads.
     """
 
-    __slots__ = ("function", "seconds", "threads")
+    __slots__ = ("_durations", "function", "threads")
 
     def __init__(self, function: Callable[[Any], Any], threads: JobThreads | None) -> None:
         self.function = function
         self.threads = threads
-        self.seconds = 0.0
+        # Not a sum: threads that add to it at the same time would lose each other's seconds.
+        self._durations: deque[float] = deque()
 
     def call(self, sample: Any) -> Any:
         """Return the decoded sample, made inline."""
@@ -68,7 +67,14 @@ class Decoder:
         except (StopIteration, StopAsyncIteration) as error:
             raise not_the_end(error, "decode") from error
         finally:
-            self.seconds += perf_counter() - began
+            self._durations.append(perf_counter() - began)
+
+    def take_seconds(self) -> float:
+        """Return the seconds of the calls, in all threads, that have ended since this method was called last."""
+        seconds = 0.0
+        while self._durations:
+            seconds += self._durations.popleft()
+        return seconds
 
     def call_in_thread(self, sample: Any, context: Context | None = None) -> asyncio.Future[Any]:
         """Have a thread decode the sample, in a copy of `context` (default: the current one)."""

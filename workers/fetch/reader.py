@@ -73,7 +73,6 @@ class DatasetReader:
         self._time = time = Recorder().time if time is None else time
         self._collate = _TimedCollate(collate, time)
         self._stage: Stage = "first_read" if in_worker else "fetch"  # of the next fetch
-        self._decoded_s = 0.0  # seconds of decoding before the current fetch
         self._worker_id = worker_id
         self._in_worker = in_worker
         self._assignments = assignments
@@ -107,7 +106,7 @@ class DatasetReader:
         seconds = perf_counter() - began - self._collate.seconds
         self._collate.seconds = 0.0
         if self._decoder is not None:
-            decoded_s, self._decoded_s = self._decoder.seconds - self._decoded_s, self._decoder.seconds
+            decoded_s = self._decoder.take_seconds()
             self._time("decode", decoded_s)
             if not self.asynchronous:
                 seconds -= decoded_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -41,3 +42,28 @@ def test_the_last_answers_come_before_the_death(held_open: bool) -> None:
     process.release.assert_called_once_with()
     theirs.close()
     ours.close()
+
+
+def test_a_killed_worker_that_ends_late_is_ended_once() -> None:
+    """`stop` waits once for a worker that SIGKILL did not end in time, and that is still the worker of its id."""
+    ended: list[Any] = []
+    process, other = Mock(released=False), Mock(released=False)
+    pool: Any = WorkerPool.__new__(WorkerPool)
+    vars(pool).update(
+        processes=[process, other],
+        rings=[],
+        _unkillable=[process],
+        _spare={other},
+        _stop_lock=threading.RLock(),
+        _making=threading.Lock(),
+        _source=SimpleNamespace(end=ended.extend, close=Mock()),
+        _loop=None,
+        _unwatch=None,
+        _watchdog=None,
+        _kept=None,
+        _failed=False,
+        _stopped=False,
+        _owner=os.getpid(),
+    )
+    pool.stop()
+    assert ended == [process, other]
