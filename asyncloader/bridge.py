@@ -8,10 +8,8 @@ of ours.
 
 Guarantees: `call_soon` returns at once and keeps the order of the calls from one thread; the loop is woken once for
 several calls. After a fork the child's copy raises an error instead of waiting for a thread that does not exist there.
-`release_soon`, for finalizers, takes no lock and does not wait: the garbage collector runs finalizers in any thread,
-which may hold a lock that the loop's thread needs, and a daemon thread never runs again once the interpreter is
-finalizing.
-`wait_for_releases` waits for the iterators that were dropped this way.
+`release_soon`, for finalizers, takes no lock and does not wait. `wait_for_releases` waits for the iterators that were
+dropped this way.
 """
 
 from __future__ import annotations
@@ -136,6 +134,8 @@ class Bridge:
 
     def release_soon(self, ending: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """`release` for finalizers: the loop runs ``ending(*args)`` and then releases. Does not wait. Any thread."""
+        # No lock, no wait: a finalizer runs in any thread, which may hold a lock that the loop's thread needs; and a
+        # daemon thread never runs again once the interpreter is finalizing.
         loop = self._loop
         if loop is None or os.getpid() != self._owner:
             return

@@ -76,6 +76,7 @@ class Hedging:
     @property
     def may_cost(self) -> bool:
         """Whether a worker that has other tasks may get the next late task."""
+        # Few of all tasks: where all workers are busy, a task that is given twice delays another.
         return (self._costly + 1) * _MOST <= self._answers
 
     def costs(self) -> None:

@@ -108,6 +108,7 @@ class BatchPrefetcher:
         try:
             samples = await entry.samples
             try:
+                # Only now, while the consumer waits: draws from the global generators keep their order.
                 return entry.index, self._reader.collated(entry.index, samples)
             except StopIteration as stop:  # a coroutine cannot raise it
                 raise not_the_end(stop, "collate_fn") from stop
