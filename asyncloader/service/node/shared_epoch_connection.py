@@ -42,13 +42,15 @@ class SharedEpochConnection(RelayedConnection):
         cache: EpochCache,
         dataset: Hashable,
     ) -> None:
-        super().__init__(link, sock, opening.credits, quota, ended, kill)
-        self._cache = cache
+        # Before `super()`, which registers both sockets' readers: a start that cannot be read raises here, and the
+        # caller closes both sockets. The next sockets get their numbers, and the loop would never call their readers.
         self._recipe = dataset, _recipe(opening)
         setup = opening.setup
         # Tasks name the loader's own count of epochs, which differs between loaders. Batches are shared by the number
         # of the epoch, which the start of each has.
         self._epochs = {setup.attachment: epoch_of(opening.start)}  # by the loader's counter
+        super().__init__(link, sock, opening.credits, quota, ended, kill)
+        self._cache = cache
         self._making: dict[tuple[int, int], Hashable] = {}  # tasks that this connection's process has
         self._awaited: dict[tuple[int, int], tuple[Hashable, Waiter]] = {}  # tasks that other processes have
         self._template = b""  # of the process's last batch
