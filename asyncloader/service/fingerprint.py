@@ -66,12 +66,12 @@ def _sources(module: str, source: str | None) -> dict[str, str]:
     found: dict[str, str] = {}
     if source is None:
         return found
-    left = [(module, source, False)]
+    left = [(module, source, hasattr(sys.modules.get(module), "__path__"))]
     while left:
         name, text, is_package = left.pop()
         found[name] = text
         for imported in _imported_names(text, name if is_package else name.rpartition(".")[0]):
-            if imported.partition(".")[0] == top and "." in module and imported not in found:
+            if imported.partition(".")[0] == top and imported not in found:
                 spec = _spec(imported)
                 more = _text(spec, imported)
                 if spec is not None and more is not None:
@@ -145,6 +145,11 @@ def _text(spec: Any, module: str) -> str | None:
 
 
 def _bytecode(code: CodeType) -> str:
-    # Nested functions and classes are constants; the `repr` of a code object has its address, which differs.
-    constants = [_bytecode(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
-    return repr((code.co_code, constants, code.co_names, code.co_varnames))
+    return repr((code.co_code, [_constant(each) for each in code.co_consts], code.co_names, code.co_varnames))
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):  # a nested function or class, whose `repr` has its address, which differs
+        return _bytecode(value)
+    # The order of a set depends on the hashes of texts, which differ between processes.
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from importlib.util import resolve_name
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import asyncloader
 from asyncloader.service.fingerprint import _imported_names, fingerprint
@@ -78,3 +82,40 @@ def test_threads_at_a_time() -> None:
         gc.set_threshold(*often)
         sys.setswitchinterval(before)
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("name", ["packed", "packed.data"])
+def test_a_definition_in_a_package(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The definition is in the package's `__init__`: the modules that this imports of the package are covered."""
+    folder = tmp_path.joinpath(*name.split("."))
+    folder.mkdir(parents=True)
+    for package in (tmp_path / "packed", folder):
+        (package / "__init__.py").touch()
+    (folder / "__init__.py").write_text("from .images import Images\ndef train():\n    return Images()\n")
+    images = folder / "images.py"
+    images.write_text("class Images:\n    size = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    try:
+        train = import_module(name).train
+        first = fingerprint(train)
+        images.write_text("class Images:\n    size = 2\n")
+        assert fingerprint(train) != first
+    finally:
+        for each in set(sys.modules) - before:
+            del sys.modules[each]
+
+
+def test_bytecode_of_sets() -> None:
+    """The order of a set's elements, which differs between processes, does not count; the elements do."""
+
+    def compiled(source: str) -> Callable[..., Any]:
+        module: dict[str, Any] = {"__name__": "a_module_without_source"}
+        exec(source, module)  # as from an installation of .pyc files only
+        found: Callable[..., Any] = module["train"]
+        return found
+
+    # 0 and 8 have the same place in a small table, so the order of a set of both is that in which they were added.
+    one, other, more = (compiled(f"def train(x):\n    return x in {{{each}}}\n") for each in ("0, 8", "8, 0", "0, 9"))
+    assert repr(one.__code__.co_consts) != repr(other.__code__.co_consts)
+    assert fingerprint(one) == fingerprint(other) != fingerprint(more)
