@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert
 
 from asyncloader.bridge import in_thread
 from asyncloader.service.definition import FUNCTIONS, Defined
 from asyncloader.service.extra import check_extra
+from asyncloader.service.pickled import PickledDefinition, pickle_definition
 
 if TYPE_CHECKING:
     from asyncloader.remote.rank_shares import EpochPlan
@@ -210,9 +211,14 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
         )
     if arguments["seed"] is None:
         raise ValueError(f"workers={workers!r} needs seed=: without it random numbers belong to a worker's process")
+    # A framework makes a loader of another loader's attributes. That loader's `collate_fn` is torch's, because the
+    # function of its dataset runs in the workers, and must not be replaced.
+    if isinstance(dataset, RemoteDataset) and arguments["collate_fn"] in (default_collate, default_convert):
+        arguments = arguments | {"collate_fn": None}
     functions = {name: arguments[name] for name in FUNCTIONS if arguments[name] is not None}
     for name in functions:
-        if isinstance(dataset, Defined):
+        # Functions can be sent with a pickled dataset only: another dataset is made from the definition's name.
+        if isinstance(defined, Defined) and not isinstance(defined.definition, PickledDefinition):
             raise ValueError(  # noqa: TRY004
                 f"{name} runs in the service's workers: return it from {defined.definition.name}, beside the dataset"
             )
@@ -223,7 +229,6 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
     # Imported only now: without `workers=` a loader needs neither msgspec nor any of this.
     check_extra()
     from asyncloader.service.client.machine_service import shared_service
-    from asyncloader.service.pickled import pickle_definition
     from asyncloader.service.protocol.address import Service
     from asyncloader.service.protocol.handshake import Hello
 

@@ -8,6 +8,7 @@ import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from asyncloader.errors import NoEffectWarning
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.samplers.seeded_draws import SeededDraws
 from asyncloader.service.client import connect
+from asyncloader.service.placement.engine import Credentials
 from asyncloader.service.protocol.records import DatasetInfo
 from tests.service import definitions
 
@@ -166,3 +168,28 @@ def test_nobody_answers(kind: Any, silent: str) -> None:
     with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:1: Connection refused"):
         asyncio.run(read()) if kind is AsyncDataLoader else iter(loader)
     loader.close()
+
+
+def test_functions_beside_another_loaders_dataset(node: Node) -> None:
+    """A framework makes a loader of the attributes of another. Its `collate_fn` is torch's, as that of the dataset runs
+    in the workers: it stays in use. Other functions are used too, or are an error where they could not be sent.
+    """
+    node.info = MAP
+    nothing: Any = lambda *_: None  # noqa: E731
+    engine = SimpleNamespace(serve=lambda what: Credentials("secret"), left=nothing, nodes=list, watch=nothing)
+
+    def functions(loader: Any) -> Any:
+        return loader.dataset.defined.make().functions
+
+    with DataLoader[Any](range(40), collate_fn=sum, **OPTIONS | {"workers": engine}) as first:
+        options = OPTIONS | {"workers": engine, "dataset": first.dataset}
+        with DataLoader[Any](collate_fn=first.collate_fn, **options) as second:
+            assert functions(second) == {"collate_fn": sum}
+        with DataLoader[Any](collate_fn=max, worker_init_fn=print, **options) as second:
+            assert functions(second) == {"collate_fn": max, "worker_init_fn": print}
+    for workers in (OPTIONS["workers"], engine):
+        with DataLoader[Any](definitions.numbers(), **OPTIONS) as first:
+            options = OPTIONS | {"workers": workers, "dataset": first.dataset}
+            DataLoader[Any](collate_fn=first.collate_fn, **options).close()
+            with pytest.raises(ValueError, match="collate_fn runs in the service's workers: return it from numbers"):
+                DataLoader[Any](collate_fn=sum, **options)
