@@ -106,7 +106,8 @@ def _check_address(address: str) -> None:
             return
     else:
         parts = urlsplit(address)
+        # `encode` as `getaddrinfo`, which would raise UnicodeError for a name such as "a..b".
         with contextlib.suppress(ValueError):
-            if parts.scheme in ("tcp", "dns+tcp") and parts.hostname and parts.port:
+            if parts.scheme in ("tcp", "dns+tcp") and (parts.hostname or "").encode("idna") and parts.port:
                 return
     raise ValueError(f"workers={address!r} is no address: give tcp://host:port, dns+tcp://name:port or unix:/path")

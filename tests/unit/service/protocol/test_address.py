@@ -23,7 +23,13 @@ def test_several_addresses(url: str, addresses: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("url", "named"),
-    [("a:7070", "a:7070"), ("unix:/run/node,b:1", "b:1"), ("tcp://a:7070,b", "tcp://b"), ("tcp://a:1,,", "tcp://")],
+    [
+        ("a:7070", "a:7070"),
+        ("unix:/run/node,b:1", "b:1"),
+        ("tcp://a:7070,b", "tcp://b"),
+        ("tcp://a:1,,", "tcp://"),
+        ("tcp://a..b:1", "tcp://a..b:1"),
+    ],
 )
 def test_what_is_no_address(url: str, named: str) -> None:
     """The error names it."""
