@@ -93,9 +93,10 @@ class NodeConnection:
 
 def _places(address: str) -> list[tuple[str, Any]]:
     """Resolve an address. Returns names, each with the arguments for a socket."""
-    # "@" is an abstract socket: the kernel's own name begins with a zero byte.
     if address.startswith("unix:"):
-        return [(address, address.removeprefix("unix:").replace("@", "\0", 1))]
+        path = address.removeprefix("unix:")
+        # "@" is an abstract socket: the kernel's own name begins with a zero byte.
+        return [(address, f"\0{path[1:]}" if path.startswith("@") else path)]
     parts = urlsplit(address)
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
@@ -108,7 +109,8 @@ def _places(address: str) -> list[tuple[str, Any]]:
     named = []
     for place in found:
         where: Any = place[4]
-        named.append((f"tcp://{where[0]}:{where[1]}", [place]))
+        host = f"[{where[0]}]" if ":" in where[0] else where[0]
+        named.append((f"tcp://{host}:{where[1]}", [place]))
     return named
 
 
@@ -124,30 +126,44 @@ def _connect(service: Service, address: str, place: Any) -> socket.socket:
             sock.close()
             raise
         return sock
+    context = None if service.tls_ca is None else _tls_context(service)
     failure: OSError | None = None
     for family, kind, protocol, _, where in place:
-        sock = socket.socket(family, kind, protocol)
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:  # a kernel without IPv6; errors of the name's other addresses say more
+            failure = failure or error
+            continue
         try:
             sock.settimeout(_CONNECT_S)  # the kernel's own limit is some minutes, for each address
             # No pings are sent before the worker connection is open, so the kernel must notice a silent network.
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
             sock.connect(where)
-            return sock if service.tls_ca is None else _wrap_tls(service, sock, str(urlsplit(address).hostname))
+            if context is None:
+                return sock
+            return context.wrap_socket(sock, server_hostname=str(urlsplit(address).hostname))
         except OSError as error:
             sock.close()
             failure = error
     raise failure or OSError("no address")
 
 
-def _wrap_tls(service: Service, sock: socket.socket, host: str) -> ssl.SSLSocket:
+def _tls_context(service: Service) -> ssl.SSLContext:
     # This protocol checks the certificate and the name. Only the given authorities are trusted, not the system's.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_verify_locations(service.tls_ca)
-    if service.tls_cert is not None:
-        context.load_cert_chain(service.tls_cert, service.tls_key)
-    return context.wrap_socket(sock, server_hostname=host)
+    files = f"tls_ca={service.tls_ca!r}"
+    try:
+        context.load_verify_locations(service.tls_ca)
+        if service.tls_cert is not None:
+            files = f"tls_cert={service.tls_cert!r} with tls_key={service.tls_key!r}"
+            context.load_cert_chain(service.tls_cert, service.tls_key)
+    except OSError as error:
+        text = f"{files} cannot be used: {error.strerror or error}: give PEM files that this process can read"
+        # Files that are being renewed may be read half, or not fit each other, so their content is not final.
+        raise Unreachable(text, final=not isinstance(error, ssl.SSLError)) from None
+    return context
 
 
 def _handshake(

@@ -6,7 +6,8 @@ import socket
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from time import monotonic
 
 import pytest
@@ -20,6 +21,7 @@ from asyncloader.service.protocol.handshake import Challenge, Proof, Welcome
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
+from tests.service.certificates import make_authority
 
 
 @contextmanager
@@ -139,3 +141,51 @@ def test_a_worker_looks_on_while_others_deliver() -> None:
     with pytest.raises(ServiceUnavailable, match="was there for"):
         on_any_node(service, definitions.numbers(), lambda _: None, order, delivered_at=delivered_at)
     assert tries >= 4
+
+
+def refused(service: Service) -> str:
+    """The reason why no node of the service can be used."""
+    with pytest.raises(ServiceUnavailable) as caught:
+        ask_dataset_info(service, definitions.numbers())
+    return str(caught.value)
+
+
+def test_a_path_with_an_at_sign(tmp_path: Path) -> None:
+    """Only an "@" at the beginning stands for an abstract socket."""
+    path = tmp_path / "me@host"
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(path))
+        assert f"unix:{path}: Connection refused" in refused(Service(f"unix:{path}", wait=0.01))
+
+
+def test_a_name_of_ipv6_addresses() -> None:
+    """Its nodes are named by addresses that can be read again: for TLS, and to ask for stacks."""
+    assert "tcp://[::1]:1: " in refused(Service("dns+tcp://[::1]:1", wait=0.01))
+
+
+@pytest.mark.parametrize(
+    ("certificates", "wait", "named"),
+    [
+        ({"tls_ca": "no"}, 3600.0, "tls_ca='no' cannot be used: No such file or directory: give PEM files"),
+        ({"tls_ca": "empty"}, 0.01, "tls_ca='empty' cannot be used: "),
+        ({"tls_ca": "ca", "tls_cert": "ca", "tls_key": "no"}, 3600.0, "tls_cert='ca' with tls_key='no' cannot be used"),
+    ],
+)
+def test_certificates_that_cannot_be_read(
+    certificates: dict[str, str], wait: float, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the file, and does not wait for a file that is missing; the content of a file may be renewed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").touch()
+    Path(make_authority(tmp_path)["ca"]).rename(tmp_path / "ca")
+    assert named in refused(Service("tcp://127.0.0.1:1", wait=wait, **certificates))
+
+
+def test_an_address_of_a_family_that_the_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name's other addresses are tried, and their errors are reported."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        known = (socket.AF_INET, socket.SOCK_STREAM, 0, "", listener.getsockname())
+    unknown = (255, socket.SOCK_STREAM, 0, "", ("::1", 1, 0, 0))
+    for places in ([unknown, known], [known, unknown]):
+        monkeypatch.setattr(connect, "_places", lambda address, places=places: [(address, places)])
+        assert "tcp://name:1: Connection refused" in refused(Service("tcp://name:1", wait=0.01))
