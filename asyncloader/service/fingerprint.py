@@ -23,7 +23,7 @@ from typing import Any
 def fingerprint(function: Callable[..., Any]) -> str:
     """Compute the fingerprint of the code that this function is part of: 16 hexadecimal digits."""
     module = inspect.unwrap(function).__module__
-    name = _import_name(module)
+    name = import_name(module)
     parts = _sources(name, _source_of_module(function, module))
     if not parts:  # an installation of .pyc files has no source; its bytecode differs between versions of Python
         parts[""] = f"bytecode of Python {sys.hexversion:x}: {_bytecode(inspect.unwrap(function).__code__)}"
@@ -36,7 +36,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
     return whole.hexdigest()[:16]
 
 
-def _import_name(module: str) -> str:
+def import_name(module: str) -> str:
     """The name under which another process imports this module."""
     # The program that was started is "__main__" here, and a node imports it by the name of its file.
     if module != "__main__":

@@ -21,6 +21,7 @@ from typing import ClassVar
 
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.service.definition import Defined, Definition
+from asyncloader.service.fingerprint import import_name
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
 from asyncloader.service.protocol.connection import Link
@@ -59,14 +60,12 @@ def _target(made_by: Definition) -> str:
     module = made_by.function.__module__
     if module == "__main__":
         main = sys.modules["__main__"]
-        spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-        if spec is None and path is None:
+        if getattr(main, "__spec__", None) is None and getattr(main, "__file__", None) is None:
             raise ValueError(f"{made_by.name} is defined in a session, where no node finds it: put it into a module")
         advice = unguarded_main()
         if advice:
             raise ValueError(f"workers='shared' imports the module that has {made_by.name}. {advice}")
-        module = Path(path or "").stem if spec is None else spec.name
-    return f"{module}:{made_by.name}"
+    return f"{import_name(module)}:{made_by.name}"
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,10 @@ def find_served(everything: Mapping[str, Served], hello: Hello) -> tuple[Served,
     served = everything.get(hello.name)
     if served is None:
         raise Refused(f"{hello.name!r:.60} is not served here; {', '.join(sorted(everything))} is")
-    fingerprint = served.definition.fingerprint()
-    if hello.fingerprint != fingerprint:
-        raise Refused(
-            f"the definition {hello.name} differs: its source has the fingerprint {line_of(hello.fingerprint):.16} at "
-            f"the loader, and {fingerprint} at this node. Install the same module, and the same modules of its package,"
-            " on both sides, and start again what was started before"
-        )
+    try:
+        served.definition.check(line_of(hello.fingerprint), "at the loader")
+    except ValueError as error:
+        raise Refused(str(error)) from None
     try:
         given = json.loads(hello.arguments)
     except (ValueError, RecursionError):
