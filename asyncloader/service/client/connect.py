@@ -131,7 +131,7 @@ def _connect(service: Service, address: str, place: Any) -> socket.socket:
     for family, kind, protocol, _, where in place:
         try:
             sock = socket.socket(family, kind, protocol)
-        except OSError as error:  # a kernel without IPv6; errors of the name's other addresses say more
+        except OSError as error:  # a kernel without IPv6; the error of another address explains more
             failure = failure or error
             continue
         try:

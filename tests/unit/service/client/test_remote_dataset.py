@@ -171,8 +171,8 @@ def test_nobody_answers(kind: Any, silent: str) -> None:
 
 
 def test_functions_beside_another_loaders_dataset(node: Node) -> None:
-    """A framework makes a loader of the attributes of another. Its `collate_fn` is torch's, as that of the dataset runs
-    in the workers: it stays in use. Other functions are used too, or are an error where they could not be sent.
+    """A framework makes a loader of another loader's attributes. That loader's `collate_fn` is torch's, and does not
+    replace the dataset's, which runs in the workers. Other functions do, or are an error if they cannot be sent.
     """
     node.info = MAP
     nothing: Any = lambda *_: None  # noqa: E731
