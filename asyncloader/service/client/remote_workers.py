@@ -39,7 +39,7 @@ from asyncloader.service.client.remote_channel import RemoteChannel
 from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
-from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.connection import Link, shut_down
 from asyncloader.service.protocol.handshake import Opened, pack_opening
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DeathReport, read_record
@@ -242,8 +242,7 @@ class ServiceWorkers:
     def hang_up(self, workers: Sequence[RemoteWorker]) -> None:
         """Shut the connections down, so that the loop's thread, in which they are used, sees their end."""
         for worker in workers:
-            with contextlib.suppress(OSError):
-                worker.channel.sock.shutdown(socket.SHUT_RDWR)
+            shut_down(worker.channel.sock)
 
     def close(self) -> None:
         """Let threads that look for a node stop."""
@@ -290,8 +289,7 @@ class _PassedChannel(Channel):
 def _hang_up(link: Link) -> None:
     # Not `close`: the event loop still watches the descriptor, whose number another socket could get. The pool sees the
     # end, and releases the worker.
-    with contextlib.suppress(OSError):
-        link.sock.shutdown(socket.SHUT_RDWR)
+    shut_down(link.sock)
 
 
 class RemoteWorker:
@@ -337,7 +335,7 @@ class RemoteWorker:
             raise
         try:
             if (sock.family, sock.type) != (socket.AF_UNIX, socket.SOCK_STREAM):
-                raise ConnectionError(f"the node passed a socket of another kind: {sock.family.name}, {sock.type.name}")
+                raise ConnectionError(f"the node passed a socket of another kind: {sock.family!r}, {sock.type!r}")
             sock.getpeername()  # OSError: it is not connected
         except OSError:
             sock.close()
@@ -391,10 +389,12 @@ class RemoteWorker:
         said, why = (None, "") if self._direct else (self.channel.death, self.channel.why)
         self.unreadable = self.unreadable or (not self._direct and self.channel.broken)
         if self._direct:
-            # The link is readable: by the node's report, or by its end without a report.
-            with contextlib.suppress(ValueError):
-                said = next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
             why = self._moved or "the node closed the connection"
+            # The link is readable: by the node's report, or by its end without a report.
+            try:
+                said = next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
+            except ValueError as error:
+                why, self.unreadable = str(error), True
         if said is not None:
             try:
                 death = read_record(DeathReport, said)
@@ -459,8 +459,7 @@ class RemoteWorker:
     def request_stop(self) -> None:
         """Close the sending side; the node then ends the worker's tasks."""
         # Only this side: answers that are on their way can still be received.
-        with contextlib.suppress(OSError):
-            self.channel.sock.shutdown(socket.SHUT_WR)
+        shut_down(self.channel.sock, socket.SHUT_WR)
 
     def release(self) -> None:
         """Close this side's descriptors. Idempotent."""

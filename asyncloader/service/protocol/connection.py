@@ -25,8 +25,15 @@ from asyncloader.workers.ipc.send_queue import SendQueue, close_quietly
 _READ = 1 << 12  # small, because payload bytes that it reads are copied once more
 _TURN = 4 << 20  # bytes after which other connections of the event loop have a turn
 _WAKE = 1 << 18  # bytes of a payload that are worth a wake-up of the event loop
-_MOST_FDS = 4
-_FD_BYTES = socket.CMSG_SPACE(_MOST_FDS * 4)
+_FD_BYTES = socket.CMSG_SPACE(4)  # one, and with the padding of most systems a second
+
+
+def shut_down(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """Shut a connection down, so that its readers see the end. The socket stays open."""
+    with contextlib.suppress(OSError):  # the connection has ended already
+        # Not `sock.shutdown`: `SSLSocket` would drop its TLS state. Bytes that have come would then be read encrypted,
+        # and later data would be sent unencrypted.
+        socket.socket.shutdown(sock, how)
 
 
 class Message(NamedTuple):
@@ -61,7 +68,7 @@ class Link:
         self.unsent = SendQueue()
         """The messages that wait to be sent, with their payloads."""
         self.fds: deque[int] = deque()
-        """Descriptors that came with messages, on a Unix socket."""
+        """The descriptor that came with a message, on a Unix socket, until it is taken."""
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._rest = bytearray()
         self._reading: tuple[Header, bytearray, memoryview] | None = None  # a message whose payload is not complete
@@ -205,6 +212,9 @@ class Link:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                         # A truncated list may end within a descriptor.
                         self.fds.extend(array.array("i", given[: len(given) - len(given) % 4]))
+                # A connection has one such message. A peer could exhaust this process's descriptors with others.
+                while len(self.fds) > 1:
+                    close_quietly(self.fds.pop())
             else:
                 data = self.sock.recv(_READ)
         except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):

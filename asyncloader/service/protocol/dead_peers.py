@@ -12,6 +12,8 @@ import socket
 import struct
 import weakref
 
+from asyncloader.service.protocol.connection import shut_down
+
 _log = logging.getLogger("asyncloader")
 
 _EVERY_S = 5.0
@@ -54,8 +56,7 @@ def _look(loop: asyncio.AbstractEventLoop, reference: weakref.ref[socket.socket]
             _log.info(text, _SILENT_MS / 1000, extra={"peer": by})
             # Without this the kernel would keep the unsent data, and repeat it, after the socket is closed.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            # Not `sock.shutdown`: `SSLSocket` would drop its TLS state, and later data would be sent unencrypted.
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+            shut_down(sock)
     except OSError:  # the connection has ended already
         return
     loop.call_later(_EVERY_S, _look, loop, reference)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
+import ssl
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncloader.service.client.remote_workers import RemoteWorker
+from asyncloader.service.client.remote_workers import RemoteWorker, ServiceWorkers
 from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.frames import HEADER_BYTES, pack_header
+from asyncloader.workers.ipc import wire
+from tests.helpers.running import PATIENCE_S
+from tests.service.certificates import make_authority
 
 
 def a_pipe() -> int:
@@ -51,3 +59,65 @@ def test_a_worker_that_the_loader_kills() -> None:
         worker.kill_for("It hung.")
         assert worker.kill_reason == "It was at tcp://node:1. It hung."
         worker.release()
+
+
+@pytest.mark.network
+def test_a_socket_of_a_family_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket of a family that Python does not name is an error of the connection, too."""
+
+    class Unnamed(socket.socket):
+        family: Any = 44
+
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link = Link(ours)
+        link.fds.append(socket.socket(socket.AF_UNIX).detach())
+        monkeypatch.setattr(socket, "socket", Unnamed)
+        with pytest.raises(ConnectionError, match=r"a socket of another kind: 44, <SocketKind.SOCK_STREAM: 1>"):
+            RemoteWorker(0, 99, "unix:/node", link, lambda worker, why: None)
+        link.close()
+
+
+@pytest.mark.network
+def test_a_report_that_cannot_be_read() -> None:
+    """The node that sent it counts as unreadable, as over a network: otherwise it would be used again and again."""
+    ended: list[str] = []
+    (ours, theirs), (channel, process) = socket.socketpair(), socket.socketpair()
+    with theirs, process:
+        link = Link(ours)
+        link.fds.append(channel.detach())
+        worker = RemoteWorker(0, 99, "unix:/node", link, lambda worker, why: ended.append(why))
+        theirs.sendall(b"HTTP".ljust(HEADER_BYTES))
+        text = str(worker.death())
+        assert worker.unreadable
+        assert worker.lost
+        assert "b'HTTP" in text
+        assert "b'HTTP" in ended[0]
+        worker.release()
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    "end",
+    [RemoteWorker.request_stop, RemoteWorker.kill, lambda worker: object.__new__(ServiceWorkers).hang_up([worker])],
+    ids=["request_stop", "kill", "hang_up"],
+)
+def test_a_worker_that_is_ended_over_tls(end: Callable[[Any], None], tmp_path: Path) -> None:
+    """Answers that have come are still decrypted, and nothing is sent unencrypted."""
+    files = make_authority(tmp_path)
+    node_side, loader_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    node_side.num_tickets = 0  # so that the first bytes after the handshake are those of the message
+    node_side.load_cert_chain(files["node_cert"], files["node_key"])
+    loader_side.load_verify_locations(files["ca"])
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        ours = socket.create_connection(server.getsockname())
+        accepted = threads.submit(node_side.wrap_socket, server.accept()[0], server_side=True)
+        link = Link(loader_side.wrap_socket(ours, server_hostname="localhost"))
+    worker = RemoteWorker(0, 99, "tcp://node:1", link, lambda worker, why: None)
+    with accepted.result() as node:
+        node.sendall(pack_header(wire.COUNTS, 4) + b"body")
+        assert select.select([link], [], [], PATIENCE_S)[0]
+        end(worker)
+        assert list(worker.channel.receive()) == [(wire.COUNTS, b"body")]
+        assert not worker.unreadable
+    worker.release()

@@ -145,6 +145,20 @@ def test_a_descriptor_of_a_long_message() -> None:
     os.close(reader)
 
 
+def test_descriptors_that_nobody_takes() -> None:
+    """One is kept, and the others are closed: a peer cannot exhaust this process's descriptors."""
+    reader, writer = os.pipe()
+    with connected() as (ours, link):
+        for _ in range(20):
+            socket.send_fds(ours, [pack_header(1)], [writer] * 4)
+            assert len(list(link.receive())) == 1
+            assert len(link.fds) == 1
+        os.close(writer)
+        os.close(link.fds.popleft())
+        assert os.read(reader, 1) == b""  # no copy is open
+    os.close(reader)
+
+
 def test_bytes_that_tls_has_decrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decrypted bytes do not make the socket readable, so a reader that waits for it gets them all at once."""
     files = make_authority(tmp_path)
