@@ -485,7 +485,12 @@ class _Host:
         answer: Any
         try:
             if self._planning is None:
-                self._planning = self._defined.make().dataset
+                # Outside of any worker, as the process's own was made: there is no info of a connection here.
+                current, torch_worker._worker_info = torch_worker._worker_info, None
+                try:
+                    self._planning = self._defined.make().dataset
+                finally:
+                    torch_worker._worker_info = current
             answer = await make_plan(self._planning, request)
         except Exception as error:
             answer = MSGPACK.dump_error(error, 0)

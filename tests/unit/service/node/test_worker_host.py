@@ -15,9 +15,10 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader import RemoteIterableDataset
 from asyncloader.service.definition import Made
 from asyncloader.service.node.dataset_info import dataset_info_of
-from asyncloader.service.node.worker_host import _Connection, _ConnectionSetup, _Host
+from asyncloader.service.node.worker_host import _Connection, _ConnectionSetup, _CurrentInfo, _Host
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
+from asyncloader.service.protocol.shard_plan import PlanRequest
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.task_runner import TaskRunner
@@ -95,6 +96,24 @@ def test_a_connection_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     setup = _ConnectionSetup(opening, definitions.numbers(), Made(Divided(), {})).load()
     assert len(setup.dataset) == 100
+
+
+async def test_a_plan_beside_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dataset that makes plans is made outside of any worker, too: no connection's info is current then."""
+    current = _CurrentInfo()
+    monkeypatch.setattr(torch_worker, "_worker_info", current)
+    seen: list[Any] = []
+
+    def make() -> Made:
+        seen.append(get_worker_info())
+        raise OSError("no disk")
+
+    channel: Any = SimpleNamespace(send_all=lambda frame: seen.append(b"no disk" in frame))
+    defined: Any = SimpleNamespace(make=make)
+    host: Any = _Host(channel, None, defined, None, DatasetInfo())  # type: ignore[arg-type]
+    await host._plan(1, PlanRequest(1, 0, 1, None, False, ""))
+    assert seen == [None, True]
+    assert get_worker_info() is current  # type: ignore[comparison-overlap]
 
 
 def test_what_a_loader_must_know() -> None:
