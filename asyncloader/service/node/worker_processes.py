@@ -323,9 +323,13 @@ class HostProcesses:
 
     def _died(self, number: int, made: _Process, pause: float) -> None:
         process = made.process
-        # Frames that it sent before it died, such as its reason: the pidfd may be readable before they were read.
+        # Frames that it sent before it died, such as its reason: the pidfd may be readable before they were read, and a
+        # call of `_read` reads a part only.
+        before = -1
         with contextlib.suppress(ValueError):  # a frame that was cut off
-            self._read(number, made)
+            while not process.channel.ended and process.channel.received != before:
+                before = process.channel.received
+                self._read(number, made)
         loop = asyncio.get_running_loop()
         loop.remove_reader(process.death_fd)
         if process.channel.fileno() >= 0:

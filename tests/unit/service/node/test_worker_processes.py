@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncloader.service.node.worker_processes import HostProcesses, NotMade
+from asyncloader.service.node.worker_host import NOT_MADE
+from asyncloader.service.node.worker_processes import HostProcesses, NotMade, _Process
+from asyncloader.telemetry.counters import Recorder
+from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import Channel, channel_pair
 
 
 @pytest.mark.parametrize(
@@ -33,4 +40,32 @@ async def test_one_that_cannot_be_forked(error: Exception, monkeypatch: pytest.M
     with pytest.raises(NotMade, match=f"data:train: its process cannot be started: {type(error).__name__}"):
         await processes.first_dataset_info()
     await tried.wait()
+    await processes.close()
+
+
+async def test_a_reason_behind_many_log_lines() -> None:
+    """Loaders receive the reason of a process that has logged more than one read takes before it exited."""
+    ours, theirs = channel_pair()
+    line = pickle.dumps((logging.DEBUG, "x" * 30_000, None, None))
+    with theirs:
+        for _ in range(4):
+            theirs.sendall(wire.pack(wire.LOG, line))
+        theirs.sendall(wire.pack(NOT_MADE, pickle.dumps("no disk")))
+    ended = os.open("/dev/null", os.O_RDONLY)
+    process: Any = SimpleNamespace(
+        channel=Channel(ours),
+        death_fd=ended,
+        death=RuntimeError,
+        release=ours.close,
+        recorder=Recorder(),
+        released=True,
+    )
+    setup: Any = SimpleNamespace(target="data:train", threads=False)
+    processes = HostProcesses(setup, 1)
+    processes._loop = asyncio.get_running_loop()
+    made = processes._processes[0] = _Process(process)
+    processes._died(0, made, 0.0)
+    os.close(ended)
+    assert processes.problem == "no disk"
+    assert processes.deaths == 0
     await processes.close()
