@@ -47,6 +47,12 @@ class Service:
             raise ValueError(f"workers={self.url!r} is no address: give tcp://host:port or unix:/path")
         for address in self.addresses:
             _check_address(address)
+        if self.tls_ca is None and (self.tls_cert, self.tls_key) != (None, None):
+            raise ValueError(
+                f"Service(tls_cert={self.tls_cert!r}, tls_key={self.tls_key!r}) has no tls_ca=, without which there is "
+                "no TLS: set tls_ca= to the file with the authorities' certificates that nodes' certificates are "
+                "checked against"
+            )
         if not self.wait > 0:
             raise ValueError(f"wait should be a number of seconds above 0, but got wait={self.wait!r}")
         if self.share not in (None, "epoch"):

@@ -21,6 +21,13 @@ def test_several_addresses(url: str, addresses: tuple[str, ...]) -> None:
     assert Service(url).addresses == addresses
 
 
+@pytest.mark.parametrize("files", [{"tls_cert": "mine.pem"}, {"tls_cert": "a", "tls_key": "b"}, {"tls_key": "b"}])
+def test_a_certificate_without_authorities(files: dict[str, str]) -> None:
+    """It is refused: the connection would be without TLS."""
+    with pytest.raises(ValueError, match="has no tls_ca=, without which there is no TLS: set tls_ca= to the file"):
+        Service("tcp://a:7070", **files)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("url", "named"),
     [
