@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncloader import DataLoader
+from asyncloader.service.node.server import Node
+from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.records import DatasetInfo
+from asyncloader.workers.ipc.channel import channel_pair
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import PATIENCE_S
 from tests.processes import children_of
@@ -69,3 +77,32 @@ def test_a_process_that_can_open_no_more_files(place: str, kind: str, tmp_path: 
         with DataLoader[Any](served, **options) as local:
             assert_same(got, list(local))
         node.kill()  # not asked to exit: without a descriptor left, uvloop's end is a traceback in the process's log
+
+
+async def test_a_connection_that_is_opened_while_the_node_drains() -> None:
+    """Its loader is sent elsewhere at once: it would be cut off, with its tasks in work, when the node ends."""
+    node: Any = Node([], 1)
+    ours, theirs = socket.socketpair()
+    process: list[socket.socket] = []
+    closed: list[int] = []
+
+    async def begun() -> None:
+        await node.drain(PATIENCE_S)  # ends at once: there is no connection yet
+
+    async def open_in_process(opening: Any, info: Any, make_end: Callable[..., Any]) -> tuple[int, int]:
+        sock, other = channel_pair()
+        process.append(other)
+        make_end(sock, 7)
+        return 7, 99
+
+    setup = SimpleNamespace(arguments={})
+    host = SimpleNamespace(begun=begun, open=open_in_process, setup=setup, close_connection=closed.append, kill=id)
+    opening = SimpleNamespace(share=False, loader="loader", credits=4)
+    loader = Link(ours)
+    await node._open(Link(theirs), host, SimpleNamespace(target="data:train"), opening, DatasetInfo())
+    assert [message.header.kind for message in loader.receive()] == [frames.OPENED]
+    assert loader.ended
+    assert closed == [7]
+    assert not node.figures()["lanes"]
+    loader.close()
+    process[0].close()

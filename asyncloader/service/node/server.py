@@ -272,13 +272,14 @@ class Node:
                 await asyncio.gather(*(connection.drain() for connection in self._connections))
 
     def _stop_listening(self) -> None:
+        # Before the sockets are closed: once the address is free, another node may take it, and the file is its own.
+        for path in self._paths:
+            Path(path).unlink(missing_ok=True)
+        self._paths.clear()
         for sock in self._sockets:
             asyncio.get_running_loop().remove_reader(sock.fileno())
             sock.close()
         self._sockets.clear()
-        for path in self._paths:
-            Path(path).unlink(missing_ok=True)
-        self._paths.clear()
 
     async def close(self) -> None:
         """End all: listeners, connections, processes."""
@@ -490,6 +491,8 @@ class Node:
         finally:
             for sock in passed:
                 sock.close()  # the link has a duplicate, if the message has to wait
+        if self.draining:  # since this handshake was admitted: `drain` has not seen the connection
+            await connection.drain()
 
     def _forget(self, quota: MemoryQuota) -> None:
         quota.connections -= 1
