@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,11 +11,13 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncloader import DataLoader
+from asyncloader.service.node.metrics_endpoint import MetricsEndpoint
 from tests.helpers.running import PATIENCE_S, ROOT, environment, run_script
 from tests.service import definitions
 from tests.service.serving import MODULE, serving
@@ -61,6 +64,19 @@ def test_mistakes(flags: list[str], text: str, tmp_path: Path) -> None:
     *_, last = done.stderr.splitlines()
     assert last.startswith("asyncloader serve: ")
     assert text in last
+
+
+async def test_metrics_at_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their URL has brackets around the address, without which it could not be read."""
+    sock = SimpleNamespace(getsockname=lambda: ("::1", 9090, 0, 0))  # not every machine has IPv6
+
+    async def start_server(*arguments: Any, **options: Any) -> Any:
+        return SimpleNamespace(sockets=[sock])
+
+    monkeypatch.setattr(asyncio, "start_server", start_server)
+    endpoint = MetricsEndpoint(None)  # type: ignore[arg-type]
+    await endpoint.listen("[::1]:0")
+    assert endpoint.address == "http://[::1]:9090"
 
 
 def figures(address: str) -> dict[str, float]:

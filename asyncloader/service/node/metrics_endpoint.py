@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from asyncloader.bridge import in_thread
+from asyncloader.service.protocol.sockets import host_and_port
 
 if TYPE_CHECKING:
     from asyncloader.service.node.server import Node
@@ -59,7 +60,7 @@ class MetricsEndpoint:
         hosts = list(dict.fromkeys(str(place[0]) for *_, place in await in_thread(look_up)))
         self._server = await asyncio.start_server(self._answer, hosts, parts.port, limit=_MOST_LINE)
         host, port = self._server.sockets[0].getsockname()[:2]
-        self.address = f"http://{host}:{port}"
+        self.address = f"http://{host_and_port(host, port)}"
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers[writer] = None

@@ -84,6 +84,11 @@ def read_address(address: str) -> str | tuple[str, int]:
     raise ValueError(f"--listen {address} is no address: give host:port or unix:/path")
 
 
+def host_and_port(host: str, port: int) -> str:
+    """Return ``host:port``, as in a URL: with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 async def bind(address: str) -> tuple[socket.socket, str]:
     """Bind a socket to an address. Returns the socket, and the address with its actual port.
 
@@ -119,7 +124,7 @@ async def bind(address: str) -> tuple[socket.socket, str]:
         sock.close()
         raise
     host, port = sock.getsockname()[:2]
-    return sock, f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return sock, f"tcp://{host_and_port(host, port)}"
 
 
 async def _unlink_stale(path: str) -> None:
