@@ -118,10 +118,12 @@ class SharedService(Service):
         """Keep this connection until this process ends."""
         in_forked_child(_forget_all)
         link.send(frames.STAY)
-        # To an earlier node, which has ended; or to this node, if several threads have connected at a time.
-        before = _here.staying.pop(self.url, None)
-        # Detached, so that no collected object closes it. The kernel closes it when the process ends, also if killed.
-        _here.staying[self.url] = link.sock.detach()
+        with _here.lock:  # threads that connect at a time: neither may lose the descriptor of the other
+            # To an earlier node, which has ended; or to this node, if several threads have connected at a time.
+            before = _here.staying.pop(self.url, None)
+            # Detached, so that no collected object closes it. The kernel closes it when the process ends, also if
+            # killed.
+            _here.staying[self.url] = link.sock.detach()
         if before is not None:
             os.close(before)
 

@@ -48,7 +48,8 @@ _START_S = 100.0  # it imports torch, perhaps from a file system that is slow at
 
 
 class AgentNode:
-    """A node in a separate process. All methods block; any thread may call them, and they wait for each other.
+    """A node in a separate process. All methods block. Any thread may call them, and requests wait for each other;
+    `close` waits for none, and is called last.
 
     A node that does not answer in time is killed, and its engine starts another.
 
