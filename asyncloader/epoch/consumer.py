@@ -401,13 +401,17 @@ class Consumer:
             assert isinstance(outcome, Poisoned)
             try:
                 batch, records = self._quarantine.settle(outcome)
+                if batch is not None and self._transfer is not None:
+                    batch = self._transfer.take(self._transfer.start(batch, locked=False))
+                elif batch is not None and self._pins:
+                    batch = torch_pin(self._pin_device)(batch)
             except Exception as error:
                 delivery.error = error
                 return
         failed = batch is None and self._config.even_ranks > 1
         if failed and isinstance(outcome, AllDropped):
             self._failed(item)
-        else:
+        elif batch is None:
             self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, AllDropped) else None)
         if waited is not None:
             self._skipped.add(records)
@@ -415,11 +419,9 @@ class Consumer:
             delivery.error = without_batch(self._config.even_ranks)
             return
         if batch is not None:
-            if self._transfer is not None:
-                batch = self._transfer.take(self._transfer.start(batch, locked=False))
-            elif self._pins:
-                batch = torch_pin(self._pin_device)(batch)
             delivery.batch = batch
+            # Only now: if the records are too many, `add` has raised, and a resumed run must make this batch again.
+            self._progress.delivered(item.seq, item.worker)
         delivery.reached = _DONE
 
     def drain_notices(self) -> None:

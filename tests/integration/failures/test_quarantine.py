@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from asyncloader import DataLoader, LoaderError, Recovery, SkippedSample, TaskQuarantined, WorkerDied
+from asyncloader import DataLoader, LoaderError, Recovery, SkippedSample, TaskQuarantined, TooManySkippedSamples, WorkerDied
 from tests.helpers.faulty import AsyncFaulty, Faults, Faulty, FaultyStream
 from tests.helpers.running import BOTH, run_script
 from tests.integration.failures.test_on_error import indices, run
@@ -108,6 +108,29 @@ def test_function_makes_substitutes(tmp_path: Path) -> None:
     assert indices(got) == [[0, 1], [2, 3], [-4, -5], [6, 7]]
     assert [type(bad) for bad in errors] == [SkippedSample, SkippedSample]
     assert [bad.action for bad in errors] == ["replaced", "replaced"]
+
+
+def refuse_to_pin(batch: Any) -> Any:
+    raise MemoryError("no memory that could be pinned")
+
+
+@pytest.mark.parametrize("cause", ["too many", "not pinned"])
+def test_substitutes_that_do_not_arrive_are_not_in_the_position(
+    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the user gets an error in place of the substitutes, a run that resumes there makes this batch again."""
+    dataset = Faulty(8, poison(tmp_path, {5: "exit"}))
+    recovery = Recovery(max_skipped_samples=1 if cause == "too many" else None)
+    loader = DataLoader[Any](dataset, batch_size=2, num_workers=1, seed=1, on_error=substitute, recovery=recovery)
+    batches = cast("Any", iter(loader))
+    assert indices([next(batches), next(batches)]) == [[0, 1], [2, 3]]
+    if cause == "not pinned":
+        monkeypatch.setattr("asyncloader.epoch.consumer.torch_pin", lambda _: refuse_to_pin)
+        batches._consumer._pins = True
+    with pytest.raises((MemoryError, TooManySkippedSamples)):
+        next(batches)
+    state = loader.state_dict()
+    assert (state["step"], state["beyond"]) == (2, [])
 
 
 def test_last_restart_spent_on_a_poisoned_task(tmp_path: Path) -> None:
