@@ -389,7 +389,7 @@ class Consumer:
             # Before the records: they may be too many, and `add` then raises.
             self._failed(item)
             if waited is not None:
-                self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers)
+                self._statistics.batch(0, 0, 0, waited, outcome.busy, self._workers, batches=0)
                 if outcome.records:
                     self._skipped.add(outcome.records)
             # Moved: raised, it refers to frames that refer to the outcome.

@@ -153,7 +153,9 @@ class Statistics(LoaderFigures):
             (self.silent.add if silent else self.silent.discard)(store)
         _log.log(level, "%s", text)
 
-    def batch(self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int) -> None:
+    def batch(
+        self, samples: int, nbytes: int, pickled: int, waited: float, busy: float, workers: int, batches: int = 1
+    ) -> None:
         """Count a delivered batch.
 
         Args:
@@ -164,11 +166,12 @@ class Statistics(LoaderFigures):
                 and in the sampler's.
             busy: seconds that a worker spent on it.
             workers: how many there are.
+            batches: 0 for a task that raised, of which only the times count.
         """
         now = perf_counter()
         passed = now - self._mark
         self._mark = now
-        self.batches += 1
+        self.batches += batches
         self.samples += samples
         self.bytes += nbytes
         self.pickled += pickled
@@ -181,7 +184,8 @@ class Statistics(LoaderFigures):
         self.worker_s += passed * workers
         time = self.recorder.time
         time("wait", waited)
-        time("consumer", passed - waited)
+        # Tasks that share an async iterator wait at the same time, so they may have waited longer than has passed.
+        time("consumer", passed - waited if waited < passed else 0.0)
 
     def came_from_node(self, worker: int, nbytes: int, busy: float) -> None:
         """Count a batch that a service has made for this worker. Arguments as `batch`."""

@@ -159,11 +159,14 @@ def test_function_gives_substitutes(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_function_may_raise(workers: int) -> None:
-    """An error that `on_error` raises is raised instead of the batch; the next batch is delivered."""
-    loader = iter(DataLoader[Any](Rotten(8, {2}), batch_size=4, num_workers=workers, on_error=refuses))
+    """An error that `on_error` raises is raised instead of the batch, and counts as no batch; the next batch is delivered.
+    """
+    loader = DataLoader[Any](Rotten(8, {2}), batch_size=4, num_workers=workers, on_error=refuses)
+    batches = iter(loader)
     with pytest.raises(LookupError, match="nothing for 2"):
-        next(loader)
-    assert next(loader)["index"].tolist() == [4, 5, 6, 7]
+        next(batches)
+    assert next(batches)["index"].tolist() == [4, 5, 6, 7]
+    assert loader.stats()["data/batches"] == 1
 
 
 @pytest.mark.parametrize("kind", BOTH)

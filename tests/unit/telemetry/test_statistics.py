@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from asyncloader.telemetry.counters import Recorder
+from asyncloader.telemetry.counters import Recorder, stage_times
 from asyncloader.telemetry.metrics import metrics
 from asyncloader.telemetry.statistics import Statistics
 from tests.unit.telemetry.figures import FIGURES
@@ -36,6 +36,18 @@ def test_each_batch_counts_the_time_since_the_last(monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         s.batch(samples=1, nbytes=1, pickled=0, waited=0.0, busy=0.0, workers=2)
     assert (s.elapsed_s, s.worker_s) == (3.0, 6.0)
+
+
+def test_waits_at_the_same_time_leave_no_negative_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tasks that share an iterator each waits as long as the others: the consumer's own time is never below 0."""
+    times = iter([10.0, 11.0, 12.0])
+    monkeypatch.setattr("asyncloader.telemetry.statistics.perf_counter", lambda: next(times))
+    s = Statistics()
+    s.begin()
+    for waited in (0.75, 2.0):
+        s.batch(samples=1, nbytes=1, pickled=0, waited=waited, busy=0.0, workers=1)
+    assert stage_times(s.recorder.block.tolist(), "consumer")[:2] == (2.0, 0.25)
+    assert stage_times(s.recorder.block.tolist(), "wait")[:2] == (2.0, 2.75)
 
 
 def test_rates_are_per_second_of_the_iterators_time() -> None:
