@@ -9,6 +9,7 @@ The number is kept where users expect it: in the sampler, if that has `set_epoch
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from asyncloader.workers.fetch.dataset_marks import set_dataset_epoch
@@ -65,32 +66,40 @@ class EpochClock:
         self._count = epoch
 
     def restore(self, epoch: int, *, finished: bool) -> Callable[[], None]:
-        """Restore the epoch of a loaded state. Returns a function that undoes this if the state is refused.
+        """Restore the epoch of a loaded state. Returns a function that undoes this if the state is refused. Nothing has
+        changed if a `set_epoch` raises.
 
         In torch mode the user sets the epochs of samplers and datasets, the following epoch's too: `set_epoch` is only
         called on a sampler whose `epoch` differs.
         """
         before, count = self.value, self._count
         moved: list[tuple[Any, int]] = []
-        self.restored += 1  # an iterator from before, whose end may still come, must not advance the restored epoch
-        self._count = epoch + finished
-        if self._seeded:
-            self.set(epoch + finished)
-        else:
-            for sampler in self._samplers:
-                current = getattr(sampler, "epoch", None)
-                if isinstance(current, int) and current != epoch:
-                    _set_sampler_epoch(sampler, epoch)
-                    moved.append((sampler, current))
 
         def take_back() -> None:
             self.restored -= 1
-            if self._seeded:
-                self.set(before)
             self._count = count
             for sampler, previous in moved:
                 sampler.set_epoch(previous)
+            if self._seeded:
+                self.set(before)
 
+        self.restored += 1  # an iterator from before, whose end may still come, must not advance the restored epoch
+        self._count = epoch + finished
+        try:
+            if self._seeded:
+                self.set(epoch + finished)
+            else:
+                for sampler in self._samplers:
+                    current = getattr(sampler, "epoch", None)
+                    if isinstance(current, int) and current != epoch:
+                        _set_sampler_epoch(sampler, epoch)
+                        moved.append((sampler, current))
+        except BaseException:
+            # The samplers have moved if the dataset refuses the epoch. It may refuse the earlier epoch, too: the caller
+            # gets the first error.
+            with suppress(Exception):
+                take_back()
+            raise
         return take_back
 
     def begin(self) -> None:

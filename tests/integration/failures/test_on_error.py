@@ -159,7 +159,8 @@ def test_function_gives_substitutes(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_function_may_raise(workers: int) -> None:
-    """An error that `on_error` raises is raised instead of the batch, and counts as no batch; the next batch is delivered.
+    """An error that `on_error` raises is raised instead of the batch, and is no batch of the statistics; the next batch
+    is delivered.
     """
     loader = DataLoader[Any](Rotten(8, {2}), batch_size=4, num_workers=workers, on_error=refuses)
     batches = iter(loader)

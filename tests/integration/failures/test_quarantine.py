@@ -10,7 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from asyncloader import DataLoader, LoaderError, Recovery, SkippedSample, TaskQuarantined, TooManySkippedSamples, WorkerDied
+from asyncloader import (
+    DataLoader,
+    LoaderError,
+    Recovery,
+    SkippedSample,
+    TaskQuarantined,
+    TooManySkippedSamples,
+    WorkerDied,
+)
 from tests.helpers.faulty import AsyncFaulty, Faults, Faulty, FaultyStream
 from tests.helpers.running import BOTH, run_script
 from tests.integration.failures.test_on_error import indices, run

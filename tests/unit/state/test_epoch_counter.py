@@ -129,6 +129,16 @@ def test_a_state_that_is_refused_is_taken_back(seeded: bool) -> None:
     assert bare.value == 2
 
 
+@pytest.mark.parametrize("seeded", [True, False])
+def test_an_epoch_of_a_state_that_is_refused_changes_nothing(seeded: bool) -> None:
+    """If a dataset or a sampler refuses the state's epoch, an iterator from before advances the epoch as ever."""
+    sampler: Any = SeededSampler(range(3), 1) if seeded else distributed()
+    c = clock(sampler, *(() if seeded else (Refusing(),)), dataset=Refusing(), seeded=seeded)
+    with pytest.raises(ValueError, match="no such epoch: 4"):
+        c.restore(4, finished=False)
+    assert (c.value, sampler.epoch, c.restored) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_state_in_torch_mode_touches_a_sampler_only_if_it_must(finished: bool) -> None:
     """A sampler is set to the state's epoch unless it is in it already; to set the next epoch is up to the user."""
@@ -172,6 +182,8 @@ def test_an_epoch_that_a_sampler_refuses_is_not_set() -> None:
 
 
 class Refusing:
+    epoch = 0
+
     def set_epoch(self, epoch: int) -> None:
         raise ValueError(f"no such epoch: {epoch}")
 
