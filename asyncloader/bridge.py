@@ -296,24 +296,12 @@ def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in a new loop and thread, which has ended when this returns. Works under a running loop, too. The
     context is a copy of the caller's.
     """
-    result: list[T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(asyncio.run(coroutine))
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=copy_context().run, args=(run,), name="asyncloader-measure")
-    thread.start()
-    thread.join()
-    if failure:
-        try:
-            raise failure[0]
-        finally:
-            del failure
-    return result[0]
+    bridge = Bridge()
+    bridge.acquire()
+    try:
+        return bridge.run(coroutine)
+    finally:
+        bridge.release()
 
 
 def _launch(

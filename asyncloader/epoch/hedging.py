@@ -42,7 +42,7 @@ class Hedging:
 
     def answered(self, seq: int, worker: int, now: float) -> None:
         """Record the worker's answer to the task."""
-        node, sent = self._sent.pop((seq, worker), ("", now))
+        node, sent = self._sent.pop((seq, worker))
         took = self._took.get(node)
         if took is None:
             took = self._took[node] = deque(maxlen=_KEPT)

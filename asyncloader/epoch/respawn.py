@@ -84,11 +84,12 @@ class WorkerRespawner:
 
     def work(self) -> None:
         """Make the requested processes. In the iterating thread."""
-        while self.requests:
-            self._make(self.requests[0])
-            # Removed only now: after Ctrl-C the next call makes it. `close`, in another thread, may have cleared the
-            # list.
-            with contextlib.suppress(IndexError):
+        # Until the list is empty. Not `while self.requests`: `close`, in another thread, may clear it between any two
+        # steps.
+        with contextlib.suppress(IndexError):
+            while True:
+                self._make(self.requests[0])
+                # Removed only now: after Ctrl-C the next call makes it.
                 self.requests.popleft()
 
     def _make(self, request: Request) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import resource
 import sys
-import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import Context
@@ -33,6 +32,7 @@ from asyncloader.process_hooks import at_exit
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.threads import JobThreads
+from asyncloader.workers.memory.live_objects import LiveObjects
 
 HOLD_SECONDS: Final = 1e-3
 """How long one batch, or ``async for`` over several, may hold up the loop. The way to the thread and back takes 60 to
@@ -197,12 +197,12 @@ class FetchPlace:
 
 # The threads are daemons: a call that never returns must not keep the interpreter. But finalization ends a daemon
 # thread wherever it is, and aborts the process if that is in C++ code, so a call that does return is waited for.
-_places: weakref.WeakSet[FetchPlace] = weakref.WeakSet()
+_places: LiveObjects[FetchPlace] = LiveObjects()
 
 
 def _close_all() -> None:
     deadline = monotonic() + _EXIT_SECONDS
-    for place in list(_places):
+    for place in _places:
         place.close(max(0.0, deadline - monotonic()))
 
 

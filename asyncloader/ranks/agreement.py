@@ -1,6 +1,6 @@
 """Ends the epoch at the same step on all ranks, where their streams differ in length.
 
-Data path: reorder -> [agreement] -> stage -> consumer. For iterable datasets on several ranks, in seeded mode or with
+Data path: reorder -> stage -> [agreement] -> consumer. For iterable datasets on several ranks, in seeded mode or with
 shards that the ranks share; the ranks of a map dataset know their equal counts.
 
 A rank that runs out of batches while the others continue would leave them waiting for ever in their next collective. So

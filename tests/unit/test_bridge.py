@@ -8,12 +8,13 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvloop
 
-from asyncloader.bridge import Bridge, in_thread, loop_factory
+from asyncloader.bridge import Bridge, in_thread, loop_factory, run_in_thread
 from asyncloader.errors import LoaderClosed
 
 pytestmark = pytest.mark.loops
@@ -300,6 +301,33 @@ def test_a_task_that_exits_ends_the_call_and_not_the_loop(
             bridge.run(coroutine)
     assert bridge.run(loop_thread())[1] is thread
     bridge.release()
+    assert not thread.is_alive()
+
+
+def test_ctrl_c_ends_a_coroutine_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coroutine is cancelled, and its thread has ended when the caller gets the KeyboardInterrupt."""
+    begun, ended = threading.Event(), list[threading.Thread]()
+
+    class Interrupted:
+        """The queue for which the caller waits."""
+
+        def get(self) -> None:
+            assert begun.wait(60)
+            raise KeyboardInterrupt
+
+        def put(self, _: object) -> None: ...
+
+    async def wait() -> None:
+        try:
+            begun.set()
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append(threading.current_thread())
+
+    monkeypatch.setattr("asyncloader.bridge.queue", SimpleNamespace(SimpleQueue=Interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        run_in_thread(wait())
+    (thread,) = ended
     assert not thread.is_alive()
 
 
