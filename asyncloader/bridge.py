@@ -109,6 +109,10 @@ class Bridge:
             loop.call_soon_threadsafe(loop.stop)
             raise
         self._owner = os.getpid()
+        # Calls of iterators that have ended: this loop must not run them, and its first call must wake it. Not only in
+        # `release`: another thread's call may come just behind it, and the loop of before accept it without running it.
+        self._calls.clear()
+        self._woken = False
         self._loop, self._thread, self._over = loop, thread, over
         self._last_thread = thread
 
@@ -120,9 +124,8 @@ class Bridge:
                 return
             thread, loop, over = self._thread, self._loop, self._over
             self._thread = self._loop = None
-            # Calls of iterators that have ended: the next thread must not run them, and its first call must wake it.
+            # Calls of iterators that have ended: they must not keep these in memory until the next start.
             self._calls.clear()
-            self._woken = False
         if os.getpid() != self._owner:
             return
         # In this order: a loop that is stopped before the thread knows that it is over would be run again.
@@ -189,8 +192,10 @@ class Bridge:
                 # Before the loop is woken: it may run `_run_calls` before this thread goes on.
                 self._woken = True
                 loop.call_soon_threadsafe(self._run_calls)
-            except BaseException:  # Ctrl-C: the caller repeats the call, or the next call wakes the loop
+            except BaseException as error:  # Ctrl-C: the caller repeats the call, or the next call wakes the loop
                 self._woken = False
+                if isinstance(error, RuntimeError):  # `release`, in another thread, has closed the loop since
+                    self._live_loop()  # raises
                 raise
 
     def _run_calls(self) -> None:
@@ -223,9 +228,11 @@ class Bridge:
         try:
             loop = self._live_loop()
             loop.call_soon_threadsafe(_launch, loop, coroutine, launched, answers)
-        except BaseException:
+        except BaseException as error:
             # Python would warn that it was never awaited.
             coroutine.close()
+            if isinstance(error, RuntimeError):  # as in `call_soon`
+                self._live_loop()
             raise
         try:
             task = answers.get()

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -152,6 +152,40 @@ def test_bridge_starts_again() -> None:
         bridge.release()
     assert loops[0] is not loops[1]
     assert all(loop.is_closed() for loop in loops)
+
+
+def test_a_call_that_a_release_overtakes_does_not_stop_the_next_loop() -> None:
+    """The call may reach the loop that was released, which runs it no more or is closed. The next loop does not run it
+    either, and runs the calls after it.
+    """
+    bridge = Bridge()
+    seen: list[str] = []
+    for closed in (False, True):
+        bridge.acquire()
+
+        class Released:
+            """The loop, released while the call is on its way. It is closed, or about to be."""
+
+            def call_soon_threadsafe(self, *_: object, loop: Any = bridge._loop, closed: bool = closed) -> None:
+                bridge._loop = loop
+                bridge.release()
+                bridge._calls.append((seen.append, ("late",)))
+                bridge._woken = True
+                if closed:
+                    loop.call_soon_threadsafe(print)
+
+        bridge._loop = cast("Any", Released())
+        if closed:
+            with pytest.raises(LoaderClosed, match="it was closed"):
+                bridge.call_soon(seen.append, "late")
+        else:
+            bridge.call_soon(seen.append, "late")
+    bridge.acquire()
+    done = threading.Event()
+    bridge.call_soon(done.set)
+    assert done.wait(60)
+    bridge.release()
+    assert not seen
 
 
 def test_a_closed_bridge_says_so_every_time_and_can_start_again() -> None:
