@@ -190,7 +190,12 @@ def _serve(reference: weakref.ref[Stage], messages: _Messages) -> None:
     while True:
         message = messages.get()
         stage = reference()
-        if stage is None or not stage._work(message):
+        if stage is None:
+            # Freed since the message was taken out of the queue: `__del__` has discarded only the others.
+            if _is_batch(message):
+                message.outcome.discard()
+            return
+        if not stage._work(message):
             return
         del stage, message
 

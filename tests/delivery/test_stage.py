@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncloader.delivery.opener import Opener
-from asyncloader.delivery.stage import Stage
+from asyncloader.delivery.stage import Stage, _serve
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.listener import Answer
@@ -356,6 +356,21 @@ def test_what_a_dropped_stage_had_is_discarded() -> None:
     thread.join(PATIENCE_S)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+    assert ring.idle
+
+
+def test_a_message_that_was_just_taken_when_the_stage_is_dropped_is_discarded() -> None:
+    """The thread discards it: it is no longer in the queue, which the stage's finalizer empties."""
+    ring, stage, messages = new_ring(), Opening(), queue.SimpleQueue[Any]()
+    messages.put(deliver(0, ring))
+    stage.close()
+    gone = weakref.ref(stage)
+    del stage
+    gc.collect()
+    assert gone() is None
+    thread = threading.Thread(target=_serve, args=(gone, messages))
+    thread.start()
+    thread.join(PATIENCE_S)
     assert ring.idle
 
 
