@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.graph_settings import apply_random_seed
 
-from asyncloader.errors import LoaderError
+from asyncloader.errors import LoaderError, RingMemoryError
 from asyncloader.events import bare_index
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
@@ -44,6 +45,8 @@ from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.processor_use import ProcessorUse
 from asyncloader.workers.rng_state import restore_rng_state, save_rng_state
 from asyncloader.workers.stderr_capture import captured_stderr
+
+_log = logging.getLogger("asyncloader")
 
 _LOOK_S = 0.02  # between two looks at how much CPU time was used: one takes 5 us
 
@@ -271,8 +274,12 @@ class TaskRunner:
         """Handle a frame that is not a task."""
         if kind == wire.RING:
             number, slots, slot_bytes = wire.unpack_ring(body)
-            self._ring = WorkerRing(self.channel.take_fd(), slots, slot_bytes)
-            self._ring_number = number
+            try:
+                self._ring = WorkerRing(self.channel.take_fd(), slots, slot_bytes)
+                self._ring_number = number
+            except RingMemoryError as error:
+                # The worker goes on: each batch gets a segment of its own, or this error if even that is too large.
+                _log.warning("worker %d cannot use its ring, and is slower without it: %s", self.worker_id, error)
         elif kind == wire.RESET:
             self._reset(body)
         elif kind == wire.ASSIGNMENT:

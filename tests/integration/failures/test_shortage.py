@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -88,6 +89,22 @@ def test_under_an_address_space_limit(size: Any, ring: str, tmp_path: Path) -> N
     """Under ``ulimit -v`` a ring that cannot be mapped raises with size and limit; it neither hangs nor kills."""
     done = run_script(tmp_path, LIMITED.replace("SIZE", str(size)).replace("RING", ring))
     assert (done.returncode, done.stdout, done.stderr) == (0, "refused\nrefused\n", "")
+
+
+def leave_little_address_space(worker: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + (64 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def test_a_worker_that_cannot_map_its_ring_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Each batch gets memory of its own, and the log says why."""
+    options: Any = {"num_workers": 1, "worker_init_fn": leave_little_address_space}
+    with DataLoader[Any](Numbers(4), tuning=Tuning(ring_bytes=256 << 20), **options) as loader:
+        assert_same(list(loader), list(DataLoader[Any](Numbers(4))))
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "worker 0 cannot use its ring" in line
+    assert "ulimit -v" in line
 
 
 class HasLock(Numbers):
