@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from asyncloader.errors import ServiceUnavailable
+from asyncloader.process_hooks import in_forked_child
 from asyncloader.service.client.machine_service import SharedService
 from asyncloader.service.definition import Defined
 from asyncloader.service.protocol import frames
@@ -36,8 +37,9 @@ from asyncloader.service.protocol.handshake import (
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Plan, PlanRequest, read_plan
-from asyncloader.service.protocol.sockets import check_peer
+from asyncloader.service.protocol.sockets import check_peer, host_and_port
 from asyncloader.workers.ipc.peer_text import block_of, line_of
+from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.stacks import Report
 
 _log = logging.getLogger("asyncloader")
@@ -109,8 +111,7 @@ def _places(address: str) -> list[tuple[str, Any]]:
     named = []
     for place in found:
         where: Any = place[4]
-        host = f"[{where[0]}]" if ":" in where[0] else where[0]
-        named.append((f"tcp://{host}:{where[1]}", [place]))
+        named.append((f"tcp://{host_and_port(*where[:2])}", [place]))
     return named
 
 
@@ -166,6 +167,17 @@ def _tls_context(service: Service) -> ssl.SSLContext:
     return context
 
 
+_live: LiveObjects[Link] = LiveObjects()
+
+
+def _close_copies() -> None:
+    """In a forked child: close its copies of the connections."""
+    # Also of those without a worker: a node may take minutes for its answer, and would not see that the loader hangs up
+    # as long as the child runs.
+    for link in _live:
+        link.close()
+
+
 def _handshake(
     service: Service, defined: Defined, address: str, place: Any, closed: threading.Event | None = None
 ) -> NodeConnection:
@@ -180,6 +192,8 @@ def _handshake(
     token, hello = service.secret(), Hello.of(defined)
     try:
         link = Link(_connect(service, address, place), frames.MOST_HANDSHAKE)
+        in_forked_child(_close_copies)
+        _live.add(link)
         link.send(frames.HELLO, pack_record(hello))
         needed, theirs = read_record(Challenge, answer_of(link, frames.CHALLENGE, service.greeting_s))
         if needed and token is None:

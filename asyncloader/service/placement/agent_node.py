@@ -23,7 +23,7 @@ from asyncloader.service.node.server import DRAIN_S, Node
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.placement.agent import DRAIN, DRAINED, LOAD, LOOK, READY, SERVE, SERVING, AgentSetup
 from asyncloader.service.placement.scaling import Load
-from asyncloader.service.protocol.sockets import server_tls
+from asyncloader.service.protocol.sockets import host_and_port, server_tls
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.worker import serve_async
@@ -73,8 +73,7 @@ async def _serve(setup: AgentSetup, channel: Channel) -> None:
             ended.set()
 
     try:
-        host = f"[{setup.host}]" if ":" in setup.host else setup.host
-        addresses = [await node.listen(f"tcp://{host}:0")]
+        addresses = [await node.listen(f"tcp://{host_and_port(setup.host, 0)}")]
         # A loader on this machine may use the Unix socket. Its name is abstract, so no file is left behind, and random,
         # so two nodes never share it.
         if sys.platform == "linux":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -19,6 +20,7 @@ from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import Challenge, Proof, Welcome
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
+from tests.helpers.forking import fork
 from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.certificates import make_authority
@@ -95,6 +97,34 @@ def test_nobody_waits_any_more() -> None:
     closed.set()
     with busy_node(True) as address, pytest.raises(ServiceUnavailable, match="the loader was closed meanwhile"):
         on_any_node(Service(address), definitions.numbers(), lambda _: None, lambda _: [(0, 0.0)], closed)
+
+
+def test_a_fork_while_a_loader_connects() -> None:
+    """The child keeps no copy of the connection: the node sees that the loader hangs up, although the child lives."""
+    closed = threading.Event()
+    waits, go = os.pipe()
+
+    def live_on() -> None:
+        os.close(go)
+        os.read(waits, 1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        service = Service(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        asking = threads.submit(ask_dataset_info, service, definitions.numbers(), closed)
+        node, _ = listener.accept()
+        with node:
+            node.settimeout(PATIENCE_S)
+            assert node.recv(1)  # the handshake has begun
+            child = fork(live_on)
+            closed.set()
+            node.sendall(b"HTTP".ljust(frames.HEADER_BYTES))
+            while node.recv(1 << 16):
+                pass
+        with pytest.raises(ServiceUnavailable, match="HTTP"):
+            asking.result(PATIENCE_S)
+    os.close(go)
+    os.close(waits)
+    child.wait()
 
 
 def test_what_is_sent_may_be_long() -> None:
