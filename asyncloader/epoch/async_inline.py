@@ -11,6 +11,7 @@ only by `__anext__`, so that random numbers are drawn in torch's order.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +23,8 @@ import torch
 from asyncloader.bridge import in_thread
 from asyncloader.delivery.stage import use_current_device
 from asyncloader.epoch.consumer import NO_BATCH
-from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
+from asyncloader.epoch.inline import InlineEpoch, warn_of_exit
+from asyncloader.epoch.inline_prefetch import mark_retrieved
 from asyncloader.epoch.thread_or_loop import HOLD_SECONDS, FetchPlace
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManySkippedSamples
@@ -178,7 +180,7 @@ class AsyncInlineIterator(Generic[B_co]):
                 # In a thread that is not waited for at exit: it waits for the other ranks.
                 await in_daemon(agreement.end)
             # Within this task, so that a cancelled consumer cannot cut it short.
-            await self._close_reader()
+            warn_of_exit(await self._epoch.aclose())
             raise
         except asyncio.CancelledError:  # by `aclose`, which notifies the other ranks
             raise
@@ -222,22 +224,19 @@ class AsyncInlineIterator(Generic[B_co]):
         finally:
             self._agreeing = False
 
-    async def _close_reader(self) -> None:
-        epoch = self._epoch
-        warn_of_exit(await close_reader(epoch.prefetcher, epoch.reader, epoch.context))
-
     def _end(self, why: str) -> None:
         self._ended = why
         self._pending = None
         self._place.close_soon()
 
     def _close_soon(self) -> None:
-        """`_close_reader`, from any thread, without waiting."""
+        """`InlineEpoch.aclose`, from any thread, without waiting."""
         epoch = self._epoch
         if epoch.prefetcher is not None:
             epoch.prefetcher.cancel_soon()
-        epoch.context.close_soon()
-        epoch.reader.close()
+        else:
+            epoch.context.close_soon()
+            epoch.reader.close()
 
     async def aclose(self) -> None:
         """Let the current fetch end, then stop. Idempotent."""
@@ -249,23 +248,28 @@ class AsyncInlineIterator(Generic[B_co]):
             epoch.agreement.give_up()
         # After `give_up`: the pending batch may be waiting for the other ranks.
         if pending is not None:
-            # A call in a thread cannot be cancelled; its end is waited for below.
-            if epoch.reader.asynchronous or self._agreeing:
-                pending.cancel()
+            self._abandon(pending)
             await asyncio.wait([pending])
-            if not pending.cancelled():
-                # Marks the error as retrieved: no consumer will get it.
-                pending.exception()
         # After the pending batch, whose code may use the dataset's context.
-        await self._close_reader()
-        await epoch.aclose_indices()
+        warn_of_exit(await epoch.aclose())
         # In a thread, because it waits for the dataset's current call.
         await in_thread(self._place.close)
 
+    def _abandon(self, pending: asyncio.Future[Any]) -> None:
+        """End the pending batch. In the loop's thread."""
+        # A call in a thread cannot be cancelled.
+        if self._epoch.reader.asynchronous or self._agreeing:
+            pending.cancel()
+        pending.add_done_callback(mark_retrieved)  # perhaps no consumer waits for it
+
     def close(self) -> None:
         """`aclose` for code that is not async."""
+        pending = self._pending
         if self._ended is None:
             self._end("this iterator was closed")
+        if pending is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing runs any more
+                pending.get_loop().call_soon_threadsafe(self._abandon, pending)
         self._close_soon()
         if self._epoch.agreement is not None:
             self._epoch.agreement.give_up()

@@ -10,6 +10,7 @@ fast enough to be read on the event loop (`thread_or_loop.py`).
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -39,7 +40,6 @@ from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.error_notes import add_note
@@ -101,6 +101,10 @@ class InlineEpoch:
         self._skipped = SkippedSampleLog(self._config.max_skipped_samples, statistics)
         self.over = False
         """Whether more samples raised than are allowed."""
+        self.closed = False
+        """Whether the sync iterator was closed."""
+        self.fetching: set[asyncio.Task[Any]] = set()
+        """What another thread waits for in the bridge's loop, which `close` cancels."""
 
     def _begin(self, progress: Progress, torch_iter: TorchIterator) -> None:
         self.progress = progress
@@ -235,6 +239,8 @@ class InlineEpoch:
             self.finish()
             raise
         except BaseException:
+            if self.closed:  # by another thread in the meantime: this batch was neither delivered, nor did it fail
+                raise
             if self.agreement is not None:
                 # Also for Ctrl-C: the other ranks must not wait for this one.
                 self.agreement.fail()
@@ -355,11 +361,21 @@ class InlineEpoch:
 
     # ------------------------------------------------------------------------------------------- closing
 
-    async def aclose_indices(self) -> None:
-        """Close the iterator of an async sampler."""
+    async def aclose(self) -> BaseException | None:
+        """Stop reading, and close an async sampler's iterator. No batch may be awaited.
+
+        Returns:
+            The error that leaving the dataset's context raised, if any: for `warn_of_exit`.
+        """
+        if self.prefetcher is not None:
+            error = await self.prefetcher.aclose()
+        else:
+            await self.reader.aclose()
+            error = await self.context.close()
         indices, self._indices = self._indices, None
         if isinstance(indices, AsyncGenerator):
             await indices.aclose()
+        return error
 
 
 def _pulled(torch_iter: TorchIterator) -> tuple[int | None, Any]:
@@ -367,16 +383,6 @@ def _pulled(torch_iter: TorchIterator) -> tuple[int | None, Any]:
         return torch_iter.pull()
     except StopIteration:
         raise EndOfData from None
-
-
-async def close_reader(
-    prefetcher: BatchPrefetcher | None, reader: DatasetReader, context: DatasetContext
-) -> BaseException | None:
-    """Stop reading. Returns the error that leaving the dataset's context raised, if any: for `warn_of_exit`."""
-    if prefetcher is not None:
-        return await prefetcher.aclose()
-    await reader.aclose()
-    return await context.close()
 
 
 def warn_of_exit(error: BaseException | None) -> None:

@@ -80,7 +80,7 @@ class BatchPrefetcher:
     def _add(self, entry: _Entry, coroutine: Any) -> None:
         self._loop = asyncio.get_running_loop()
         entry.samples = self._loop.create_task(coroutine)
-        entry.samples.add_done_callback(_look)
+        entry.samples.add_done_callback(mark_retrieved)
         self._entries.append(entry)
 
     async def _fetch(self, entry: _Entry) -> Any:
@@ -103,7 +103,8 @@ class BatchPrefetcher:
         """
         if not self._entries:
             raise EndOfData
-        entry = self._entries[0]
+        # Taken out first: `cancel` leaves this batch to who calls it, and cancels the task that waits here.
+        entry = self._entries.popleft()
         assert entry.samples is not None
         try:
             samples = await entry.samples
@@ -114,9 +115,6 @@ class BatchPrefetcher:
                 raise not_the_end(stop, "collate_fn") from stop
         finally:
             records += entry.records
-            # `aclose` may have cleared the entries while this call waited.
-            if self._entries and self._entries[0] is entry:
-                self._entries.popleft()
             # An error's traceback refers to this frame, and so to the entry, which must not refer back to the error.
             entry.samples = None
 
@@ -126,7 +124,7 @@ class BatchPrefetcher:
             self.credits = min(self.credits, max(1, CREDIT_BYTES // nbytes))
 
     def cancel(self) -> None:
-        """Cancel all batches in flight. In the loop's thread."""
+        """Cancel all batches in flight, but for the batch that `take` waits for. In the loop's thread."""
         for entry in self._entries:
             if entry.samples is not None:
                 entry.samples.cancel()
@@ -140,7 +138,7 @@ class BatchPrefetcher:
         self._reader.close()
 
     async def aclose(self) -> BaseException | None:
-        """Cancel all batches in flight, wait until they have ended, and leave the dataset's context.
+        """`cancel`, wait until the batches have ended, and leave the dataset's context. No `take` may be in progress.
 
         Returns:
             The error that leaving the context raised, if any.
@@ -155,7 +153,7 @@ class BatchPrefetcher:
         return await self._context.close()
 
 
-def _look(samples: asyncio.Future[Any]) -> None:
-    """Mark the error as retrieved, so that the loop does not log it; `take` raises it."""
-    if not samples.cancelled():
-        samples.exception()
+def mark_retrieved(future: asyncio.Future[Any]) -> None:
+    """Have the loop not log the error of a future that is done: it is raised elsewhere, or not wanted any more."""
+    if not future.cancelled():
+        future.exception()

@@ -13,6 +13,7 @@ exits.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable
@@ -23,8 +24,7 @@ import torch
 
 from asyncloader.bridge import Bridge, join_all
 from asyncloader.epoch.consumer import NO_BATCH
-from asyncloader.epoch.inline import InlineEpoch, close_reader, warn_of_exit
-from asyncloader.epoch.inline_prefetch import BatchPrefetcher
+from asyncloader.epoch.inline import InlineEpoch, warn_of_exit
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed
 from asyncloader.options.declaration import LoaderSpec
@@ -32,13 +32,14 @@ from asyncloader.process_hooks import at_exit
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
+from asyncloader.workers.fetch.context import UnexpectedCancellation
 from asyncloader.workers.fetch.data_end import EndOfData
-from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.pool import stop_all_pools
 from asyncloader.workers.tracebacks import hide_our_frames
+
+_CLOSED = "this iterator was shut down"
 
 _EXIT_SECONDS = 6.0
 """How long an exiting process waits for all its iterators together: a little longer than workers are given."""
@@ -75,7 +76,6 @@ class SyncInlineIterator(CountedNext):
         super().__init__(loader, progress)
         self._owner = os.getpid()
         self._bridge: Bridge | None = None
-        self._closed = False
         self._epoch = InlineEpoch(loader, statistics, keeper, self, progress, alone=True)
         self._uses_loop = self._epoch.reader.asynchronous or self._epoch.source is not None
         if self._uses_loop:
@@ -86,10 +86,10 @@ class SyncInlineIterator(CountedNext):
             close_at_exit(self)
 
     def _next_data(self) -> Any:
-        if self._closed:
-            raise LoaderClosed("this iterator was shut down")
         begin = perf_counter()
         epoch = self._epoch
+        if epoch.closed:
+            raise LoaderClosed(_CLOSED)
         epoch.refresh()
         fetch = self._fetch_on_bridge if self._uses_loop else self._fetch_here
         with recording(epoch.statistics.recorder):
@@ -100,6 +100,8 @@ class SyncInlineIterator(CountedNext):
                     break
                 if batch is not NO_BATCH:
                     return batch
+            # Now, and not when the iterator is freed: the dataset's context exits inside `next()`.
+            self._release()
         raise StopIteration
 
     def _fetch_here(self, records: list[SkippedSample]) -> tuple[Any, Any]:
@@ -107,18 +109,15 @@ class SyncInlineIterator(CountedNext):
         return index, self._epoch.reader.fetch(index, records)
 
     def _fetch_on_bridge(self, records: list[SkippedSample]) -> tuple[Any, Any]:
-        # The epoch has ended, and a repeated call ends again.
-        if self._bridge is None:
-            raise EndOfData
-        epoch = self._epoch
+        epoch, bridge = self._epoch, self._bridge
+        if bridge is None:  # the epoch has ended, and a repeated call ends again; or another thread has just closed it
+            raise LoaderClosed(_CLOSED) if epoch.closed else EndOfData
         # Here, and not in the loop's thread: a plain sampler is advanced in the caller's thread, inside `next()` only.
         ahead = [] if epoch.prefetcher is None else epoch.indices_ahead(epoch.prefetcher)
         try:
-            return self._bridge.run(_fetch(epoch, ahead, records))
-        except EndOfData:
-            # Now, and not when the iterator is freed: the dataset's context exits inside `next()`.
-            self._release()
-            raise
+            return bridge.run(_fetch(epoch, ahead, records))
+        except asyncio.CancelledError:  # by `_close`, for another thread
+            raise LoaderClosed(_CLOSED) from None
 
     def _release(self) -> None:
         # Taken out first: a second call, as of the finalizer, must not release the bridge again.
@@ -126,34 +125,31 @@ class SyncInlineIterator(CountedNext):
         if bridge is None or os.getpid() != self._owner:
             return  # in a forked child nothing of it runs
         if bridge.in_loop_thread:  # the loop's own thread cannot wait for the loop
-            bridge.release_soon(_close_reader_and_warn, *self._parts())
+            bridge.release_soon(_close_and_warn, self._epoch)
             return
         try:
-            warn_of_exit(bridge.run(close_reader(*self._parts())))
+            warn_of_exit(bridge.run(_close(self._epoch)))
         except LoaderClosed:
             # The loop has ended, and the reader with it.
             pass
         finally:
             bridge.release()
 
-    def _parts(self) -> tuple[BatchPrefetcher | None, DatasetReader, DatasetContext]:
-        return self._epoch.prefetcher, self._epoch.reader, self._epoch.context
-
     def _shutdown_workers(self) -> None:
         """End the epoch. The name is torch's."""
-        self._closed = True
+        self._epoch.closed = True
         # Before the dataset's context exits, which takes time: the other ranks may be waiting for this one.
         if self._epoch.agreement is not None:
             self._epoch.agreement.give_up()
         self._release()
 
     def _close_soon(self) -> None:
-        self._closed = True
+        self._epoch.closed = True
         if self._epoch.agreement is not None:
             self._epoch.agreement.give_up()
         bridge, self._bridge = self._bridge, None
         if bridge is not None:
-            bridge.release_soon(_close_reader_and_warn, *self._parts())
+            bridge.release_soon(_close_and_warn, self._epoch)
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         # The attributes are missing if `__init__` raised before they were set.
@@ -163,22 +159,39 @@ class SyncInlineIterator(CountedNext):
 
 async def _fetch(epoch: InlineEpoch, ahead: list[Any], records: list[SkippedSample]) -> tuple[Any, Any]:
     """The next batch with its index, of an async dataset or from an async sampler."""
-    if epoch.prefetcher is not None:
-        epoch.start_ahead(epoch.prefetcher, ahead)
-    with UnexpectedCancellation("the dataset's or sampler's"):
+    if epoch.closed:  # since `next` was called: `_close` has run
+        raise asyncio.CancelledError
+    task = asyncio.current_task()
+    assert task is not None
+    epoch.fetching.add(task)
+    try:
         if epoch.prefetcher is not None:
-            return await epoch.prefetcher.take(records)
-        index = await epoch.next_index_async()
-        if epoch.reader.asynchronous:
-            await epoch.context.open()
-            return index, await epoch.reader.fetch_async(index, records)
-        return index, epoch.reader.fetch(index, records)
+            epoch.start_ahead(epoch.prefetcher, ahead)
+        with UnexpectedCancellation("the dataset's or sampler's"):
+            if epoch.prefetcher is not None:
+                return await epoch.prefetcher.take(records)
+            index = await epoch.next_index_async()
+            if epoch.reader.asynchronous:
+                await epoch.context.open()
+                return index, await epoch.reader.fetch_async(index, records)
+            return index, epoch.reader.fetch(index, records)
+    finally:
+        epoch.fetching.discard(task)
 
 
-async def _close_reader_and_warn(
-    prefetcher: BatchPrefetcher | None, reader: DatasetReader, context: DatasetContext
-) -> None:
-    warn_of_exit(await close_reader(prefetcher, reader, context))
+async def _close(epoch: InlineEpoch) -> BaseException | None:
+    """`InlineEpoch.aclose`, after the end of what another thread waits for."""
+    for task in epoch.fetching:
+        # Once only: Ctrl-C cancels it, too, and a second cancellation would cut the dataset's clean-up short.
+        if not task.cancelling():
+            task.cancel()
+    if epoch.fetching:
+        await asyncio.wait(epoch.fetching)
+    return await epoch.aclose()
+
+
+async def _close_and_warn(epoch: InlineEpoch) -> None:
+    warn_of_exit(await _close(epoch))
 
 
 class ClosesAtExit(Protocol):
