@@ -145,9 +145,15 @@ class Pipeline(Listener):
     # ------------------------------------------------------------------------------- called by the consumer
 
     def start(self, offers: Iterable[Any], starts: Sequence[EpochStart]) -> None:
-        """Attach to the running loop and give the workers their first tasks."""
+        """Attach to the running loop and give the workers their first tasks. The consumer gets the error of that."""
         if self._closed:
             return
+        try:
+            self._start(offers, starts)
+        except Exception as error:
+            self._fail(error)
+
+    def _start(self, offers: Iterable[Any], starts: Sequence[EpochStart]) -> None:
         loop = asyncio.get_running_loop()
         self._respawner.attach(self._on_made)
         self._starts = starts
@@ -189,9 +195,15 @@ class Pipeline(Listener):
             self._handle(None)
 
     def close(self) -> asyncio.Task[None] | None:
-        """Stop at once. Returns the cancelled task that reads an async source, to be awaited. Idempotent."""
+        """Stop at once. Returns the cancelled task that reads an async source, to be awaited; the next call: None."""
+        self._stop()
+        # Not awaited here: `close` is also called in places that cannot wait.
+        reader, self._reader = self._reader, None
+        return reader
+
+    def _stop(self) -> None:
         if self._closed:
-            return None
+            return
         self._closed = True
         # `begun` must not wait for workers that are not listened to any more.
         self._begun.set()
@@ -204,11 +216,8 @@ class Pipeline(Listener):
         for held in self._scheduler.abandon():
             if isinstance(held.outcome, Answer):
                 held.outcome.discard()
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            # Not awaited here: `close` is also called in places that cannot wait.
-            reader.cancel()
-        return reader
+        if self._reader is not None:
+            self._reader.cancel()
 
     async def begun(self) -> Any:
         """Wait until every worker has begun the epoch. Returns the error of one that could not, as `raise_worker_error`
@@ -384,9 +393,13 @@ class Pipeline(Listener):
             else:
                 self._carry_out(self._scheduler.handle(event))
         except Exception as error:
-            # No memory for a larger ring, no descriptors left, an index that does not pickle: the consumer must get it.
-            self._sink(Fail(error))
-            self.close()
+            # No memory for a larger ring, no descriptors left, an index that does not pickle.
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End the epoch with this error, which the consumer gets. `close` follows, and waits for the sampler's end."""
+        self._sink(Fail(error))
+        self._stop()
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -178,7 +178,7 @@ class WorkerIterator(CountedNext):
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._respawner)
         self._advance = partial(self._bridge.call_soon, self._pipeline.advance)
         # Queued before any `advance`: the bridge keeps the order of the calls.
-        self._bridge.call_soon(_start, self._pipeline, self._consumer.offers, starts, put)
+        self._bridge.call_soon(self._pipeline.start, self._consumer.offers, starts)
         if self._config.awaits_workers:
             self._await_workers(self._pipeline, self._consumer)
         self._statistics.begins(self._begun)
@@ -352,14 +352,6 @@ class WorkerIterator(CountedNext):
                 # As with torch's iterator the workers end with it; the threads end later. The loop's thread must not
                 # wait for that.
                 self._pool.hang_up()
-
-
-def _start(pipeline: Pipeline, offers: list[Any], starts: Sequence[EpochStart], sink: Any) -> None:
-    """In the loop's thread."""
-    try:
-        pipeline.start(offers, starts)
-    except Exception as error:
-        sink(Fail(error))
 
 
 async def _close(pipeline: Pipeline) -> None:

@@ -208,6 +208,37 @@ def test_a_waiting_sampler_does_not_hold_up_the_end() -> None:
     assert Stuck.cancelled
 
 
+class GivesFunction:
+    """The third index cannot be sent to a worker. `ends` says how each clean-up ended, which takes longer than the
+    workers' end.
+    """
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        try:
+            for index in (0, 1, lambda: 2, 3):
+                yield index
+                await asyncio.sleep(0)
+        finally:
+            try:
+                await asyncio.sleep(0.2)
+                self.ends.append("whole")
+            except BaseException:
+                self.ends.append("cut short")
+                raise
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_index_that_cannot_be_sent_does_not_cut_the_clean_up_short(kind: str) -> None:
+    """The loader waits for the sampler's clean-up also if an index of it has ended the epoch."""
+    sampler = GivesFunction()
+    with pytest.raises(AttributeError, match="pickle"):
+        collect(kind, Numbers(4), sampler=sampler, batch_size=None, num_workers=1)
+    assert sampler.ends == ["whole"]
+
+
 async def test_cancelling_the_wait_for_a_sampler_cancels_the_caller() -> None:
     """`aclose` waits for the sampler's `finally`. Cancelling that wait raises CancelledError in the caller and cancels
     the `finally`; the workers have exited nevertheless.

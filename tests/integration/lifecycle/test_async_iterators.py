@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import multiprocessing
 import weakref
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader import AsyncDataLoader, LoaderClosed
+from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
+from asyncloader.workers.pool import WorkerPool
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import Numbers, Pids
 from tests.helpers.running import Deaths, collect, run_async
@@ -305,6 +307,31 @@ async def test_close_during_the_start() -> None:
     with pytest.raises(LoaderClosed, match="was closed"):
         await waiting
     assert batches.pool is None
+
+
+def test_an_error_while_the_pipeline_starts_ends_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is raised once, and the next call ends."""
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(WorkerPool, "attach", refused)
+
+    async def run() -> None:
+        async with AsyncDataLoader[Any](Numbers(4), num_workers=1) as loader:
+            batches = aiter(loader)
+            with pytest.raises(OSError, match="No space left"):
+                await anext(batches)
+            with pytest.raises(StopAsyncIteration):
+                await anext(batches)
+
+    run_async(run())
+    with DataLoader[Any](Numbers(4), num_workers=1) as loader:
+        batches = iter(loader)
+        with pytest.raises(OSError, match="No space left"):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
 
 
 class Draws(Dataset[float]):
