@@ -14,9 +14,9 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import perf_counter
-from typing import Any, Generic, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -29,7 +29,7 @@ from asyncloader.epoch.thread_or_loop import HOLD_SECONDS, FetchPlace
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManySkippedSamples
 from asyncloader.options.declaration import B_co, LoaderSpec
-from asyncloader.ranks.agreement import Agreement, in_daemon
+from asyncloader.ranks.agreement import in_daemon
 from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
@@ -40,6 +40,8 @@ from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.tracebacks import hide_our_frames
+
+T = TypeVar("T")
 
 
 class AsyncInlineIterator(Generic[B_co]):
@@ -68,7 +70,7 @@ class AsyncInlineIterator(Generic[B_co]):
         self._lock = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
         self._pending: asyncio.Future[tuple[Any, Any, PackedCursor | None]] | None = None
         self._records: list[SkippedSample] = []  # of the pending batch
-        self._agreeing = False  # while waiting for the other ranks
+        self._cancellable = False  # while waiting for an async sampler, or for the other ranks
         self._ended: str | None = None  # why there are no more batches, as in async_iterator.py
 
     def __aiter__(self) -> Self:
@@ -197,7 +199,7 @@ class AsyncInlineIterator(Generic[B_co]):
         except NoSamples:
             return NO_BATCH, None, epoch.cursor()
         cursor = epoch.cursor()
-        if epoch.agreement is not None and not await self._agreed(epoch.agreement):
+        if epoch.agreement is not None and not await self._cancellably(in_daemon(epoch.agreement.batch)):
             raise EndOfData
         if epoch.transfer is not None:
             batch = await self._place.in_thread(epoch.start_transfer, batch)
@@ -209,20 +211,20 @@ class AsyncInlineIterator(Generic[B_co]):
         epoch = self._epoch
         if epoch.prefetcher is not None:
             return await epoch.prefetcher.take(self._records)
-        index = await epoch.next_index_async()
+        index = await self._cancellably(epoch.next_index_async())
         if not epoch.reader.asynchronous:
             fetch = epoch.fetcher(epoch.reader.fetch, perf_counter())
             return index, await self._place.fetch_in_thread(fetch, index, self._records)
         await epoch.context.open()
         return index, await epoch.reader.fetch_async(index, self._records)
 
-    async def _agreed(self, agreement: Agreement) -> bool:
+    async def _cancellably(self, work: Awaitable[T]) -> T:
         # Tells `aclose` that the pending batch may be cancelled: here no call of the dataset is in progress.
-        self._agreeing = True
+        self._cancellable = True
         try:
-            return bool(await in_daemon(agreement.batch))
+            return await work
         finally:
-            self._agreeing = False
+            self._cancellable = False
 
     def _end(self, why: str) -> None:
         self._ended = why
@@ -258,7 +260,7 @@ class AsyncInlineIterator(Generic[B_co]):
     def _abandon(self, pending: asyncio.Future[Any]) -> None:
         """End the pending batch. In the loop's thread."""
         # A call in a thread cannot be cancelled.
-        if self._epoch.reader.asynchronous or self._agreeing:
+        if self._epoch.reader.asynchronous or self._cancellable:
             pending.cancel()
         pending.add_done_callback(mark_retrieved)  # perhaps no consumer waits for it
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler
 
-from asyncloader import AsyncDataLoader, AsyncSampler, DataLoader
+from asyncloader import AsyncDataLoader, AsyncSampler, DataLoader, LoaderClosed
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, Numbers
-from tests.helpers.running import BOTH, KINDS, Deaths, collect, outcomes, run_async
+from tests.helpers.running import BOTH, KINDS, PATIENCE_S, Deaths, collect, outcomes, run_async
 
 
 class Ticking:
@@ -237,6 +237,31 @@ def test_an_index_that_cannot_be_sent_does_not_cut_the_clean_up_short(kind: str)
     with pytest.raises(AttributeError, match="pickle"):
         collect(kind, Numbers(4), sampler=sampler, batch_size=None, num_workers=1)
     assert sampler.ends == ["whole"]
+
+
+@pytest.mark.parametrize("plainly", [True, False])
+async def test_a_waiting_sampler_without_workers_does_not_hold_up_the_end(plainly: bool) -> None:
+    """Closing cancels a sampler that waits for ever in a call of `anext`, also beside a blocking dataset."""
+    reached = asyncio.Event()
+
+    class Stuck:
+        async def __aiter__(self) -> AsyncIterator[list[int]]:
+            yield [0]
+            reached.set()
+            await asyncio.Event().wait()
+
+    loader = AsyncDataLoader[Any](Numbers(3), batch_sampler=Stuck())
+    batches: Any = aiter(loader)
+    await anext(batches)
+    waiting = asyncio.ensure_future(anext(batches))
+    await reached.wait()
+    async with asyncio.timeout(PATIENCE_S):
+        if plainly:
+            loader.close()
+        else:
+            await loader.aclose()
+        with pytest.raises(LoaderClosed, match="was closed"):
+            await waiting
 
 
 async def test_cancelling_the_wait_for_a_sampler_cancels_the_caller() -> None:
