@@ -132,17 +132,19 @@ class Statistics(LoaderFigures):
                 self._tell_slow_start()
 
     def _tell_slow_start(self) -> None:
-        """Log the parts of the time to the first batch. Each figure is a mean worker's."""
+        """Log the parts of the time to the first batch: a mean worker's, and the rest."""
         blocks = [block for worker, block in self.blocks().items() if worker >= 0]
         merged = [sum(each) for each in zip(*blocks, strict=True)]
-        process, imports, dataset, first_read = (
+        parts = [
             times.total / max(1, times.number)
             for times in (stage_times(merged, stage) for stage in STAGES if stage.startswith(("start_", "first_")))
-        )
+        ]
+        # A service's workers run already: there the rest, the search for a node that answers, is nearly all.
+        rest = max(0.0, self.time_to_first_batch_s - sum(parts))
         _log.warning(
             "the first batch came after %.1f s: %.1f s to create a worker's process, %.1f s in imports, %.1f s for the "
-            "dataset, %.1f s for its first samples; persistent_workers=True spends that once, not in each epoch",
-            *(self.time_to_first_batch_s, process, imports, dataset, first_read),
+            "dataset, %.1f s for its first samples, %.1f s for all else; diagnose() says whether each epoch pays that",
+            *(self.time_to_first_batch_s, *parts, rest),
         )
 
     def relay(self, level: int, text: str, store: str | None, *, silent: bool) -> None:

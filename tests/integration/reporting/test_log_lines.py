@@ -81,8 +81,8 @@ def test_a_slow_start(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monk
     seconds = r"\d+\.\d s"
     assert re.fullmatch(
         rf"WARNING the first batch came after {seconds}: {seconds} to create a worker's process, {seconds} in imports, "
-        rf"{seconds} for the dataset, {seconds} for its first samples; persistent_workers=True spends that once, not "
-        "in each epoch",
+        rf"{seconds} for the dataset, {seconds} for its first samples, {seconds} for all else; diagnose\(\) says "
+        "whether each epoch pays that",
         line,
     )
 
