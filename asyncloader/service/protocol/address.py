@@ -111,9 +111,9 @@ def _check_address(address: str) -> None:
         if len(address) > len("unix:"):
             return
     else:
-        parts = urlsplit(address)
-        # `encode` as `getaddrinfo`, which would raise UnicodeError for a name such as "a..b".
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # of `urlsplit`, too: a bracket that is not closed
+            parts = urlsplit(address)
+            # `encode` as `getaddrinfo`, which would raise UnicodeError for a name such as "a..b".
             if parts.scheme in ("tcp", "dns+tcp") and (parts.hostname or "").encode("idna") and parts.port:
                 return
     raise ValueError(f"workers={address!r} is no address: give tcp://host:port, dns+tcp://name:port or unix:/path")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from asyncloader import Service
@@ -36,9 +38,10 @@ def test_a_certificate_without_authorities(files: dict[str, str]) -> None:
         ("tcp://a:7070,b", "tcp://b"),
         ("tcp://a:1,,", "tcp://"),
         ("tcp://a..b:1", "tcp://a..b:1"),
+        ("tcp://[::1", "tcp://[::1"),
     ],
 )
 def test_what_is_no_address(url: str, named: str) -> None:
     """The error names it."""
-    with pytest.raises(ValueError, match=f"workers='{named}' is no address"):
+    with pytest.raises(ValueError, match=re.escape(f"workers='{named}' is no address")):
         Service(url)
