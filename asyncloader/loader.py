@@ -90,8 +90,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         state = self._asyncloader_state
-        if state.closed:
-            raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
+        self._asyncloader_check_open(state)
         iterator: SyncInlineIterator | WorkerIterator | ThreadIterator
         if self.num_workers:
             self.check_worker_number_rationality()
@@ -108,7 +107,17 @@ class DataLoader(LoaderSpec[T_co, B_co]):
                 raise
             state.newest = weakref.ref(iterator)
         state.iterators.add(iterator)
+        try:
+            # `close`, in another thread, may have looked at the iterators before this one was among them.
+            self._asyncloader_check_open(state)
+        except LoaderClosed:
+            iterator._shutdown_workers()
+            raise
         return iterator
+
+    def _asyncloader_check_open(self, state: _FacadeState) -> None:
+        if state.closed:
+            raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
 
     def __enter__(self) -> Self:
         return self

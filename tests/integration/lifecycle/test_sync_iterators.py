@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils.data import Dataset
 from asyncloader import DataLoader, LoaderClosed
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, Numbers, Pids
-from tests.helpers.running import Deaths, await_our_threads, collect
+from tests.helpers.running import PATIENCE_S, Deaths, await_our_threads, collect
 
 
 def firsts(batches: list[Any]) -> list[float]:
@@ -117,6 +119,36 @@ def test_close_ends_every_iterator() -> None:
     for batches in several:
         with pytest.raises(LoaderClosed):
             next(batches)
+
+
+class Held:
+    """A batch sampler whose first look waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.reached.set()
+        assert self.go.wait(PATIENCE_S)
+        return iter([[0, 1], [2]])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_close_by_another_thread_while_an_iterator_is_made(workers: int, persistent: bool) -> None:
+    """`iter` raises LoaderClosed, instead of an iterator that no call would end and that may wait for ever."""
+    sampler = Held()
+    loader = DataLoader[Any](
+        Numbers(3), batch_sampler=sampler, num_workers=workers, persistent_workers=persistent and bool(workers)
+    )
+    with ThreadPoolExecutor(1) as threads:
+        making = threads.submit(iter, loader)
+        assert sampler.reached.wait(PATIENCE_S)
+        loader.close()
+        sampler.go.set()
+        with pytest.raises(LoaderClosed, match="is closed; make a new loader"):
+            making.result(PATIENCE_S)
+        del making
 
 
 def test_several_iterators_at_a_time() -> None:

@@ -181,7 +181,7 @@ def test_functions_beside_another_loaders_dataset(node: Node) -> None:
     def functions(loader: Any) -> Any:
         return loader.dataset.defined.make().functions
 
-    options = OPTIONS | {"workers": engine, "dataset": range(40)}
+    options: dict[str, Any] = OPTIONS | {"workers": engine, "dataset": range(40)}
     with DataLoader[Any](collate_fn=sum, **options) as first:
         options = OPTIONS | {"workers": engine, "dataset": first.dataset}
         with DataLoader[Any](collate_fn=first.collate_fn, **options) as second:
