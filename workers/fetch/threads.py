@@ -25,6 +25,46 @@ from asyncloader.workers.fetch.data_end import not_the_end
 _Job = Callable[[], None]
 
 
+class _Notices:
+    """Calls that threads have an event loop make. Jobs and the loop refer to this, and not to the `JobThreads`, whose
+    threads would otherwise live until a loop that is stopped is closed.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Callable[..., None], list[Any]]] = deque()
+        self._woken = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send calls to this loop from now on."""
+        if self._loop is not loop:
+            self._loop = loop
+            # A wake-up of the loop before may never have run, because that loop was closed.
+            self._woken = False
+
+    def send(self, function: Callable[..., None], arguments: list[Any]) -> None:
+        """Have the loop call `function` with these arguments, which are taken out of the list. Any thread. Does nothing
+        if the loop is closed.
+        """
+        # Append before reading the flag; `_drain` clears the flag before reading. So no call is missed.
+        self._calls.append((function, arguments))
+        loop = self._loop
+        if not self._woken and loop is not None:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        self._woken = False
+        calls = self._calls
+        while calls:
+            function, arguments = calls.popleft()
+            function(*arguments)
+            # The thread that sent them may not have left `send` yet, and still refers to this list. It must not keep
+            # an error, and with it the frames of the code that catches it, after that code has dropped it.
+            arguments.clear()
+
+
 class JobThreads:
     """At most `threads` threads, started as needed. They end with `close`, or when this object is garbage.
 
@@ -33,6 +73,10 @@ class JobThreads:
     Args:
         threads: the maximum, at least 1.
         name: prefix of the threads' names.
+
+    Attributes:
+        attach: `_Notices.attach` of the calls below.
+        notify: `_Notices.send`: has the loop call a function.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -42,17 +86,9 @@ class JobThreads:
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._notices: deque[tuple[Callable[..., None], list[Any]]] = deque()
-        self._woken = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        notices = _Notices()
+        self.attach, self.notify = notices.attach, notices.send
         self._lock = threading.Lock()  # for starting threads: several threads may call `put`
-
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Send notices to this loop from now on."""
-        if self._loop is not loop:
-            self._loop = loop
-            # A wake-up of the loop before may never have run, because that loop was closed.
-            self._woken = False
 
     def put(self, job: _Job) -> None:
         """Have a thread call `job`, in the order of the calls. The job may not raise. After `close`: a no-op."""
@@ -85,28 +121,6 @@ class JobThreads:
         with contextlib.suppress(Empty):
             while (job := self._jobs.get_nowait()) is not None:
                 job()
-
-    def notify(self, function: Callable[..., None], arguments: list[Any]) -> None:
-        """Have the loop call `function` with these arguments, which are taken out of the list. Any thread. Does nothing
-        if the loop is closed.
-        """
-        # Append before reading the flag; `_drain_notices` clears the flag before reading. So no notice is missed.
-        self._notices.append((function, arguments))
-        loop = self._loop
-        if not self._woken and loop is not None:
-            self._woken = True
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._drain_notices)
-
-    def _drain_notices(self) -> None:
-        self._woken = False
-        notices = self._notices
-        while notices:
-            function, arguments = notices.popleft()
-            function(*arguments)
-            # The thread that sent them may not have left `notify` yet, and still refers to this list. It must not keep
-            # an error, and with it the frames of the code that catches it, after that code has dropped it.
-            arguments.clear()
 
     def call(
         self, function: Callable[[Any], Any], argument: Any, context: Context | None = None
@@ -171,9 +185,6 @@ def _call(
         answer.append(error)
         deliver = _failed
     notify(deliver, answer)
-    # An error's traceback keeps this frame, and `notify` keeps the threads. Where no loop takes the error any more, the
-    # threads would live until the collector runs.
-    del notify
 
 
 def _done(future: asyncio.Future[Any], result: Any) -> None:
