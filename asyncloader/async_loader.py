@@ -143,7 +143,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             ValueError: `multiprocessing_context` makes threads.
         """
         if self._closed:
-            raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
+            raise self._closed_error()
         spec = self._spec
         ask_dataset(spec)
         iterator: AsyncLoaderIterator[B_co] | AsyncInlineIterator[B_co]
@@ -163,7 +163,14 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             raise
         self._newest = weakref.ref(iterator)
         self._iterators.add(iterator)
+        # `close`, in another thread, may have looked at the iterators before this one was among them.
+        if self._closed:
+            iterator.close()
+            raise self._closed_error()
         return iterator
+
+    def _closed_error(self) -> LoaderClosed:
+        return LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
 
     def _begin_torch_iter(self, progress: Progress, pool_cache: _LoaderPoolCache) -> tuple[TorchIterator, EpochConfig]:
         """Make torch's iterator base for an iterator: it draws the same numbers from the same generators as in torch.

@@ -304,7 +304,11 @@ def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
     context is a copy of the caller's.
     """
     bridge = Bridge()
-    bridge.acquire()
+    try:
+        bridge.acquire()
+    except BaseException:
+        coroutine.close()  # Python would warn that it was never awaited
+        raise
     try:
         return bridge.run(coroutine)
     finally:

@@ -90,7 +90,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         state = self._asyncloader_state
-        self._asyncloader_check_open(state)
+        if state.closed:
+            raise self._asyncloader_closed()
         iterator: SyncInlineIterator | WorkerIterator | ThreadIterator
         if self.num_workers:
             self.check_worker_number_rationality()
@@ -107,17 +108,14 @@ class DataLoader(LoaderSpec[T_co, B_co]):
                 raise
             state.newest = weakref.ref(iterator)
         state.iterators.add(iterator)
-        try:
-            # `close`, in another thread, may have looked at the iterators before this one was among them.
-            self._asyncloader_check_open(state)
-        except LoaderClosed:
+        # `close`, in another thread, may have looked at the iterators before this one was among them.
+        if state.closed:
             iterator._shutdown_workers()
-            raise
+            raise self._asyncloader_closed()
         return iterator
 
-    def _asyncloader_check_open(self, state: _FacadeState) -> None:
-        if state.closed:
-            raise LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
+    def _asyncloader_closed(self) -> LoaderClosed:
+        return LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
 
     def __enter__(self) -> Self:
         return self

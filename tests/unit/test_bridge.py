@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import logging
 import os
 import threading
@@ -407,3 +408,16 @@ async def test_a_call_whose_caller_is_cancelled_goes_on() -> None:
     assert not ended.is_set()
     released.set()
     assert await in_thread(partial(ended.wait, 60))
+
+
+def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coroutine is closed, so Python does not warn that it was never awaited."""
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    coroutine = loop_thread()
+    with pytest.raises(RuntimeError, match="can't start"):
+        run_in_thread(coroutine)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED

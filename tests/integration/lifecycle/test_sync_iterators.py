@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import multiprocessing
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader import DataLoader, LoaderClosed
+from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, Numbers, Pids
 from tests.helpers.running import PATIENCE_S, Deaths, await_our_threads, collect
@@ -133,16 +134,19 @@ class Held:
         return iter([[0, 1], [2]])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_close_by_another_thread_while_an_iterator_is_made(workers: int, persistent: bool) -> None:
+async def begin(loader: AsyncDataLoader[Any]) -> Any:
+    return aiter(loader)
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
+def test_close_by_another_thread_while_an_iterator_is_made(kind: Any, workers: int, persistent: bool) -> None:
     """`iter` raises LoaderClosed, instead of an iterator that no call would end and that may wait for ever."""
     sampler = Held()
-    loader = DataLoader[Any](
-        Numbers(3), batch_sampler=sampler, num_workers=workers, persistent_workers=persistent and bool(workers)
-    )
+    loader = kind(Numbers(3), batch_sampler=sampler, num_workers=workers, persistent_workers=persistent)
+    make = iter if kind is DataLoader else lambda loader: asyncio.run(begin(loader))
     with ThreadPoolExecutor(1) as threads:
-        making = threads.submit(iter, loader)
+        making = threads.submit(make, loader)
         assert sampler.reached.wait(PATIENCE_S)
         loader.close()
         sampler.go.set()
