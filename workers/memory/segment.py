@@ -96,12 +96,15 @@ def map_segment(fd: int, nbytes: int) -> Mapping:
 
     Raises:
         RingMemoryError: no address space for it (``ulimit -v``, or too many mappings).
+        OSError: the descriptor is not that of a segment.
     """
     try:
         # No caller closes it: `mmap.close()` succeeds under a live ``torch.frombuffer`` tensor and leaves it dangling.
         # Dropping the last reference unmaps at the right time.
         return Mapping(fd, nbytes)
     except OSError as error:
+        if error.errno != errno.ENOMEM:  # a peer may have passed any descriptor
+            raise
         limit, reason = _process_limit(resource.RLIMIT_AS, "address space limit, ulimit -v")
         raise RingMemoryError(nbytes, limit, f"{reason}; mmap of the segment: {error}") from error
 

@@ -90,6 +90,15 @@ def test_mapping_without_address_space_is_a_memory_error() -> None:
     os.close(fd)
 
 
+def test_mapping_of_another_descriptor_is_not_said_to_lack_memory() -> None:
+    """A peer may pass any: the system's own error is raised."""
+    read, write = os.pipe()
+    with pytest.raises(PermissionError):
+        segment.map_segment(read, 4096)
+    os.close(read)
+    os.close(write)
+
+
 def run_limited(program: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
