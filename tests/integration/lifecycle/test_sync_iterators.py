@@ -134,8 +134,15 @@ class Held:
         return iter([[0, 1], [2]])
 
 
-async def begin(loader: AsyncDataLoader[Any]) -> Any:
-    return aiter(loader)
+def make_iterator(loader: DataLoader[Any] | AsyncDataLoader[Any]) -> Any:
+    """The loader's iterator; an async loader's is made in a loop of its own."""
+    if isinstance(loader, DataLoader):
+        return iter(loader)
+
+    async def begin() -> Any:
+        return aiter(loader)
+
+    return asyncio.run(begin())
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
@@ -144,9 +151,8 @@ def test_close_by_another_thread_while_an_iterator_is_made(kind: Any, workers: i
     """`iter` raises LoaderClosed, instead of an iterator that no call would end and that may wait for ever."""
     sampler = Held()
     loader = kind(Numbers(3), batch_sampler=sampler, num_workers=workers, persistent_workers=persistent)
-    make = iter if kind is DataLoader else lambda loader: asyncio.run(begin(loader))
     with ThreadPoolExecutor(1) as threads:
-        making = threads.submit(make, loader)
+        making = threads.submit(make_iterator, loader)
         assert sampler.reached.wait(PATIENCE_S)
         loader.close()
         sampler.go.set()
