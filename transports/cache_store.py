@@ -42,7 +42,8 @@ from asyncloader.transports.cache_layout import (
     storable_etag,
 )
 from asyncloader.transports.cache_usage import CacheCounts, CacheUsage
-from asyncloader.transports.file_lock import open_regular, same_file, try_lock
+from asyncloader.transports.file_lock import same_file, try_lock
+from asyncloader.transports.regular_file import open_regular
 
 _log = logging.getLogger("asyncloader")
 

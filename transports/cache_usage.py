@@ -38,7 +38,8 @@ from asyncloader.transports.cache_layout import (
     sum_added,
     sum_changes,
 )
-from asyncloader.transports.file_lock import open_regular, same_file, try_lock, wait_for_lock
+from asyncloader.transports.file_lock import same_file, try_lock, wait_for_lock
+from asyncloader.transports.regular_file import open_regular
 
 # An eviction frees 1/10 of the limit in addition, so that the next object does not need another eviction.
 _FREED = 10

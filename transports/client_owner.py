@@ -23,14 +23,9 @@ from typing import Any, Generic, Self, TypeVar
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.shielding import shielded
 from asyncloader.transports.errors import TransportClosed, TransportError
+from asyncloader.transports.request_deadlines import RequestDeadlines
 
 _C = TypeVar("_C")
-
-_RESOLUTION = 0.001  # seconds; a timer of uvloop may fire this much too early
-
-# A timer that is this many seconds late shows that the process was stopped or its loop was blocked. The deadlines are
-# then extended by the same number of seconds, in which data that has arrived can be read.
-_STOOD_STILL = 1.0
 
 
 class ClientOwner(ABC, Generic[_C]):
@@ -47,12 +42,7 @@ class ClientOwner(ABC, Generic[_C]):
         self._client: _C | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
-        self._scopes: set[Scope] = set()
-        # One timer for all scopes, which checks their deadlines when it fires: most waits end long before their
-        # deadline, and would cost a timer each.
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = math.inf
-        self._excused = False  # the last check was late, and extended all deadlines a little
+        self._scopes = RequestDeadlines()
         self._idle: asyncio.Future[None] | None = None
         self._closer: asyncio.Task[None] | None = None
         self.closed = False
@@ -118,8 +108,7 @@ class ClientOwner(ABC, Generic[_C]):
         self.closed = True
         if self._client is None or foreign:
             return
-        for scope in self._scopes:
-            scope.cut()
+        self._scopes.cut_all()
         # Shared by concurrent callers; if one is cancelled, the others continue.
         if self._closer is None or self._closer.cancelled():
             self._closer = loop.create_task(self._close(self._client), name="asyncloader-transport-close")
@@ -132,19 +121,13 @@ class ClientOwner(ABC, Generic[_C]):
 
     def left(self, scope: Scope) -> None:
         """Note that a scope has ended."""
-        self._scopes.discard(scope)
-        if not self._scopes:
-            self._disarm()
-            self._excused = False
-            if self._idle is not None and not self._idle.done():
-                self._idle.set_result(None)
+        self._scopes.remove(scope)
+        if not self._scopes and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
     def watch(self, deadline: float) -> None:
         """Have the scopes' deadlines checked at this time, or earlier."""
-        if deadline < self._due:
-            self._disarm()
-            self._due = deadline
-            self._timer = asyncio.get_running_loop().call_at(deadline, self._look)
+        self._scopes.watch(deadline)
 
     def forked(self) -> None:
         """In a forked child: note that the client belongs to another process.
@@ -152,27 +135,6 @@ class ClientOwner(ABC, Generic[_C]):
         The pid alone is not enough: a child in a pid namespace of its own can have its parent's pid.
         """
         self._pid = 0
-
-    def _look(self) -> None:
-        now = asyncio.get_running_loop().time() + _RESOLUTION
-        # While the loop was blocked nothing was read, so the servers may not have stalled. Not twice in a row: a loop
-        # that is blocked again and again would never time out.
-        self._excused = not self._excused and now - self._due > _STOOD_STILL
-        self._disarm()
-        if self._excused:
-            self.watch(now + _STOOD_STILL)
-            return
-        for scope in self._scopes:
-            if scope.deadline <= now:
-                scope.cut()
-        later = [scope.deadline for scope in self._scopes if scope.deadline > now]
-        if later and min(later) < math.inf:
-            self.watch(min(later))
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._due = None, math.inf
 
     async def _close(self, client: _C) -> None:
         while self._scopes:
@@ -192,8 +154,7 @@ class ClientOwner(ABC, Generic[_C]):
         self._refuse_foreign_loop()
         client = self.open_client()
         # Calls in a parent process, or in a loop that has ended, will never remove their scopes.
-        self._scopes = set()
-        self._timer, self._due, self._excused = None, math.inf, False
+        self._scopes = RequestDeadlines()
         self._idle = self._closer = None
         self.slots = asyncio.Semaphore(self._requests)
         self._client, self._loop, self._pid = client, loop, os.getpid()

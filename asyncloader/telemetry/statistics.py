@@ -21,11 +21,11 @@ import numpy as np
 from asyncloader.cpus import busy_seconds
 from asyncloader.telemetry.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, stage_times, total
 from asyncloader.telemetry.figures import COUNTED, KEY_NAMES, TOTALS, LoaderFigures
+from asyncloader.telemetry.slow_start import is_slow, log_parts
 
 _log = logging.getLogger("asyncloader")
 
 _LOOK_S = 0.05  # between two looks at the CPU time
-_SLOW_START_S = 10.0  # from which a start of workers is logged
 
 
 class Statistics(LoaderFigures):
@@ -127,25 +127,9 @@ class Statistics(LoaderFigures):
         if self._starting:
             self._starting = False
             self.startup_s += self.time_to_first_batch_s
-            if self.time_to_first_batch_s > _SLOW_START_S and not self._told_slow_start:
+            if is_slow(self.time_to_first_batch_s) and not self._told_slow_start:
                 self._told_slow_start = True
-                self._tell_slow_start()
-
-    def _tell_slow_start(self) -> None:
-        """Log the parts of the time to the first batch: a mean worker's, and the rest."""
-        blocks = [block for worker, block in self.blocks().items() if worker >= 0]
-        merged = [sum(each) for each in zip(*blocks, strict=True)]
-        parts = [
-            times.total / max(1, times.number)
-            for times in (stage_times(merged, stage) for stage in STAGES if stage.startswith(("start_", "first_")))
-        ]
-        # A service's workers run already: there the rest, the search for a node that answers, is nearly all.
-        rest = max(0.0, self.time_to_first_batch_s - sum(parts))
-        _log.warning(
-            "the first batch came after %.1f s: %.1f s to create a worker's process, %.1f s in imports, %.1f s for the "
-            "dataset, %.1f s for its first samples, %.1f s for all else; diagnose() says whether each epoch pays that",
-            *(self.time_to_first_batch_s, *parts, rest),
-        )
+                log_parts(self.time_to_first_batch_s, self.blocks())
 
     def relay(self, level: int, text: str, store: str | None, *, silent: bool) -> None:
         """Log a worker's line. That a store is silent, or answers again, is logged once for all workers."""
