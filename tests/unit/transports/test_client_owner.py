@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from asyncloader.transports import client_owner
+from asyncloader.transports import request_deadlines
 from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.errors import TransportClosed, TransportError
 from tests.helpers.forking import fork
@@ -145,7 +145,7 @@ async def test_each_call_has_its_own_limit() -> None:
 
 async def test_what_came_while_the_loop_stood_still_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped, or a loop that was blocked, for longer than a limit does not end the wait."""
-    monkeypatch.setattr(client_owner, "_STOOD_STILL", 0.5)  # ample for a few turns, on a busy machine too
+    monkeypatch.setattr(request_deadlines, "_STOOD_STILL", 0.5)  # ample for a few turns, on a busy machine too
     owner = Owner()
     async with owner.scope() as scope:
         scope.limit(0.01)
@@ -157,7 +157,7 @@ async def test_what_came_while_the_loop_stood_still_is_read(monkeypatch: pytest.
 
 async def test_a_loop_that_is_blocked_again_and_again_has_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two limits in a row that were noticed late only the first is extended."""
-    monkeypatch.setattr(client_owner, "_STOOD_STILL", 0.05)
+    monkeypatch.setattr(request_deadlines, "_STOOD_STILL", 0.05)
     owner = Owner()
     call = await waiting(owner, 0.01)
     while not call.done():
