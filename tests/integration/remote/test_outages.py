@@ -145,6 +145,29 @@ async def test_what_failed_while_the_consumer_was_away(url: str, lasts: bool) ->
         assert sorted(got) == list(range(COUNT))
 
 
+def only_even(sample: Any) -> int:
+    number = number_of(sample)
+    if number % 2:
+        raise ValueError(number)
+    return number
+
+
+async def test_a_batch_that_an_outage_interrupts_keeps_its_samples() -> None:
+    """Bad samples have been replaced in the batch, by samples behind them, when the next of these cannot be read."""
+    transport = Away({"a.jsonl": jsonl(range(COUNT))}, range(1024, 1 << 30))
+    transport.gone.set()
+    dataset = RemoteIterableDataset("a.jsonl", transport=transport, shuffle_buffer=0)
+    got: list[int] = []
+    async with AsyncDataLoader[Any](dataset, 3, seed=1, decode=only_even, on_error="skip") as loader:
+        batches = aiter(loader)
+        with pytest.raises(ReadFailed, match="the store is away"):
+            await extend(got, batches)
+        assert got
+        transport.away = False
+        await extend(got, batches)
+    assert sorted(got) == list(range(0, COUNT, 2))
+
+
 async def test_refused_credentials_and_missing_shards(store: HttpStore) -> None:
     """Refused credentials prove nothing about the shard, and are raised; a missing shard is skipped."""
     for number in range(2):
