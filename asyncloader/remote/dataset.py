@@ -212,7 +212,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
     def estimated_len(self) -> int:
         """Estimate the number of samples: the bytes of all shards, divided by the size of a shard's first samples.
 
-        Blocks: requests the size of each shard, and reads up to 1 MiB of a shard.
+        Blocks: requests the size of each shard, and reads up to 1 MiB of the first shard that has samples.
         """
         return run_in_thread(self._estimate())
 
@@ -382,8 +382,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
             if not others:
                 return counted
             reader = self.format if callable(self.format) and not isinstance(self.format, ShardFormat) else None
-            each = await bytes_per_sample(others[0], stores, reader=reader)
-            return counted + (round(sum(shard.size or 0 for shard in others) / each) if each else 0)
+            for shard in others:  # the first shards may have no samples
+                if each := await bytes_per_sample(shard, stores, reader=reader):
+                    return counted + round(sum(shard.size or 0 for shard in others) / each)
+            return counted
 
     def _own_stores(self) -> Stores:
         """Return stores for another loop than the reading loop: a transport belongs to one loop at a time."""

@@ -261,6 +261,13 @@ def test_lengths(tmp_path: Path) -> None:
     assert "2 shards" in repr(dataset)
 
 
+def test_an_estimate_looks_beyond_empty_shards(tmp_path: Path) -> None:
+    """An empty first shard says nothing about the size of samples; with empty shards alone, there are none."""
+    assert 30 <= dataset_of(make_shards(tmp_path, (0, 0, 41))).estimated_len() <= 60
+    (tmp_path / "empty").mkdir()
+    assert dataset_of(make_shards(tmp_path / "empty", (0, 0))).estimated_len() == 0
+
+
 def test_length_under_a_running_loop(tmp_path: Path) -> None:
     """`len` blocks the loop, but works."""
 
