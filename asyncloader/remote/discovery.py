@@ -160,7 +160,8 @@ async def _match(url: str, stores: Stores) -> list[str]:
     if folder.endswith("://"):
         raise ValueError(f"{url!r} has a * before its first folder, where none can be listed")
     transport, prefix = stores.find(folder + query)
-    name = re.compile(_regex(unquote(pattern) if scheme_of(url) in _ESCAPED else pattern))
+    # DOTALL: the name of a folder may contain a line end.
+    name = re.compile(_regex(unquote(pattern) if scheme_of(url) in _ESCAPED else pattern), re.DOTALL)
     found: list[str] = []
     others = 0
     async with aclosing(transport.list(prefix)) as paths:
