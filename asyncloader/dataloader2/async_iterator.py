@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
+from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.threads import JobThreads
 
 T_co = TypeVar("T_co", covariant=True)
@@ -54,15 +55,19 @@ class LoaderAsyncIterator(AsyncIterator[T_co]):
                 ready: T_co = next(iterator)
                 return ready
             self._reading = self._thread.call(_Reader.read, self._reader)
-            self._reading.add_done_callback(_retrieve_error)
         # Cancelling this wait does not cancel the read, and `_reading` is kept: the next call gets its item, even if
         # the item had arrived when the wait was cancelled.
         await asyncio.wait([self._reading])
         reading, self._reading = self._reading, None
-        try:
-            item = reading.result()
-        finally:
-            del reading  # its error refers to this frame
+        item, error = reading.result()
+        del reading  # its error will refer to this frame
+        if error is not None:
+            try:
+                if isinstance(error, (StopIteration, StopAsyncIteration)):
+                    raise not_the_end(error, "the graph's code") from error
+                raise error
+            finally:
+                del error
         if item is _OVER:
             raise StopAsyncIteration
         assert self._reader.iterator is not None
@@ -81,18 +86,18 @@ class _Reader:
         self.iterator: Any = None
         self.limit: int | None = None  # set before the epoch began
 
-    def read(self) -> Any:
-        """Return the next item, or `_OVER` at the end. The first call begins the epoch."""
-        if self.iterator is None:
-            self.iterator = iter(self._loader)
-            if self.limit is not None:
-                self.iterator.limit(self.limit)
+    def read(self) -> tuple[Any, BaseException | None]:
+        """Return the next item, or `_OVER` at the end; and None, or the error. The first call begins the epoch."""
+        # The error is returned: asyncio logs an error that a future has and no code retrieves, and the waiting call may
+        # have been cancelled, or the loop be closed.
         try:
-            return self.iterator._read()
-        except StopIteration:
-            return _OVER
-
-
-def _retrieve_error(reading: asyncio.Future[Any]) -> None:
-    # asyncio logs an error that no code has retrieved, and the waiting call may have been cancelled.
-    reading.exception()
+            if self.iterator is None:
+                self.iterator = iter(self._loader)
+                if self.limit is not None:
+                    self.iterator.limit(self.limit)
+            try:
+                return self.iterator._read(), None
+            except StopIteration:
+                return _OVER, None
+        except BaseException as error:
+            return None, error

@@ -96,9 +96,9 @@ def fails_after_go(number: int) -> int:
     raise ValueError(number)
 
 
-@pytest.mark.parametrize("loop", ["runs", "stands still", "is closed"])
-def test_a_read_that_fails_when_nobody_waits(loop: str) -> None:
-    """The thread ends when the iterator is dropped, without the garbage collector."""
+@pytest.mark.parametrize("loop", ["runs", "stands still", "is closed", "is closed with the answer"])
+def test_a_read_that_fails_when_nobody_waits(loop: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The thread ends when the iterator is dropped, without the garbage collector, and the error is not logged."""
     BEGAN.clear()
     GO.clear()
     loader = DataLoader2[int](numbers(2, 3).map(fails_after_go), reading_service=InProcessReadingService())
@@ -113,6 +113,7 @@ def test_a_read_that_fails_when_nobody_waits(loop: str) -> None:
         if loop == "runs":
             GO.set()
             await join()
+        await asyncio.get_running_loop().shutdown_default_executor()
 
     async def join() -> None:
         for thread in threading.enumerate():
@@ -121,17 +122,32 @@ def test_a_read_that_fails_when_nobody_waits(loop: str) -> None:
                 assert not thread.is_alive()
 
     gc.disable()
+    own = asyncio.new_event_loop()
     try:
-        with asyncio.Runner() as runner:
-            runner.run(give_up())
-            if loop == "stands still":
-                GO.set()
-                asyncio.run(join())
+        own.run_until_complete(give_up())
+        if loop in ("stands still", "is closed with the answer"):
+            GO.set()
+            asyncio.run(join())
+        if loop == "is closed with the answer":  # one turn, in which the read's future gets its outcome
+            own.call_soon(own.stop)
+            own.run_forever()
+        own.close()
         GO.set()
         asyncio.run(join())
     finally:
         gc.enable()
         loader.shutdown()
+    assert not caplog.records
+
+
+def is_not_over(_: int) -> None:
+    raise StopAsyncIteration("not yet")
+
+
+async def test_an_error_that_is_not_the_end() -> None:
+    """StopAsyncIteration of the graph's code does not end ``async for`` as if there were no more items."""
+    with pytest.raises(RuntimeError, match="raised StopAsyncIteration: not yet"):
+        _ = [item async for item in DataLoader2[int](numbers(3).map(is_not_over))]
 
 
 async def test_parts_that_are_awaited() -> None:
