@@ -111,6 +111,12 @@ class CompressedReader:
             out = self._inner.feed(b"")
             if not self._decoder.complete:
                 raise self._error("the compressed data is truncated")
+            # `inner` has not been fed, and could take this for the end of the shard.
+            if self._skip:
+                raise self._error(
+                    f"the shard is truncated, or was replaced: it ends {self._skip:,} decompressed bytes before the "
+                    "position to read from"
+                )
             return out + self._inner.end()
         except ShardError as fault:
             self._fault = fault

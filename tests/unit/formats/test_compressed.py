@@ -75,6 +75,16 @@ def test_resume_reads_from_the_beginning() -> None:
     check_resume(make, gzip.compress(LINES[: LINES.index(b"\n", 2000)]))
 
 
+def test_a_shard_that_ends_before_the_position_to_resume_at() -> None:
+    """The shard was replaced by a shorter one: an error, as without compression. Its very end is a position."""
+    data = gzip.compress(LINES)
+    assert read(make, data, start=len(LINES)) == ([], None)
+    samples, error = read(make, data, start=len(LINES) + 7)
+    assert samples == []
+    assert error is not None
+    assert "it ends 7 decompressed bytes before" in error[0]
+
+
 def test_gzip_truncated_or_damaged() -> None:
     """An end inside a member, a wrong CRC, an empty object and foreign bytes are errors with the URL."""
     data = gzip.compress(LINES)
