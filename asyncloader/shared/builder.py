@@ -277,6 +277,8 @@ class Builder:
         return self._sink.write(data, _WIDE_ALIGN if nbytes >= _WIDE else _ALIGN)
 
     def _reduce_shared(self, value: Any) -> Any:
+        if getattr(value, "_shared", value) is None:  # a copy of a shared array, in private memory, which may change
+            return self._reduce_array(np.asarray(value))
         placeholder = pickle.PickleBuffer(bytearray())
         self._placeholders[id(placeholder)] = (placeholder, len(self.externals))
         self.externals.append(value)

@@ -7,8 +7,8 @@ kernel copies the page. Each worker therefore ends up with a separate copy; a sp
 of `share` holds no Python object per item. The items are bytes in one anonymous segment, and are rebuilt when accessed.
 
 `SharedList` and `SharedDict` read such a segment. `SharedArray` and `SharedTensor` are arrays and tensors that were
-shared as a whole: these subclasses of numpy's and torch's change only the pickling, so results and views of them are
-plain. Arrays and tensors *inside* a shared list or dict are plain, too.
+shared as a whole: these subclasses of numpy's and torch's change only the pickling, so items, slices and results of
+them are plain. Arrays and tensors *inside* a shared list or dict are plain, too.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from asyncloader.workers.notebook_pickling import in_session
 
 
 class SharedArray(np.ndarray[Any, Any]):
-    """A read-only numpy array in shared memory, made by `share`. Views and results of it are plain arrays."""
+    """A read-only numpy array in shared memory, made by `share`. Items, slices and results of it are plain arrays."""
 
-    _shared: tuple[SharedSegment, Any] | None  # the segment, and dtype, shape and order; None for derived arrays
+    _shared: tuple[SharedSegment, Any] | None
+    # The segment, and dtype, shape and order. None for derived arrays: numpy makes views and copies in this class, too,
+    # and a copy is private and writable.
 
     def __array_finalize__(self, source: Any) -> None:
         # Also called for views, which must not pickle as the whole array.
@@ -42,11 +44,11 @@ class SharedArray(np.ndarray[Any, Any]):
     def __getitem__(self, index: Any) -> Any:
         return np.asarray(self)[index]
 
-    def __copy__(self) -> SharedArray:
-        return self
+    def __copy__(self) -> Any:
+        return np.array(self) if self.flags.writeable else self
 
-    def __deepcopy__(self, memo: Any) -> SharedArray:
-        return self
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__copy__()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._shared is not None and is_spawning():
@@ -357,9 +359,10 @@ def share(obj: Any) -> Any:
         RingMemoryError: the memory does not suffice.
         Exception: pickling an item failed; a note says which item.
     """
-    if isinstance(obj, SHARED):
+    # A copy that numpy has made of a shared array has its class, and is private memory.
+    if isinstance(obj, SHARED) and not (isinstance(obj, SharedArray) and obj._shared is None):
         return obj
-    if type(obj) in (np.ndarray, np.memmap):
+    if type(obj) in (np.ndarray, np.memmap, SharedArray):
         if obj.dtype.hasobject:
             raise TypeError(f"{_SUPPORTED}, but this array holds Python objects: give share() its tolist()")
         return share_array(np.asarray(obj))

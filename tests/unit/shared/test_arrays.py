@@ -123,6 +123,16 @@ def test_copies_are_itself(value: Any) -> None:
     assert copy.deepcopy([shared])[0] is shared
 
 
+def test_private_copy_of_a_shared_array_is_not_shared() -> None:
+    """numpy copies a shared array to private memory, in the same class. Its copies are independent of it, and `share`
+    does not keep it, alone or in a list: later changes of it do not show.
+    """
+    private = share(np.zeros(3)).astype(np.float32)
+    copied, alone, inside = copy.deepcopy(private), share(private), share([private])
+    private[0] = 1
+    assert copied.tolist() == alone.tolist() == inside[0].tolist() == [0, 0, 0]
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "objects": (np.array([None], object), "holds Python objects: give share"),
     "masked": (np.ma.masked_array([1], [True]), "not MaskedArray"),
