@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import BOTH, collect, run_async
 
@@ -44,6 +45,14 @@ def test_a_mock_is_a_dataset(make: Any, workers: int, kind: str, options: dict[s
     got = collect(kind, make(), **options)
     expected = collect("torch", make(), **options)
     assert [batch.tolist() for batch in got] == [batch.tolist() for batch in expected]
+
+
+def test_methods_that_a_mock_makes_up_do_not_count() -> None:
+    """A mock with `__aenter__` would otherwise be asynchronous; one that was given the method is."""
+    assert not is_async_dataset(magic())
+    dataset = magic()
+    dataset.__aenter__ = Mock()
+    assert is_async_dataset(dataset)
 
 
 @pytest.mark.parametrize("kind", BOTH)

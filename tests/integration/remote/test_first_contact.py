@@ -153,12 +153,11 @@ async def test_what_three_workers_see_is_told_once(told: Told, method: str, monk
             assert [batch.tolist() async for batch in loader] == [[2]] * 3
             assert "waiting: " not in loader.explain()
     # On a busy machine the log also reports how the time to the first batch was spent.
-    lines = {line: seen for line, seen in zip(told.lines, told.seen, strict=True) if root in line}
-    down, up = lines
+    (down, seen), (up, _) = [each for each in zip(told.lines, told.seen, strict=True) if root in each[0]]
     assert down.startswith(f"WARNING {root} has not answered for ")
     assert up == f"WARNING {root} answers again"
-    assert f"\nwaiting: {root} does not answer\n" in lines[down]
-    assert "\nwaiting: for a batch, for " in lines[down]
+    assert f"\nwaiting: {root} does not answer\n" in seen
+    assert "\nwaiting: for a batch, for " in seen
 
 
 def impatient(worker: int) -> None:
