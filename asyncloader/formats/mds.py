@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -388,19 +388,25 @@ class MdsReader(PushReader):
         self._sizes = Struct(f"<{sizes.count(None)}I")
 
     def _parse(self) -> Parser:
+        ends: Iterator[Any] = iter(())
         if self._at == 0:
             if self._shard.header_size > self._max:
                 self._fail(f"a table of offsets larger than max_sample_bytes={self._max:,}", 0)
-            first = int(self._shard.offsets((yield self._shard.header_size), url=self._url)[0])
-            yield -(first - self._at)  # skip the config, which is in the index, too
+            offsets = self._shard.offsets((yield self._shard.header_size), url=self._url)
+            yield -(int(offsets[0]) - self._at)  # skip the config, which is in the index, too
+            ends = iter(offsets[1:])
         while self._at < self._end:
             at = self._at
             head = self._sizes.unpack((yield self._sizes.size))
             size = sum(head) + self._fixed
             # The sizes are claims of the shard: checked before the bytes are requested.
             self._check_size(size + self._sizes.size, at)
-            if self._at + size > self._shard.size:
-                self._fail("a sample ends after its shard does", at)
+            after = self._at + size
+            # A wrong size could swallow the next samples, which another range may return.
+            if after > self._end:
+                self._fail("a sample ends after its shard or its range does", at)
+            if after != next(ends, after):
+                self._fail("a sample does not end where the table of offsets says", at)
             self._read(head, (yield size), at)
 
     def _read(self, head: tuple[int, ...], data: bytes, at: int) -> None:

@@ -267,6 +267,23 @@ def test_hostile_shards(data: bytes, message: str, offset: int | None) -> None:
     assert offset in (None, place)
 
 
+def test_a_sample_that_swallows_the_next() -> None:
+    """A wrong size of a sample is found by the table of offsets, or by the end of the range that is read."""
+    columns = {"raw": "bytes"}
+    data = bytearray(write_shard(columns, [{"raw": b"abcd"}] * 4))
+    shard = index_of(columns, 4, bytes(data))
+    offsets = shard.offsets(bytes(data[: shard.header_size])).tolist()
+    for number in (1, 2):
+        data[offsets[number] : offsets[number] + 4] = struct.pack("<I", 12)
+    whole, error = read(lambda start: MdsReader(URL, shard, start=start), bytes(data))
+    assert [resume for _, resume in whole] == offsets[1:2]
+    assert error is not None
+    assert ("table of offsets" in error[0], error[1]) == (True, offsets[1])
+    _, error = read(lambda start: MdsReader(URL, shard, start=start, stop=offsets[3]), bytes(data), start=offsets[2])
+    assert error is not None
+    assert ("or its range" in error[0], error[1]) == (True, offsets[2])
+
+
 @pytest.mark.parametrize(
     "data",
     [
