@@ -83,17 +83,18 @@ class DataLoader2Iterator(Iterator[T_co]):
     def _read(self) -> T_co:
         """Read the next item, without counting it as delivered."""
         loader = self.dataloader
-        if self.iterator_id != loader.valid_iterator_id:
-            raise RuntimeError(_INVALIDATED)
-        try:
-            item: T_co = loader._read()
-        except PauseIteration:
-            raise StopIteration from None
-        if self.limit_counter is not None and self.limit_threshold is not None:
-            self.limit_counter += 1
-            if self.limit_counter >= self.limit_threshold:
-                self._pause()
-        return item
+        with loader._reading:
+            if self.iterator_id != loader.valid_iterator_id:
+                raise RuntimeError(_INVALIDATED)
+            try:
+                item: T_co = loader._read()
+            except PauseIteration:
+                raise StopIteration from None
+            if self.limit_counter is not None and self.limit_threshold is not None:
+                self.limit_counter += 1
+                if self.limit_counter >= self.limit_threshold:
+                    self._pause()
+            return item
 
     def _count(self) -> None:
         """Count an item as delivered: a loader that resumes from a state does not give it again."""
@@ -160,6 +161,10 @@ class DataLoader2(Generic[T_co]):
         # `aclose` runs `shutdown` in another thread, perhaps while the thread of an ``async for`` begins an epoch. With
         # this lock `shutdown` either ends all that the epoch has started, or comes first, and no epoch begins.
         self._beginning_or_ending = threading.RLock()
+        # A read whose ``async for`` was cancelled goes on in its thread. An epoch that began beside it would share its
+        # graph: a buffer would get the old item, too. Taken before the other lock, and not by `shutdown`, which ends
+        # reads.
+        self._reading = threading.RLock()
         if isinstance(datapipe, MapDataPipe):
             datapipe = MapToIterConverter(datapipe)
         self.datapipe: DataPipe | None = None if datapipe is None else clone(datapipe)
@@ -191,10 +196,10 @@ class DataLoader2(Generic[T_co]):
         self._terminated = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_beginning_or_ending": None}
+        return {**vars(self), "_beginning_or_ending": None, "_reading": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _beginning_or_ending=threading.RLock())
+        vars(self).update(state, _beginning_or_ending=threading.RLock(), _reading=threading.RLock())
 
     def _adapt(self) -> None:
         if self.datapipe is not None:
@@ -210,12 +215,15 @@ class DataLoader2(Generic[T_co]):
             TypeError: a loaded state is one of a reading service, and this service cannot restore a state.
         """
         with self._beginning_or_ending:
+            self._check_readable()
+            # Before `_begin_epoch`: it drops the epoch that the older iterator reads, even if it then fails. And before
+            # the wait for a read that goes on, whose error is then nobody's, and does not end the loader.
+            made = self.valid_iterator_id = 0 if self.valid_iterator_id is None else self.valid_iterator_id + 1
+        with self._reading, self._beginning_or_ending:
             datapipe = self._check_readable()
-            # Before `_begin_epoch`: it drops the epoch that the older iterator reads, even if it then fails.
-            self.valid_iterator_id = 0 if self.valid_iterator_id is None else self.valid_iterator_id + 1
             if self._reset_iter:
                 self._begin_epoch(datapipe, self._resume_at)
-        return DataLoader2Iterator(self, self.valid_iterator_id)
+        return DataLoader2Iterator(self, made)
 
     def _check_readable(self) -> DataPipe:
         if self.datapipe is None:
@@ -280,6 +288,7 @@ class DataLoader2(Generic[T_co]):
     def _read(self) -> Any:
         """Read the next item, for the valid iterator."""
         self._reset_iter = True
+        reader = self.valid_iterator_id
         try:
             if self._is_paused:
                 raise PauseIteration("DataLoader2 has been paused. `resume` must be called before continuing.")
@@ -299,7 +308,8 @@ class DataLoader2(Generic[T_co]):
                 self.reading_service.finalize_iteration()
             raise
         except Exception:
-            self.shutdown()
+            if reader == self.valid_iterator_id:
+                self.shutdown()
             raise
         except BaseException:
             # Ctrl-C: the user may go on with the same iterator. Its generators are over, so the epoch begins again

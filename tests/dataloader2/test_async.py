@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 from typing import Any
 
@@ -138,6 +139,40 @@ def test_a_read_that_fails_when_nobody_waits(loop: str, caplog: pytest.LogCaptur
         gc.enable()
         loader.shutdown()
     assert not caplog.records
+
+
+CALLS = itertools.count()
+
+
+def first_call_waits(number: int) -> int:
+    if not next(CALLS):
+        BEGAN.set()
+        GO.wait(PATIENCE_S)
+    return number
+
+
+def first_call_fails(number: int) -> int:
+    return fails_after_go(number) if not next(CALLS) else number
+
+
+@pytest.mark.parametrize("function", [first_call_waits, first_call_fails])
+async def test_an_epoch_beside_a_cancelled_read(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for that read, whose item or error goes to nobody, and gives each item once."""
+    monkeypatch.setitem(globals(), "CALLS", itertools.count())
+    BEGAN.clear()
+    GO.clear()
+    graph = numbers(6).map(function).shuffle()
+    async with DataLoader2[int](graph, reading_service=InProcessReadingService()) as loader:
+        task = asyncio.ensure_future(anext(aiter(loader)))
+        await asyncio.to_thread(BEGAN.wait, PATIENCE_S)
+        task.cancel()
+        await asyncio.wait([task])
+        items = aiter(loader)
+        first = asyncio.ensure_future(anext(items))
+        while loader.valid_iterator_id == 0:  # noqa: ASYNC110 - until the second begins, of which no event tells
+            await asyncio.sleep(0)
+        GO.set()
+        assert sorted([await first] + [item async for item in items]) == [0, 1, 2, 3, 4, 5]
 
 
 def is_not_over(_: int) -> None:
