@@ -57,12 +57,11 @@ class JsonlReader(Reader):
         if self._seeking:
             end = chunk.find(b"\n") + 1
             self._at += end or len(chunk)
-            if not end:
+            # A long line may end after this part: the bytes up to its end need not be read.
+            if self._is_past() or not end:
                 return
             self._seeking = False
             chunk = chunk[end:]
-            if self._is_past():
-                return
         lines = chunk.split(b"\n")
         last = lines.pop()
         for line in lines:

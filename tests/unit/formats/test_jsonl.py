@@ -91,6 +91,15 @@ def test_parts_are_the_whole(lines: list[str], parts: int, end: bool, cuts: list
     assert found == read(make, data)[0]
 
 
+def test_a_part_inside_a_long_line_is_done_at_its_end() -> None:
+    """The line belongs to an earlier part: its bytes after this part are not read."""
+    reader = JsonlReader(URL, start=10, stop=20, sync=True)
+    assert reader.feed(b"x" * 8) == []
+    assert not reader.done
+    assert reader.feed(b"x" * 8) == []
+    assert reader.done
+
+
 def test_resume_within_a_part() -> None:
     """A part is resumed with its own end and the offset of the last sample."""
     data = b"".join(b'{"n": %d}\n' % n for n in range(100))
