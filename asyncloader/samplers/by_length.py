@@ -138,10 +138,9 @@ class BucketBatchSampler(_LengthBatchSampler):
         window: int | None = None,
         ranks: int = 1,
     ) -> None:
-        _check_positive("batch_size", batch_size)
-        _check_positive("ranks", ranks)
+        batch_size, ranks = _positive("batch_size", batch_size), _positive("ranks", ranks)
         if window is not None:
-            _check_positive("window", window)
+            window = _positive("window", window)
         batches = _BATCHES_PER_WINDOW if window is None else -(-window // batch_size)
         super().__init__(
             _compact(lengths),
@@ -209,11 +208,12 @@ class TokenBudgetBatchSampler(_LengthBatchSampler):
         ranks: int = 1,
         on_too_long: Literal["error", "skip"] = "error",
     ) -> None:
-        sizes = {"max_tokens": max_tokens, "pad_to": pad_to, "max_batch_size": max_batch_size, "window": window}
-        sizes["ranks"] = ranks
-        for name, size in sizes.items():
-            if size is not None:
-                _check_positive(name, size)
+        max_tokens, pad_to = _positive("max_tokens", max_tokens), _positive("pad_to", pad_to)
+        ranks = _positive("ranks", ranks)
+        if max_batch_size is not None:
+            max_batch_size = _positive("max_batch_size", max_batch_size)
+        if window is not None:
+            window = _positive("window", window)
         if on_too_long not in ("error", "skip"):
             raise ValueError(f'on_too_long should be "error" or "skip", but got on_too_long={on_too_long!r}')
         known = _compact(lengths)
@@ -253,11 +253,13 @@ def _too_long(lengths: npt.NDArray[np.integer], index: int, number: int, max_tok
     )
 
 
-def _check_positive(name: str, value: int) -> None:
+def _positive(name: str, value: int) -> int:
+    """Return a checked number as an int of Python's: products of numpy's would overflow."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise TypeError(f"{name} should be an integer, but got {name}={value!r}")
     if value < 1:
         raise ValueError(f"{name} should be positive, but got {name}={value}")
+    return index(value)
 
 
 def _compact(lengths: npt.ArrayLike) -> npt.NDArray[np.integer]:

@@ -105,7 +105,7 @@ class MixtureSampler(Sampler[int]):
         self._weights = whole
         if on_exhausted == "repeat":
             used = sum(size for size, weight in zip(self._sizes, whole, strict=True) if weight)
-            self._size = used if num_samples is None else num_samples
+            self._size = used if num_samples is None else index(num_samples)  # numpy's integers overflow
             self._phases = [_Phase(0, Interleave(whole), [0] * len(whole))]
             self._each_epoch = [0] * len(whole)  # the interleaving continues instead
         else:
@@ -142,7 +142,7 @@ class MixtureSampler(Sampler[int]):
         if not 0 <= start <= self._size:
             raise ValueError(f"start should be between 0 and {self._size}, but got start={start}")
         epoch, orders = self.epoch, _Orders(self._sizes, self.seed if self.shuffle else None)
-        return Blocks(lambda position: self._block(position, epoch, orders), start)
+        return Blocks(lambda position: self._block(position, epoch, orders), index(start))
 
     def _block(self, position: int, epoch: int, orders: _Orders) -> list[int]:
         """Return the next indices of the epoch from this position on; an empty list at the end."""

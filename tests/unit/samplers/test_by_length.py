@@ -212,6 +212,15 @@ def test_options_out_of_range(make: Callable[..., AnySampler]) -> None:
         make([1]).set_epoch(2**64)
 
 
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    """Sizes of numpy's narrow types, in which products would overflow, give the same batches as Python's."""
+    two: Any = np.int8(2)
+    budget: Any = np.int16(1 << 14)
+    lengths = [5] * 1000
+    assert list(BucketBatchSampler(lengths, two, 0, ranks=two)) == list(BucketBatchSampler(lengths, 2, 0, ranks=2))
+    assert TokenBudgetBatchSampler(lengths, budget, 0).window == (1 << 14) // 5 * 100
+
+
 # ------------------------------------------------------------------------------------------------------- buckets
 
 

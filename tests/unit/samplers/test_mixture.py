@@ -9,6 +9,7 @@ from collections import Counter
 from fractions import Fraction
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -169,6 +170,14 @@ def test_repeat() -> None:
     assert len(short) == 7
     assert epochs(short, 10) == list(long)
     assert len(MixtureSampler([range(10), range(5)], [0, 1], 0)) == 5
+
+
+def test_numbers_of_numpy() -> None:
+    """A number of samples and a position that were computed by numpy give the same order as Python's."""
+    sampler, expected = sampler_of_two(num_samples=np.int64(9)), list(sampler_of_two(num_samples=9))
+    assert list(sampler) == expected
+    start: Any = np.int64(4)
+    assert list(sampler.iter_from(start)) == expected[4:]
 
 
 def test_repeat_far_away() -> None:
