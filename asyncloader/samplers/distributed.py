@@ -21,7 +21,7 @@ Pure, except that `topology` gets the rank from torch.distributed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -210,7 +210,7 @@ class RankView:
         if items is not None:
             return items
         if isinstance(self.sampler, SeekableSampler):
-            return self.sampler.iter_from(min(skip, _length(self.sampler, skip)))
+            return seek(self.sampler, skip, self.cutter.stride)
         return itertools.islice(iter(self.sampler), skip, None)
 
     def _compute(self, cutter: Cutter, sampler: SeededSampler, step: int) -> Iterator[PositionedIndex]:
@@ -240,9 +240,15 @@ class RankView:
                 yield item
 
 
-def _length(sampler: Any, default: int) -> int:
-    """Return the sampler's length, which a skip over a short last step must not exceed; `default` if it has none."""
-    return len(sampler) if hasattr(sampler, "__len__") else default
+def seek(sampler: SeekableSampler, skip: int, size: int) -> Iterator[Any]:
+    """Return the items after the first `skip`, which are whole steps of `size` items; the last step may be short."""
+    if isinstance(sampler, Sized):
+        return sampler.iter_from(min(skip, len(sampler)))
+    # Without a length only the beginning of the last step is sure to be within the epoch.
+    items = sampler.iter_from(max(0, skip - size))
+    for _ in itertools.islice(items, min(skip, size)):
+        pass
+    return items
 
 
 def plain_sampler(spec: Any) -> Any:

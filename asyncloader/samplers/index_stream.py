@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from asyncloader.errors import warn_aside
-from asyncloader.samplers.distributed import RankView, SeekableSampler
+from asyncloader.samplers.distributed import RankView, SeekableSampler, seek
 from asyncloader.samplers.generators import (
     draws_when_iterated,
     find_drawn,
@@ -310,9 +310,9 @@ class IndexStream:
         if isinstance(source, RankView):
             return source.iter_from(step)
         if source is self._sampler:
-            return source.iter_from(min(step, len(source)))  # type: ignore[no-any-return]
+            return seek(source, step, 1)
         size = source.batch_size
-        return _batches(self._sampler.iter_from(min(step * size, len(self._sampler))), size, source.drop_last)
+        return _batches(seek(self._sampler, step * size, size), size, source.drop_last)
 
     def _restore(self, step: int) -> Iterator[Any]:
         """Restore the sampler's state, if one is saved; then read and drop the indices up to `step`."""

@@ -125,8 +125,21 @@ def replacing() -> RandomSampler:
     return RandomSampler(range(SIZE), replacement=True, num_samples=100, generator=torch.Generator().manual_seed(5))
 
 
+class Unsized:
+    """A seekable sampler without a length. It refuses to begin after its end."""
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iter_from(0)
+
+    def iter_from(self, start: int) -> Iterator[int]:
+        if start > SIZE:
+            raise ValueError(f"the epoch has fewer than {start}")
+        return iter(range(start, SIZE))
+
+
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "seeded": seeded,
+    "unsized": Unsized,
     "sequential": lambda: SequentialSampler(range(SIZE)),
     "random": lambda: RandomSampler(range(SIZE)),
     "random, own generator": own_generator,
