@@ -98,6 +98,16 @@ class OnlyHere(IterDataPipe[Any]):
         yield from self.source
 
 
+class Unreadable(IterDataPipe[Any]):
+    """Raises an error when an iterator is made of it, and not with the first item."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self.error("cannot begin")
+
+
 class Seeded(IterDataPipe[Any]):
     """Adds the seed that it was given to each item."""
 

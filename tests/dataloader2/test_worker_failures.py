@@ -21,6 +21,7 @@ from torch.utils.data import IterDataPipe
 
 from asyncloader.dataloader2 import (
     DataLoader2,
+    InProcessReadingService,
     MultiProcessingReadingService,
 )
 from asyncloader.dataloader2.datapipes.read_ahead import ReadAhead
@@ -30,6 +31,7 @@ from tests.dataloader2.parts import (
     MP,
     OnlyHere,
     Seeded,
+    Unreadable,
     dies_at_5,
     double,
     drawn,
@@ -180,6 +182,29 @@ def test_an_error_of_the_init_function() -> None:
     """It is raised like any error of that worker."""
     loader = DataLoader2[int](numbers(4), reading_service=MultiProcessingReadingService(2, worker_init_fn=_refuses))
     with pytest.raises(LookupError, match="Caught LookupError in worker process 0"):
+        list(loader)
+
+
+def _stops(*_: Any) -> Any:
+    raise StopIteration("cannot begin")
+
+
+@pytest.mark.parametrize(
+    ("graph", "service"),
+    [
+        (numbers(4), MultiProcessingReadingService(1, worker_init_fn=_stops)),
+        (numbers(4), MultiProcessingReadingService(1, worker_reset_fn=_stops)),
+        (Unreadable(StopIteration), MultiProcessingReadingService(1)),
+        (Unreadable(StopIteration), InProcessReadingService(2)),
+    ],
+    ids=["init", "reset", "worker", "prefetch"],
+)
+def test_an_epoch_that_stops_before_it_begins(graph: Any, service: Any) -> None:
+    """StopIteration of the user's code is an error, and no epoch without items."""
+    with (
+        DataLoader2[int](graph, reading_service=service) as loader,
+        pytest.raises(RuntimeError, match="raised StopIteration: cannot begin"),
+    ):
         list(loader)
 
 

@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any
 
 from asyncloader.errors import LoaderClosed
+from asyncloader.workers.fetch.data_end import not_the_end
 
 STOP_S = 20.0
 """Longest wait, in seconds, for an item that is being read when the thread is to end."""
@@ -166,7 +167,10 @@ class ReadAhead:
 def _read(begin: Callable[[], Iterator[Any]], buffer: _Buffer) -> None:
     error: BaseException | None = None
     try:
-        iterator = begin()
+        try:
+            iterator = begin()
+        except StopIteration as stop:  # the taker would take it for the end, and find no item
+            raise not_the_end(stop, "the graph's `__iter__`") from stop
         while buffer.wants_more():
             try:
                 item = next(iterator)

@@ -31,6 +31,7 @@ from asyncloader.dataloader2.utils.worker import Change, InitFn, ResetFn, Worker
 from asyncloader.errors import StateError, TaskQuarantined, WorkerDied
 from asyncloader.loader import DataLoader
 from asyncloader.workers.error_pickle import caught
+from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
 
 
@@ -177,7 +178,10 @@ class _Chunks(Iterator[Chunk]):
 
     def _begin(self) -> ReadAhead:
         """Begin to read, and in a replacement drop the items that the worker before has given."""
-        reading, dropped = self._branch.begin(), 0
+        try:
+            reading, dropped = self._branch.begin(), 0
+        except StopIteration as stop:  # of the user's functions: it is not the end of the items
+            raise not_the_end(stop, "`worker_init_fn` or `worker_reset_fn`") from stop
         while dropped < self._given:
             try:
                 dropped += len(reading.take(self._given - dropped))
