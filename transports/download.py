@@ -103,8 +103,13 @@ class Download(ABC, Generic[_K, _V]):
 
     async def rest(self) -> bytes:
         """Return all bytes."""
-        await self._run(self._read_all)
-        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        try:
+            await self._run(self._read_all)
+            return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        finally:
+            # The traceback of a retried failure refers to this download, and to itself by the failure: it would keep
+            # the bytes in memory until the garbage collector runs.
+            self._parts = []
 
     async def part(self, most: int) -> bytes:
         """Return the next bytes, at most `most`; none at the end."""

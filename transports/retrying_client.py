@@ -122,7 +122,10 @@ class RetryingClient(ABC, Generic[_C]):
             TransportError: the failure must not be retried, or the time is up.
         """
         if not failed.retryable:
-            raise failed.final or self.failure(path, failed) from failed.cause
+            try:
+                raise failed.final or self.failure(path, failed) from failed.cause
+            finally:
+                failed.final = None  # its traceback refers to `failed`: only the garbage collector would free both
         contact, policy = self._contact, self._policy
         contact.failures += 1
         # The store may have answered another operation since: then the whole budget applies here, too.

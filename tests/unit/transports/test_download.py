@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import gc
+import sys
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -300,3 +303,32 @@ def test_a_spent_budget_names_the_attempts() -> None:
         return client
 
     assert asyncio.run(main()).counts.given_up == 1
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Only reference counts free memory."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_read_that_was_retried_keeps_no_bytes() -> None:
+    """When a read that broke has returned, only its caller has the bytes: no error's traceback keeps them."""
+    async with client_of(Store(3, [Answer(breaks_after=0), Answer()], proves=True)) as client:
+        data = await StoreDownload(client, "a").rest()
+        mine = bytes(bytearray(3))
+        assert sys.getrefcount(data) == sys.getrefcount(mine)
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_final_error_is_freed_with_its_last_use() -> None:
+    """An error that names its reason, such as a missing object's, refers to nothing that refers to it."""
+    async with client_of(Store(0, [Answer()], proves=True)) as client:
+        failed = RequestFailed("status 404", "", retryable=False, final=TransportError("missing"))
+        with pytest.raises(TransportError, match="missing") as caught:
+            client.judge("a", failed, client.attempts(0.0), 0.0)
+        error = weakref.ref(caught.value)
+        del caught
+        assert error() is None
