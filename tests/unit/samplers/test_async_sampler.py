@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from asyncloader.samplers.async_sampler import AsyncIndexSource, AsyncSampler, as_async_source, is_async_sampler
 from asyncloader.samplers.distributed import RankView
@@ -34,6 +34,10 @@ class Counting:
 class Endless:
     def __aiter__(self) -> AsyncIterator[int]:
         raise NotImplementedError
+
+
+class Derived(Endless, Sampler[int]):
+    """Has the `__iter__` of torch's base class, which is not implemented."""
 
 
 class Both(Endless):
@@ -66,6 +70,7 @@ async def read(source: AsyncIndexSource, position: ReadPosition | None = None) -
 def test_only_what_cannot_be_read_plainly_is_async() -> None:
     """A sampler that can be iterated both ways is read plainly, as torch reads it."""
     assert is_async_sampler(Endless())
+    assert is_async_sampler(Derived())
     assert not is_async_sampler(Both())
     assert not is_async_sampler([1, 2])
     assert not is_async_sampler(Endless)
