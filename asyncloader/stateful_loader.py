@@ -19,6 +19,7 @@ from asyncloader.loader import DataLoader
 from asyncloader.options.declaration import B_co, T_co, own_constructor
 from asyncloader.samplers.generators import draws_when_iterated
 from asyncloader.samplers.stateful import StatefulRandomSampler
+from asyncloader.workers.fetch.dataset_kinds import is_async_stream
 
 
 class StatefulDataLoader(DataLoader[T_co, B_co]):
@@ -42,9 +43,9 @@ class StatefulDataLoader(DataLoader[T_co, B_co]):
 
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
         dataset, given = arguments["dataset"], dict(arguments)
-        streams = isinstance(dataset, (IterableDataset, IterDataPipe, MapDataPipe))
+        streams = isinstance(dataset, (IterableDataset, IterDataPipe, MapDataPipe)) or is_async_stream(dataset)
         if given["shuffle"] and given["sampler"] is None and given["batch_sampler"] is None and not streams:
-            given |= {"sampler": StatefulRandomSampler(dataset, generator=given["generator"]), "shuffle": None}
+            given |= {"sampler": StatefulRandomSampler(given["dataset"], generator=given["generator"]), "shuffle": None}
         super()._asyncloader_construct(given)
 
     def _asyncloader_workers_begin(self) -> None:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, Sampler
 
 from asyncloader.ranks.topology import Topology
 from asyncloader.samplers.distributed import Cutter, RankView, Share
@@ -33,7 +33,9 @@ class AsyncSampler(Protocol):
 
 def is_async_sampler(sampler: object) -> TypeGuard[AsyncIterable[Any]]:
     """Return whether the sampler can only be read with ``async for``."""
-    return hasattr(type(sampler), "__aiter__") and not hasattr(type(sampler), "__iter__")
+    # torch's base class of samplers has an `__iter__` that only raises.
+    plain = getattr(type(sampler), "__iter__", None) not in (None, Sampler.__iter__)
+    return hasattr(type(sampler), "__aiter__") and not plain
 
 
 _END = object()

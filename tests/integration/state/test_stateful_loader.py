@@ -23,6 +23,7 @@ from asyncloader import (
     StatefulRandomSampler,
     Tuning,
 )
+from tests.helpers.datasets import AsyncStream
 from tests.helpers.stateful_cases import (
     MOMENTS,
     ROWS,
@@ -263,6 +264,12 @@ def test_signature() -> None:
         "device_options": DeviceOptions(),
     }
     assert isinstance(StatefulDataLoader(Rows()), DataLoader)
+
+
+def test_an_async_stream_is_refused_like_any_stream() -> None:
+    """``shuffle=True`` with a stream is torch's error, also if the stream is read with ``async for`` alone."""
+    with pytest.raises(ValueError, match="IterableDataset: expected unspecified shuffle option"):
+        StatefulDataLoader[Any](AsyncStream([3]), shuffle=True)
 
 
 def test_shuffle_draws_once_from_the_global_generator() -> None:
