@@ -8,7 +8,7 @@ import importlib
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,17 @@ from asyncloader.dataloader2 import DataLoader2, compat
 from asyncloader.dataloader2.datapipes import Prefetcher
 from asyncloader.dataloader2.datapipes.async_map import await_parts
 from asyncloader.dataloader2.datapipes.forms import has_form, is_replicable
-from tests.dataloader2.parts import MP, OnlyHere, async_fails_at_5, double, fails_at_5, numbers, slow_double, ticking
+from tests.dataloader2.parts import (
+    MP,
+    OnlyHere,
+    Unreadable,
+    async_fails_at_5,
+    double,
+    fails_at_5,
+    numbers,
+    slow_double,
+    ticking,
+)
 from tests.helpers.running import PATIENCE_S
 
 
@@ -198,6 +208,28 @@ def test_amap_gives_what_came_before_an_error(caplog: pytest.LogCaptureFixture) 
         list(numbers(9).amap(_cancels))
     gc.collect()
     assert not caplog.records
+
+
+def test_amap_of_a_source_that_cannot_begin() -> None:
+    """The event loop's thread ends."""
+    with pytest.raises(ValueError, match="cannot begin"):
+        list(Unreadable(ValueError).amap(slow_double))
+    assert not [thread for thread in threading.enumerate() if thread.name == "asyncloader-loop"]
+
+
+class _Cancelled(IterDataPipe[int]):
+    async def __aiter__(self) -> AsyncIterator[int]:
+        yield 0
+        raise asyncio.CancelledError
+
+
+def test_an_awaited_part_that_raises_cancelled_error() -> None:
+    """It is an error of the graph, after the items before it, and no cancellation of its reader."""
+    kind: Any = _Cancelled  # without `__iter__` it is abstract to type checkers
+    iterator = iter(await_parts(kind()))
+    assert next(iterator) == 0
+    with pytest.raises(RuntimeError, match="raised CancelledError"):
+        next(iterator)
 
 
 def run_fresh(script: str) -> tuple[int, str, str]:

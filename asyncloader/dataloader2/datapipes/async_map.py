@@ -74,7 +74,10 @@ async def _begin(source: Any) -> AsyncIterator[Any]:
 
 
 async def _next(iterator: AsyncIterator[Any]) -> Any:
-    return await anext(iterator, _END)
+    try:
+        return await anext(iterator, _END)
+    except asyncio.CancelledError as error:  # of the user's code: it would look like a cancellation of the reader
+        raise RuntimeError("a datapipe's `__aiter__` raised CancelledError") from error
 
 
 async def _close(iterator: Any) -> None:
@@ -110,8 +113,8 @@ class AsyncMapper(IterDataPipe[Any]):
         exiting = sys.is_finalizing
         calls: deque[asyncio.Task[Any]] = deque()
         failure: Exception | None = None
-        items = iter(self.datapipe)
         try:
+            items = iter(self.datapipe)  # here, because it may raise
             while True:
                 try:
                     item = next(items)
