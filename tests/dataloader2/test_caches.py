@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from asyncloader.dataloader2 import DataLoader2, MultiProcessingReadingService
 from asyncloader.dataloader2.adapter import CacheTimeout, InvalidateCache
 from asyncloader.dataloader2.datapipes.cache_in_memory import InMemoryCacheHolder
 from asyncloader.dataloader2.datapipes.file_claim import _lock, claim
+from asyncloader.dataloader2.graph.utils import parts_of
 from tests.dataloader2.parts import MP, OnlyHere, double, numbers
 
 _ = asyncloader.dataloader2  # registers the forms
@@ -405,6 +407,17 @@ def test_cache_timeout_and_invalidation(tmp_path: Path) -> None:
     assert (InvalidateCache()(memory), memory.cache) == (memory, None)
     with pytest.raises(RuntimeError, match="needs an `on_disk_cache` or an `in_memory_cache` in the graph"):
         InvalidateCache()(numbers(2))
+
+
+def test_invalidation_by_a_clock_that_is_ahead(tmp_path: Path) -> None:
+    """An item of several files is made once, though its invalidation has the time of another machine."""
+    graph: Any = IterableWrapper(["a"]).on_disk_cache(partial(under, tmp_path))
+    graph = Reads(graph.map(partial(into, tmp_path))).unbatch().end_caching(skip_read=True)
+    with DataLoader2[str](graph, InvalidateCache(time.time_ns() + 10**13)) as loader:
+        assert list(loader) == list(loader)
+        assert loader.datapipe is not None
+        (made_of,) = (part for part in parts_of(loader.datapipe) if isinstance(part, Reads))
+        assert made_of.read == 1
 
 
 def test_an_epoch_resumes_whatever_is_cached(tmp_path: Path) -> None:

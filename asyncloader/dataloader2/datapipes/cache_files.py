@@ -133,9 +133,10 @@ class CacheFiles:
                 os.unlink(_list_of(item))  # it would name the item's files of an earlier time
         elif files:
             lines = "".join(f"{file}\n" for file in files)
-            write = CacheFiles(None, "", None).write
+            writer = CacheFiles(None, "", None)
+            writer.valid_from = self.valid_from
             # File names are decoded that way, so the list gives back the same bytes.
-            write(_list_of(item), item, "wt", lambda opened: opened.write(lines), "surrogateescape")
+            writer.write(_list_of(item), item, "wt", lambda opened: opened.write(lines), "surrogateescape")
 
 
 def _list_of(path: str) -> str:
