@@ -45,7 +45,9 @@ class StatefulDataLoader(DataLoader[T_co, B_co]):
         dataset, given = arguments["dataset"], dict(arguments)
         streams = isinstance(dataset, (IterableDataset, IterDataPipe, MapDataPipe)) or is_async_stream(dataset)
         if given["shuffle"] and given["sampler"] is None and given["batch_sampler"] is None and not streams:
-            given |= {"sampler": StatefulRandomSampler(given["dataset"], generator=given["generator"]), "shuffle": None}
+            sampler = StatefulRandomSampler(given["dataset"], generator=given["generator"])
+            given |= {"sampler": sampler, "shuffle": None}
+            self._asyncloader_shuffled = sampler  # so that a clone, perhaps of another dataset, makes its own
         super()._asyncloader_construct(given)
 
     def _asyncloader_workers_begin(self) -> None:

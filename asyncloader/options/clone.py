@@ -125,6 +125,8 @@ def _batching(loader: torch.utils.data.DataLoader[Any], changes: Mapping[str, An
 
 def _order(loader: torch.utils.data.DataLoader[Any]) -> dict[str, Any]:
     sampler = loader.sampler
+    if sampler is vars(loader).get("_asyncloader_shuffled", ...):
+        return {"shuffle": True}
     source = getattr(sampler, "data_source", None)
     if source is loader.dataset or source is _plain_dataset(loader.dataset):
         if type(sampler) is SequentialSampler:

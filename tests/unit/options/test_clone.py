@@ -17,7 +17,15 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.map import SequenceWrapper
 
-from asyncloader import AsyncDataLoader, DataLoader, Recovery, SeededSampler, Tuning
+from asyncloader import (
+    AsyncDataLoader,
+    DataLoader,
+    Recovery,
+    SeededSampler,
+    StatefulDataLoader,
+    StatefulRandomSampler,
+    Tuning,
+)
 from asyncloader.options.clone import constructor_arguments
 from tests.helpers.datasets import AsyncNumbers, AsyncStream, CountedStream, Numbers
 
@@ -171,6 +179,15 @@ def test_shuffling_is_made_anew() -> None:
     assert type(clone.sampler) is RandomSampler
     assert clone.sampler.generator is clone.generator is not generator
     assert sorted(float(batch[0, 0]) for batch in clone) == [100.0 * i for i in range(9)]
+
+
+def test_a_stateful_loaders_shuffling_is_made_anew() -> None:
+    """So is the sampler that a StatefulDataLoader made of ``shuffle=True``; the user's own is passed on."""
+    clone = StatefulDataLoader[Any](Numbers(4), shuffle=True).clone(dataset=Numbers(9)).clone()
+    assert type(clone.sampler) is StatefulRandomSampler
+    assert sorted(float(batch[0, 0]) for batch in clone) == [100.0 * i for i in range(9)]
+    own = StatefulRandomSampler(Numbers(4))
+    assert StatefulDataLoader[Any](Numbers(4), sampler=own).clone().sampler is own
 
 
 def test_the_plain_order_is_made_anew() -> None:
