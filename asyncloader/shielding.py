@@ -9,8 +9,8 @@ Not `asyncio.shield`: from Python 3.14 on, once a waiter was cancelled, it has t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Collection
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -35,3 +35,15 @@ def shielded(work: Awaitable[T]) -> asyncio.Future[T]:
     inner.add_done_callback(pass_on)
     outer.add_done_callback(lambda _: inner.remove_done_callback(pass_on))
     return outer
+
+
+async def wait_until_done(work: Collection[asyncio.Future[Any]]) -> None:
+    """Wait until all of `work` is done, also if the waiting task is cancelled: the cancellation is raised after it."""
+    interrupted: asyncio.CancelledError | None = None
+    while left := [each for each in work if not each.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted

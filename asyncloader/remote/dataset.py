@@ -170,8 +170,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
                     return
                 yield samples[0]
         finally:
-            await worker.aclose()
-            await self._stores.leave()
+            try:
+                await worker.aclose()
+            finally:  # also if the caller is cancelled meanwhile
+                await self._stores.leave()
 
     def shuffled(self) -> Self:
         """Return this dataset if it shuffles samples and shards, else a copy that does. A loader's ``shuffle=True``."""

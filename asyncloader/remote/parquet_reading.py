@@ -22,7 +22,7 @@ from typing import NamedTuple
 from asyncloader.bridge import in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError
 from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_footer, read_rows
-from asyncloader.shielding import shielded
+from asyncloader.shielding import shielded, wait_until_done
 from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
 
 
@@ -135,17 +135,10 @@ class Ranges:
         # Before the reads are cancelled: `_begin` may still be queued in the loop, and must not start a read after
         # them.
         self._closed = True
-        interrupted: asyncio.CancelledError | None = None
         for task in self._tasks:
             task.cancel()
         # A cancelled caller waits to the end, too: a future that is never done would block the thread for ever.
-        while self._tasks:
-            try:
-                await asyncio.wait(self._tasks)
-            except asyncio.CancelledError as error:
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
+        await wait_until_done(self._tasks)
 
     def _begin(self, ranges: list[tuple[int, int]], answer: Future[Sequence[bytes]]) -> None:
         if self._closed:
@@ -203,18 +196,11 @@ class _Steps:
         """End the reads, the call that waits for them, and the thread."""
         # The thread ends after its present call, which ends because its reads fail.
         self._asked.put(None)
-        interrupted: asyncio.CancelledError | None = None
         try:
             await self._ranges.aclose()
-        except asyncio.CancelledError as error:
-            interrupted = error
-        while self._present is not None and not self._present.done():
-            try:
-                await asyncio.wait([asyncio.wrap_future(self._present)])
-            except asyncio.CancelledError as error:
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
+        finally:
+            if self._present is not None and not self._present.done():
+                await wait_until_done([asyncio.wrap_future(self._present)])
 
 
 def _serve(asked: SimpleQueue[Future[Step] | None], step: Callable[[], Step]) -> None:

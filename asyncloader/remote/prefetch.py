@@ -21,6 +21,7 @@ from time import monotonic
 from asyncloader.formats import Located, OnBad, ShardError
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
+from asyncloader.shielding import wait_until_done
 from asyncloader.transports import TransportError
 
 Open = Callable[[Shard, CatalogRange, OnBad], AsyncGenerator[list[Located], None]]
@@ -79,11 +80,13 @@ class RangeReading:
     async def aclose(self) -> None:
         """Stop reading."""
         begun, self._begun = self._begun, None
-        if begun is not None:
-            begun.cancel()
-            # A generator that is running cannot be closed.
-            await asyncio.wait([begun])
-        await self._stream.aclose()
+        try:
+            if begun is not None:
+                begun.cancel()
+                # A generator that is running cannot be closed.
+                await wait_until_done([begun])
+        finally:
+            await self._stream.aclose()
 
 
 def _retrieve_exception(begun: asyncio.Future[list[Located]]) -> None:
@@ -194,18 +197,13 @@ class StreamBuffer:
     async def aclose(self) -> None:
         """Cancel the task, and wait until it has closed the stream, also if the caller is cancelled."""
         self._task.cancel()
-        interrupted: asyncio.CancelledError | None = None
-        while not self._task.done():
-            try:
-                await asyncio.wait([self._task])
-            except asyncio.CancelledError as error:
-                interrupted = error
-        if not self._task.cancelled():
-            self._task.exception()  # retrieved, so that asyncio does not log it
-        self._chunks.clear()
-        self._held = 0
-        if interrupted is not None:
-            raise interrupted
+        try:
+            await wait_until_done([self._task])
+        finally:
+            if not self._task.cancelled():
+                self._task.exception()  # retrieved, so that asyncio does not log it
+            self._chunks.clear()
+            self._held = 0
 
     async def _run(self, stream: AsyncGenerator[bytes, None]) -> None:
         async with aclosing(stream) as chunks:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from asyncloader.remote.catalog import Shard
 from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
 from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
 from asyncloader.remote.shuffle import ShuffleBlocks
-from asyncloader.shielding import shielded
+from asyncloader.shielding import shielded, wait_until_done
 from asyncloader.workers.fetch.assignment_client import AssignmentReply, AssignmentSource
 
 ASK_AHEAD = 12 << 20
@@ -335,15 +336,15 @@ class WorkerStream:
     async def aclose(self) -> None:
         """Stop reading."""
         answer, self._answer = self._answer, None
-        if answer is not None:
-            answer.cancel()
-            await asyncio.wait([answer])
         reading, self._reading = self._reading, None
-        try:
+        # All is closed, also if the caller is cancelled meanwhile.
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._ahead.aclose)
             if reading is not None:
-                await reading.aclose()
-        finally:
-            await self._ahead.aclose()
+                stack.push_async_callback(reading.aclose)
+            if answer is not None:
+                answer.cancel()
+                await wait_until_done([answer])
 
     # -------------------------------------------------------------------------------------------------- state
 

@@ -19,7 +19,7 @@ from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from asyncloader.errors import NoEffectWarning
 from asyncloader.formats import Located, ShardRange
 from asyncloader.remote.dataset import RemoteIterableDataset
-from asyncloader.transports import MemoryTransport
+from asyncloader.transports import MemoryTransport, TransportClosed
 from tests.helpers.remote_folders import (
     ALL,
     dataset_of,
@@ -32,7 +32,7 @@ from tests.helpers.remote_folders import (
 )
 from tests.helpers.running import BOTH, run_async
 from tests.helpers.seeded_runs import Stepwise
-from tests.unit.remote.shards import tar
+from tests.unit.remote.shards import MAKERS, tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -240,6 +240,43 @@ def test_a_transport_of_the_user_s_own() -> None:
             return flat([batch.tolist() async for batch in loader])
 
     assert run_async(run()) == list(range(9))
+
+
+@pytest.mark.parametrize("ending", ["tar", "jsonl.gz", "parquet"])
+def test_cancelled_while_it_closes(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whatever step a reader is cancelled, and once more: its tasks have ended and its transports are closed."""
+    names = [f"memory://shards/{number}.{ending}" for number in range(3)]
+    shards = {f"{number}.{ending}": MAKERS[f"a.{ending}"](range(9)) for number in range(3)}
+    opened: list[MemoryTransport] = []
+
+    def open_transport(_: str) -> MemoryTransport:
+        opened.append(MemoryTransport(shards))
+        return opened[-1]
+
+    async def consume() -> None:
+        async with aclosing(aiter(RemoteIterableDataset(names))) as samples:
+            for _ in range(12):
+                await anext(samples)
+
+    async def run() -> None:
+        for steps in range(100):
+            task = asyncio.create_task(consume())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            ended = task.done()
+            for _ in range(2):
+                task.cancel()
+                await asyncio.sleep(0)
+            await asyncio.wait([task])
+            assert len(asyncio.all_tasks()) == 1
+            while opened:
+                with pytest.raises(TransportClosed):
+                    await opened.pop().read(f"0.{ending}")
+            if ended:
+                return
+
+    monkeypatch.setattr("asyncloader.remote.stores.open_transport", open_transport)
+    run_async(run())
 
 
 # ------------------------------------------------------------------------------------------- lengths
