@@ -21,7 +21,7 @@ from asyncloader.dataloader2.adapter import FullSync, ShardingPolicy
 from asyncloader.dataloader2.datapipes import PrefetchTimeoutError
 from asyncloader.dataloader2.random import dist_share_seed
 from asyncloader.errors import RanksDisagree
-from tests.dataloader2.parts import MP, Seeded, fails_at_5, numbers
+from tests.dataloader2.parts import MP, Seeded, Unreadable, fails_at_5, numbers
 
 pytestmark = [pytest.mark.network]
 
@@ -182,6 +182,22 @@ def test_an_error_in_one_rank_ends_the_others_epoch(tmp_path: Path) -> None:
     zero, one = both(tmp_path, _failing)
     assert zero == [0, 1, 2, 3, 4]
     assert one == [*range(5), "five is right out"]
+
+
+def _cannot_begin(rank: int) -> Any:
+    graph = numbers(9) if rank else Unreadable(ValueError)
+    with DataLoader2[int](graph, reading_service=DistributedReadingService(60)) as loader:
+        if rank:
+            return list(loader)
+        with pytest.raises(ValueError, match="cannot begin"):
+            list(loader)
+        return None
+
+
+@pytest.mark.thorough
+def test_an_epoch_that_cannot_begin_in_one_rank_ends_in_the_other(tmp_path: Path) -> None:
+    """The other rank has no item, and no error of its connection."""
+    assert both(tmp_path, _cannot_begin) == [None, []]
 
 
 def _late(rank: int) -> Any:

@@ -120,7 +120,7 @@ def _agree(
     late: Callable[[], Exception],
 ) -> Iterator[Any]:
     """Give the items for whose position every rank has an item. In the thread."""
-    iterator = iter(source)
+    iterator = _items(source)
     while True:
         failure: Exception | None = None
         item, have = None, 1
@@ -153,3 +153,8 @@ def _agree(
         if not all_have:
             return
         yield item
+
+
+def _items(source: IterDataPipe[Any]) -> Iterator[Any]:
+    # Its `__iter__` is called with the first item: the other ranks must learn of an error of that, too.
+    yield from source
