@@ -22,6 +22,7 @@ import os
 import re
 import weakref
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -169,14 +170,19 @@ class Stores:
     async def aclose(self) -> None:
         """Close the transports that `find` has opened. A later `find` opens new transports."""
         failures: list[Exception] = []
-        for root, transport in list(self._open.items()):
-            await _close(transport, failures)
-            # Removed after its close: if that is cancelled, a later `aclose` can close it.
-            self._open.pop(root, None)
-        if self._owned and self._transport is not None:
-            await _close(self._transport, failures)
+        # Closes all, even if the caller is cancelled while one of them closes: `leave` does not come back for the rest.
+        async with AsyncExitStack() as stack:
+            if self._owned and self._transport is not None:
+                stack.push_async_callback(_close, self._transport, failures)
+            for root, transport in reversed(self._open.items()):
+                stack.push_async_callback(self._close_opened, root, transport, failures)
         if failures:
             raise failures[0]
+
+    async def _close_opened(self, root: str, transport: Transport, failures: list[Exception]) -> None:
+        await _close(transport, failures)
+        # Removed after its close: if that is cancelled, a later `aclose` can close it.
+        self._open.pop(root, None)
 
     def _open_root(self, root: str) -> Transport:
         transport = open_transport(root, **self._options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from asyncloader.remote.stores import Location, Stores, scheme_of, strip_signature
+from asyncloader.remote.stores import Location, LoopStores, Stores, scheme_of, strip_signature
 from asyncloader.transports import MemoryTransport, TransportClosed, UnknownScheme
 from asyncloader.transports.cache_layout import object_url
 from asyncloader.transports.cached import CachedTransport
+from tests.helpers.running import cancelled_after
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,29 @@ async def test_transports_are_shared_and_opened_anew_after_closing() -> None:
         await first.size("a.tar")
     assert stores.find("http://host/a.tar")[0] is not first
     await stores.aclose()
+
+
+class SlowToClose(MemoryTransport):
+    """Its close takes a turn of the loop."""
+
+    async def aclose(self) -> None:
+        try:
+            await asyncio.sleep(0)
+        finally:
+            await super().aclose()
+
+
+async def test_a_cancelled_close_closes_every_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that is cancelled while one transport closes must not leave the others open: nobody else has them."""
+    monkeypatch.setattr("asyncloader.remote.stores.open_transport", lambda _: SlowToClose({"x": b"1"}))
+    for turns in (1, 2, 3):
+        stores = LoopStores(Stores())
+        stores.enter()
+        opened = [stores.here().find(f"memory://{host}/x")[0] for host in "abc"]
+        await cancelled_after(turns, stores.leave())
+        for transport in opened:
+            with pytest.raises(TransportClosed):
+                await transport.read("x")
 
 
 def test_options_reach_the_transports() -> None:
