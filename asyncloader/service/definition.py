@@ -223,7 +223,9 @@ def _convert(owner: str, name: str, value: Any, hint: Any) -> Any:
                 continue
         if plain in (list, dict):
             try:
-                return json.loads(value)
+                made = json.loads(value)
             except (ValueError, RecursionError):
                 continue
+            if type(made) is plain:
+                return made
     raise ValueError(problem)

@@ -56,6 +56,7 @@ def test_arguments_become_what_the_annotations_say(given: dict[str, Any], expect
         ({"n": True}, r"many\(n=\): True is no int"),
         ({"n": 1, "flag": "yes"}, r"many\(flag=\): 'yes' is no bool"),
         ({"n": 1, "names": {"a": 1}}, r"many\(names=\)"),
+        ({"n": 1, "names": '"a"'}, r"many\(names=\): '\"a\"' is no "),
     ],
 )
 def test_arguments_of_another_type(given: dict[str, Any], text: str) -> None:
