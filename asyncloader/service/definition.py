@@ -108,7 +108,11 @@ class Definition:
             kind.kind in (kind.VAR_POSITIONAL, kind.POSITIONAL_ONLY) for kind in bound.signature.parameters.values()
         ):
             raise TypeError(f"{self.name}: the parameters of a definition have names, by which they are sent")
-        return Defined(self, dict(bound.arguments))
+        arguments = dict(bound.arguments)
+        for kind in bound.signature.parameters.values():
+            if kind.kind is kind.VAR_KEYWORD:  # each of these is an argument of its own
+                arguments |= arguments.pop(kind.name, {})
+        return Defined(self, arguments)
 
     @property
     def parameters(self) -> tuple[str, ...]:

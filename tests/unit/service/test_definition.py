@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ def test_a_definition_without_a_service_is_its_dataset() -> None:
     assert list(loader.clone(batch_size=4)) == [32]
     assert repr(many(4, scale=2)) == "many(n=4, scale=2)"
     assert many.__doc__ == "Something with parameters."
+
+
+@definition
+def further(n: int, **options: Any) -> Any:
+    return [n, options]
+
+
+def test_a_definition_with_further_arguments() -> None:
+    """They reach the function as they are given, here and on a node."""
+    made = further(1, a=2, options=3)
+    assert made.make().dataset == [1, {"a": 2, "options": 3}]
+    assert further.convert(json.loads(made.packed_arguments())) == made.arguments
 
 
 @pytest.mark.parametrize(
