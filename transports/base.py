@@ -386,6 +386,14 @@ async def gather_all(calls: Iterable[Coroutine[Any, Any, _R]]) -> list[_R]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
+        return [task.result() for task in tasks]
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from failures.exceptions[0].__cause__
-    return [task.result() for task in tasks]
+        first = failures.exceptions[0]
+        failures.__traceback__ = None  # up to Python 3.12, a frame in it refers to the group
+    # Outside of the `except`: the group would be the error's context, and refers to the error.
+    try:
+        raise first
+    finally:
+        # The error's traceback refers to this frame: it would keep all results until the garbage collector runs.
+        tasks = []
+        del first
