@@ -47,6 +47,7 @@ from asyncloader.telemetry.metrics import Metric, metrics
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.kept_rings import KeptRings
+from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.pool import WorkerPool
 
 _SPEC_NAMES = frozenset(OPTION_NAMES) - {"shuffle"}
@@ -94,8 +95,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._statistics = Statistics()
         self._keeper = StateKeeper()
         # Weak: an iterator that is dropped must be freed at once, and its workers with it.
-        self._iterators: weakref.WeakSet[AsyncLoaderIterator[Any] | AsyncInlineIterator[Any]] = weakref.WeakSet()
-        self._pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+        self._iterators: LiveObjects[AsyncLoaderIterator[Any] | AsyncInlineIterator[Any]] = LiveObjects()
+        self._pools: LiveObjects[WorkerPool] = LiveObjects()
         self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # pools that must not be used for another epoch
         self._newest: weakref.ref[AsyncLoaderIterator[Any] | AsyncInlineIterator[Any]] | None = None
         self._kept: tuple[TorchIterator, EpochConfig] | None = None  # the persistent workers' beginning
@@ -215,11 +216,11 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     async def aclose(self) -> None:
         """End all iterators and idle workers; wait until their processes have ended. Idempotent."""
         self._closed = True
-        for iterator in list(self._iterators):
+        for iterator in self._iterators:
             await iterator.aclose()
         self._idle_pool = None
         # Also those of iterators that were just dropped, which are ending in threads of their own.
-        for pool in list(self._pools):
+        for pool in self._pools:
             await shielded(in_thread(pool.stop))
         if rings := kept_rings_of(self._spec):
             await shielded(in_thread(rings.close))
@@ -230,10 +231,10 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     def close(self) -> None:
         """`aclose` for code that is not async. Blocks until the processes have ended. Idempotent."""
         self._closed = True
-        for iterator in list(self._iterators):
+        for iterator in self._iterators:
             iterator.close()
         self._idle_pool = None
-        for pool in list(self._pools):
+        for pool in self._pools:
             pool.stop()
         if rings := kept_rings_of(self._spec):
             rings.close()

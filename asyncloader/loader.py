@@ -41,6 +41,7 @@ from asyncloader.telemetry.diagnosis import Diagnosis
 from asyncloader.telemetry.metrics import Metric, metrics
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.tracebacks import hide_our_frames
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         state = self._asyncloader_state
         state.closed = True
         self._iterator = None
-        for iterator in list(state.iterators):
+        for iterator in state.iterators:
             iterator._shutdown_workers()
         state.bridge.wait_for_releases()  # waits for iterators that were just dropped
         if rings := kept_rings_of(self):
@@ -333,7 +334,7 @@ class _FacadeState:
         self.bridge = Bridge()
         self.keeper = StateKeeper()
         self.closed = False
-        self.iterators: weakref.WeakSet[SyncInlineIterator | WorkerIterator | ThreadIterator] = weakref.WeakSet()
+        self.iterators: LiveObjects[SyncInlineIterator | WorkerIterator | ThreadIterator] = LiveObjects()
         self.newest: weakref.ref[SyncInlineIterator | WorkerIterator] | None = None
 
     def iterator(self) -> SyncInlineIterator | WorkerIterator | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import multiprocessing
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +160,39 @@ def test_close_by_another_thread_while_an_iterator_is_made(kind: Any, workers: i
         with pytest.raises(LoaderClosed, match="is closed; make a new loader"):
             making.result(PATIENCE_S)
         del making
+
+
+@pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
+def test_close_while_another_thread_adds_an_iterator(kind: Any) -> None:
+    """An iterator that another thread has made while `close` goes through the iterators does not disturb it."""
+    sampler = Held()
+    loader = kind(Numbers(3), batch_sampler=sampler)
+    sampler.go.set()
+    iterators = [make_iterator(loader) for _ in range(2)]
+    sampler.go.clear()
+    sampler.reached.clear()
+    refused: list[Any] = []
+
+    def meanwhile(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_name == "__iter__" and event == "return" and not refused:  # the first iterator was found
+            sampler.go.set()
+            refused.append(making.exception(PATIENCE_S))
+        return meanwhile
+
+    with ThreadPoolExecutor(1) as threads:
+        making = threads.submit(make_iterator, loader)
+        assert sampler.reached.wait(PATIENCE_S)
+        before = sys.gettrace()
+        sys.settrace(meanwhile)
+        try:
+            loader.close()
+        finally:
+            sys.settrace(before)
+            sampler.go.set()
+    assert isinstance(refused.pop(), LoaderClosed)
+    for batches in iterators:
+        with pytest.raises(LoaderClosed):
+            next(batches) if kind is DataLoader else asyncio.run(anext(batches))
 
 
 def test_several_iterators_at_a_time() -> None:
