@@ -76,10 +76,11 @@ class Defined:
         for name, value in self.arguments.items():
             try:
                 json.dumps(value, allow_nan=False)
+                _check_keys(value)
             except (TypeError, ValueError):
                 raise TypeError(
                     f"{self.definition.name}({name}={value!r:.60}) cannot be sent to a service: arguments are numbers, "
-                    "texts, lists and dictionaries of these"
+                    "texts, lists and dictionaries of these, with texts as keys"
                 ) from None
         return json.dumps(self.arguments, sort_keys=True)
 
@@ -192,6 +193,17 @@ def load_definition(target: str) -> Definition:
     # Now, while the files are those that were just imported: they may be edited before the first loader comes.
     found.fingerprint()
     return found
+
+
+def _check_keys(value: Any) -> None:
+    """Raise TypeError for a dictionary that JSON would give another key: 1 would become "1"."""
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            _check_keys(each)
 
 
 def _convert(owner: str, name: str, value: Any, hint: Any) -> Any:

@@ -90,6 +90,7 @@ def test_mistakes_where_a_loader_is_made() -> None:
         ({"on_error": print}, ValueError, "use 'skip' or 'refill'"),
         ({"workers": "127.0.0.1:9"}, ValueError, "is no address: give tcp://host:port"),
         ({"dataset": definitions.numbers(n=object())}, TypeError, r"numbers\(n=<object .*cannot be sent to a service"),
+        ({"dataset": definitions.numbers(n=[{1: 2}])}, TypeError, r"numbers\(n=\[\{1: 2\}\]\) cannot.* texts as keys"),
     ]
     for change, kind, text in mistakes:
         with pytest.raises(kind, match=text):
