@@ -251,6 +251,25 @@ def test_an_unfinished_awaited_part_at_the_end_of_the_program() -> None:
     assert run_fresh(script) == (3, "", "")
 
 
+def test_an_awaited_part_in_a_forked_child() -> None:
+    """The child drops it without an error, and the parent reads on."""
+    script = (
+        "import os\n"
+        "import asyncloader.dataloader2\n"
+        "from asyncloader.dataloader2.datapipes.async_map import await_parts\n"
+        "from tests.dataloader2.parts import ticking\n"
+        "items = iter(await_parts(ticking(3)))\n"
+        "next(items)\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    del items\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "print(list(items))\n"
+    )
+    assert run_fresh(script) == (0, "[1, 2]\n", "")
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_amap_cancels_the_calls_in_flight(fails: bool) -> None:
     """An error of another call does, and so does dropping the iterator."""

@@ -58,8 +58,9 @@ class Awaited(IterDataPipe[Any]):
                 while (item := bridge.run(_next(iterator))) is not _END:
                     yield item
             finally:
-                # An interpreter that is exiting has stopped the loop's thread: waiting for it would never end.
-                if not exiting():
+                # An interpreter that is exiting has stopped the loop's thread: waiting for it would never end. And a
+                # forked child has no such thread.
+                if not exiting() and bridge.running:
                     bridge.run(_close(iterator))
         finally:
             if not exiting():
