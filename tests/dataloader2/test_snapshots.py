@@ -285,12 +285,29 @@ def test_a_new_seed_begins_a_new_epoch() -> None:
     assert len(list(loader)) == 9
 
 
+def add_shuffle(datapipe: Any) -> Any:
+    return datapipe.shuffle()
+
+
 def test_adapters_are_applied_to_the_loaded_graph() -> None:
     """The graph of the state goes through the constructor's adapters."""
     state, _, _ = split(numbers(20).shuffle(), 0, 0, seed=6)
     loader = DataLoader2[int](None, Shuffle(False), service(0))
     loader.load_state_dict(state)
     assert list(loader) == list(range(20))
+
+
+@pytest.mark.parametrize(("graph", "adapter"), [(numbers(6), add_shuffle), (numbers(6).shuffle(), Shuffle(False))])
+def test_a_position_with_other_shuffles(graph: Any, adapter: Any) -> None:
+    """It is refused where the rest of the epoch would be another; the epoch can begin anew."""
+    saved = DataLoader2[int](graph)
+    next(iter(saved))
+    loader = DataLoader2[int](None, adapter)
+    loader.load_state_dict(saved.state_dict())
+    with pytest.raises(StateError, match=r"an epoch with . shuffles, and the graph has .,"):
+        iter(loader)
+    loader._restore_checkpoint_beginning_of_epoch()
+    assert sorted(loader) == list(range(6))
 
 
 def test_too_late_to_load() -> None:

@@ -37,13 +37,16 @@ def fix_shuffle_seeds(datapipe: DataPipe, seeds: list[int] | None) -> list[int]:
 
     Args:
         datapipe: the end of the graph.
-        seeds: the seeds of an epoch that is to be repeated; None: those that the user has set, and for the other
-            shuffles seeds as these would draw them, from torch's global generator, which advances.
+        seeds: the seeds of an epoch that is to be repeated. None, or if their number is not that of the shuffles: those
+            that the user has set, and for the other shuffles seeds as these would draw them, from torch's global
+            generator, which advances.
 
     Returns:
         The seeds.
     """
     shuffles = [each for each in parts_of(datapipe) if isinstance(each, _SHUFFLES) and each._enabled]
+    if seeds is not None and len(seeds) != len(shuffles):
+        seeds = None
     fixed: list[int] = []
     for number, each in enumerate(shuffles):
         seed = each._seed if seeds is None else seeds[number]
