@@ -381,6 +381,8 @@ def test_no_workers_and_the_old_name() -> None:
     assert old.num_workers == 2
     with pytest.raises(AssertionError, match="Please choose one available multiprocessing context"):
         MultiProcessingReadingService(2, "threads")
+    with pytest.raises(ValueError, match="num_workers must be at least 0, not -1"):
+        MultiProcessingReadingService(-1)
 
 
 def test_coroutines_in_the_workers() -> None:

@@ -47,6 +47,7 @@ class MultiProcessingReadingService(PausableReadingService):
             `random`, torch and numpy are seeded before.
 
     Raises:
+        ValueError: `num_workers` is negative.
         AssertionError: at the first ``iter()``: the graph has no replicable branch, or more than one.
         WorkerDied: by ``next()``: a worker died that had been replaced three times in this epoch; or any worker of a
             graph with a dispatching process, which deals each item only once; or that process.
@@ -65,6 +66,8 @@ class MultiProcessingReadingService(PausableReadingService):
             raise AssertionError(
                 f"Please choose one available multiprocessing context from {mp.get_all_start_methods()}"
             )
+        if num_workers < 0:
+            raise ValueError(f"num_workers must be at least 0, not {num_workers}")
         self.num_workers = num_workers
         self.multiprocessing_context = multiprocessing_context
         self.worker_prefetch_cnt = worker_prefetch_cnt
