@@ -487,8 +487,10 @@ def _end(source: list[Any], service: ReadingServiceInterface | None) -> None:
     """End the service, then the epoch's iterator, whose last reference is in this list."""
     try:
         if service is not None:
-            service.finalize_iteration()
-            service.finalize()
+            try:
+                service.finalize_iteration()
+            finally:
+                service.finalize()
     finally:
         # Last: the iterator's own end waits for its threads, which may be waiting for items of the service's processes.
         source.clear()

@@ -357,6 +357,26 @@ def test_services_in_a_row() -> None:
     assert Recording.calls[:3] == [("restoreA", b"stateA"), "initializeB", ("restoreC", b"stateC")]
 
 
+class Failing(Recording):
+    """A service whose ends fail."""
+
+    def finalize_iteration(self) -> None:
+        raise ConnectionError("end of the epoch")
+
+    def finalize(self) -> None:
+        raise ConnectionError("end")
+
+
+def test_a_service_that_cannot_end() -> None:
+    """Its error is raised, and the other services end."""
+    service = SequentialReadingService(Recording("A"), Failing("B"))
+    loader = DataLoader2[int](numbers(2), reading_service=service)
+    next(iter(loader))
+    with pytest.raises(ConnectionError):
+        loader.shutdown()
+    assert Recording.calls[-1] == "finalizeA"
+
+
 class Pausing(Recording):
     """A service with pauses and limits, each of which returns a function."""
 

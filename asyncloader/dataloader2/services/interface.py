@@ -11,6 +11,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from asyncloader.dataloader2.graph.settings import set_graph_random_seed
@@ -206,9 +207,10 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
 
     def finalize(self) -> None:
         """Finalize the services in the reverse order."""
-        # The attribute may be missing: a finalizer also calls this if the constructor has failed.
-        for each in reversed(getattr(self, "reading_services", ())):
-            each.finalize()
+        with ExitStack() as ends:  # an error of one leaves no process of another
+            # The attribute may be missing: a finalizer also calls this if the constructor has failed.
+            for each in getattr(self, "reading_services", ()):
+                ends.callback(each.finalize)
 
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Change | None = None) -> Change | None:
         """Begin an epoch in each service. A service's returned function is the `iter_reset_fn` of the next service."""
