@@ -124,7 +124,10 @@ class LocalTransport(Transport):
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
         """Return the paths of the regular files, with one call in a thread per directory, like `Transport.list`."""
         check_prefix(prefix)
-        pending = [FileEntry(prefix.rpartition("/")[0], True, frozenset())]
+        parent = prefix.rpartition("/")[0]
+        # With them, a link in `parent` that leads above it is skipped, as in a listing of everything.
+        above = await self._pool.run(partial(self._files.containers, parent))
+        pending = [FileEntry(parent, True, above)]
         while pending:
             entry = pending.pop()
             if not entry.is_directory:

@@ -15,7 +15,7 @@ import errno
 import os
 import stat
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from asyncloader.transports.checks import check_path
@@ -105,14 +105,29 @@ class RootedFiles:
             finally:
                 os.close(descriptor)
 
+    def containers(self, directory: str) -> frozenset[tuple[int, int]]:
+        """Return the identities of the directories that contain `directory`, as in `FileEntry.ancestors`."""
+        found: set[tuple[int, int]] = set()
+        while directory:
+            directory = directory.rpartition("/")[0]
+            with suppress(OSError):  # `entries` finds the reason
+                status = os.stat(os.path.join(self.directory, directory))
+                found.add((status.st_dev, status.st_ino))
+        return frozenset(found)
+
     def _scan(self, descriptor: int, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[FileEntry]:
         found: list[FileEntry] = []
         with os.scandir(descriptor) as names:
             for name in names:
                 path = f"{directory}/{name.name}" if directory else name.name
-                is_directory = name.is_dir()
-                if not is_directory and not name.is_file():
-                    continue  # a FIFO, a socket, a device, or a link that leads nowhere
+                try:
+                    is_directory = name.is_dir()
+                    if not is_directory and not name.is_file():
+                        continue  # a FIFO, a socket, a device, or a link that leads nowhere
+                except OSError as error:
+                    if error.errno != errno.ELOOP:
+                        raise
+                    continue  # a link to itself, which leads nowhere, too
                 if name.is_symlink() and not is_directory:  # directories are checked when they are opened
                     self._refuse_true_path(os.path.realpath(os.path.join(self.directory, path)), path)
                 found.append(FileEntry(path, is_directory, ancestors))

@@ -171,3 +171,16 @@ async def test_listing_survives_a_directory_that_goes_away(root: Path) -> None:
         assert [await anext(paths), await anext(paths)] == ["a.bin", "b/1"]
         shutil.rmtree(root / "c")
         assert [path async for path in paths] == ["d/1"]
+
+
+async def test_a_prefix_lists_what_the_whole_listing_has(root: Path) -> None:
+    """A link that leads above the prefix's directory is skipped there, too."""
+    (root / "b/c").mkdir(parents=True)
+    (root / "b/c/1").write_bytes(b"")
+    (root / "b/c/up").symlink_to("../..")
+    (root / "b/c/near").symlink_to("..")
+    async with LocalTransport(root) as transport:
+        everything = [path async for path in transport.list()]
+        for prefix in ["b/", "b/c/", "b/c/u", "b/c/up/", "b/c/near/c/"]:
+            expected = [path for path in everything if path.startswith(prefix)]
+            assert [path async for path in transport.list(prefix)] == expected, prefix
