@@ -184,6 +184,7 @@ def test_listing_refuses_links_that_lead_out(root: RootedFiles) -> None:
 def test_listing_passes_over_dangling_links_and_cycles(root: RootedFiles) -> None:
     """A link to nothing lists nothing; a walk through links that lead back terminates."""
     link(root, "nothing", "no/such/file")
+    link(root, "itself", "itself")
     link(root, "a/up", "..")
     (Path(root.directory) / "x").mkdir()
     (Path(root.directory) / "y").mkdir()
