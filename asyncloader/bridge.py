@@ -37,6 +37,10 @@ T = TypeVar("T")
 
 _Outcome: TypeAlias = tuple[T | None, BaseException | None]
 
+_GONE = "the loader's event loop is gone: {}; make a new iterator"
+_CLOSED = _GONE.format("it was closed")
+_INHERITED = _GONE.format("this is a forked child of the process that made it")
+
 RELEASE_SECONDS = 10.0
 """Longest wait for the end of dropped iterators: more than workers and datasets get to end."""
 
@@ -242,16 +246,17 @@ class Bridge:
             raise
         try:
             return task.result()
+        except asyncio.CancelledError:
+            if self._loop is not loop:  # `release`, in another thread, has ended the loop, which cancelled it
+                raise LoaderClosed(_CLOSED) from None
+            raise
         finally:
             del task, launched  # an error's traceback refers to this frame
 
     def _live_loop(self) -> asyncio.AbstractEventLoop:
         loop = self._loop
         if loop is None or os.getpid() != self._owner:
-            where = (
-                "it was closed" if os.getpid() == self._owner else "this is a forked child of the process that made it"
-            )
-            raise LoaderClosed(f"the loader's event loop is gone: {where}; make a new iterator")
+            raise LoaderClosed(_CLOSED if os.getpid() == self._owner else _INHERITED)
         return loop
 
 

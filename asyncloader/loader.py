@@ -189,8 +189,13 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         state = self._asyncloader_state
         if async_index_source(self) is None or not state.bridge.running:
             target(*args, **kwargs)
-        else:
+            return
+        # As a user of the loop: the last iterator may end in another thread, and with it the loop.
+        state.bridge.acquire()
+        try:
             state.bridge.run(_call(target, args, kwargs))
+        finally:
+            state.bridge.release()
 
     @OverridableProperty
     def epoch(self) -> int:

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -226,6 +227,24 @@ def test_release_cancels_what_is_still_running() -> None:
     bridge.release()
     assert ended == ["cleaned up"]
     assert task.cancelled()
+
+
+def test_release_ends_a_call_that_another_thread_waits_for() -> None:
+    """The caller learns that the loop has ended, and gets no CancelledError, which `except Exception` lets pass."""
+    bridge, running = Bridge(), threading.Event()
+
+    async def wait_for_ever() -> None:
+        running.set()
+        await asyncio.Event().wait()
+
+    bridge.acquire()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(bridge.run, wait_for_ever())
+        assert running.wait(60)
+        bridge.release()
+        with pytest.raises(LoaderClosed, match="it was closed"):
+            waiting.result(60)
+        del waiting
 
 
 def test_release_from_the_loops_own_thread() -> None:

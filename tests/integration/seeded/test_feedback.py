@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from asyncloader import Tuning
+from asyncloader import DataLoader, Tuning
+from asyncloader.bridge import Bridge
 from tests.helpers.running import BOTH
 from tests.helpers.seeded_datasets import Rows
 from tests.helpers.seeded_runs import Stepwise
@@ -53,6 +55,32 @@ def test_arguments_are_passed_on(kind: str, make: Any) -> None:
         assert sampler.heard == [7, 7, 7]
         run.begin()
         assert run.step().tolist() == [3, 3]
+
+
+class EndsBehind(Bridge):
+    """A loop whose last iterator ends behind the back of the first caller that asks whether it runs."""
+
+    ends: Callable[[], object] | None = None
+
+    @property
+    def running(self) -> bool:
+        found, (ends, self.ends) = super().running, (self.ends, None)
+        if ends is not None:
+            ends()
+        return found
+
+
+def test_the_last_iterator_ends_meanwhile() -> None:
+    """A report that comes while the last iterator ends in another thread reaches the sampler."""
+    sampler = AwaitedCurriculum(8)
+    with DataLoader[Any](Rows(N), batch_size=2, sampler=sampler) as loader:
+        bridge = loader._asyncloader_state.bridge = EndsBehind()
+        batches: Any = iter(loader)
+        next(batches)
+        assert bridge.running
+        bridge.ends = batches._shutdown_workers
+        loader.feedback(7)
+        assert sampler.heard == [7]
 
 
 @pytest.mark.parametrize("kind", BOTH)
