@@ -358,13 +358,17 @@ def test_services_in_a_row() -> None:
 
 
 class Failing(Recording):
-    """A service whose ends fail."""
+    """A service whose first ends fail."""
+
+    failures: ClassVar[int] = 0
 
     def finalize_iteration(self) -> None:
-        raise ConnectionError("end of the epoch")
+        self.finalize()
 
     def finalize(self) -> None:
-        raise ConnectionError("end")
+        if Failing.failures:
+            Failing.failures -= 1
+            raise ConnectionError("end")
 
 
 def test_a_service_that_cannot_end() -> None:
@@ -372,6 +376,7 @@ def test_a_service_that_cannot_end() -> None:
     service = SequentialReadingService(Recording("A"), Failing("B"))
     loader = DataLoader2[int](numbers(2), reading_service=service)
     next(iter(loader))
+    Failing.failures = 2  # and none in the finalizers
     with pytest.raises(ConnectionError):
         loader.shutdown()
     assert Recording.calls[-1] == "finalizeA"
