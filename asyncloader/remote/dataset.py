@@ -39,7 +39,7 @@ from asyncloader.remote.stores import LoopStores, Stores, is_cached, scheme_of, 
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.sizes import Size, size
-from asyncloader.transports import ObjectNotFound, Transport, TransportError
+from asyncloader.transports import InvalidPath, ObjectNotFound, SizeUnknown, Transport
 from asyncloader.workers.fetch.assignment_client import AssignmentSource
 
 RANGES_PER_WORKER = 4
@@ -353,7 +353,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         if self._shards is not None and self._parts == (parts, ranks):
             return self._shards
         async with aclosing(self._own_stores()) as stores:
-            found, done = await self._find(stores), True
+            found = await self._find(stores)
             assert self._listed is not None
             few, shards = len(found) <= MAX_SIZE_REQUESTS, self._listed
             if few and ranks > 1:
@@ -361,14 +361,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
             if len(found) < parts and any(map(can_cut, found)):
                 shards = await with_edges(found, stores, parts, leave=RAISED_WHEN_READ)
             elif few:
-                try:
-                    sized = await with_sizes(found, stores)
-                    # Only the sizes: counts from an earlier `len()` must not change the plan.
-                    shards = [shard._replace(size=of.size) for shard, of in zip(shards, sized, strict=True)]
-                except TransportError:
-                    # Raised again when that shard is read. The next plan requests the sizes again.
-                    done = False
-            self._shards, self._parts, self._counts = shards, (parts, ranks) if done else None, None
+                sized = await with_sizes(found, stores, leave=(*RAISED_WHEN_READ, InvalidPath, SizeUnknown))
+                # Only the sizes: counts from an earlier `len()` must not change the plan.
+                shards = [shard._replace(size=of.size) for shard, of in zip(shards, sized, strict=True)]
+            self._shards, self._parts, self._counts = shards, (parts, ranks), None
             return shards
 
     async def _count_samples(self) -> list[Shard]:

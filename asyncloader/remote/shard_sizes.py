@@ -38,13 +38,27 @@ PROBE_SAMPLES = 1000
 T = TypeVar("T")
 
 
-async def with_sizes(shards: Sequence[Shard], stores: Stores) -> list[Shard]:
+async def with_sizes(
+    shards: Sequence[Shard], stores: Stores, *, leave: tuple[type[Exception], ...] = ()
+) -> list[Shard]:
     """Return the shards with `Shard.size`.
+
+    Args:
+        shards: the shards.
+        stores: find the transports for their URLs.
+        leave: a shard that raises one of these errors is left as it is.
 
     Raises:
         TransportError: a shard's size cannot be read; the first such error, the other requests are cancelled.
     """
-    return await _each(shards, lambda shard: _with_size(shard, stores))
+
+    async def measure(shard: Shard) -> Shard:
+        try:
+            return await _with_size(shard, stores)
+        except leave:
+            return shard
+
+    return await _each(shards, measure)
 
 
 async def with_counts(

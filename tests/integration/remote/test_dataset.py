@@ -19,7 +19,15 @@ from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from asyncloader.errors import NoEffectWarning
 from asyncloader.formats import Located, ShardRange
 from asyncloader.remote.dataset import RemoteIterableDataset
-from asyncloader.transports import MemoryTransport, TransportClosed
+from asyncloader.transports import (
+    InvalidPath,
+    MemoryTransport,
+    ObjectInfo,
+    ObjectNotFound,
+    ReadFailed,
+    SizeUnknown,
+    TransportClosed,
+)
 from tests.helpers.remote_folders import (
     ALL,
     dataset_of,
@@ -315,6 +323,36 @@ def test_length_under_a_running_loop(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------- plans
+
+
+class NoSize(MemoryTransport):
+    """Raises `error` when it is asked for the size of shard 3."""
+
+    error: Exception | None = None  # the class's, because a plan is made with a copy of the transport
+
+    async def info(self, path: str) -> ObjectInfo:
+        if path == "3.tar" and self.error is not None:
+            raise self.error
+        return await super().info(path)
+
+
+async def test_a_plan_without_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outage fails the plan: with fewer sizes it would be another plan, which no saved state fits. A shard that has
+    no size leaves the sizes of the others.
+    """
+    names = [f"{number}.tar" for number in range(24)]
+
+    async def planned() -> list[int]:
+        dataset = RemoteIterableDataset(names, transport=NoSize(dict.fromkeys(names, tar(range(3)))))
+        return [len(assignment) for assignment in (await dataset.plan(2, 0, 1, None)).assignments]
+
+    assert await planned() == [3] * 8
+    monkeypatch.setattr(NoSize, "error", ReadFailed("the store is away"))
+    with pytest.raises(ReadFailed, match="away"):
+        await planned()
+    for error in (SizeUnknown("no size"), ObjectNotFound("gone"), InvalidPath("no path")):
+        monkeypatch.setattr(NoSize, "error", error)
+        assert await planned() == [3, 1, *[3] * 6, 2]
 
 
 @pytest.mark.parametrize("shards", [1, 15, 40])
