@@ -7,6 +7,7 @@ state, whatever `use_stateful_dataloader` says: a run that was stopped within an
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from typing import Any
@@ -190,7 +191,10 @@ def _skipping(kind: type[DataLoader[Any]], first: int) -> type[DataLoader[Any]]:
         def __iter__(self) -> Any:
             self.load_state_dict({})
             beginning = self.state_dict()
-            self.load_state_dict({**beginning, "step": min(first, super().__len__())})
+            step = first
+            with contextlib.suppress(TypeError):  # its sampler has no length, and reading finds the end
+                step = min(first, super().__len__())
+            self.load_state_dict({**beginning, "step": step})
             return super().__iter__()
 
         def __len__(self) -> int:

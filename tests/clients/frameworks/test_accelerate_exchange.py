@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,22 @@ def test_skip_first_batches_of_a_plain_loader() -> None:
     expected = accelerate.skip_first_batches(STOCK(Rows(36), 8, num_workers=2), 3)
     assert (type(got), got.snapshot_every_n_steps) == (OURS, 3)
     assert_same(epochs(got), epochs(expected))
+
+
+class Unsized:
+    """A batch sampler without a length."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2], [3]])
+
+
+@pytest.mark.parametrize("first", [1, 9])
+def test_skip_first_batches_of_an_unknown_number(first: int) -> None:
+    """In seeded mode, too, batches can be skipped whose number is not known, also more than there are."""
+    loader = OURS(list(range(4)), batch_sampler=Unsized(), seed=0)
+    skipping = skip_first_batches(loader, first)
+    for _ in range(2):
+        assert [batch.tolist() for batch in skipping] == [[0, 1], [2], [3]][first:]
 
 
 @pytest.mark.parametrize("dispatch", [None, False], ids=["dispatcher", "shard"])
