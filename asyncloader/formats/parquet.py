@@ -435,8 +435,13 @@ class _Rows:
         return None
 
     def _check_sizes(self, batch: Any, first: int) -> None:
+        arrow, _ = pyarrow()
         for row in range(batch.num_rows):
-            size = batch.slice(row, 1).nbytes
+            # A dictionary is the batch's: of it, a row takes one value.
+            size = sum(
+                (column.dictionary_decode() if isinstance(column, arrow.DictionaryArray) else column).nbytes
+                for column in batch.slice(row, 1).columns
+            )
             if size > self._max:
                 raise self._error(f"row {first + row:,} takes {size:,} bytes, more than max_sample_bytes={self._max:,}")
 

@@ -206,6 +206,15 @@ def test_rows_are_bounded() -> None:
         next(batches)
 
 
+def test_rows_with_a_large_dictionary_are_small() -> None:
+    """A row of a column of categories takes its own value, and not all of its column's."""
+    names = [f"{n}" * 100 for n in range(50)]
+    data = written(pa.table({"name": pa.array(names).dictionary_encode()}))
+    assert [sample["name"] for sample, _ in rows_of(data, max_sample_bytes=1000)] == names
+    with pytest.raises(ShardError, match=r"row 10 takes 2.. bytes, more than max_sample_bytes=200"):
+        rows_of(data, max_sample_bytes=200)
+
+
 def test_pages_are_bounded() -> None:
     """A page above the limit is not even asked for; the error is kept, since pyarrow may wrap it."""
     data = written(pa.table({"b": [bytes(range(256)) * 400]}), use_dictionary=False, compression="none")
