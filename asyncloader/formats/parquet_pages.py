@@ -107,7 +107,9 @@ class PageHeaders:
                 header.skip(kind, 0)
         unpacked, packed = sizes[2], sizes[3]
         for claim in (unpacked, packed):
-            if not 0 <= claim <= self._limits.size:
+            if claim < 0:
+                self._fail("a page's header has no size, or a negative one")
+            if claim > self._limits.size:
                 self._fail(f"a page claims {claim:,} bytes; {self._limits.size:,} are allowed: raise max_sample_bytes")
         # pyarrow allocates by the number of entries.
         if entries > unpacked:

@@ -264,6 +264,13 @@ def test_page_headers_are_followed(step: int) -> None:
             tight.feed(data[start : start + length])
 
 
+def test_a_page_without_a_size_is_damaged() -> None:
+    """No limit that the user could raise is named."""
+    pages = PageHeaders(100, PageLimits(1 << 20, 5))
+    with pytest.raises(ValueError, match=r"^a page's header has no size, or a negative one$"):
+        pages.feed(bytes(100))
+
+
 def test_mutated_pages_end_in_errors_or_rows() -> None:
     """Randomly drawn faults in pages give rows or a `ShardError`, without memory beyond the limit of a page."""
     table = {"i": list(range(300)), "l": [[n] * (n % 5) for n in range(300)], "s": [f"t{n % 9}" for n in range(300)]}
