@@ -155,9 +155,6 @@ class PushReader(Reader):
     def _parse(self) -> Parser:
         """Parse the format. While it is suspended, `_at` is the offset of the bytes that it requested."""
 
-    def _at_end(self) -> None:
-        """Called if the shard may end at this position; the last opportunity to append a sample."""
-
     def _take(self, chunk: bytes) -> None:
         send, held = self._parser.send, self._held
         pos, size = 0, len(chunk)
@@ -200,4 +197,3 @@ class PushReader(Reader):
         if self._held or not self._may_end:
             have = self._at + len(self._held)
             self._fail("the shard is truncated: more bytes must come here", have)
-        self._at_end()

@@ -87,10 +87,6 @@ class ShuffleBlocks(Generic[T]):
         self.number, self.aim, self.given, self.block, self.filling = number, aim, given, block, filling
         self._arrange()
 
-    def rest(self) -> list[T]:
-        """Return all items that are not returned yet."""
-        return [*(self.block[index] for index in self._order[self.given :]), *self.filling]
-
     def _arrange(self) -> None:
         size = len(self.block)
         self._order = Permutation(size, self._key, max(0, self.number))(np.arange(size)).tolist()
