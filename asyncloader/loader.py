@@ -264,7 +264,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.pop("_asyncloader_state", None)
-        state.pop("_asyncloader_maker", None)
+        state["_asyncloader_maker"] = None  # of no process; not left out, for a copy's options are fixed, too
         state["_iterator"] = None  # a copy has no iterator
         return state
 

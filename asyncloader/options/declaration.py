@@ -286,7 +286,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             # Not left in the instance: in the class, `AskedAttribute` asks a node.
             attributes = {name: vars(self).pop(name) for name in DEPENDING}
             vars(self)["_asyncloader_unknown"] = Unknown(arguments, options_about_dataset(), attributes)
-        self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; copies do not have this
+        self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; None in copies
 
     def _asyncloader_make(self, arguments: dict[str, Any]) -> None:
         """Check the arguments, and set the attributes."""

@@ -278,9 +278,11 @@ async def _all(loader: AsyncDataLoader[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
 def test_options_are_fixed(kind: Any) -> None:
-    """Setting an option raises and names `clone`; a subclass's attribute of the same name is its own."""
-    with pytest.raises(ValueError, match=r"seed is fixed when a loader is made; clone\(seed=\.\.\.\)"):
-        kind(Numbers(6)).seed = 3
+    """Setting an option, also a copy's, raises and names `clone`; a subclass's attribute of that name is its own."""
+    made = kind(Numbers(6))
+    for each in (made, copy.copy(made), pickle.loads(pickle.dumps(made))):
+        with pytest.raises(ValueError, match=r"seed is fixed when a loader is made; clone\(seed=\.\.\.\)"):
+            each.seed = 3
 
     class Own(kind):  # type: ignore[misc]
         pass
