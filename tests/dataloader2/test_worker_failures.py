@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,17 +76,21 @@ def _fails_oddly(x: int) -> int:
         raise LocalError("of a class that cannot be pickled")
     if x == 5:
         raise _TwoArgumentsError("of a class", "that cannot be unpickled")
+    if x == 7:
+        raise ExceptionGroup("of a class that takes two", [ValueError(x)])
     return x
 
 
-@pytest.mark.parametrize(("start", "words"), [(0, "LocalError: of a class"), (4, "Two.* of a class")])
+@pytest.mark.parametrize(
+    ("start", "words"), [(0, "LocalError: of a class"), (4, "Two.* of a class"), (6, "Group: of a class")]
+)
 @pytest.mark.parametrize("dispatched", [False, True])
 def test_errors_of_odd_classes(start: int, words: str, dispatched: bool) -> None:
     """A RuntimeError with their text is raised."""
     graph = numbers(6, start).map(_fails_oddly)
     graph = graph.sharding_round_robin_dispatch(MP) if dispatched else graph.sharding_filter()
     loader = DataLoader2[int](graph, reading_service=MultiProcessingReadingService(2))
-    with pytest.raises(RuntimeError, match=rf"(?s)^Caught .*Original Traceback .*{words}"):
+    with pytest.raises(RuntimeError, match=rf"(?s)^Caught .*Original .*Traceback .*{words}"):
         list(loader)
 
 
@@ -161,6 +166,21 @@ def test_errors(graph: Any, where: str) -> None:
     assert "five is right out" in str(caught.value)
     with pytest.raises(RuntimeError, match="already been shut down"):
         iter(loader)
+
+
+def test_a_loader_that_failed_is_no_cycle() -> None:
+    """It is freed at once after an error of a worker."""
+    gc.collect()
+    gc.disable()
+    try:
+        loader = DataLoader2[int](numbers(6).map(fails_at_5), reading_service=MultiProcessingReadingService(1))
+        with pytest.raises(ValueError, match="five"):
+            list(loader)
+        freed = weakref.ref(loader)
+        del loader
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_items_before_an_error() -> None:

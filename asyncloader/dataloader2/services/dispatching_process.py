@@ -26,6 +26,7 @@ from asyncloader.dataloader2.graph._serialization import dumps
 from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.utils.worker import Change, WorkerInfo, reset_graph
+from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.errors import WorkerDied, ending
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.workers.default_signals import set_worker_signals
@@ -77,7 +78,7 @@ class Dispatched(IterDataPipe[Any]):
             if kind == "end":
                 return
             if kind == "error":
-                value.reraise()
+                raise_worker_error(value)
             yield value
 
     def close(self) -> None:

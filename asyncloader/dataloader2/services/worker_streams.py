@@ -28,6 +28,7 @@ from asyncloader.dataloader2.random._philox import PhiloxEngine
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services.dispatching_process import Dispatched, Dispatcher, EpochOrder
 from asyncloader.dataloader2.utils.worker import Change, InitFn, ResetFn, WorkerInfo, reset_graph, worker_graph
+from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.errors import StateError, TaskQuarantined, WorkerDied
 from asyncloader.loader import DataLoader
 from asyncloader.workers.error_pickle import caught
@@ -262,7 +263,7 @@ class Interleaved(IterDataPipe[Any]):
         # A worker knows only that its pipe closed. The main process has the dispatching process's exit code.
         if self._dispatcher is not None and failure.exc_type is WorkerDied:
             raise self._dispatcher.explain_death(_RESUME)
-        failure.reraise()
+        raise_worker_error(failure)
 
     def shutdown(self) -> None:
         """End the workers, and wait for them. Idempotent."""
