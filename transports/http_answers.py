@@ -23,6 +23,7 @@ Headers = Mapping[str, str]
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)", re.IGNORECASE)
 _REPR_DIGEST = re.compile(r"(sha-256|sha-512)=:([A-Za-z0-9+/=]+):")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _GOOGLE_MD5 = re.compile(r"(?:^|[ ,])md5=([A-Za-z0-9+/=]+)")
 
 # RFC 9110 section 8.8.2.2: a date is a strong validator if the response was made at least a second after it. A minute,
@@ -56,8 +57,7 @@ class Version(NamedTuple):
     @classmethod
     def of(cls, headers: Headers, size: int | None) -> Version:
         """Read the version from a response's headers."""
-        etag = headers.get("ETag") or None
-        modified = headers.get("Last-Modified") or None
+        etag, modified = _field(headers, "ETag"), _field(headers, "Last-Modified")
         settled = False
         if modified is not None and (date := headers.get("Date")):
             settled = _seconds_between(modified, date) >= _SETTLED_S
@@ -100,6 +100,12 @@ class Version(NamedTuple):
         if self.etag is not None or other.etag is not None:
             return self.etag == other.etag
         return self.modified is not None and self.modified == other.modified
+
+
+def _field(headers: Headers, name: str) -> str | None:
+    """Return a header; None if it is missing, or has a control character: aiohttp cannot send it back."""
+    value = headers.get(name)
+    return None if not value or _CONTROL.search(value) else value
 
 
 def content_length(headers: Headers) -> int | None:

@@ -80,6 +80,8 @@ def test_hostile_headers_never_raise(mine: dict[str, str], other: dict[str, str]
         (FRESH, None),
         ({"Last-Modified": OLD["Last-Modified"]}, None),
         ({"Last-Modified": "yesterday", "Date": OLD["Date"]}, None),
+        ({"ETag": '"\x01"', **OLD}, OLD["Last-Modified"]),
+        ({"Last-Modified": OLD["Last-Modified"] + " \x7f", "Date": OLD["Date"]}, None),
         ({}, None),
     ],
 )
