@@ -100,6 +100,9 @@ class HttpDownload(Download[HttpClient, Version]):
                 scope.limit(self._client.stalled_s)
             data = await self._wait(content.read(most) if most else content.readany(), self._client.stalled_s)
             if not data:
+                if self._length is not None and self._response.status == 200 and _in_chunks(self._response):
+                    # The server ignores Range, and the whole object has come: its last chunk says so.
+                    raise self._out_of_bounds(self._position - self._skip)
                 if self._end is not None and self._position < self._end:
                     raise RequestFailed.short(self._position, self._end)
                 if self._skip:
@@ -188,7 +191,7 @@ class HttpDownload(Download[HttpClient, Version]):
                 self._path, response, "it gives a part and does not state the object's size, so that nobody knows "
                 "whether the part reaches to its end"
             )  # fmt: skip
-        elif status == 200 and headers.get("Transfer-Encoding", "").lower() != "chunked":
+        elif status == 200 and not _in_chunks(response):
             raise self._client.refusal(
                 self._path, response, "it states neither Content-Length nor chunks, so that a broken connection would "
                 "look like the object's end"
@@ -215,9 +218,9 @@ class HttpDownload(Download[HttpClient, Version]):
         answered = parse_content_range(response.headers.get("Content-Range"))
         size = None if answered is None else answered.total
         if self._position == self._start:
-            if self._length is not None:
+            if self._length is not None and (size is None or size < self._start + self._length):
                 raise self._out_of_bounds(size)
-            if not self._start:
+            if not self._start or self._length is not None:
                 raise self._client.bad_status(self._path, response)
             if size is None:
                 self.close()
@@ -235,3 +238,7 @@ class HttpDownload(Download[HttpClient, Version]):
             self._anew = True
             raise RequestFailed.unproved()
         raise self._changed_error()
+
+
+def _in_chunks(response: aiohttp.ClientResponse) -> bool:
+    return response.headers.get("Transfer-Encoding", "").lower() == "chunked"

@@ -333,6 +333,25 @@ async def test_a_server_that_ignores_range(store: HttpStore, start: int) -> None
             await transport.read_range("a", 5, len(CONTENT))
 
 
+async def test_a_range_past_the_end_of_an_object_without_a_length(store: HttpStore) -> None:
+    """If the server gives the whole object in chunks, its last chunk tells the size: the read is not retried."""
+    store.put("a", b"12345")
+    async with opened(store) as transport:
+        for start in [3, 30]:
+            store.faults["a"].append(chunked())
+            with pytest.raises(RangeOutOfBounds, match="has 5 bytes"):
+                await transport.read_range("a", start, 5)
+    assert len(store.asked) == 2
+
+
+async def test_a_range_of_the_object_that_is_refused(store: HttpStore) -> None:
+    """A 416 with a size that has the range says nothing about the range, so no sample may be left out for it."""
+    store.faults["a"].append(status(416, Content_Range="bytes */100"))
+    async with opened(store) as transport:
+        with pytest.raises(ReadFailed, match="answered 416"):
+            await transport.read_range("a", 0, 5)
+
+
 async def test_an_encoded_body(store: HttpStore) -> None:
     """Compressed bytes are not taken for the object's, unless requested; nothing is ever decompressed here."""
     store.put("a", b"\x1f\x8b not really", Content_Encoding="gzip")
