@@ -38,7 +38,7 @@ from asyncloader.transports.cache_layout import (
     sum_added,
     sum_changes,
 )
-from asyncloader.transports.file_lock import same_file, try_lock, wait_for_lock
+from asyncloader.transports.file_lock import same_file, try_lock, unlock, wait_for_lock
 from asyncloader.transports.regular_file import open_regular
 
 # An eviction frees 1/10 of the limit in addition, so that the next object does not need another eviction.
@@ -240,6 +240,7 @@ class CacheUsage:
                 wait_for_lock(descriptor)
             yield wait or try_lock(descriptor)
         finally:
+            unlock(descriptor)  # a child that was forked meanwhile has the descriptor, and would hold the lock, too
             os.close(descriptor)
 
     def _files(self) -> Iterator[Stored]:

@@ -160,6 +160,26 @@ def test_an_eviction_in_another_process_is_not_waited_for(folder: Path) -> None:
     assert held(other, "c") == DATA
 
 
+def test_a_child_forked_during_an_eviction_does_not_hold_the_lock(folder: Path) -> None:
+    """The lock ends with the eviction, also if a worker was forked meanwhile and lives on."""
+    store = opened(folder)
+    put(store, "a")
+    reading, writing = os.pipe()
+    with store.usage._lock():
+        child = os.fork()
+        if not child:
+            os.close(writing)
+            os.read(reading, 1)  # until the parent closes its end
+            os._exit(0)
+    os.close(reading)
+    try:
+        with store.usage._lock() as locked:
+            assert locked
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
 def test_the_usage_file_of_another_process_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that start together on a new directory all cache: none is refused before the file exists."""
     store, other = opened(folder), opened(folder)
