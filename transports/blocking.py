@@ -16,7 +16,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from asyncloader.shielding import shielded
-from asyncloader.transports.errors import TransportClosed
+from asyncloader.transports.errors import ReadFailed, TransportClosed, TransportError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -52,7 +52,11 @@ class BlockingPool(Executor):
 
     def submit(self, call: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
         """Queue ``call(*args, **kwargs)`` for a thread. Raises TransportClosed after `aclose`."""
-        return self._executor().submit(call, *args, **kwargs)
+        executor = self._executor()
+        try:
+            return executor.submit(call, *args, **kwargs)
+        except RuntimeError as error:  # no more threads can be started, which says nothing about a sample
+            raise ReadFailed(f"the {self.name} transport cannot read in a thread: {error}") from error
 
     async def run(self, call: Callable[[], _R]) -> _R:
         """Run `call` in a thread and return its result. If the caller is cancelled, a call that has not started is
@@ -80,7 +84,7 @@ class BlockingPool(Executor):
         """
         try:
             future = self.submit(call)
-        except RuntimeError:  # closed by us, or the interpreter is ending
+        except TransportError:  # closed by us, or the interpreter is ending
             call()
             return
         await shielded(asyncio.wrap_future(future))
@@ -115,7 +119,11 @@ class BlockingPool(Executor):
                 name=f"{self.name}-close",
                 daemon=True,
             )
-            self._closer.start()
+            try:
+                self._closer.start()
+            except RuntimeError:  # no more threads can be started: in this thread
+                self._closer = None
+                _join(self._owner, cancel_futures, self._closing)
         return self._closing
 
     def _executor(self) -> ThreadPoolExecutor:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asyncloader.transports.blocking import BlockingPool
-from asyncloader.transports.errors import TransportClosed
+from asyncloader.transports.errors import ReadFailed, TransportClosed
 
 
 class Hold:
@@ -182,6 +182,25 @@ async def test_close_waits_for_the_calls_and_joins_the_threads() -> None:
     assert {
         each for each in threading.enumerate() if each.name.startswith(("asyncloader-test", "test-close"))
     } <= before
+
+
+async def test_no_more_threads_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call fails as a failed read, cleanups are done, and the pool closes; closing it again does not wait."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    used, unused, cleaned = BlockingPool("test", threads=1), BlockingPool("test", threads=1), []
+    await used.run(lambda: None)
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ReadFailed, match="the test transport cannot read in a thread: can't start new thread"):
+            await unused.run(lambda: None)
+        await unused.finish(lambda: cleaned.append(1))
+        await used.aclose()
+    assert cleaned == [1]
+    await asyncio.wait_for(used.aclose(), 30)
+    await unused.aclose()
 
 
 def test_shutdown_from_outside_a_loop() -> None:
