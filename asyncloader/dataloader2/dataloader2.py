@@ -309,9 +309,11 @@ class DataLoader2(Generic[T_co]):
         except PauseIteration:
             raise
         except StopIteration:
-            self._delivered = None
-            if self.reading_service is not None:
-                self.reading_service.finalize_iteration()
+            # After `shutdown` it is not the end of the epoch: the position stays that of the last item.
+            if not self._terminated:
+                self._delivered = None
+                if self.reading_service is not None:
+                    self.reading_service.finalize_iteration()
             raise
         except Exception:
             if reader == self.valid_iterator_id:

@@ -27,7 +27,7 @@ from asyncloader.dataloader2.dataloader2 import (
     SERIALIZED_DATAPIPE_KEY_NAME,
 )
 from asyncloader.errors import StateError
-from tests.dataloader2.parts import GRAPHS, MP, OnlyHere, Seeded, drawn, numbers, plain
+from tests.dataloader2.parts import GRAPHS, MP, OnlyHere, Seeded, drawn, fails_at_5, numbers, plain
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -308,6 +308,21 @@ def test_a_position_with_other_shuffles(graph: Any, adapter: Any) -> None:
         iter(loader)
     loader._restore_checkpoint_beginning_of_epoch()
     assert sorted(loader) == list(range(6))
+
+
+def test_reading_on_after_an_error() -> None:
+    """It gives nothing, and the position stays: a loader that goes on from there has the item that failed."""
+    loader = DataLoader2[int](numbers(9).map(fails_at_5), reading_service=service(0))
+    items = iter(loader)
+    assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="five"):
+        next(items)
+    assert list(items) == []
+    with (
+        DataLoader2.from_state(loader.state_dict(), service(0)) as resumed,
+        pytest.raises(ValueError, match="five"),
+    ):
+        next(iter(resumed))
 
 
 def test_too_late_to_load() -> None:
