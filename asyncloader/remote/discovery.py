@@ -107,7 +107,7 @@ async def find_shards(
                 continue
         if "*" in _split(url)[0] and not await _is_file(url, stores):
             shards += [_single(each, wanted) for each in await _match(url, stores)]
-        elif folder is None:
+        elif folder is None or url != folder:  # also an index.json of another format
             shards.append(_single(url, wanted))
         else:
             shards += await _below(folder, stores, wanted)
@@ -124,7 +124,7 @@ def _single(url: str, wanted: ShardFormat | None) -> Shard:
 def _folder_of(url: str) -> str | None:
     """Return the prefix that a URL refers to, with its query; None for the URL of a single shard."""
     address, query = _split(url)
-    if address.endswith(f"/{INDEX}"):
+    if address.rpartition("/")[2] == INDEX:
         return address.removesuffix(INDEX) + query
     return url if address.endswith("/") else None
 

@@ -173,6 +173,22 @@ async def test_an_mds_data_set_is_its_index(url: str) -> None:
     assert [shard.size for shard in shards] == [len(data) for data in SHARDS]
 
 
+async def test_an_index_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is at the root of the user's transport, or in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "index.json").write_bytes(INDEX)
+    for stores in (Stores(transport=MemoryTransport({"index.json": INDEX})), Stores()):
+        shards = await find_shards("index.json", stores)
+        assert [shard.url for shard in shards] == ["shard.00000.mds", "shard.00001.mds"]
+        await stores.aclose()
+
+
+async def test_an_index_of_another_format_is_one_shard() -> None:
+    """The other objects in its folder were not asked for."""
+    stores = Stores(transport=MemoryTransport({"train/index.json": b"{}", "train/other": b""}))
+    assert [shard.url for shard in await find_shards("train/index.json", stores, "jsonl")] == ["train/index.json"]
+
+
 async def test_a_users_transport_at_its_root() -> None:
     """``/`` means all of the transport's objects."""
     async with MemoryTransport({"b.tar": b"", "a/c.tar": b""}) as transport:
