@@ -214,7 +214,13 @@ class RemoteIterableDataset(IterableDataset[Any]):
     def estimated_len(self) -> int:
         """Estimate the number of samples: the bytes of all shards, divided by the size of a shard's first samples.
 
-        Blocks: requests the size of each shard, and reads up to 1 MiB of the first shard that has samples.
+        Blocks: requests the size of each shard, and reads up to 1 MiB of the first shard that has samples, or its first
+        sample.
+
+        Raises:
+            ShardError: that sample cannot be read, or has more than `max_sample_bytes`.
+            TransportError: a shard cannot be read.
+            The errors of `find_shards`.
         """
         return run_in_thread(self._estimate())
 
@@ -381,7 +387,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
                 return counted
             reader = self.format if callable(self.format) and not isinstance(self.format, ShardFormat) else None
             for shard in others:  # the first shards may have no samples
-                if each := await bytes_per_sample(shard, stores, reader=reader):
+                limit = self.max_sample_bytes
+                if each := await bytes_per_sample(shard, stores, max_sample_bytes=limit, reader=reader):
                     return counted + round(sum(shard.size or 0 for shard in others) / each)
             return counted
 

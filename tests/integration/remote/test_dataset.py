@@ -17,7 +17,7 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from asyncloader.errors import NoEffectWarning
-from asyncloader.formats import Located, ShardRange
+from asyncloader.formats import Located, ShardError, ShardRange
 from asyncloader.remote.dataset import RemoteIterableDataset
 from asyncloader.transports import (
     InvalidPath,
@@ -311,6 +311,14 @@ def test_an_estimate_looks_beyond_empty_shards(tmp_path: Path) -> None:
     assert 30 <= dataset_of(make_shards(tmp_path, (0, 0, 41))).estimated_len() <= 60
     (tmp_path / "empty").mkdir()
     assert dataset_of(make_shards(tmp_path / "empty", (0, 0))).estimated_len() == 0
+
+
+def test_an_estimate_obeys_the_limit(tmp_path: Path) -> None:
+    """No more of a large sample is read than `max_sample_bytes`."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "%s"}' % (b"x" * 200_000))
+    assert dataset_of(tmp_path / "a.jsonl", max_sample_bytes=300_000).estimated_len() == 1
+    with pytest.raises(ShardError, match="max_sample_bytes=100,000"):
+        dataset_of(tmp_path / "a.jsonl", max_sample_bytes=100_000).estimated_len()
 
 
 def test_length_under_a_running_loop(tmp_path: Path) -> None:
