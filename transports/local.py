@@ -1,9 +1,9 @@
 """`LocalTransport`: reads files from a local or mounted disk, ``file://`` and plain paths.
 
-Data path: dataset -> [local: threads] -> rooted_files -> file system.
+Data path: dataset -> [local: page_cache, or threads] -> rooted_files -> file system.
 
-Whole reads and ranges take one call in a thread, which opens, reads and closes: two to three times the rate of three
-separate calls, for small files in the page cache. Streams and open files use aiofiles, with one call per chunk.
+Whole reads and ranges that the page cache can answer are answered at once (`page_cache`). Others take one call in a
+thread, which opens, reads and closes. Streams and open files use aiofiles, with one call per chunk.
 """
 
 # Names are plain strings: creating a Path per read would cost more than opening the file.
@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 from aiofiles.threadpool import wrap
@@ -33,6 +33,7 @@ from asyncloader.transports.checks import (
     check_start,
 )
 from asyncloader.transports.errors import RangeOutOfBounds
+from asyncloader.transports.page_cache import MOST_BYTES, NotCached, open_cached, pread_cached
 from asyncloader.transports.ranges import ReadPlan
 from asyncloader.transports.rooted_files import FileEntry, RootedFiles, os_errors
 
@@ -40,6 +41,11 @@ if TYPE_CHECKING:
     from aiofiles.threadpool.binary import AsyncBufferedReader
 
 _R = TypeVar("_R")
+
+_Pread: TypeAlias = Callable[[int, int, int], bytes]
+"""`os.pread`, or `pread_cached`."""
+
+_AT_ONCE = 32  # reads that the page cache answers, before other tasks of the loop have a turn
 
 # A second change within this time may not alter the modification time: file systems' clocks tick every 4 ms to 2 s.
 _SETTLED_NS = 3_000_000_000
@@ -54,8 +60,8 @@ class LocalTransport(Transport):
 
     Args:
         root: the directory. Relative paths are relative to the current working directory.
-        threads: maximum number of files read at the same time, at least 1. Default: the number of CPUs plus 4, 32 at
-            most, which is enough for files in the page cache; a network disk may need more.
+        threads: maximum number of files read at the same time, at least 1, besides those that the page cache has.
+            Default: the number of CPUs plus 4, 32 at most; a network disk may need more.
     """
 
     range_gap: ClassVar[int] = 16 << 10  # reading these bytes from the page cache takes as long as a system call
@@ -65,6 +71,7 @@ class LocalTransport(Transport):
         self.threads = min(32, (os.cpu_count() or 1) + 4) if threads is None else threads
         self._files = RootedFiles(self.root)
         self._pool = BlockingPool("local", self.threads)
+        self._answered = 0  # reads that the page cache answered
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Self:
@@ -86,17 +93,18 @@ class LocalTransport(Transport):
         return partial(type(self), threads=self.threads), (self.root,)
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
-        """Read a whole file in one call in a thread, like `Transport.read`."""
-        return await self._pool.run(partial(self._with_file, path, partial(self._read, path, max_bytes)))
+        """Read a whole file, like `Transport.read`."""
+        return await self._use(path, partial(self._read, path, max_bytes))
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
-        """Read a range in one call in a thread, like `Transport.read_range`."""
+        """Read a range, like `Transport.read_range`."""
         (answer,) = await self.read_ranges(path, [(start, length)])
         return answer
 
     async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
-        """Read all ranges in one call in a thread, opening the file once, like `Transport.read_ranges`."""
-        return await self._pool.run(partial(self._read_planned, path, self._plan(ranges)))
+        """Read all ranges, opening the file once, like `Transport.read_ranges`."""
+        plan = self._plan(ranges)
+        return await self._use(path, partial(self._read_blocks, path, plan), plan)
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read a file in chunks of exactly `chunk_size`, but for the last chunk, like `Transport.stream`."""
@@ -138,20 +146,18 @@ class LocalTransport(Transport):
 
     async def size(self, path: str) -> int:
         """Return a file's size in bytes, like `Transport.size`."""
-        return await self._pool.run(partial(self._with_file, path, lambda _, size: size))
+        return await self._use(path, lambda _, size, _pread: size)
 
     async def info(self, path: str) -> ObjectInfo:
         """Return a file's size, and as its version its modification time, size and inode, like `Transport.info`.
 
         In the first 3 seconds after a change the version is None, because another change might not alter the time.
         """
-        return await self._pool.run(
-            partial(self._with_file, path, lambda descriptor, _: _describe(os.fstat(descriptor)))
-        )
+        return await self._use(path, lambda descriptor, _, _pread: _describe(os.fstat(descriptor)))
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Read a whole file and its version in one call in a thread, like `Transport.read_with_info`."""
-        return await self._pool.run(partial(self._with_file, path, partial(self._read_described, path, max_bytes)))
+        """Read a whole file and its version, like `Transport.read_with_info`."""
+        return await self._use(path, partial(self._read_described, path, max_bytes))
 
     def pinned(self, path: str) -> PinnedReader:
         """Return a reader that compares the file's identity, size and time at each read, like `Transport.pinned`."""
@@ -168,17 +174,17 @@ class LocalTransport(Transport):
         """
         plan = self._plan(ranges)
 
-        def use(descriptor: int, size: int) -> tuple[Sequence[bytes], os.stat_result]:
+        def use(descriptor: int, size: int, pread: _Pread) -> tuple[Sequence[bytes], os.stat_result]:
             before = os.fstat(descriptor)
             if first is not None and _differs(first, before):
                 raise changed_error(path)
-            data = self._read_blocks(path, plan, descriptor, size)
+            data = self._read_blocks(path, plan, descriptor, size, pread)
             # Also after the read: the file may have been modified in place during it.
             if _differs(before, os.fstat(descriptor)):
                 raise changed_error(path)
             return data, before
 
-        return await self._pool.run(partial(self._with_file, path, use))
+        return await self._use(path, use, plan)
 
     def open(self, path: str) -> AbstractAsyncContextManager[AsyncBufferedReader]:
         """Open a file for reading, like aiofiles, in this transport's threads and below its root.
@@ -214,7 +220,26 @@ class LocalTransport(Transport):
         finally:
             await self._pool.finish(file.close)
 
-    # --- runs in the threads
+    async def _use(self, path: str, use: Callable[[int, int, _Pread], _R], plan: ReadPlan | None = None) -> _R:
+        """Open a file, call `use` with its descriptor, its size and `pread`, and close it. Here if that does not wait
+        for a disk, otherwise in a thread: then `use` is called again, from its beginning. `plan`: of what it reads.
+        """
+        few = plan is None or sum(block.length for block in plan.blocks) <= MOST_BYTES
+        # A closed transport's error comes from the pool.
+        if few and self._files.on_one_disk and not self._pool.closed:
+            try:
+                found = self._with_file(path, use, open_cached, pread_cached)
+            except NotCached:
+                pass
+            else:
+                self._answered += 1
+                # Nothing else makes a task wait that reads one file after the other.
+                if not self._answered % _AT_ONCE:
+                    await asyncio.sleep(0)
+                return found
+        return await self._pool.run(partial(self._with_file, path, use))
+
+    # --- runs in the threads, or in the loop's thread if it does not have to wait
 
     def _open_buffered(self, path: str, start: int) -> BufferedReader:
         descriptor, size = self._files.open(path)
@@ -228,42 +253,46 @@ class LocalTransport(Transport):
             os.close(descriptor)
             raise
 
-    def _with_file(self, path: str, use: Callable[[int, int], _R]) -> _R:
-        """Open a file, call `use` with its descriptor and size, and close it."""
-        descriptor, size = self._files.open(path)
+    def _with_file(
+        self,
+        path: str,
+        use: Callable[[int, int, _Pread], _R],
+        opener: Callable[[str, int], int] = os.open,
+        pread: _Pread = os.pread,
+    ) -> _R:
+        descriptor, size = self._files.open(path, opener)
         try:
             with os_errors(path, self.root):
-                return use(descriptor, size)
+                return use(descriptor, size, pread)
         finally:
             os.close(descriptor)
 
-    def _read(self, path: str, max_bytes: int | None, descriptor: int, size: int) -> bytes:
+    def _read(self, path: str, max_bytes: int | None, descriptor: int, size: int, pread: _Pread) -> bytes:
         check_size(path, size, max_bytes)
         # One byte more than the size: if only `size` bytes are returned, the read has reached the end of the file.
-        data = os.read(descriptor, size + 1)
+        data = pread(descriptor, size + 1, 0)
         if len(data) == size:
             return data
         # The file is changing, or is larger than one system call returns (2 GiB on Linux).
         parts, total = [data], len(data)
-        while data := os.read(descriptor, max(size - total, 0) + 4096):
+        while data := pread(descriptor, max(size - total, 0) + 4096, total):
             total += len(data)
             check_size(path, total, max_bytes)
             parts.append(data)
         return b"".join(parts)
 
-    def _read_described(self, path: str, max_bytes: int | None, descriptor: int, size: int) -> tuple[bytes, ObjectInfo]:
+    def _read_described(
+        self, path: str, max_bytes: int | None, descriptor: int, size: int, pread: _Pread
+    ) -> tuple[bytes, ObjectInfo]:
         before = _describe(os.fstat(descriptor))
-        data = self._read(path, max_bytes, descriptor, size)
+        data = self._read(path, max_bytes, descriptor, size, pread)
         same = before.size == len(data) and before == _describe(os.fstat(descriptor))
         return data, ObjectInfo(len(data), before.etag if same else None)
 
-    def _read_planned(self, path: str, plan: ReadPlan) -> Sequence[bytes]:
-        return self._with_file(path, partial(self._read_blocks, path, plan))
-
-    def _read_blocks(self, path: str, plan: ReadPlan, descriptor: int, size: int) -> Sequence[bytes]:
+    def _read_blocks(self, path: str, plan: ReadPlan, descriptor: int, size: int, pread: _Pread) -> Sequence[bytes]:
         for block in plan.blocks:
             check_range(path, size, block.start, block.length)
-        return plan.cut([_pread(descriptor, path, block.start, block.length) for block in plan.blocks])
+        return plan.cut([_read_block(descriptor, path, block.start, block.length, pread) for block in plan.blocks])
 
 
 class _PinnedFile(PinnedReader):
@@ -323,15 +352,15 @@ def _describe(status: os.stat_result) -> ObjectInfo:
     return ObjectInfo(status.st_size, f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}" if settled else None)
 
 
-def _pread(descriptor: int, path: str, start: int, length: int) -> bytes:
+def _read_block(descriptor: int, path: str, start: int, length: int, pread: _Pread = os.pread) -> bytes:
     """Read exactly `length` bytes at `start`."""
-    data = os.pread(descriptor, length, start)
+    data = pread(descriptor, length, start)
     if len(data) == length:
         return data
     # More than one system call returns, or the file was truncated after its size was read.
     parts, total = [data], len(data)
     while total < length:
-        data = os.pread(descriptor, length - total, start + total)
+        data = pread(descriptor, length - total, start + total)
         if not data:
             raise RangeOutOfBounds(
                 f"{path!r} was cut to {start + total:,} bytes while it was read",

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiofiles
 import numpy as np
 import torch
 import torch.utils.data
@@ -32,6 +31,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from asyncloader import AsyncDataLoader, DataLoader, Dataset
+from asyncloader.transports import LocalTransport
 
 SIDE = 32  # pixels
 BATCH_SIZE = 64
@@ -83,6 +83,7 @@ class DigitFiles(Dataset[Any]):
     """The PNG files of one folder; the label is in the name."""
 
     def __init__(self, folder: Path, *, augment: bool = False, latency_s: float = 0.0, most: int | None = None) -> None:
+        self.folder = folder
         self.paths = sorted(folder.glob("*.png"))[:most]
         self.augment = augment
         self.latency_s = latency_s
@@ -94,13 +95,18 @@ class DigitFiles(Dataset[Any]):
 class Digits(DigitFiles):
     """What the workers read: the coroutines of many samples run at once."""
 
+    async def __aenter__(self) -> None:  # each worker enters its copy
+        self.files = LocalTransport(self.folder)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.files.aclose()
+
     async def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path = self.paths[index]
         how = draw(self.augment)  # before the first await, so that the draws come in the order of the samples
         if self.latency_s:
             await asyncio.sleep(self.latency_s)
-        async with aiofiles.open(path, "rb") as file:
-            png = await file.read()
+        png = await self.files.read(path.name)
         return decode(png, *how), int(path.stem[-1])
 
 

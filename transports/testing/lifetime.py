@@ -40,13 +40,13 @@ class LifetimeConformance(TransportSubject):
             expected = await run()
             tasks = [asyncio.create_task(run()) for _ in range(50)]
             await asyncio.sleep(0)  # each task runs to its first wait
+            # None, if the transport has answered all of them without a wait.
             cancelled = [task for task in tasks[::2] if task.cancel()]
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            assert cancelled
             for task, outcome in zip(tasks, outcomes, strict=True):
                 if task in cancelled:
                     assert isinstance(outcome, asyncio.CancelledError)
-                else:  # also a call that did not wait, because a thread had finished it at once
+                else:
                     assert outcome == expected
             assert await run() == expected
 

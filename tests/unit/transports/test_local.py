@@ -17,7 +17,7 @@ from asyncloader.transports import (
     RangeOutOfBounds,
     ReadFailed,
 )
-from asyncloader.transports.local import _pread
+from asyncloader.transports.local import _read_block
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
@@ -141,13 +141,13 @@ def test_ranges_come_whole_from_a_file_that_gives_less_than_asked() -> None:
     with Path("/proc/kallsyms").open("rb") as file:
         expected = file.read(30_000)
         assert len(os.pread(file.fileno(), 20_000, 10_000)) < 20_000
-        assert _pread(file.fileno(), "kallsyms", 10_000, 20_000) == expected[10_000:]
+        assert _read_block(file.fileno(), "kallsyms", 10_000, 20_000) == expected[10_000:]
 
 
 def test_file_cut_short_after_its_size_was_taken(root: Path) -> None:
     """A range that is truncated after the file was opened is an error, not a short result."""
     with (root / "a.bin").open("rb") as file, pytest.raises(RangeOutOfBounds, match="cut to 10,240 bytes") as caught:
-        _pread(file.fileno(), "a.bin", 10_000, 1_000)
+        _read_block(file.fileno(), "a.bin", 10_000, 1_000)
     assert (caught.value.path, caught.value.size) == ("a.bin", 10_240)
 
 
