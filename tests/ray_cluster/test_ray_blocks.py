@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,20 @@ def test_an_order_that_reads_few_blocks_at_a_time(blocks: RayBlocks) -> None:
     assert all(list(sampler.iter_from(start)) == first[start:] for start in range(101))
     sampler.set_epoch(1)
     assert list(sampler) != first
+
+
+def test_seeds_and_positions() -> None:
+    """A seed of numpy's counts as Python's, an iterator keeps its epoch, and a position outside of it is refused."""
+    blocks: Any = SimpleNamespace(block_sizes=[3, 0, 5])
+    seed: Any = np.int64(5)
+    sampler = BlockSampler(blocks, seed)
+    expected = list(BlockSampler(blocks, 5))
+    items = iter(sampler)
+    sampler.set_epoch(1)
+    assert list(items) == expected
+    for start in (-1, 9):
+        with pytest.raises(ValueError, match=f"start should be between 0 and 8, but got start={start}"):
+            sampler.iter_from(start)
 
 
 @pytest.mark.parametrize("place", ["here", "cluster"])

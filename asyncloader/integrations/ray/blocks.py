@@ -9,12 +9,14 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from operator import index
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from asyncloader.samplers.permutation import Permutation
+from asyncloader.samplers.surviving import Restarting
 
 _KEPT = 4  # blocks that a process keeps
 _MIX = 0x9E3779B97F4A7C15  # makes a different seed for each block
@@ -113,7 +115,7 @@ class BlockSampler(Sampler[int]):
     def __init__(self, dataset: RayBlocks, seed: int) -> None:
         Permutation(0, seed)  # checks the seed
         self.block_sizes = dataset.block_sizes
-        self.seed = seed
+        self.seed = index(seed)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -123,7 +125,7 @@ class BlockSampler(Sampler[int]):
             ValueError: the number is out of range.
         """
         Permutation(0, self.seed, epoch)  # checks the number
-        self.epoch = epoch
+        self.epoch = index(epoch)
 
     def __len__(self) -> int:
         return sum(self.block_sizes)
@@ -132,13 +134,23 @@ class BlockSampler(Sampler[int]):
         return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[int]:
-        """Give the present epoch's order from position `start` on. Skips whole blocks without drawing them."""
+        """Give the present epoch's order from position `start` on. Skips whole blocks without drawing them.
+
+        Raises:
+            ValueError: `start` is not between 0 and the length.
+        """
+        if not 0 <= start <= len(self):
+            raise ValueError(f"start should be between 0 and {len(self)}, but got start={start}")
+        epoch = self.epoch
+        return Restarting(lambda position: self._rows(position, epoch), start)
+
+    def _rows(self, start: int, epoch: int) -> Iterator[int]:
         starts = np.cumsum([0, *self.block_sizes], dtype=np.int64)
         blocks = len(self.block_sizes)
-        for block in Permutation(blocks, self.seed, self.epoch)(np.arange(blocks)).tolist():
+        for block in Permutation(blocks, self.seed, epoch)(np.arange(blocks)).tolist():
             size = self.block_sizes[block]
             if start < size:
-                order = Permutation(size, (self.seed + _MIX * (block + 1)) % 2**64, self.epoch)
+                order = Permutation(size, (self.seed + _MIX * (block + 1)) % 2**64, epoch)
                 yield from (starts[block] + order(np.arange(start, size))).tolist()
             start = max(0, start - size)
 

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from asyncloader import (
     StatefulRandomSampler,
     TokenBudgetBatchSampler,
 )
+from asyncloader.integrations.ray import BlockSampler
 from asyncloader.ranks.topology import Topology
 from asyncloader.samplers import surviving
 from asyncloader.samplers.distributed import RankView, Share
@@ -62,6 +64,7 @@ class Striking:
 
 
 LENGTHS = torch.randint(1, 50, (300,), generator=torch.Generator().manual_seed(1)).numpy()
+BLOCKS: Any = SimpleNamespace(block_sizes=[70, 0, 30, 50])  # of a Ray dataset
 SHARE = Share(4, False, Topology(1, 2), "drop")
 
 
@@ -90,6 +93,7 @@ SAMPLERS: dict[str, Callable[[], Iterator[Any]]] = {
     "ranks of indices": lambda: iter(RankView(SeededSampler(range(9000), 1), SHARE)),
     "ranks of a mixture": lambda: RankView(MixtureSampler([range(90), range(70)], [1, 2], 1), SHARE).iter_from(2),
     "ranks of a list": lambda: iter(RankView(range(203), SHARE)),
+    "blocks": lambda: iter(BlockSampler(BLOCKS, 1)),
     "stateful": lambda: iter(StatefulRandomSampler(range(100), generator=generator())),
     "stateful, replacing": lambda: iter(StatefulRandomSampler(range(100), replacement=True, generator=generator())),
     "stateful, of a rank": lambda: iter(StatefulDistributedSampler(range(100), 2, 1)),
