@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 from asyncloader.integrations.ray.blocks import BlockSampler, RayBlocks
 from asyncloader.integrations.ray.workers import RayWorkers
 from asyncloader.loader import DataLoader
+from asyncloader.options.declaration import is_iterable
 
 __all__ = ["BlockSampler", "RayBlocks", "RayWorkers", "prepare_data_loader"]
 
@@ -33,7 +34,7 @@ def prepare_data_loader(data_loader: Any, add_dist_sampler: bool = True, **optio
 
 def shard(loader: DataLoader[Any], world_size: int, rank: int) -> DataLoader[Any]:
     """Return a loader of this rank's share; the loader itself if it needs no sharding, or is sharded already."""
-    if world_size == 1 or isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
+    if world_size == 1 or is_iterable(loader) or isinstance(loader.sampler, DistributedSampler):
         return loader
     shuffle = not isinstance(loader.sampler, SequentialSampler)
     sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset, world_size, rank, shuffle=shuffle)

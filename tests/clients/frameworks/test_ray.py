@@ -11,6 +11,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 from asyncloader import DataLoader, Tuning
 from asyncloader.integrations.ray import shard
 from tests.clients.frameworks.helping import RowStream
+from tests.helpers.datasets import AsyncStream
 
 DATA = TensorDataset(torch.arange(23))
 
@@ -39,10 +40,10 @@ def test_ranks_share_the_dataset_as_under_a_stock_loader(world_size: int, shuffl
 def test_what_is_not_shared_out_stays() -> None:
     """The loader itself is returned for a single rank, for a stream, and if its sampler already shares the dataset."""
     alone = DataLoader[Any](DATA, 4, shuffle=True)
-    stream = DataLoader[Any](RowStream(5), 2)
+    streams = [DataLoader[Any](RowStream(5), 2), DataLoader[Any](AsyncStream([5]), 2)]
     done = DataLoader[Any](DATA, 4, sampler=DistributedSampler(DATA, 2, 1))
     assert shard(alone, 1, 0) is alone
-    assert shard(stream, 2, 1) is stream
+    assert all(shard(stream, 2, 1) is stream for stream in streams)
     assert shard(done, 2, 1) is done
     assert isinstance(alone.sampler, RandomSampler)
 
