@@ -140,8 +140,12 @@ def _split(url: str) -> tuple[str, str]:
 def _join(folder: str, path: str) -> str:
     """Return the URL of the object at `path` below a prefix's URL."""
     address, query = _split(folder)
-    escaped = scheme_of(folder) in _ESCAPED or folder.lower().startswith("file://")
-    return address + (quote(path, "/!$&'()*+,;=:@~", errors="surrogateescape") if escaped else path) + query
+    escaped = quote(path, "/!$&'()*+,;=:@~", errors="surrogateescape") if _is_escaped(folder) else path
+    return address + escaped + query
+
+
+def _is_escaped(url: str) -> bool:
+    return scheme_of(url) in _ESCAPED or url.lower().startswith("file://")
 
 
 async def _is_file(url: str, stores: Stores) -> bool:
@@ -160,8 +164,8 @@ async def _match(url: str, stores: Stores) -> list[str]:
     if folder.endswith("://"):
         raise ValueError(f"{url!r} has a * before its first folder, where none can be listed")
     transport, prefix = stores.find(folder + query)
-    # DOTALL: the name of a folder may contain a line end.
-    name = re.compile(_regex(unquote(pattern) if scheme_of(url) in _ESCAPED else pattern), re.DOTALL)
+    pattern = unquote(pattern, errors="surrogateescape") if _is_escaped(url) else pattern
+    name = re.compile(_regex(pattern), re.DOTALL)  # the name of a folder may contain a line end
     found: list[str] = []
     others = 0
     async with aclosing(transport.list(prefix)) as paths:

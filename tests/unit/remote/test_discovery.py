@@ -84,6 +84,16 @@ async def test_a_star_is_any_part_of_a_name(tmp_path: Path, written: str, patter
     await stores.aclose()
 
 
+async def test_a_star_beside_escapes(tmp_path: Path) -> None:
+    """In a file URL the text around the star is escaped, as in other URLs."""
+    stores = local(tmp_path, "a b1.tar", "a b2.tar", "a%20b.tar", os.fsdecode(b"\xff.tar"))
+    named = {"a%20b*": ["a%20b1.tar", "a%20b2.tar"], "a%2520*": ["a%2520b.tar"], "%ff*": ["%FF.tar"]}
+    for pattern, names in named.items():
+        shards = await find_shards(f"file://{tmp_path}/{pattern}", stores)
+        assert [shard.url.rpartition("/")[2] for shard in shards] == names
+    await stores.aclose()
+
+
 async def test_a_star_matches_line_ends() -> None:
     """A line end is a character of a name like any other, also in a folder's."""
     stores = Stores(transport=MemoryTransport({"a\nb/c.tar": b"", "d.tar": b""}))
