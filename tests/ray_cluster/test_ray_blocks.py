@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +42,27 @@ def test_rows(blocks: RayBlocks) -> None:
     assert all((row["square"], row["row"].tolist()) == (row["id"] ** 2, [row["id"]] * 3) for row in rows)
     with pytest.raises(IndexError, match="index 100 of 100 rows"):
         blocks[100]
+
+
+def test_threads_read_it(blocks: RayBlocks) -> None:
+    """A block that other threads drop from the memory, while this one reads a row of it, does no harm."""
+    firsts = [0, *np.cumsum(blocks.block_sizes).tolist()][:-1]
+    expected = [blocks[first]["id"] for first in firsts]
+    last = firsts.pop()
+    read: list[Any] = []
+
+    def meanwhile(_: Any, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ == "move_to_end" and not read:
+            read.extend(threads.map(blocks.__getitem__, firsts))
+
+    with ThreadPoolExecutor(1) as threads:
+        before = sys.getprofile()
+        sys.setprofile(meanwhile)
+        try:
+            found = blocks[last]
+        finally:
+            sys.setprofile(before)
+    assert [*(row["id"] for row in read), found["id"]] == expected
 
 
 def test_an_order_that_reads_few_blocks_at_a_time(blocks: RayBlocks) -> None:

@@ -5,6 +5,7 @@ Data path: Ray's object store -> [blocks] -> collate.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -85,7 +86,8 @@ class RayBlocks(Dataset[dict[str, Any]]):
             if len(self._at_hand) > _KEPT:
                 self._at_hand.popitem(last=False)
         else:
-            self._at_hand.move_to_end(block)
+            with contextlib.suppress(KeyError):  # another thread may have dropped it since
+                self._at_hand.move_to_end(block)
         return columns
 
     def _fetch(self, block: int) -> Any:
