@@ -50,16 +50,18 @@ class LoaderAsyncIterator(AsyncIterator[T_co]):
 
     async def _next(self) -> T_co:
         iterator = self._reader.iterator
-        if self._reading is None:
-            if iterator is not None and iterator._ready():
-                ready: T_co = next(iterator)
-                return ready
+        if self._reading is None and iterator is not None and iterator._ready():
+            ready: T_co = next(iterator)
+            return ready
+        # A future of another event loop, in which a call was cancelled, may never be done. Its read is not repeated.
+        if self._reading is None or self._reading.get_loop() is not asyncio.get_running_loop():
             self._reading = self._thread.call(_Reader.read, self._reader)
         # Cancelling this wait does not cancel the read, and `_reading` is kept: the next call gets its item, even if
         # the item had arrived when the wait was cancelled.
         await asyncio.wait([self._reading])
         reading, self._reading = self._reading, None
         item, error = reading.result()
+        self._reader.outcome = None
         del reading  # its error will refer to this frame
         if error is not None:
             try:
@@ -85,8 +87,15 @@ class _Reader:
         self._loader = loader
         self.iterator: Any = None
         self.limit: int | None = None  # set before the epoch began
+        self.outcome: tuple[Any, BaseException | None] | None = None  # of a read, until it is taken
 
     def read(self) -> tuple[Any, BaseException | None]:
+        """Return what was read and not taken, or read the next item."""
+        if self.outcome is None:
+            self.outcome = self._read()
+        return self.outcome
+
+    def _read(self) -> tuple[Any, BaseException | None]:
         """Return the next item, or `_OVER` at the end; and None, or the error. The first call begins the epoch."""
         # The error is returned: asyncio logs an error that a future has and no code retrieves, and the waiting call may
         # have been cancelled, or the loop be closed.
@@ -100,4 +109,5 @@ class _Reader:
             except StopIteration:
                 return _OVER, None
         except BaseException as error:
-            return None, error
+            frames = error.__traceback__
+            return None, error.with_traceback(frames and frames.tb_next)  # without this frame, which refers to it

@@ -91,10 +91,14 @@ async def test_a_cancelled_wait_for_a_worker(caplog: pytest.LogCaptureFixture) -
 BEGAN, GO = threading.Event(), threading.Event()
 
 
-def fails_after_go(number: int) -> int:
+def waits_for_go(number: int) -> int:
     BEGAN.set()
     GO.wait(PATIENCE_S)
-    raise ValueError(number)
+    return number
+
+
+def fails_after_go(number: int) -> int:
+    raise ValueError(waits_for_go(number))
 
 
 @pytest.mark.parametrize("loop", ["runs", "stands still", "is closed", "is closed with the answer"])
@@ -145,10 +149,7 @@ CALLS = itertools.count()
 
 
 def first_call_waits(number: int) -> int:
-    if not next(CALLS):
-        BEGAN.set()
-        GO.wait(PATIENCE_S)
-    return number
+    return waits_for_go(number) if not next(CALLS) else number
 
 
 def first_call_fails(number: int) -> int:
@@ -183,6 +184,34 @@ async def test_an_error_that_is_not_the_end() -> None:
     """StopAsyncIteration of the graph's code does not end ``async for`` as if there were no more items."""
     with pytest.raises(RuntimeError, match="raised StopAsyncIteration: not yet"):
         _ = [item async for item in DataLoader2[int](numbers(3).map(is_not_over))]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_cancelled_wait_in_another_event_loop(closed: bool) -> None:
+    """The next call gets the item in its own loop."""
+    BEGAN.clear()
+    GO.clear()
+    first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
+    with DataLoader2[int](numbers(4).map(waits_for_go)) as loader:
+        items = aiter(loader)
+
+        async def give_up() -> None:
+            task = asyncio.ensure_future(anext(items))
+            await asyncio.to_thread(BEGAN.wait, PATIENCE_S)
+            task.cancel()
+            await asyncio.wait([task])
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+        async def read() -> list[int]:
+            return [item async for item in items]
+
+        first.run_until_complete(give_up())
+        if closed:
+            first.close()
+        GO.set()
+        assert second.run_until_complete(asyncio.wait_for(read(), PATIENCE_S)) == [0, 1, 2, 3]
+    first.close()
+    second.close()
 
 
 async def test_parts_that_are_awaited() -> None:
