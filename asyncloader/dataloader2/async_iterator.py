@@ -109,5 +109,5 @@ class _Reader:
             except StopIteration:
                 return _OVER, None
         except BaseException as error:
-            frames = error.__traceback__
-            return None, error.with_traceback(frames and frames.tb_next)  # without this frame, which refers to it
+            # Without this frame, which refers to `outcome`, and in no variable of it.
+            return None, error.with_traceback(getattr(error.__traceback__, "tb_next", None))

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -212,6 +213,21 @@ def test_a_cancelled_wait_in_another_event_loop(closed: bool) -> None:
         assert second.run_until_complete(asyncio.wait_for(read(), PATIENCE_S)) == [0, 1, 2, 3]
     first.close()
     second.close()
+
+
+async def test_an_error_keeps_no_loader() -> None:
+    """The loader is freed when it is dropped, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with DataLoader2[int](numbers(9).map(fails_at_5)) as loader:
+            with pytest.raises(ValueError, match="five"):
+                _ = [item async for item in loader]
+        freed = weakref.ref(loader)
+        del loader
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 async def test_parts_that_are_awaited() -> None:
