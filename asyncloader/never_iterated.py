@@ -65,7 +65,9 @@ class _Replacement(_Torchs):  # type: ignore[misc]
 
     def _get_iterator(self) -> Any:
         self.__class__ = _Torchs
-        _warn(_replaced.pop(self))
+        name = _replaced.pop(self, None)
+        if name is not None:  # else another thread, which iterates it at the same time, has warned
+            _warn(name)
         return self._get_iterator()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

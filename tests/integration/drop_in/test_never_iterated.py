@@ -107,6 +107,14 @@ def test_as_an_error_it_costs_nothing() -> None:
     assert len(list(stock)) == 4
 
 
+def test_two_threads_iterate_it_at_once() -> None:
+    """The second thread, which had found the warning's method before the first one warned, gets its iterator, too."""
+    stock = stock_from(DataLoader[Any](Numbers(4)))
+    second = stock._get_iterator
+    assert len(messages(lambda: iter(stock))) == 1
+    assert messages(lambda: list(second())) == []
+
+
 def test_persistent_workers_that_run_already() -> None:
     """Running persistent workers prove that the stock loader was iterated: deleting ours gives the warning."""
     loader: Any = DataLoader[Any](Numbers(4), num_workers=1, persistent_workers=True)
