@@ -20,9 +20,8 @@ A worker stream's own state (`WorkerStream.state_dict`) is checked before a work
     over       its stream has ended
     todo       ranges still to be read; the first begins at the position where reading continues
     carry      ranges of the samples with which the next batch begins
-    blocks     the shuffle buffer: {number, aim, given, size, block, filling}, the last two are lists of ranges; None:
-    no
-        buffer
+    blocks     the shuffle buffer: {number, aim, given, size, block, filling}, the last two are lists of ranges;
+               None: no buffer
 
 A range is ``[shard, start, stop, sync]``, the fields of `CatalogRange`.
 """

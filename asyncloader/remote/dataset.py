@@ -196,8 +196,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
         """Number of samples in all shards, if indexes provide it (MDS, Parquet). Blocks: reads these indexes once.
 
         Raises:
-            TypeError: a shard has no index, for which `estimated_len` may help; or its index cannot be read. No other
-                error, because `list(loader)` calls this first: the shard's own error is raised when it is read.
+            TypeError: a shard has no index, for which `estimated_len` may help; or its index is missing or damaged: not
+                its own error, because `list(loader)` calls this first, and the shard raises it when it is read.
+            TransportError: the store cannot be read.
+            The errors of `find_shards`.
         """
         shards = run_in_thread(self._count_samples())
         counts = [shard.samples for shard in shards if shard.samples is not None]
