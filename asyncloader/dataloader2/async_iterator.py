@@ -65,7 +65,8 @@ class LoaderAsyncIterator(AsyncIterator[T_co]):
         del reading  # its error will refer to this frame
         if error is not None:
             try:
-                if isinstance(error, (StopIteration, StopAsyncIteration)):
+                # ``async for`` would end, or its task look cancelled.
+                if isinstance(error, (StopIteration, StopAsyncIteration, asyncio.CancelledError)):
                     raise not_the_end(error, "the graph's code") from error
                 raise error
             finally:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -177,14 +178,15 @@ async def test_an_epoch_beside_a_cancelled_read(function: Any, monkeypatch: pyte
         assert sorted([await first] + [item async for item in items]) == [0, 1, 2, 3, 4, 5]
 
 
-def is_not_over(_: int) -> None:
-    raise StopAsyncIteration("not yet")
+def raises(error: type[BaseException], _: int) -> None:
+    raise error("not yet")
 
 
-async def test_an_error_that_is_not_the_end() -> None:
-    """StopAsyncIteration of the graph's code does not end ``async for`` as if there were no more items."""
-    with pytest.raises(RuntimeError, match="raised StopAsyncIteration: not yet"):
-        _ = [item async for item in DataLoader2[int](numbers(3).map(is_not_over))]
+@pytest.mark.parametrize("error", [StopAsyncIteration, asyncio.CancelledError])
+async def test_an_error_that_is_not_the_end(error: type[BaseException]) -> None:
+    """What the graph's code raises neither ends ``async for``, nor looks like a cancelled task."""
+    with pytest.raises(RuntimeError, match=f"raised {error.__name__}: not yet"):
+        _ = [item async for item in DataLoader2[int](numbers(3).map(partial(raises, error)))]
 
 
 @pytest.mark.parametrize("closed", [False, True])
