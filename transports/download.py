@@ -25,7 +25,7 @@ from contextlib import aclosing
 from functools import partial
 from hashlib import sha256
 from math import isfinite
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from asyncloader.telemetry.counters import count
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, gather_all, overrides
@@ -69,9 +69,6 @@ class Download(ABC, Generic[_K, _V]):
     Attributes:
         version: the version of the bytes returned so far; None until the first response.
     """
-
-    peer: ClassVar[str]
-    """The name of the other side in texts."""
 
     def __init__(
         self, client: _K, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None

@@ -35,8 +35,6 @@ _NO_HEAD = frozenset({403, 405, 501})
 class HttpDownload(Download[HttpClient, Version]):
     """One object of a web server, or one range of it. The arguments are those of `Download`."""
 
-    peer = "server"
-
     def __init__(
         self, client: HttpClient, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> None:

@@ -66,8 +66,6 @@ class StoreVersion(NamedTuple):
 class StoreDownload(Download[StoreClient, StoreVersion]):
     """One object of an object store, or one range of it. The arguments are those of `Download`."""
 
-    peer = "store"
-
     def __init__(
         self, client: StoreClient, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> None:

@@ -117,8 +117,6 @@ class StoreClient(RetryingClient[Store]):
 class StoreDownload(Download[StoreClient, Tag]):
     """Reads the store's responses, three bytes at a time."""
 
-    peer = "store"
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.answer: Answer | None = None
