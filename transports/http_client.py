@@ -215,6 +215,8 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         from urllib.request import getproxies, proxy_bypass
 
         found = getproxies().get(origin[0])
+        if found and "://" not in found:  # "host:port", which curl and requests take, too
+            found = f"http://{found}"
         self._proxies[origin] = proxy = found if found and not proxy_bypass(host or "") else None
         return proxy
 

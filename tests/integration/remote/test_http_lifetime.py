@@ -312,6 +312,13 @@ async def test_a_proxy_of_the_environment(store: HttpStore, monkeypatch: pytest.
     assert [asked.headers["Host"] for asked in store.asked][1] == "nowhere.invalid"
 
 
+async def test_a_proxy_without_a_scheme(store: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy named as ``host:port`` is an http proxy, as for curl."""
+    monkeypatch.setenv("http_proxy", store.url.removeprefix("http://"))
+    async with HttpTransport("http://nowhere.invalid/", retry=SOON) as transport:
+        assert await transport.read("a") == b"data"
+
+
 async def test_a_failing_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy's response to CONNECT is retryable or not, like a response of the server itself."""
     answers = [b"503 Service Unavailable\r\nRetry-After: 0", b"407 Proxy Authentication Required"]
