@@ -207,8 +207,14 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
 
     async def _call_headers(self) -> Mapping[str, str]:
         assert callable(self._headers)
-        given = self._headers()
-        return {**self._own, **(await given if inspect.isawaitable(given) else given)}
+        try:
+            given = self._headers()
+            return {**self._own, **(await given if inspect.isawaitable(given) else given)}
+        except Exception as error:  # of any kind: it says nothing about the object, or about the connection to it
+            failed = self.classify_error(error, answering=False)
+            text = f"the function of headers= raised {type(error).__name__}"
+            retryable = failed is not None and failed.retryable
+            raise RequestFailed("headers", text, retryable=retryable, cause=error) from error
 
     def _find_proxy(self, origin: tuple[str, str], host: str | None) -> str | None:
         """Return the proxy that the environment names for an origin (``https_proxy``, ``no_proxy`` and so on)."""

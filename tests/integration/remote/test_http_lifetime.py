@@ -222,6 +222,24 @@ async def test_headers_are_asked_for_before_every_attempt(store: HttpStore) -> N
     assert store.asked[-1].headers["X-Key"] == "k"
 
 
+async def test_headers_that_cannot_be_made(store: HttpStore) -> None:
+    """An error of the function is a failed read, never a bad sample; it is retried if it is of a network."""
+    errors: list[Exception] = [KeyError("token"), FileNotFoundError("token"), ConnectionError("token")]
+
+    def fail() -> dict[str, str]:
+        if errors:
+            raise errors.pop(0)
+        return {}
+
+    async with opened(store, headers=fail) as transport:
+        for name in ["KeyError", "FileNotFoundError"]:
+            with pytest.raises(ReadFailed, match=f"the function of headers= raised {name}") as caught:
+                await transport.read("a")
+            assert type(caught.value.__cause__).__name__ == name
+        assert await transport.read("a") == b"data"
+        assert transport.retries.kinds == {"headers": 1}
+
+
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 async def test_redirects_are_followed(store: HttpStore, code: int) -> None:
     """A relative or absolute target is requested with the same range; an answer there counts as the object's."""
