@@ -104,7 +104,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             self._body = aiter(result.stream(_PART))
             return
         scope.limit(self._client.slow_s(self._end - self._position))
-        data = (await result.bytes_async()).to_bytes()
+        data = (await result.bytes_async()).to_bytes()[: self._end - self._position]
         scope.limit(None)
         if self._position + len(data) != self._end:
             raise RequestFailed.short(self._position + len(data), self._end)
@@ -133,6 +133,8 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             except StopAsyncIteration:
                 raise RequestFailed.short(self._position, self._end or 0) from None
         scope.limit(None)
+        assert self._end is not None
+        data = data[: self._end - self._position]  # the body may be longer than its head states
         if most and len(data) > most:
             data, self._spare = data[:most], data[most:]
         self._advance(len(data))

@@ -244,6 +244,19 @@ async def test_a_server_without_ranges_is_refused(store: BucketStore) -> None:
     assert len(store.asked) == 1
 
 
+async def test_a_body_that_is_longer_than_its_head_states(store: BucketStore) -> None:
+    """Only the bytes that were asked for are returned."""
+
+    async def fault(store: HttpStore, request: web.Request) -> web.StreamResponse:
+        stated = {"Content-Range": "bytes 1-4/5", "ETag": '"1"', "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
+        return web.Response(status=206, headers=stated, body=b"1234567890")
+
+    store.faults[A].extend([fault, fault])
+    async with store.transport() as transport:
+        assert await transport.read_range("a", 1, 4) == b"1234"
+        assert b"".join(await drain(transport.stream("a", start=1))) == b"1234"
+
+
 async def test_large_objects_are_refused_by_their_head(store: BucketStore) -> None:
     """The size is known before the bytes arrive; the connection is dropped even while the error is kept."""
     async with store.transport() as transport:
