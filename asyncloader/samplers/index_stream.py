@@ -289,6 +289,8 @@ class IndexStream:
         except Exception:  # not Ctrl-C
             self._note_draws(before)
             self._before = None
+            # The sampler's error, once the position was found, is raised once: the next call reads on.
+            self._items = self._items or self._restoring
             raise
         self._note_draws(before)
         assert self._restoring is not None  # made above, or by the call that Ctrl-C ended

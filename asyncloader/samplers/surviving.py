@@ -78,7 +78,7 @@ class Groups(Iterator[T], Generic[T]):
 
     Args:
         begin: returns the iterator of the items; called for the first group. Items that were taken for an interrupted
-            group stay in the group. If `begin` raises, the iterator ends, like a generator.
+            group stay in the group. If it or `begin` raises, this iterator ends, like a generator.
         size: of a group; the last group may have fewer items, or none.
         make: returns the object for a group's number and items; may be called again for the same group. None: the group
             is skipped.
@@ -98,15 +98,15 @@ class Groups(Iterator[T], Generic[T]):
 
     def __next__(self) -> T:
         while not self._over:
-            if self._items is None:
-                try:
-                    self._items = self._begin()
-                except Exception:  # not Ctrl-C
-                    self._over = True
-                    raise
             group, fresh = self._group, list[Any]()
-            # In C: an item that was taken is in the list, whenever Ctrl-C comes.
-            group.extend(islice(self._items, self._size - len(group)))
+            try:
+                if self._items is None:
+                    self._items = self._begin()
+                # In C: an item that was taken is in the list, whenever Ctrl-C comes.
+                group.extend(islice(self._items, self._size - len(group)))
+            except Exception:  # not Ctrl-C
+                self._over = True
+                raise
             over = len(group) < self._size
             made = self._make(self._number, group)
             self._group, self._over = fresh, over

@@ -1,4 +1,4 @@
-"""A sampler that cannot begin: its error is raised once, as in torch, and then the epoch is over."""
+"""A sampler that cannot begin, or go on: its error is raised once, as in torch, and then the epoch is over."""
 
 from __future__ import annotations
 
@@ -83,3 +83,37 @@ def test_its_error_comes_once_with_a_seed(workers: int) -> None:
     options: dict[str, Any] = {"sampler": Unborn(), "seed": 1, "num_workers": workers}
     for found in (steps(DataLoader, options), run_async(async_steps(options))):
         assert found in (["no order, by iter"], ["no order", "end", "end", "end"])
+
+
+class Failing:
+    """Raises instead of index 4. Its iterator is no generator: it would go on behind that."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self._index, range(8))
+
+    def _index(self, index: int) -> int:
+        if index == 4:
+            raise PermissionError("no index")
+        return index
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_the_epoch_ends_with_its_error(seed: int | None) -> None:
+    """The indices that were taken for the batch make no shorter batch. Nor do they in a resumed epoch."""
+    options: dict[str, Any] = {"batch_size": 3, "sampler": Failing()}
+    expected = steps(torch.utils.data.DataLoader, options)
+    assert expected == ["tensor([0, 1, 2])", "no index", "end", "end"]
+    assert steps(DataLoader, options | {"seed": seed}) == expected
+    loader = DataLoader[Any](range(8), seed=seed, **options)  # type: ignore[arg-type]
+    next(iter(loader))
+    state = loader.state_dict()
+
+    def resumed(dataset: Any, **options: Any) -> Any:
+        loader = DataLoader[Any](dataset, seed=seed, **options)
+        loader.load_state_dict(state)
+        return loader
+
+    assert steps(resumed, options) == ["no index", "end", "end", "end"]
