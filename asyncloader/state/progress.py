@@ -350,7 +350,8 @@ class Progress:
         """
         if task in (self._failed, self._delivered):
             return
-        if self._expects["kind"] == "iterable" and self.assignment is None:  # as `Reader.failed`
+        # With assigned shards an error is no batch, as for `Reader.failed`; also where their plan has failed.
+        if self._expects["kind"] == "iterable" and not self.config.assigns_shards:
             self._mark(task, worker, cursor)
             return
         before, beyond = self._failed, self._beyond

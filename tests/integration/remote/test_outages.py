@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from asyncloader import AsyncDataLoader, Dataset, RemoteIterableDataset
-from asyncloader.transports import AccessDenied, MemoryTransport, ObjectNotFound, ReadFailed, RetryPolicy
+from asyncloader.transports import AccessDenied, MemoryTransport, ObjectInfo, ObjectNotFound, ReadFailed, RetryPolicy
 from tests.helpers.http_store import HttpStore, broken, serving, status
 from tests.unit.remote.shards import MAKERS, jsonl, mds_index, number_of
 
@@ -143,6 +143,43 @@ async def test_what_failed_while_the_consumer_was_away(url: str, lasts: bool) ->
             transport.away = False
         await extend(got, batches)
         assert sorted(got) == list(range(COUNT))
+
+
+class Unready(MemoryTransport):
+    """Nothing is said about its shards while it is away."""
+
+    away = False  # the class's, because a plan is made with a copy of the transport
+
+    async def info(self, path: str) -> ObjectInfo:
+        if self.away:
+            raise ReadFailed("the store is away")
+        return await super().info(path)
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+async def test_an_outage_at_the_plan_is_no_batch(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that is saved after it says that nothing was delivered for it."""
+    transport = Unready({"a.tar": MAKERS["a.tar"](range(10)), "b.tar": MAKERS["a.tar"](range(10, 20))})
+
+    def loader() -> AsyncDataLoader[Any]:
+        dataset = RemoteIterableDataset(["a.tar", "b.tar"], transport=transport)
+        return AsyncDataLoader(dataset, 3, seed=1, decode=number_of)
+
+    got: list[int] = []
+    async with loader() as first:
+        batches = aiter(first)
+        monkeypatch.setattr(Unready, "away", True)
+        for _ in range(2):
+            with pytest.raises(ReadFailed, match="the store is away"):
+                await anext(batches)
+        monkeypatch.setattr(Unready, "away", False)
+        for _ in range(taken):
+            got += (await anext(batches)).tolist()
+        state = first.state_dict()
+    async with loader() as second:
+        second.load_state_dict(state)
+        await extend(got, aiter(second))
+    assert sorted(got) == list(range(20))
 
 
 def only_even(sample: Any) -> int:
