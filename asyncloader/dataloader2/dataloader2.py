@@ -34,6 +34,8 @@ from asyncloader.dataloader2.services.interface import (
     ReadingServiceInterface,
     describe_reader,
     end_soon,
+    shutdown_parts,
+    with_threads,
 )
 from asyncloader.dataloader2.services.worker_streams import has_next
 from asyncloader.errors import StateError
@@ -192,6 +194,7 @@ class DataLoader2(Generic[T_co]):
         self._interrupted = False  # by Ctrl-C in `next()`, which ends the generators of the graph
         self._read_by = ""  # describes the reader of the epoch that the position is in
         self._shuffle_seeds: list[int] | None = None  # of that epoch, if no service has set them
+        self._with_threads: list[Any] = []  # the parts that `shutdown` ends: not every service does
         self._adapt()
         self._terminated = False
 
@@ -264,6 +267,7 @@ class DataLoader2(Generic[T_co]):
         if not self._adapted:
             datapipe = await_parts(datapipe)
             self.datapipe = datapipe = datapipe if service is None else self._initialize(service, datapipe)
+            self._with_threads = with_threads(datapipe)
             self._adapted = True
         if service is None:
             seeds = fix_shuffle_seeds(datapipe, self._shuffle_seeds if resume_at is not None else None)
@@ -359,7 +363,7 @@ class DataLoader2(Generic[T_co]):
             self._terminated = True
             # In a list, so that `_end` holds the last reference: the iterator's own end may wait for threads.
             source, self._datapipe_iter = [self._datapipe_iter], None
-            end_soon(_end, source, self.reading_service)
+            end_soon(_end, source, self.reading_service, self._with_threads)
 
     def shutdown(self) -> None:
         """End the epoch, and the processes and threads that read for it; wait for them. Idempotent."""
@@ -369,7 +373,7 @@ class DataLoader2(Generic[T_co]):
             self._terminated = True
             source, self._datapipe_iter = [self._datapipe_iter], None
         # Without the lock: no epoch begins any more, and this may wait for processes.
-        _end(source, self.reading_service)
+        _end(source, self.reading_service, self._with_threads)
 
     async def aclose(self) -> None:
         """Run `shutdown` in a thread. Idempotent."""
@@ -485,14 +489,15 @@ class DataLoader2(Generic[T_co]):
             self.datapipe = change(self.datapipe)
 
 
-def _end(source: list[Any], service: ReadingServiceInterface | None) -> None:
-    """End the service, then the epoch's iterator, whose last reference is in this list."""
+def _end(source: list[Any], service: ReadingServiceInterface | None, parts: list[Any]) -> None:
+    """End the service and the parts with threads, then the epoch's iterator, whose last reference is in this list."""
     try:
         if service is not None:
             try:
                 service.finalize_iteration()
             finally:
                 service.finalize()
+        shutdown_parts(parts)
     finally:
         # Last: the iterator's own end waits for its threads, which may be waiting for items of the service's processes.
         source.clear()

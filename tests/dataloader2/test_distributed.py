@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,20 +150,23 @@ def test_ranks_that_leave_at_different_items(tmp_path: Path) -> None:
     assert both(tmp_path, _leaving) == ["the ranks are in different epochs, 1 to 2"] * 2
 
 
-def _loaders(rank: int) -> Any:
+def _loaders(served: bool, rank: int) -> Any:
     counts = []
     for _ in range(4):
-        with DataLoader2[int](numbers(3), reading_service=DistributedReadingService(60)) as loader:
-            list(loader)
-        counts.append(len([*Path("/proc/self/fd").iterdir()]))
+        service = DistributedReadingService(60) if served else None
+        with DataLoader2[int](numbers(3), FullSync(60), reading_service=service) as loader:
+            next(iter(loader))
+        counts.append((len([*Path("/proc/self/fd").iterdir()]), threading.active_count()))
     return counts
 
 
 @pytest.mark.thorough
-def test_groups_are_destroyed(tmp_path: Path) -> None:
-    """A loader destroys its process groups."""
-    for counts in both(tmp_path, _loaders):
+@pytest.mark.parametrize("served", [False, True])
+def test_groups_are_destroyed(tmp_path: Path, served: bool) -> None:
+    """A loader destroys its process groups and ends its threads, with a reading service or without."""
+    for counts in both(tmp_path, partial(_loaders, served)):
         assert counts[1] == counts[-1]
+        assert counts[-1][1] == 1
 
 
 def _failing(rank: int) -> Any:
