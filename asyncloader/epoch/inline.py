@@ -45,7 +45,7 @@ from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
-from asyncloader.workers.memory.recycle import recycling_collate
+from asyncloader.workers.memory.inline_collate import inline_collate
 from asyncloader.workers.processor_use import thread_delay
 
 P = ParamSpec("P")
@@ -396,7 +396,7 @@ def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: 
     config, dataset = progress.config, torch_iter._dataset
     collate = config.collate_fn
     if collate is default_collate:
-        collate = recycling_collate()
+        collate = inline_collate()
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
         # As in torch's own iterator without workers.
         apply_sharding(dataset, torch_iter._world_size, torch_iter._rank)

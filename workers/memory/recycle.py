@@ -1,6 +1,6 @@
 """Reuses the memory of large batches that are collated in the consumer's own process.
 
-Data path: without workers: fetch -> [recycle: collate] -> consumer.
+Data path: without workers: fetch -> inline_collate -> [recycle] -> consumer.
 
 An allocator returns large blocks (over 32 MiB in glibc) to the system with every `free`. The next batch would get them
 page by page and zeroed: 2 GB/s instead of 20. So large batches are stacked into memory that is kept. The
@@ -12,14 +12,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
-from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.workers.memory.layout import PAGE, align
-from asyncloader.workers.memory.leaves import has_code
 from asyncloader.workers.memory.ring import Anchor, Lease, make_anchor, make_lease
 
 LARGE = 32 << 20
@@ -77,48 +71,3 @@ def _allocate(nbytes: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)  # the first write takes 4 instead of 17 ms for 38 MB
     return memory
-
-
-def recycling_collate() -> Callable[[Sequence[Any]], Any]:
-    """Return torch's `default_collate` with a recycler of its own for large tensors.
-
-    Values, shapes, strides, dtypes and errors are torch's; functions that the user registered are used. The storage of
-    a recycled tensor cannot be resized, like that of one from a worker.
-    """
-    recycler = Recycler()
-    torchs = torch_collate.collate_tensor_fn
-
-    def stack(batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
-        if not _is_large_and_plain(batch):
-            return torchs(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-        elem = batch[0]
-        anchor = recycler.take(elem.numel() * elem.element_size() * len(batch))
-        out = torch.frombuffer(anchor, dtype=elem.dtype).view(len(batch), *elem.shape)
-        return torch.stack(list(batch), 0, out=out)
-
-    def collate(samples: Sequence[Any]) -> Any:
-        functions: Any = torch_collate.default_collate_fn_map
-        if functions.get(torch.Tensor) is torchs:
-            functions = {**functions, torch.Tensor: stack}
-        return torch_collate.collate(samples, collate_fn_map=functions)
-
-    return collate
-
-
-def _is_large_and_plain(batch: Sequence[torch.Tensor]) -> bool:
-    elem = batch[0]
-    if type(elem) is not torch.Tensor or elem.layout is not torch.strided or elem.is_nested:
-        return False
-    shape, dtype = elem.shape, elem.dtype
-    if elem.numel() * elem.element_size() * len(batch) < LARGE or not has_code(dtype):
-        return False
-    # Left to torch: samples for which it would promote dtypes, follow strides, record a gradient or raise.
-    return 1 not in shape and all(
-        type(each) is torch.Tensor
-        and each.dtype is dtype
-        and each.shape == shape
-        and each.device.type == "cpu"
-        and not each.requires_grad
-        and each.is_contiguous()
-        for each in batch
-    )
