@@ -260,10 +260,10 @@ class IndexStream:
                 pass
 
     def drawn(self) -> dict[str, str] | None:
-        """Return `generators`; before the first draw, the current state of the sampler's own generator."""
-        if self.generators is None and self._items is None and self._own is not None:
-            return {"own": generator_text(self._own)}
-        return self.generators
+        """Return `generators`; before the first index, the states from before the draw, which may be still to come."""
+        if self.generators is not None or self._items is not None:
+            return self.generators
+        return self._drawn or (None if self._own is None else {"own": generator_text(self._own)})
 
     def own_state(self) -> str | None:
         """Return the current state of the sampler's own generator, as text; None without a generator."""

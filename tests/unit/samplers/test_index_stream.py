@@ -118,6 +118,15 @@ def test_before_the_first_index_the_epoch_is_known() -> None:
     assert [*stream(batched(own_generator()), **kept)] == [*running]
 
 
+def test_before_the_first_index_an_order_that_iter_drew_is_known() -> None:
+    """So does one of a sampler that has drawn already, when the iterator was made."""
+    torch.manual_seed(1)
+    running = stream(Eager(3))
+    kept = after(0, running)
+    torch.manual_seed(2)
+    assert [*stream(Eager(3), **kept)] == [*running]
+
+
 def test_nothing_is_kept_where_nothing_was_drawn() -> None:
     """An order that needs no random numbers leaves no generator in the state."""
     for sampler in (SequentialSampler(range(SIZE)), seeded(), Stateful(), Plain()):
