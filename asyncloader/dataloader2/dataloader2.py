@@ -13,6 +13,7 @@ import pickle
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Self, TypeVar
 
@@ -39,6 +40,7 @@ from asyncloader.dataloader2.services.interface import (
 )
 from asyncloader.dataloader2.services.worker_streams import has_next
 from asyncloader.errors import StateError
+from asyncloader.process_hooks import in_forked_child
 from asyncloader.shielding import shielded
 
 __all__ = [
@@ -160,13 +162,7 @@ class DataLoader2(Generic[T_co]):
         reading_service: ReadingServiceInterface | None = None,
     ) -> None:
         self._terminated = True  # until the constructor succeeds: the finalizer of a half-made loader ends nothing
-        # `aclose` runs `shutdown` in another thread, perhaps while the thread of an ``async for`` begins an epoch. With
-        # this lock `shutdown` either ends all that the epoch has started, or comes first, and no epoch begins.
-        self._beginning_or_ending = threading.RLock()
-        # A read whose ``async for`` was cancelled goes on in its thread. An epoch that began beside it would share its
-        # graph: a buffer would get the old item, too. Taken before the other lock, and not by `shutdown`, which ends
-        # reads.
-        self._reading = threading.RLock()
+        self._make_locks()
         if isinstance(datapipe, MapDataPipe):
             datapipe = MapToIterConverter(datapipe)
         self.datapipe: DataPipe | None = None if datapipe is None else clone(datapipe)
@@ -202,7 +198,19 @@ class DataLoader2(Generic[T_co]):
         return {**vars(self), "_beginning_or_ending": None, "_reading": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _beginning_or_ending=threading.RLock(), _reading=threading.RLock())
+        vars(self).update(state)
+        self._make_locks()
+
+    def _make_locks(self) -> None:
+        # `aclose` runs `shutdown` in another thread, perhaps while the thread of an ``async for`` begins an epoch. With
+        # this lock `shutdown` either ends all that the epoch has started, or comes first, and no epoch begins.
+        self._beginning_or_ending = threading.RLock()
+        # A read whose ``async for`` was cancelled goes on in its thread. An epoch that began beside it would share its
+        # graph: a buffer would get the old item, too. Taken before the other lock, and not by `shutdown`, which ends
+        # reads.
+        self._reading = threading.RLock()
+        _loaders.add(self)
+        in_forked_child(_renew_locks)
 
     def _adapt(self) -> None:
         if self.datapipe is not None:
@@ -487,6 +495,15 @@ class DataLoader2(Generic[T_co]):
         change = ask()
         if change is not None and self.datapipe is not None:
             self.datapipe = change(self.datapipe)
+
+
+_loaders: weakref.WeakSet[DataLoader2[Any]] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    # Those that a thread of the parent held at the fork would never be free.
+    for each in list(_loaders):
+        each._make_locks()
 
 
 def _end(source: list[Any], service: ReadingServiceInterface | None, parts: list[Any]) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import signal
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
@@ -458,3 +461,27 @@ def test_a_pause_ends_with_its_epoch() -> None:
     assert list(iterator) == [0, 1, 2]
     assert list(loader) == [0, 1, 2, 3]
     loader.shutdown()
+
+
+BEGAN, GO = threading.Event(), threading.Event()
+
+
+def waits_for_go(number: int) -> int:
+    BEGAN.set()
+    GO.wait(PATIENCE_S)
+    return number
+
+
+def test_a_child_that_is_forked_while_a_thread_reads() -> None:
+    """It reads its copy of the loader, and need not wait for a thread that only its parent has."""
+    with DataLoader2[int](numbers(3).map(waits_for_go)) as loader, ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(list, loader)
+        assert BEGAN.wait(PATIENCE_S)
+        child = os.fork()
+        if not child:
+            signal.alarm(int(PATIENCE_S))
+            GO.set()
+            os._exit(list(loader) != [0, 1, 2])
+        assert os.waitpid(child, 0)[1] == 0
+        GO.set()
+        assert reading.result() == [0, 1, 2]
