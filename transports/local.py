@@ -333,7 +333,9 @@ class _PinnedFile(PinnedReader):
 
 def _read_described(file: BufferedReader, nbytes: int) -> tuple[bytes, tuple[os.stat_result, os.stat_result]]:
     before = os.fstat(file.fileno())
-    return file.read(nbytes), (before, os.fstat(file.fileno()))
+    # `read` allocates all that it may return, so not far more than the file has; some of /proc state no size.
+    chunk = file.read(min(nbytes, max(before.st_size, 1 << 16)))
+    return chunk, (before, os.fstat(file.fileno()))
 
 
 def _differs(first: os.stat_result, now: os.stat_result) -> bool:

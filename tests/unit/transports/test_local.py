@@ -151,6 +151,13 @@ def test_file_cut_short_after_its_size_was_taken(root: Path) -> None:
     assert (caught.value.path, caught.value.size) == ("a.bin", 10_240)
 
 
+async def test_a_chunk_of_any_size(root: Path) -> None:
+    """Only the memory that the file needs is allocated for a chunk, however large it may be."""
+    async with LocalTransport(root) as transport:
+        whole = await transport.read("a.bin")
+        assert [chunk async for chunk in transport.stream("a.bin", chunk_size=sys.maxsize)] == [whole]
+
+
 @linux
 async def test_broken_read() -> None:
     """An error of the disk is ReadFailed with the system's message. (Page 0 of a process is never mapped.)"""
