@@ -11,8 +11,8 @@ from asyncloader.transports.errors import InvalidPath, ObjectTooLarge, RangeOutO
 def check_path(path: str) -> None:
     """Refuse a path that is not canonical, so that one object has one name in every transport.
 
-    A path is one or more parts joined by ``/``. No part is empty, ``.`` or ``..``; no character is NUL. So a path never
-    begins or ends with ``/``, and never leads out of the root.
+    A path is one or more parts joined by ``/``. No part is empty, ``.`` or ``..``; no character is NUL, or a surrogate
+    that stands for no byte of a name. So a path never begins or ends with ``/``, and never leads out of the root.
 
     Raises:
         InvalidPath: the path breaks these rules; the message names the part.
@@ -40,6 +40,10 @@ def check_prefix(prefix: str) -> None:
 
 
 def _check_parts(path: str, parts: list[str]) -> None:
+    try:
+        path.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        raise InvalidPath(f"{path!r} holds half a character, which no name can have", path=path) from None
     for part in parts:
         if part in {"", ".", ".."}:
             shown = repr(part) if part else "an empty part"

@@ -20,6 +20,7 @@ from asyncloader.transports.errors import InvalidPath, ObjectTooLarge, RangeOutO
         ("a//b", "an empty part"),
         ("a/", "an empty part"),
         ("a\0", "a NUL character"),
+        ("a/\ud800", "half a character"),
     ],
 )
 def test_refusal_names_the_fault(path: str, text: str) -> None:
@@ -29,7 +30,7 @@ def test_refusal_names_the_fault(path: str, text: str) -> None:
     assert caught.value.path == path
 
 
-@pytest.mark.parametrize("path", ["a", "a/b.c", "...", "..a/b..", " ", "a\\b", "C:", "\n"])
+@pytest.mark.parametrize("path", ["a", "a/b.c", "...", "..a/b..", " ", "a\\b", "C:", "\n", "\udcff"])
 def test_legal_paths(path: str) -> None:
     """Every canonical path is legal, however odd."""
     check_path(path)
