@@ -124,7 +124,9 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         self.verify = verify
         self.range_gap = range_gap
         self._headers = headers
-        self._origin = (parts.scheme.lower(), parts.netloc.rpartition("@")[2].lower())
+        host = parts.netloc.rpartition("@")[2].lower()
+        # aiohttp sends the host of an encoded URL as it is.
+        self._origin = (parts.scheme.lower(), host if host.isascii() else host.encode("idna").decode())
         folder = parts.path if parts.path.lower().endswith("%2f") else parts.path.rstrip("/") + "/"
         self._base = urlunsplit((*self._origin, escape(folder), "", ""))
         self._query = f"?{escape(parts.query)}" if parts.query else ""

@@ -337,6 +337,14 @@ async def test_a_proxy_without_a_scheme(store: HttpStore, monkeypatch: pytest.Mo
         assert await transport.read("a") == b"data"
 
 
+async def test_a_host_with_other_letters(store: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is asked by the name in ASCII that the domain name system has for it."""
+    monkeypatch.setenv("http_proxy", store.url)
+    async with HttpTransport("http://Bücher.invalid:8080/", retry=SOON) as transport:
+        assert await transport.read("a") == b"data"
+    assert store.asked[0].headers["Host"] == "xn--bcher-kva.invalid:8080"
+
+
 async def test_a_failing_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy's response to CONNECT is retryable or not, like a response of the server itself."""
     answers = [b"503 Service Unavailable\r\nRetry-After: 0", b"407 Proxy Authentication Required"]
