@@ -278,13 +278,9 @@ class DataLoader2(Generic[T_co]):
             self._with_threads = with_threads(datapipe)
             self._adapted = True
         if service is None:
-            seeds = fix_shuffle_seeds(datapipe, self._shuffle_seeds if resume_at is not None else None)
-            if resume_at and self._shuffle_seeds is not None and len(seeds) != len(self._shuffle_seeds):
-                raise StateError(
-                    f"the position is in an epoch with {len(self._shuffle_seeds)} shuffles, and the graph has "
-                    f"{len(seeds)}, which would give another rest of the epoch: give the same adapters, or begin that "
-                    "epoch anew by _restore_checkpoint_beginning_of_epoch()"
-                )
+            seeds = fix_shuffle_seeds(
+                datapipe, self._shuffle_seeds if resume_at is not None else None, within=bool(resume_at)
+            )
         elif (change := service.initialize_iteration(self._seed_generator)) is not None:
             self.datapipe = datapipe = change(datapipe)
         reader = describe_reader(service)

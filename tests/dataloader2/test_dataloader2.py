@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import signal
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +28,7 @@ from asyncloader.dataloader2 import (
 from asyncloader.dataloader2.random import SeedGenerator
 from asyncloader.dataloader2.utils import WorkerInfo
 from tests.dataloader2.parts import GRAPHS, Seeded, double, fails_at_5, numbers, plain
+from tests.helpers.forking import fork
 from tests.helpers.running import PATIENCE_S
 
 
@@ -477,11 +476,13 @@ def test_a_child_that_is_forked_while_a_thread_reads() -> None:
     with DataLoader2[int](numbers(3).map(waits_for_go)) as loader, ThreadPoolExecutor(1) as threads:
         reading = threads.submit(list, loader)
         assert BEGAN.wait(PATIENCE_S)
-        child = os.fork()
-        if not child:
-            signal.alarm(int(PATIENCE_S))
+
+        def read() -> None:
             GO.set()
-            os._exit(list(loader) != [0, 1, 2])
-        assert os.waitpid(child, 0)[1] == 0
-        GO.set()
+            assert list(loader) == [0, 1, 2]
+
+        try:
+            fork(read).wait()
+        finally:
+            GO.set()
         assert reading.result() == [0, 1, 2]

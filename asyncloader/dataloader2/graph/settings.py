@@ -13,6 +13,7 @@ from torch.utils.data.graph import traverse_dps
 
 from asyncloader.dataloader2.graph.utils import DataPipe, list_dps, parts_of, parts_of_form
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
+from asyncloader.errors import StateError
 from asyncloader.workers.fetch.seeding import draw_seed
 
 _SHUFFLES = (Shuffler, MapShuffler)
@@ -32,7 +33,7 @@ def set_datapipes_seed(datapipes: list[DataPipe], seed_generator: SeedGenerator,
             datapipe.set_seed(generate())
 
 
-def fix_shuffle_seeds(datapipe: DataPipe, seeds: list[int] | None) -> list[int]:
+def fix_shuffle_seeds(datapipe: DataPipe, seeds: list[int] | None, *, within: bool = False) -> list[int]:
     """Fix the seeds of torch's shuffles for an epoch in which nothing else sets them.
 
     Args:
@@ -40,12 +41,22 @@ def fix_shuffle_seeds(datapipe: DataPipe, seeds: list[int] | None) -> list[int]:
         seeds: the seeds of an epoch that is to be repeated. None, or if their number is not that of the shuffles: those
             that the user has set, and for the other shuffles seeds as these would draw them, from torch's global
             generator, which advances.
+        within: that epoch goes on from a position within it; default False.
 
     Returns:
         The seeds.
+
+    Raises:
+        StateError: `within` an epoch of another number of shuffles.
     """
     shuffles = [each for each in parts_of(datapipe) if isinstance(each, _SHUFFLES) and each._enabled]
     if seeds is not None and len(seeds) != len(shuffles):
+        if within:
+            raise StateError(
+                f"the position is in an epoch with {len(seeds)} shuffles, and the graph has {len(shuffles)}, which "
+                "would give another rest of the epoch: give the same adapters, or begin that epoch anew by "
+                "_restore_checkpoint_beginning_of_epoch()"
+            )
         seeds = None
     fixed: list[int] = []
     for number, each in enumerate(shuffles):
