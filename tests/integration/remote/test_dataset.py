@@ -19,15 +19,7 @@ from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from asyncloader.errors import NoEffectWarning
 from asyncloader.formats import Located, ShardError, ShardRange
 from asyncloader.remote.dataset import RemoteIterableDataset
-from asyncloader.transports import (
-    InvalidPath,
-    MemoryTransport,
-    ObjectInfo,
-    ObjectNotFound,
-    ReadFailed,
-    SizeUnknown,
-    TransportClosed,
-)
+from asyncloader.transports import MemoryTransport
 from tests.helpers.remote_folders import (
     ALL,
     dataset_of,
@@ -40,7 +32,7 @@ from tests.helpers.remote_folders import (
 )
 from tests.helpers.running import BOTH, run_async
 from tests.helpers.seeded_runs import Stepwise
-from tests.unit.remote.shards import MAKERS, tar
+from tests.unit.remote.shards import tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -250,43 +242,6 @@ def test_a_transport_of_the_user_s_own() -> None:
     assert run_async(run()) == list(range(9))
 
 
-@pytest.mark.parametrize("ending", ["tar", "jsonl.gz", "parquet"])
-def test_cancelled_while_it_closes(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At whatever step a reader is cancelled, and once more: its tasks have ended and its transports are closed."""
-    names = [f"memory://shards/{number}.{ending}" for number in range(3)]
-    shards = {f"{number}.{ending}": MAKERS[f"a.{ending}"](range(9)) for number in range(3)}
-    opened: list[MemoryTransport] = []
-
-    def open_transport(_: str) -> MemoryTransport:
-        opened.append(MemoryTransport(shards))
-        return opened[-1]
-
-    async def consume() -> None:
-        async with aclosing(aiter(RemoteIterableDataset(names))) as samples:
-            for _ in range(12):
-                await anext(samples)
-
-    async def run() -> None:
-        for steps in range(100):
-            task = asyncio.create_task(consume())
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            ended = task.done()
-            for _ in range(2):
-                task.cancel()
-                await asyncio.sleep(0)
-            await asyncio.wait([task])
-            assert len(asyncio.all_tasks()) == 1
-            while opened:
-                with pytest.raises(TransportClosed):
-                    await opened.pop().read(f"0.{ending}")
-            if ended:
-                return
-
-    monkeypatch.setattr("asyncloader.remote.stores.open_transport", open_transport)
-    run_async(run())
-
-
 # ------------------------------------------------------------------------------------------- lengths
 
 
@@ -331,36 +286,6 @@ def test_length_under_a_running_loop(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------- plans
-
-
-class NoSize(MemoryTransport):
-    """Raises `error` when it is asked for the size of shard 3."""
-
-    error: Exception | None = None  # the class's, because a plan is made with a copy of the transport
-
-    async def info(self, path: str) -> ObjectInfo:
-        if path == "3.tar" and self.error is not None:
-            raise self.error
-        return await super().info(path)
-
-
-async def test_a_plan_without_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An outage fails the plan: with fewer sizes it would be another plan, which no saved state fits. A shard that has
-    no size leaves the sizes of the others.
-    """
-    names = [f"{number}.tar" for number in range(24)]
-
-    async def planned() -> list[int]:
-        dataset = RemoteIterableDataset(names, transport=NoSize(dict.fromkeys(names, tar(range(3)))))
-        return [len(assignment) for assignment in (await dataset.plan(2, 0, 1, None)).assignments]
-
-    assert await planned() == [3] * 8
-    monkeypatch.setattr(NoSize, "error", ReadFailed("the store is away"))
-    with pytest.raises(ReadFailed, match="away"):
-        await planned()
-    for error in (SizeUnknown("no size"), ObjectNotFound("gone"), InvalidPath("no path")):
-        monkeypatch.setattr(NoSize, "error", error)
-        assert await planned() == [3, 1, *[3] * 6, 2]
 
 
 @pytest.mark.parametrize("shards", [1, 15, 40])

@@ -13,7 +13,16 @@ import pytest
 import pytest_asyncio
 
 from asyncloader import AsyncDataLoader, Dataset, RemoteIterableDataset
-from asyncloader.transports import AccessDenied, MemoryTransport, ObjectInfo, ObjectNotFound, ReadFailed, RetryPolicy
+from asyncloader.transports import (
+    AccessDenied,
+    InvalidPath,
+    MemoryTransport,
+    ObjectInfo,
+    ObjectNotFound,
+    ReadFailed,
+    RetryPolicy,
+    SizeUnknown,
+)
 from tests.helpers.http_store import HttpStore, broken, serving, status
 from tests.unit.remote.shards import MAKERS, jsonl, mds_index, number_of
 
@@ -180,6 +189,36 @@ async def test_an_outage_at_the_plan_is_no_batch(taken: int, monkeypatch: pytest
         second.load_state_dict(state)
         await extend(got, aiter(second))
     assert sorted(got) == list(range(20))
+
+
+class NoSize(MemoryTransport):
+    """Raises `error` when it is asked for the size of shard 3."""
+
+    error: Exception | None = None  # the class's, because a plan is made with a copy of the transport
+
+    async def info(self, path: str) -> ObjectInfo:
+        if path == "3.tar" and self.error is not None:
+            raise self.error
+        return await super().info(path)
+
+
+async def test_a_plan_without_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outage fails the plan: with fewer sizes it would be another plan, which no saved state fits. A shard that has
+    no size leaves the sizes of the others.
+    """
+    names = [f"{number}.tar" for number in range(24)]
+
+    async def planned() -> list[int]:
+        dataset = RemoteIterableDataset(names, transport=NoSize(dict.fromkeys(names, MAKERS["a.tar"](range(3)))))
+        return [len(assignment) for assignment in (await dataset.plan(2, 0, 1, None)).assignments]
+
+    assert await planned() == [3] * 8
+    monkeypatch.setattr(NoSize, "error", ReadFailed("the store is away"))
+    with pytest.raises(ReadFailed, match="away"):
+        await planned()
+    for error in (SizeUnknown("no size"), ObjectNotFound("gone"), InvalidPath("no path")):
+        monkeypatch.setattr(NoSize, "error", error)
+        assert await planned() == [3, 1, *[3] * 6, 2]
 
 
 def only_even(sample: Any) -> int:

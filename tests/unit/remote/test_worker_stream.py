@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from asyncloader.errors import ShardError, StateError
 from asyncloader.formats import Located, OnBad, ShardFormat
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import Shard
+from asyncloader.remote.dataset import RemoteIterableDataset
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream, merge_ranges
+from asyncloader.transports import MemoryTransport, TransportClosed
 from asyncloader.workers.fetch.assignment_client import AssignmentReply
+from tests.unit.remote.shards import MAKERS
 
 UNIT = 1 << 20  # bytes of a sample
 
@@ -158,6 +162,40 @@ async def test_cancelled_reading_loses_nothing(shuffle: int) -> None:
     assert cancelled > 10
     assert sorted(got) == [0, 1, 2, 3, 4, 100, 101, 102, 103]
     await stream.aclose()
+
+
+@pytest.mark.parametrize("ending", ["tar", "jsonl.gz", "parquet"])
+async def test_cancelled_while_it_closes(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whatever step a reader is cancelled, and once more: its tasks have ended and its transports are closed."""
+    names = [f"memory://shards/{number}.{ending}" for number in range(3)]
+    shards = {f"{number}.{ending}": MAKERS[f"a.{ending}"](range(9)) for number in range(3)}
+    opened: list[MemoryTransport] = []
+
+    def open_transport(_: str) -> MemoryTransport:
+        opened.append(MemoryTransport(shards))
+        return opened[-1]
+
+    async def consume() -> None:
+        async with aclosing(aiter(RemoteIterableDataset(names))) as samples:
+            for _ in range(12):
+                await anext(samples)
+
+    monkeypatch.setattr("asyncloader.remote.stores.open_transport", open_transport)
+    for steps in range(100):
+        task = asyncio.create_task(consume())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        ended = task.done()
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait([task])
+        assert len(asyncio.all_tasks()) == 1
+        while opened:
+            with pytest.raises(TransportClosed):
+                await opened.pop().read(f"0.{ending}")
+        if ended:
+            return
 
 
 @pytest.mark.parametrize("shuffle", [0, 1, 5])
