@@ -56,7 +56,7 @@ PURE = {
         "samplers.permutation",
         "samplers.surviving",
         "service.client.node_choice",
-        "service.client.progress",
+        "service.client.node_health",
         "service.node.admission",
         "service.node.epoch_cache",
         "service.node.memory_quota",

@@ -34,7 +34,7 @@ from asyncloader.service.client.connect import (
 )
 from asyncloader.service.client.machine_service import SharedService
 from asyncloader.service.client.node_choice import node_order, to_move
-from asyncloader.service.client.progress import NodeProgress
+from asyncloader.service.client.node_health import NodeHealth
 from asyncloader.service.client.remote_channel import RemoteChannel
 from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.service.protocol import frames
@@ -81,7 +81,7 @@ class ServiceWorkers:
         self._made: weakref.WeakSet[RemoteWorker] = weakref.WeakSet()
         self._next = 0
         # Not less than `_STANDS_S`: before, no connection can be known to stand, and a slow node would be an error.
-        self._progress = NodeProgress(max(_STANDS_S, dataset.service.wait))
+        self._progress = NodeHealth(max(_STANDS_S, dataset.service.wait))
         self._answers = 0  # of workers that have ended
         self._seen = 0  # all answers when `_delivered_at` was last called
         self._delivered = 0.0  # when it last found more of them
@@ -416,7 +416,7 @@ class RemoteWorker:
 
     def distrust(self, error: ValueError) -> bool:
         """End the worker, whose answer cannot be read. Returns True: its tasks go to the worker that replaces it."""
-        # The replacement may be at the same node, if it is the only node: `NodeProgress.unreadable` ends that.
+        # The replacement may be at the same node, if it is the only node: `NodeHealth.unreadable` ends that.
         why = line_of(str(error))
         if self._direct:
             self.unreadable = True

@@ -30,7 +30,7 @@ class _NodeRecord:
     refused_at: float = -inf  # no worker connection could be opened then, and none was since
 
 
-class NodeProgress:
+class NodeHealth:
     """One loader's connections. Times are seconds on one clock of the caller's choice.
 
     Args:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from asyncloader.service.client.progress import NodeProgress
+from asyncloader.service.client.node_health import NodeHealth
 
 
-def fail(progress: NodeProgress, now: float, *, every: int = 0, tasks: int = 1, address: str = "a") -> None:
+def fail(progress: NodeHealth, now: float, *, every: int = 0, tasks: int = 1, address: str = "a") -> None:
     """A worker connection that was just opened is lost."""
     progress.connected(address)
     progress.lost(address, "the end", now, tasks, 0, every, now)
@@ -15,7 +15,7 @@ def fail(progress: NodeProgress, now: float, *, every: int = 0, tasks: int = 1, 
 
 def test_a_node_that_delivers_nothing_is_left_alone_for_longer_each_time() -> None:
     """The rest is at most three seconds; connections lost at one time count once, and the first batch resets it."""
-    progress = NodeProgress(60)
+    progress = NodeHealth(60)
     rests, now = [], 0.0
     for _ in range(9):
         now += 5
@@ -31,7 +31,7 @@ def test_a_node_that_delivers_nothing_is_left_alone_for_longer_each_time() -> No
 
 def test_no_progress() -> None:
     """Reported once three connections with tasks were lost without an answer, in at least `wait` seconds."""
-    progress = NodeProgress(60)
+    progress = NodeHealth(60)
     for now in range(0, 70, 10):
         assert now == 60 or progress.problem(7, False, now) is None
         fail(progress, now, every=7)
@@ -56,7 +56,7 @@ def test_no_progress() -> None:
 )
 def test_what_is_no_lack_of_progress(ends: list[tuple[int, int, int]]) -> None:
     """None of these is reported, however long ago the last batch was."""
-    progress = NodeProgress(60)
+    progress = NodeHealth(60)
     for now, every, tasks in ends:
         fail(progress, now, every=every, tasks=tasks)
     now, every, _ = ends[-1]
@@ -65,7 +65,7 @@ def test_what_is_no_lack_of_progress(ends: list[tuple[int, int, int]]) -> None:
 
 def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connections() -> None:
     """A readable answer in between resets the count; the text that the node sent is shown without escapes."""
-    progress = NodeProgress(60.0)
+    progress = NodeHealth(60.0)
     for number, answers in enumerate((0, 0, 5, 0)):
         progress.lost("a", "\x1b[2Jbroken", float(number), 8, answers, answers, number + 0.5, unreadable=True)
         assert progress.unreadable("a") is None
@@ -76,7 +76,7 @@ def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connectio
 
 def test_a_node_that_was_not_there_is_avoided_for_a_minute() -> None:
     """The node is avoided like a node that delivers nothing, until a connection to it succeeds."""
-    progress = NodeProgress(60)
+    progress = NodeHealth(60)
     assert not progress.avoided("a", 0.0)
     progress.refused("a", "Connection refused", 10.0)
     assert progress.failures("a", 11.0) == 0  # a worker without a node tries it like the others
