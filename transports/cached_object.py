@@ -16,7 +16,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asyncloader.transports.base import ObjectInfo, PinnedReader, changed_error, gather_all
+from asyncloader.transports.base import ObjectInfo, PinnedReader, gather_all
 from asyncloader.transports.cache_blocks import CachedBlocks, Claim
 from asyncloader.transports.cache_layout import (
     BLOCK_BYTES,
@@ -131,9 +131,6 @@ class CachedObject(PinnedReader):
         )
         async with aclosing(given) as chunks:
             async for chunk in chunks:
-                # The object was replaced after its version was requested: other parts may be cached in that version.
-                if version is not None and self._source.etag not in {None, version.etag}:
-                    raise changed_error(self.path)
                 yield chunk
 
     def blocks_of(self, version: ObjectInfo) -> CachedBlocks:

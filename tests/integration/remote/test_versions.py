@@ -21,15 +21,7 @@ from asyncloader.remote.pins import Pins
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import (
-    CachedTransport,
-    HttpTransport,
-    LocalTransport,
-    MemoryTransport,
-    ReadFailed,
-    Transport,
-)
-from asyncloader.transports.cache_layout import BLOCK_BYTES
+from asyncloader.transports import CachedTransport, LocalTransport, MemoryTransport, ReadFailed, Transport
 from tests.helpers.http_store import HttpStore, serving
 from tests.unit.remote.shards import drain, jsonl, number_of, shard_of
 
@@ -206,15 +198,3 @@ async def test_a_cached_version_is_read_to_its_end(tmp_path: Path, revalidate: b
             await drain(batches, got)
             assert len(got) == COUNT
         assert [number_of(sample) for sample, _ in got] == list(range(len(got)))
-
-
-async def test_a_shard_exchanged_after_its_version_was_asked_for(store: HttpStore, tmp_path: Path) -> None:
-    """A stream into the cache gives nothing of the new version: other parts are cached in the old version."""
-    store.put("a", bytes(2 * BLOCK_BYTES))
-    async with CachedTransport(HttpTransport(store.url), store.url, tmp_path) as transport:
-        await transport.read_range("a", BLOCK_BYTES, 1)
-        pinned = transport.pinned("a")
-        store.faults["a"] += [usual, exchanged("strong ETag", "a", b"1" * 2 * BLOCK_BYTES)]
-        with pytest.raises(ReadFailed, match="changed while it was read"):
-            await anext(pinned.stream())
-        assert await pinned.read_ranges([(BLOCK_BYTES, 1)]) == [b"\0"]
