@@ -116,8 +116,10 @@ class SyncInlineIterator(CountedNext):
         ahead = [] if epoch.prefetcher is None else epoch.indices_ahead(epoch.prefetcher)
         try:
             return bridge.run(_fetch(epoch, ahead, records))
-        except asyncio.CancelledError:  # by `_close`, for another thread
-            raise LoaderClosed(_CLOSED) from None
+        except (asyncio.CancelledError, LoaderClosed):
+            if epoch.closed:  # by `_close`, for another thread, or by the end of the loop behind it
+                raise LoaderClosed(_CLOSED) from None
+            raise
 
     def _release(self) -> None:
         # Taken out first: a second call, as of the finalizer, must not release the bridge again.

@@ -14,7 +14,8 @@ import pickle
 from collections import deque
 from collections.abc import Sequence
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
@@ -162,6 +163,7 @@ class World:
         resumed = None if state is None else check_state(state)
         clock = EpochClock([], None, seeded=True)
         self.progress = Progress(clock, expects, streams, resumed, None, case.every, Tally())
+        self.progress.config = cast("Any", SimpleNamespace(assigns_shards=True))
         _, starts = self.progress.starts(case.workers, 7, None)
         names = [str(number) for number in range(len(case.shards))]
         assignments = EpochAssignment(
