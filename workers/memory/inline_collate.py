@@ -100,7 +100,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     """Return a tensor whose memory torch owns, as it would be for torch's own batch; None where torch would make it on
     another device, or of another class (fake tensors).
     """
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype, device=None)  # the default device, on purpose: torch's functions take it too
     return out if type(out) is torch.Tensor and out.device.type == "cpu" else None
 
 
