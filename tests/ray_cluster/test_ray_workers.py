@@ -41,8 +41,9 @@ def read(kind: str, dataset: Any, **options: Any) -> list[Any]:
     return run_async(run(), kind)
 
 
-def nodes_of(workers: RayWorkers, count: int) -> list[Service]:
+def nodes_of(loader: DataLoader[Any], workers: RayWorkers, count: int) -> list[Service]:
     """Wait until this number of nodes is ready. Returns them."""
+    assert len(loader)  # the first question about the dataset starts them
     deadline = monotonic() + PATIENCE_S
     while len(workers.nodes()) != count:
         assert monotonic() < deadline, workers.nodes()
@@ -124,7 +125,7 @@ def test_a_machine_that_is_gone(cluster: Any) -> None:
     expected = list(DataLoader[Any](dataset, **OPTIONS))
     workers = RayWorkers(3, cpus_per_node=1)
     with DataLoader[Any](dataset, workers=workers, max_worker_restarts=0, **OPTIONS) as loader:
-        nodes_of(workers, 3)
+        nodes_of(loader, workers, 3)
         batches = iter(loader)
         got: list[Any] = []
         while len(got) < 10:
@@ -142,7 +143,7 @@ def test_a_machine_that_comes(cluster: Any) -> None:
     workers = RayWorkers(4, cpus_per_node=1)
     dataset = Noise(4000, (8,), seconds=0.005)
     with DataLoader[Any](dataset, workers=workers, **OPTIONS) as loader:
-        nodes_of(workers, 3)
+        nodes_of(loader, workers, 3)
         batches = iter(loader)
         got = [next(batches)]
         added = cluster.add_node(num_cpus=1)
@@ -163,7 +164,7 @@ def test_nodes_end_with_their_last_loader(cluster: Any, end: str) -> None:
     for _ in range(2):
         loader = DataLoader[Any](Noise(8), workers=workers, **OPTIONS)
         other = loader.clone(batch_size=2)
-        (node,) = nodes_of(workers, 1)
+        (node,) = nodes_of(loader, workers, 1)
         loader.close()
         assert len(list(other)) == 4
         address = node.addresses[0]
@@ -184,7 +185,7 @@ def test_as_many_nodes_as_the_load_needs(cluster: Any) -> None:
     workers = RayWorkers(1, cpus_per_node=1, max_nodes=2)
     workers._options = workers._options._replace(calm_s=10.0)
     with DataLoader[Any](Noise(200_000, (8,), seconds=0.005), workers=workers, **OPTIONS) as loader:
-        nodes_of(workers, 1)
+        nodes_of(loader, workers, 1)
         batches, got = iter(loader), []
         while len(workers.nodes()) < 2:
             got.append(next(batches))

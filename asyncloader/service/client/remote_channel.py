@@ -262,6 +262,7 @@ class RemoteChannel:
         """Close the connection, and drop received batches that were not taken. Idempotent."""
         self._end("closed")
         self._link.close()
+        self._link.place = None  # it refers to this object
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

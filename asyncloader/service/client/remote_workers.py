@@ -316,13 +316,17 @@ class RemoteWorker:
         self.kill_reason = ""
         self.suspect: int | None = None
         self._moved = ""
-        self.process: Any = self
         self._link = link
         # A node on this machine passes the socket of the worker's process with OPENED.
         self.channel: Any = self._take_channel() if link.fds else RemoteChannel(link)
         in_forked_child(_forget_all)
         # Last: another thread may fork at any moment, and the child releases all workers that it finds here.
         _live.add(self)
+
+    @property
+    def process(self) -> Any:
+        """This object, in place of a process. An attribute would keep it, and the nodes, until a garbage collection."""
+        return self
 
     def _take_channel(self) -> Channel:
         # The node is not trusted: its descriptor may be a file, a pipe, or a socket of another kind. Those would fail,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import socket
 import ssl
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -121,3 +123,23 @@ def test_a_worker_that_is_ended_over_tls(end: Callable[[Any], None], tmp_path: P
         assert list(worker.channel.receive()) == [(wire.COUNTS, b"body")]
         assert not worker.unreadable
     worker.release()
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_released_worker_is_freed_at_once(direct: bool) -> None:
+    """It refers to the loader's service, which keeps the nodes of an engine."""
+    (ours, theirs), (channel, process) = socket.socketpair(), socket.socketpair()
+    gc.disable()
+    try:
+        with theirs, process, channel:
+            link = Link(ours)
+            if direct:
+                link.fds.append(os.dup(channel.fileno()))
+            worker = RemoteWorker(0, 99, "unix:/node", link, lambda worker, why: None)
+            worker.release()
+            left = [weakref.ref(worker), weakref.ref(worker.channel)]
+            del worker, link
+            assert [each() for each in left] == [None, None]
+    finally:
+        gc.enable()
