@@ -254,7 +254,8 @@ def test_an_unfinished_awaited_part_at_the_end_of_the_program() -> None:
 def test_an_awaited_part_in_a_forked_child() -> None:
     """The child drops it without an error, and the parent reads on."""
     script = (
-        "import os\n"
+        "import os, warnings\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)\n"  # of a fork beside threads, from Python 3.12 on
         "import asyncloader.dataloader2\n"
         "from asyncloader.dataloader2.datapipes.async_map import await_parts\n"
         "from tests.dataloader2.parts import ticking\n"
