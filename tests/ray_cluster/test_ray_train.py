@@ -22,6 +22,7 @@ pytest.importorskip("ray.train")
 
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, get_checkpoint, get_context, report
 from ray.train.torch import TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 STEPS, BATCH = 24, 4
 STAGES = [(2, 8), (1, 16), (2, STEPS)]  # number of ranks, and the step until which they train
@@ -96,11 +97,13 @@ def test_ranks_that_go_and_come(cluster: Any, tmp_path: Path) -> None:
     a single undisturbed loader.
     """
     machines = [cluster.add_node(num_cpus=1, resources={"rank": 1}) for _ in range(2)]
-    actor: Any = ray.remote(num_cpus=0)(Referee)
+    # On this machine: one of the others is removed.
+    here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Referee)
     referee = actor.remote()
     # Ray Train notices a lost machine after up to 20 s, and until then tries to start ranks on it.
     soon = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5", "PYTHONPATH": str(ROOT)}
-    task: Any = ray.remote(num_cpus=0, runtime_env={"env_vars": soon})(fit)
+    task: Any = ray.remote(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": soon})(fit)
     training = task.remote({"workers": RayWorkers(2, cpus_per_node=1), "referee": referee}, str(tmp_path))
     try:
         ray.get(referee.stopped.remote(), timeout=4 * PATIENCE_S)
