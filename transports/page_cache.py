@@ -2,8 +2,8 @@
 
 Data path: local: [page_cache] -> file system; what memory does not have is read in a thread.
 
-A call in a thread takes several times as long as reading a small file that the page cache has. Only Linux says whether
-it would have to wait (openat2 since 5.12, and preadv2 on most file systems for disks); elsewhere nothing is found here.
+For a small file, a call in a thread takes as much CPU time again as the read. Only Linux says whether it would have to
+wait (openat2 since 5.12, and preadv2 on most file systems for disks); elsewhere nothing is found here.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +34,6 @@ EDGES_PER_RANGE = 8
 PROBE_BYTES = 1 << 20
 PROBE_SAMPLES = 1000
 
-T = TypeVar("T")
-
 
 async def with_sizes(
     shards: Sequence[Shard], stores: Stores, *, leave: tuple[type[Exception], ...] = ()
@@ -51,14 +48,7 @@ async def with_sizes(
     Raises:
         TransportError: a shard's size cannot be read; the first such error, the other requests are cancelled.
     """
-
-    async def measure(shard: Shard) -> Shard:
-        try:
-            return await _with_size(shard, stores)
-        except leave:
-            return shard
-
-    return await _each(shards, measure)
+    return await _each(shards, lambda shard: _with_size(shard, stores), leave)
 
 
 async def with_counts(
@@ -78,12 +68,9 @@ async def with_counts(
     """
 
     async def count(shard: Shard) -> Shard:
-        try:
-            return await _with_footer(shard, stores) if shard.format == PARQUET and shard.samples is None else shard
-        except leave:
-            return shard
+        return await _with_footer(shard, stores) if shard.format == PARQUET and shard.samples is None else shard
 
-    return await _each(shards, count)
+    return await _each(shards, count, leave)
 
 
 async def with_edges(
@@ -106,20 +93,16 @@ async def with_edges(
     """
     if len(shards) >= parts:
         return list(shards)
-    left: tuple[type[Exception], ...] = (SizeUnknown, *leave)
 
     async def measure(shard: Shard) -> Shard:
-        try:
-            sized = await _with_size(shard, stores)
-            if sized.edges is not None or not can_cut(sized):
-                return sized
-            if sized.format == PARQUET:
-                return await _with_footer(sized, stores)
-            return await _with_offsets(sized, stores, parts)
-        except left:
-            return shard
+        sized = await _with_size(shard, stores)
+        if sized.edges is not None or not can_cut(sized):
+            return sized
+        if sized.format == PARQUET:
+            return await _with_footer(sized, stores)
+        return await _with_offsets(sized, stores, parts)
 
-    return await _each(shards, measure)
+    return await _each(shards, measure, (SizeUnknown, *leave))
 
 
 async def bytes_per_sample(
@@ -270,15 +253,22 @@ async def _probe(shard: Shard, stores: Stores, max_sample_bytes: int, make: Make
     return (fed if packed or not end else end - reader.feed_from) / samples
 
 
-async def _each(shards: Sequence[Shard], function: Callable[[Shard], Awaitable[T]]) -> list[T]:
-    """Call `function` for each shard, `REQUESTS` at a time; results in the order of the shards."""
-    found: dict[int, T] = {}
+async def _each(
+    shards: Sequence[Shard], function: Callable[[Shard], Awaitable[Shard]], leave: tuple[type[Exception], ...]
+) -> list[Shard]:
+    """Return the results of `function` in the order of the shards, `REQUESTS` at a time; a shard for which it raises an
+    error of `leave` as it is.
+    """
+    found: dict[int, Shard] = {}
     waiting = iter(enumerate(shards))
 
     # The workers share one iterator, which is safe in one loop: each takes the next shard when it has finished another.
     async def work() -> None:
         for number, shard in waiting:
-            found[number] = await function(shard)
+            try:
+                found[number] = await function(shard)
+            except leave:
+                found[number] = shard
 
     await gather_all(work() for _ in range(min(REQUESTS, len(shards))))
     return [found[number] for number in range(len(shards))]

@@ -40,7 +40,7 @@ class LifetimeConformance(TransportSubject):
             expected = await run()
             tasks = [asyncio.create_task(run()) for _ in range(50)]
             await asyncio.sleep(0)  # each task runs to its first wait
-            # None, if the transport has answered all of them without a wait.
+            # Empty if the transport has answered all of them without a wait.
             cancelled = [task for task in tasks[::2] if task.cancel()]
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             for task, outcome in zip(tasks, outcomes, strict=True):

@@ -18,7 +18,9 @@ FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
 
 
 def answers(folder: Path) -> bool:
-    """Whether the system says what memory has of a file in this folder."""
+    """Whether the folder lies on a disk, and the system says what memory has of a file in it."""
+    if not os.major(folder.stat().st_dev):
+        return False
     (folder / "probe").write_bytes(b"1")
     try:
         descriptor = open_cached(str(folder / "probe"), FLAGS)
