@@ -98,9 +98,9 @@ def constructor() -> Count:
 @pytest.mark.parametrize(
     ("way", "calls", "changes"),
     [
-        (steady_batch, 75, 50),
-        (second_iter, 205, 142),
-        (partial(second_iter, seed=1), 385, 290),
+        (steady_batch, 55, 40),
+        (second_iter, 204, 138),
+        (partial(second_iter, seed=1), 362, 260),
         (constructor, 73, 20),
     ],
     ids=["batch", "second iter", "second iter, seeded", "constructor"],

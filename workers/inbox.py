@@ -61,7 +61,7 @@ class Inbox:
             # The epoch that the frame names, not the current one: after an epoch that ended at once, this may answer an
             # earlier RESET.
             self._rings.reset_done(sent_epoch)
-            process.outstanding = self._rings.outstanding
+            process.outstanding = len(self._rings.tasks)
             if watchdog is not None and sent_epoch == epoch:
                 watchdog.cleared(self._worker)
         elif kind == wire.STARTED:
@@ -135,7 +135,7 @@ class Inbox:
         if fd is not None and not 0 < result.nbytes <= os.fstat(fd).st_size:
             size = os.fstat(fd).st_size
             raise ValueError(f"a worker's answer is broken: {result.nbytes} bytes in a segment of {size}")
-        if result.epoch >= epoch and not self._rings.expects(result.epoch, result.seq):
+        if result.epoch >= epoch and (result.epoch, result.seq) not in self._rings.tasks:
             raise self._unexpected(result.epoch, result.seq)
         template = self._template if result.same else self._codec.template(data)
         if template is None:
@@ -167,7 +167,7 @@ class Inbox:
     ) -> None:
         worker = self._worker
         sent_epoch, seq, busy, payload = wire.unpack_answer(body)
-        if sent_epoch >= epoch and not self._rings.expects(sent_epoch, seq):
+        if sent_epoch >= epoch and (sent_epoch, seq) not in self._rings.tasks:
             raise self._unexpected(sent_epoch, seq)
         self._rings.answered(sent_epoch, seq, wire.NO_SLOT, 0)
         records = self._answered(sent_epoch == epoch, seq, watchdog)
@@ -194,7 +194,7 @@ class Inbox:
 
     def _answered(self, current: bool, seq: int, watchdog: TaskWatchdog | None) -> Sequence[SkippedSample]:
         """Note that a task of the current epoch or an older one was answered. Returns its records of bad samples."""
-        self._process.outstanding = self._rings.outstanding
+        self._process.outstanding = len(self._rings.tasks)
         if watchdog is not None and current:
             watchdog.answered(self._worker, seq)
         elif watchdog is not None:

@@ -309,7 +309,7 @@ class WorkerPool:
                 grown.close_fd()  # without a cache no other worker gets this ring
         number, slot = manager.assign(epoch, seq)
         process.tasks += 1
-        process.outstanding = manager.outstanding
+        process.outstanding = len(manager.tasks)
         if self._watchdog is not None:
             self._watchdog.assigned(worker, seq)
         self._send(process, wire.pack_task(epoch, seq, slot, number, perf_counter(), process.dumps(index)))
@@ -337,16 +337,9 @@ class WorkerPool:
             self._loop.remove_writer(process.channel.fileno())
 
     def _on_readable(self, process: WorkerHandle) -> None:
-        self._drain(process)
-        if process.channel.ended and self._loop is not None:
-            # The end of the socket is no death: the worker may have closed its end, or a child of it may hold it open.
-            # The pidfd reports deaths. A reader that stayed would be called for the end again and again.
-            self._loop.remove_reader(process.channel.fileno())
-
-    def _drain(self, process: WorkerHandle) -> None:
-        inbox = self._inboxes[process.worker_id]
+        inbox, channel = self._inboxes[process.worker_id], process.channel
         try:
-            for kind, body in process.channel.receive():
+            for kind, body in channel.receive():
                 inbox.frame(kind, body, self.epoch, self._listener, self._watchdog)
                 if kind == wire.LEAVING and self._loop is not None:
                     # Its tasks are assigned again when it has ended, and threads of the user's may keep it from ending.
@@ -355,6 +348,10 @@ class WorkerPool:
             # Another error, such as that of a descriptor that did not arrive, is no fault of the worker.
             if not isinstance(error, ValueError) or not process.distrust(error):
                 self._fail(error)
+        if channel.ended and self._loop is not None:
+            # The end of the socket is no death: the worker may have closed its end, or a child of it may hold it open.
+            # The pidfd reports deaths. A reader that stayed would be called for the end again and again.
+            self._loop.remove_reader(channel.fileno())
 
     def _on_death(self, process: WorkerHandle) -> None:
         # Frames that it sent before it died are still in the socket.
@@ -362,7 +359,7 @@ class WorkerPool:
         while not self._failed and not process.channel.ended and process.channel.received != before:
             # Not until the socket's end: a child of the worker may hold the other end open.
             before = process.channel.received
-            self._drain(process)
+            self._on_readable(process)
         # The order matters: `death` reads the crash's stack and the captured standard error, and the loop still watches
         # two descriptors; `release` closes all of these.
         self._on_exited(process, process.death())

@@ -282,7 +282,8 @@ class AsyncLoaderIterator(Generic[B_co]):
             return batch
         self._yielded += 1
         self._torch_iter._num_yielded = self._yielded
-        warn_over_length(self._torch_iter)
+        if self._torch_iter._IterableDataset_len_called is not None:
+            warn_over_length(self._torch_iter)
         return batch
 
     async def _wait(self) -> None:

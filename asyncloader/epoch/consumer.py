@@ -85,7 +85,6 @@ class Consumer:
         begun: float,
     ) -> None:
         self._statistics = statistics
-        self._time = statistics.recorder.time
         self._config = config
         self._quarantine = quarantine
         self._notices: deque[Notice | WorkerBegun] = deque()
@@ -145,7 +144,7 @@ class Consumer:
             return NOTHING if left else ENDED  # as torch, ask again after the next batch
         seconds, log = perf_counter() - began, order.log
         if log is None:
-            self._time("sampler", seconds)
+            self._statistics.note_sampler(seconds)
         else:
             time_pull(log, self._statistics.recorder, seconds)
         self._progress.pulled(self._tasks, step)

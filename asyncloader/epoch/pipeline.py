@@ -30,9 +30,7 @@ from asyncloader.events import (
     Action,
     AllDropped,
     Assign,
-    Completed,
     Deliver,
-    Delivered,
     Died,
     Drop,
     Event,
@@ -110,7 +108,6 @@ class Pipeline(Listener):
         self._ends = {} if ends is None else ends
         self._adapts = adapts
         self._statistics = Statistics() if statistics is None else statistics
-        self._time = self._statistics.recorder.time
         self._at_nodes = pool.start_method == "service"
         # Two workers must make the same batch of a task: `loss` says where they would not.
         hedges = self._at_nodes and not loss and scheduler.assignment == "least_loaded"
@@ -130,6 +127,7 @@ class Pipeline(Listener):
         self._loss = loss
         self._replays = replays
         self._stateful = stateful
+        self._resumes = scheduler.iterable or stateful  # else each worker makes any batch, whatever it made before
         self._assigner = assigner
         self._resume_points: ResumePoints | None = None  # None: not started
         self._starts: Sequence[EpochStart] = ()
@@ -187,12 +185,16 @@ class Pipeline(Listener):
         self._advanced = seq
         if offer is not NOTHING:
             self._offers.append(offer)
-        self._handle(Delivered(seq))
-        if self._late_tasks is not None:
-            self._mind_late()
-        if self._offers and self._allowed:
-            # Indices that were requested earlier, when the sampler had not given them yet: no new request names them.
-            self._handle(None)
+        try:
+            self._carry_out(self._scheduler.delivered(seq))
+            if self._late_tasks is not None:
+                self._mind_late()
+            if self._offers and self._allowed:
+                # Indices that were requested earlier, when the sampler had not given them yet: no new request names
+                # them.
+                self._offer()
+        except Exception as error:
+            self._fail(error)
 
     def close(self) -> asyncio.Task[None] | None:
         """Stop at once. Returns the cancelled task that reads an async source, to be awaited; the next call: None."""
@@ -253,13 +255,13 @@ class Pipeline(Listener):
         if self._scheduler.over:
             answer.discard()  # it was in flight when the epoch failed
             return
-        if self._resume_points is not None:
+        if self._resumes and self._resume_points is not None:
             self._resume_points.answered(worker, answer.cursor)
         if self._adapts:
             # Before the scheduler gets the answer, and requests more: a larger ring may follow, with fewer slots.
             self._adapt()
         result = answer.result
-        self._time("transfer", answer.arrived - result.sent)
+        self._statistics.note_transfer(answer.arrived - result.sent)
         if self._at_nodes:
             self._statistics.came_from_node(worker, result.nbytes, result.busy)
         if result.slot == wire.ONEOFF:
@@ -271,7 +273,10 @@ class Pipeline(Listener):
     def _completed(self, worker: int, seq: int, outcome: Answer | WorkerFailure | AllDropped) -> None:
         if self._late_tasks is not None:
             self._late_tasks.answered(seq, worker)
-        self._handle(Completed(worker, seq, outcome))
+        try:
+            self._carry_out(self._scheduler.completed(worker, seq, outcome))
+        except Exception as error:
+            self._fail(error)
         if self._late_tasks is not None:
             self._mind_late()
         if self._assigner is not None:
@@ -385,13 +390,10 @@ class Pipeline(Listener):
 
     # ------------------------------------------------------------------------------------- running the scheduler
 
-    def _handle(self, event: Event | None) -> None:
-        """Pass an event to the scheduler. None: only pass on the indices that it has requested."""
+    def _handle(self, event: Event) -> None:
+        """Pass an event to the scheduler."""
         try:
-            if event is None:
-                self._offer()
-            else:
-                self._carry_out(self._scheduler.handle(event))
+            self._carry_out(self._scheduler.handle(event))
         except Exception as error:
             # No memory for a larger ring, no descriptors left, an index that does not pickle.
             self._fail(error)
@@ -405,7 +407,7 @@ class Pipeline(Listener):
         for action in actions:
             if isinstance(action, Deliver):
                 if isinstance(action.outcome, Answer):
-                    self._time("order", perf_counter() - action.outcome.arrived)
+                    self._statistics.note_order(perf_counter() - action.outcome.arrived)
                 self._sink(action)
             elif isinstance(action, Assign):
                 task = action.task
@@ -451,7 +453,8 @@ class Pipeline(Listener):
             self._allowed -= 1
             offer = self._offers.popleft()
             # Not `_handle`, within which this runs: an error must also end the outer loop over actions.
-            self._carry_out(self._scheduler.handle(SamplerEnded() if offer is ENDED else Offered(offer)))
+            scheduler = self._scheduler
+            self._carry_out(scheduler.handle(SamplerEnded()) if offer is ENDED else scheduler.offered(offer))
 
     async def _read(self, source: AsyncIterable[Any]) -> None:
         """Read the async source ahead, as far as credits allow."""
@@ -463,7 +466,7 @@ class Pipeline(Listener):
                 try:
                     began = perf_counter()
                     async for index in indices:
-                        self._time("sampler", perf_counter() - began)
+                        self._statistics.note_sampler(perf_counter() - began)
                         self._allowed -= 1
                         self._handle(Offered(index))
                         if not self._allowed:

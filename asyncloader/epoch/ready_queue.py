@@ -29,7 +29,8 @@ class ReadyQueue:
             discard(item)  # was in flight from another thread when the iterator was closed
             return
         self.items.append(item)
-        self.wake_one()
+        if self._waiters:
+            self.wake_one()
 
     def give_back(self, item: Action) -> None:
         """Return the item that was taken last, because its taker was cancelled."""

@@ -179,13 +179,12 @@ class Scheduler:
         # The workers' answers, and deaths, go on coming until the pipeline is closed.
         if self.over:
             return []
-        # Ordered by frequency.
         if isinstance(event, Completed):
-            return self._completed(event)
+            return self.completed(*event)
         if isinstance(event, Delivered):
-            return self._delivered(event)
+            return self.delivered(event.seq)
         if isinstance(event, Offered):
-            return self._offered(event.index)
+            return self.offered(event.index)
         if isinstance(event, SamplerEnded):
             self._offers_ended = True
             return self._finish_if_done()
@@ -213,10 +212,13 @@ class Scheduler:
             return self._pull(count)
         actions: list[Action] = []
         for _ in range(count):
-            actions += self._offered(None)
+            actions += self.offered(None)
         return actions
 
-    def _offered(self, index: Any) -> list[Action]:
+    def offered(self, index: Any) -> list[Action]:
+        """`handle` for `Offered`, of which each batch has one: no event is made. Errors as `handle`."""
+        if self.over:
+            return []
         if self._offers_ended:
             raise ValueError(f"index {index!r} was offered after the sampler had ended")
         if len(self._owner) >= self._most:
@@ -309,20 +311,23 @@ class Scheduler:
         self._load[other] -= 1
         self._count(other, -1)
 
-    def _completed(self, event: Completed) -> list[Action]:
-        if self._second and event.seq in self._second:
-            if event.seq not in self._unanswered_tasks:
-                if event.worker != self._second[event.seq]:
-                    raise ValueError(f"task {event.seq} was answered twice by worker {event.worker}")
-                self._drop_second(event.seq)
-                return [Drop(event.outcome), *self._pull_ahead()]
+    def completed(self, worker: int, seq: int, outcome: Any) -> list[Action]:
+        """`handle` for `Completed`, as `offered`."""
+        if self.over:
+            return []
+        if self._second and seq in self._second:
+            if seq not in self._unanswered_tasks:
+                if worker != self._second[seq]:
+                    raise ValueError(f"task {seq} was answered twice by worker {worker}")
+                self._drop_second(seq)
+                return [Drop(outcome), *self._pull_ahead()]
             # The second worker was faster. They change places, so that the answer counts for the worker that gave it,
             # and the other worker's answer is dropped when it comes.
-            if event.worker == self._second[event.seq]:
-                self._second[event.seq], self._owner[event.seq] = self._owner[event.seq], event.worker
-        if event.seq not in self._unanswered_tasks:
-            raise ValueError(f"task {event.seq} was answered but not outstanding (worker {event.worker})")
-        return self._outcome(event.seq, event.outcome)
+            if worker == self._second[seq]:
+                self._second[seq], self._owner[seq] = self._owner[seq], worker
+        if seq not in self._unanswered_tasks:
+            raise ValueError(f"task {seq} was answered but not outstanding (worker {worker})")
+        return self._outcome(seq, outcome)
 
     def _outcome(self, seq: int, outcome: Any) -> list[Action]:
         del self._unanswered_tasks[seq]
@@ -348,16 +353,19 @@ class Scheduler:
         # A pull comes last: the pipeline may offer an index, and so assign its task, before it carries out the rest.
         return [*ready, *waiting, *more]
 
-    def _delivered(self, event: Delivered) -> list[Action]:
-        worker = None if event.seq in self._unanswered_tasks else self._owner.pop(event.seq, None)
+    def delivered(self, seq: int) -> list[Action]:
+        """`handle` for `Delivered`, as `offered`."""
+        if self.over:
+            return []
+        worker = None if seq in self._unanswered_tasks else self._owner.pop(seq, None)
         if worker is None:
-            raise ValueError(f"task {event.seq} was delivered twice, or before it was answered")
+            raise ValueError(f"task {seq} was delivered twice, or before it was answered")
         self._load[worker] -= 1
         # `WorkerChoice` drops the entry of a worker that has its share; below that it must be entered again.
         if self._choice is not None and self._load[worker] == self._share - 1:
             self._choice.enter(worker)
         if self.iterable:
-            return self._offered(None) + self._finish_if_done()
+            return self.offered(None) + self._finish_if_done()
         if self._offers_ended:
             return self._finish_if_done()
         if self.assignment == "least_loaded":
@@ -488,7 +496,7 @@ class Scheduler:
                 # Otherwise later batches would wait for a number that never comes.
                 actions += self._reorder.skip(seq)
         # A single task, however many were void: torch's iterator, too, sends a single task here.
-        return actions + self._offered(None) + self._finish_if_done()
+        return actions + self.offered(None) + self._finish_if_done()
 
     def _finish_if_done(self) -> list[Action]:
         no_more = not any(self._active) if self.iterable else self._offers_ended

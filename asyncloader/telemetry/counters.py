@@ -12,11 +12,15 @@ processes are merged by adding them up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from math import frexp
 from struct import Struct
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from asyncloader.telemetry.figures import STORE_FIGURES
 
@@ -88,10 +92,11 @@ class Recorder:
         memory: a writable buffer of `BLOCK_BYTES` zeros; None: private memory.
     """
 
-    __slots__ = ("block",)
+    __slots__ = ("_noted", "block")
 
     def __init__(self, memory: Any = None) -> None:
         self.block = memoryview(bytearray(BLOCK_BYTES) if memory is None else memory)[:BLOCK_BYTES].cast("d")
+        self._noted: dict[Stage, deque[float]] = {}  # times that `count_noted` will count
 
     def keep(self) -> None:
         """Go on with a private copy of the block, so that its memory may go."""
@@ -132,6 +137,30 @@ class Recorder:
         base, block = _BASE[stage], self.block
         block[base] += seconds
         block[base + 1 + bucket] += 1.0
+
+    def note(self, stage: Stage) -> Callable[[float], object]:
+        """Return a function that notes a time of this stage, in any thread, for `count_noted`. Like `time`, and takes a
+        tenth of its time.
+        """
+        # A built-in method: a call of it runs no Python code.
+        return self._noted.setdefault(stage, deque()).append
+
+    def count_noted(self) -> None:
+        """Count the times that were noted since the last call. Any thread; call it before `block` is read."""
+        for stage, noted in list(self._noted.items()):
+            seconds: list[float] = []
+            with suppress(IndexError):  # another thread counts them, too
+                for _ in range(len(noted)):
+                    seconds.append(noted.popleft())  # noqa: PERF401 - what was taken is kept
+            if not seconds:
+                continue
+            # As `_bucket`, for all at once.
+            mantissas, exponents = np.frexp(np.array(seconds) * 1e6)
+            buckets = np.clip(4 * exponents + (8.0 * mantissas).astype(np.int64) - 8, 0, _LAST)
+            base = _BASE[stage]
+            into = np.asarray(self.block)[base : base + 1 + _BUCKETS]
+            # One call in C: another thread's addition comes before it or after it.
+            np.add(into, np.array([sum(seconds), *np.bincount(buckets, minlength=_BUCKETS)]), out=into)
 
 
 class StageTimes(NamedTuple):

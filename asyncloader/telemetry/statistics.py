@@ -40,6 +40,8 @@ class Statistics(LoaderFigures):
         "_look_at",
         "_mark",
         "_nodes",
+        "_note_consumer",
+        "_note_wait",
         "_starting",
         "_told_slow_start",
         "_workers",
@@ -48,6 +50,9 @@ class Statistics(LoaderFigures):
         "epochs",
         "main_cpu_s",
         "newest_skipped",
+        "note_order",
+        "note_sampler",
+        "note_transfer",
         "pickled",
         "recorder",
         "ring_needed",
@@ -73,6 +78,10 @@ class Statistics(LoaderFigures):
         self.waiting_since: float | None = None  # the consumer waits for a batch since then
         self.recorder = Recorder()
         """Counts and times of the main process's work for this loader."""
+        # Functions that note a time of each batch, see `Recorder.note`.
+        self.note_sampler, self.note_transfer = self.recorder.note("sampler"), self.recorder.note("transfer")
+        self.note_order = self.recorder.note("order")
+        self._note_wait, self._note_consumer = self.recorder.note("wait"), self.recorder.note("consumer")
         self._workers: dict[int, _Worker] = {}
         self._nodes: dict[str, dict[str, float]] = {}  # totals of a service's nodes, by address
         # For both: replacements of workers are added by a thread of their own, while another thread reads.
@@ -168,10 +177,9 @@ class Statistics(LoaderFigures):
             self._look(now)
         self.busy_s += busy
         self.worker_s += passed * workers
-        time = self.recorder.time
-        time("wait", waited)
+        self._note_wait(waited)
         # Tasks that share an async iterator wait at the same time, so they may have waited longer than has passed.
-        time("consumer", passed - waited if waited < passed else 0.0)
+        self._note_consumer(passed - waited if waited < passed else 0.0)
 
     def came_from_node(self, worker: int, nbytes: int, busy: float) -> None:
         """Count a batch that a service has made for this worker. Arguments as `batch`."""
@@ -192,10 +200,11 @@ class Statistics(LoaderFigures):
         return max(0.0, busy - busy_then - own) / max(1e-9, perf_counter() - began)
 
     def _look(self, now: float) -> None:
-        """Count this process's CPU time since the last look, or since `begin`."""
+        """Count this process's CPU time since the last look, or since `begin`, and the times that were noted."""
         self._look_at = now + _LOOK_S
         used, self._cpu_mark = self._cpu_mark, process_time()
         self.main_cpu_s += self._cpu_mark - used
+        self.recorder.count_noted()
 
     # ----------------------------------------------------------------------------------------------- reading
 
@@ -203,9 +212,11 @@ class Statistics(LoaderFigures):
         """What each worker has counted, by its number; -1: the main process."""
         with self._lock:
             workers = {worker: each.total().tolist() for worker, each in sorted(self._workers.items())}
+        self.recorder.count_noted()
         return {-1: self.recorder.block.tolist(), **workers}
 
     def _totals(self, left_out: Mapping[str, float]) -> _Totals:
+        self.recorder.count_noted()
         with self._lock:
             block = np.array(self.recorder.block)
             for each in self._workers.values():

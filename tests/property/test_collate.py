@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,3 +95,50 @@ def test_the_comparison_bites() -> None:
     """Another dtype of the same values is a difference."""
     with pytest.raises(AssertionError):
         assert_same(ours([1, 2]), torch.tensor([1.0, 2.0]))
+
+
+class Key(str):
+    """A key that is equal to a plain string."""
+
+    __slots__ = ()
+
+
+NEARLY_EQUAL: list[list[Any]] = [
+    [{"x": 1, "y": 2}] * 2,
+    [{"y": 1, "x": 2}] * 2,
+    [{"x": 1.0, "y": 2}] * 2,
+    [{"x": 1, "y": 2}] * 3,
+    [{"x": 1, Key("y"): 2}] * 2,
+    [{Key("x"): 1, "y": 2}] * 2,
+    [{"x": 1, "y": "2"}] * 2,
+    [{"x": torch.ones(1), "y": 2}] * 2,
+    [{"x": 1}] * 2,
+    [{"x": np.ones(2, np.float32), "y": np.ones(2, np.float32)}] * 2,
+    [{"x": np.ones((1, 2), np.float32), "y": np.ones(2, np.float32)}] * 2,
+    [{"x": np.ones((2, 2), np.float32)[:, 0], "y": np.ones(2, np.float32)}] * 2,
+    [(1, 2)] * 2,
+    [[1, 2]] * 2,
+    [(1, 2.0)] * 2,
+    [(1, 2, 3)] * 2,
+    [((1, 2),)] * 2,
+    [{"x": {"x": 1}, "y": 2}] * 2,
+    [1, 2],
+    [True, False],
+    [1.0, 2],
+    [{"x": 1, "y": 2}, OrderedDict(y=1, x=2)],
+    [b"ab", b"cd"],
+]
+
+
+def test_a_batch_is_not_taken_for_the_one_before() -> None:
+    """The encoder remembers the structure and the template of its newest batch: each batch of many comes out as if it
+    was the first, also after one from which it hardly differs.
+    """
+    for first, second in product(NEARLY_EQUAL, repeat=2):
+        collator = Collator(Encoder())
+        for samples in (first, second, first):
+            got = view(collator.collate(samples))
+            assert_same(got, ours(samples))
+            assert_same(got, default_collate(samples))
+            if isinstance(got, dict):
+                assert [*map(type, got)] == [*map(type, samples[0])]

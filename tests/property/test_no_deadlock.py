@@ -242,7 +242,8 @@ class Machine(RuleBasedStateMachine):
             for ring in rings:
                 ring.reclaim()
                 free = list(ring._free)
-                tasks = [slot for held, slot in self.managers[worker]._held.values() if held is ring]
+                held = filter(None, self.managers[worker].tasks.values())
+                tasks = [slot for owner, slot in held if owner is ring]
                 ready = [a.result.slot for a in self.answered.values() if a.ring is ring]
                 states = [*free, *tasks, *ready, *ring._leases, *ring.retired]
                 assert sorted(states) == list(range(ring.slots)), (free, tasks, ready, ring)

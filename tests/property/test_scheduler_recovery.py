@@ -13,7 +13,7 @@ from asyncloader.epoch import reassignment
 from asyncloader.epoch.reassignment import Reassignment
 from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
-from asyncloader.events import Action, Assign, Completed, Deliver, Died, Drop, Fail, Finish, Poisoned
+from asyncloader.events import Action, Assign, Deliver, Died, Drop, Fail, Finish, Poisoned
 from tests.drawn import scaled
 from tests.property.recovery_world import PLENTY, World, map_world
 from tests.property.scheduler_world import assignments, randoms
@@ -209,7 +209,7 @@ class Twofold(Scheduler):
     """A planted bug: a dead worker's tasks are also assigned under new numbers."""
 
     def _assign_again(self, seq: int, worker: int) -> list[Action]:
-        return [*super()._assign_again(seq, worker), *self._offered(self._unanswered_tasks[seq].index)]
+        return [*super()._assign_again(seq, worker), *self.offered(self._unanswered_tasks[seq].index)]
 
 
 class Endless(Scheduler):
@@ -223,9 +223,9 @@ class Endless(Scheduler):
 class Echo(Scheduler):
     """A planted bug: both answers to a task that two workers had are delivered."""
 
-    def _completed(self, event: Completed) -> list[Action]:
-        given = super()._completed(event)
-        return [Deliver(event.seq, event.worker, each.outcome) if isinstance(each, Drop) else each for each in given]
+    def completed(self, worker: int, seq: int, outcome: Any) -> list[Action]:
+        given = super().completed(worker, seq, outcome)
+        return [Deliver(seq, worker, each.outcome) if isinstance(each, Drop) else each for each in given]
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Hasty, Twofold, Endless])

@@ -21,7 +21,10 @@ _READ_BYTES = 1 << 16
 _MAX_FDS = 8
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _LOST = -1
-_CLOEXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # a program started by the user must not inherit our segments
+# As plain integers: an operation on the enumeration's members takes as long as a system call.
+_CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # a program started by the user must not inherit our segments
+_WITHOUT_WAIT = _CLOEXEC | int(socket.MSG_DONTWAIT)
+_TRUNCATED = int(socket.MSG_CTRUNC)
 
 
 class Channel:
@@ -56,7 +59,7 @@ class Channel:
         """
         try:
             # A worker's end is a blocking socket, so not to wait is a flag of the call.
-            flags = _CLOEXEC if wait else _CLOEXEC | socket.MSG_DONTWAIT
+            flags = _CLOEXEC if wait else _WITHOUT_WAIT
             data, ancillary, state, _ = self.sock.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, flags)
         except (BlockingIOError, InterruptedError):
             return iter(())
@@ -69,7 +72,7 @@ class Channel:
                 fds = array.array("i")
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
                 self._fds.extend(fds)
-        if state & socket.MSG_CTRUNC:
+        if state & _TRUNCATED:
             # This process has too many open files, so the descriptor is lost. A frame carries one at most, and keeps
             # its place in the line: otherwise each later frame would get the descriptor of the frame after it.
             self._fds.append(_LOST)
@@ -109,7 +112,10 @@ class Channel:
             # Not past those that wait: the receiver takes descriptors in the order of the frames that announce them.
             self.unsent.put(memoryview(frame), fds)
             return self.flush()
-        sent = self._push(frame, fds)
+        try:  # as `_push`, without the call
+            sent = socket.send_fds(self.sock, [frame], list(fds)) if fds else self.sock.send(frame)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
         if sent == len(frame):
             return True
         # The descriptors have gone with the first byte, if that has.

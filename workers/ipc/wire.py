@@ -181,7 +181,9 @@ def pack_result(result: Result, template: bytes, cursor: bytes = b"") -> bytes:
 
 def unpack_result(body: bytes) -> tuple[Result, bytes, bytes]:
     """Return the result, its template (empty if `same`) and its cursor."""
-    epoch, seq, slot, nbytes, pickled, samples, busy, same, cursor, sent = _unpack(_RESULT_HEAD, body)
+    if len(body) < _RESULT_HEAD.size:
+        raise _cut_off(_RESULT_HEAD, body)
+    epoch, seq, slot, nbytes, pickled, samples, busy, same, cursor, sent = _RESULT_HEAD.unpack_from(body)
     if not (0.0 <= busy < _LONGEST_S and 0.0 <= sent < _LONGEST_S):  # NaN is neither
         raise ValueError(f"broken stream: a result of {len(body)} bytes that took {busy} seconds, sent at {sent}")
     result = Result(epoch, seq, slot, nbytes, pickled, samples, busy, bool(same), cursor, sent)
@@ -193,8 +195,12 @@ def unpack_result(body: bytes) -> tuple[Result, bytes, bytes]:
 
 def _unpack(head: struct.Struct, body: bytes) -> tuple[Any, ...]:
     if len(body) < head.size:
-        raise ValueError(f"broken stream: a frame with {len(body)} bytes of a head of {head.size}")
+        raise _cut_off(head, body)
     return head.unpack_from(body)
+
+
+def _cut_off(head: struct.Struct, body: bytes) -> ValueError:
+    return ValueError(f"broken stream: a frame with {len(body)} bytes of a head of {head.size}")
 
 
 class FrameSplitter:
@@ -223,6 +229,10 @@ class FrameSplitter:
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
         """Add the bytes of one read; return kind and body of each frame that is complete now."""
+        if not self._rest and len(data) >= 5:
+            length, kind = _PREFIX.unpack_from(data)
+            if len(data) == 4 + length and 1 <= length <= self._most:
+                return iter(((kind, data[5:]),))  # the usual case: a single frame, and all of it
         if self._rest:
             self._rest += data
             # Cut only when a whole step has come: each cut copies the rest, and a large frame takes many reads.

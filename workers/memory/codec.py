@@ -18,13 +18,12 @@ This is pickle between our own processes; nothing from elsewhere is ever decoded
 
 from __future__ import annotations
 
-import copyreg
 import io
 import mmap
-import operator
 import pickle
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Self, TypeAlias
+from itertools import repeat
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -48,11 +47,14 @@ from asyncloader.workers.memory.leaves import (
     reduce_sparse,
     reduce_typed_storage,
 )
+from asyncloader.workers.memory.pickle_dispatch import Dispatch
 from asyncloader.workers.memory.ring import Anchor
 from asyncloader.workers.memory.shared_storage import SharedStorages, StorageView, is_dense
 
 Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
 """The memory that leaves are built on: a slot's anchor, or a private copy of it."""
+
+_STRINGS = frozenset([str])
 
 INLINE_PICKLE = 1 << 15
 """Pickle up to this size is sent over the socket; larger pickle goes through the slot."""
@@ -82,8 +84,12 @@ class Encoder:
     def __init__(self) -> None:
         self._announced: dict[int, tuple[Leaf, pickle.PickleBuffer]] = {}
         self._leaves: list[Leaf] = []
+        # The newest batch that consisted of announced leaves alone: its keys or length, and its structure. And the
+        # newest template, with all that it was made from.
+        self._plain: tuple[Any, bytes] = None, b""
+        self._newest: tuple[Any, bytes] = None, b""
         self._storages = SharedStorages()
-        self._dispatch = _Dispatch(
+        self._dispatch = Dispatch(
             {
                 torch.Tensor: self._reduce_tensor,
                 torch.UntypedStorage: self._reduce_storage,
@@ -115,9 +121,28 @@ class Encoder:
         """
         self._leaves = []
         try:
-            return self._lay_out(self._structure(value))
+            plain = self._plain_keys(value)
+            if plain is None:
+                return self._lay_out(self._structure(value))
+            if plain == self._plain[0]:
+                self._leaves = [leaf for leaf, _ in self._announced.values()]
+            else:
+                self._plain = plain, self._structure(value)
+            return self._lay_out(self._plain[1])
         finally:
             self.discard()
+
+    def _plain_keys(self, value: Any) -> Any:
+        """Return the keys or the length of a dictionary or list of leaves in the order in which they were announced;
+        batches for which this is equal have the same structure. None for any other value.
+        """
+        kind = type(value)
+        if kind is dict:
+            if _STRINGS.issuperset(map(type, value)) and [*map(id, value.values())] == [*self._announced]:
+                return tuple(value)
+        elif kind is list and [*map(id, value)] == [*self._announced]:
+            return len(value)
+        return None
 
     def _structure(self, value: Any) -> bytes:
         """Return the structure around the leaves that are found in it."""
@@ -129,9 +154,13 @@ class Encoder:
         return stream.getvalue()
 
     def _table(self, specs: list[LeafSpec], inside: int, length: int) -> bytes:
-        """Return the table of leaves; the structure of this length is at `inside`, or follows if that is negative."""
+        """Pack the table of leaves; the structure of this length is at `inside`, or follows if that is negative."""
         table = (tuple([(LEAF_SPECS.index(type(spec)), tuple(spec)) for spec in specs]), inside, length)
         return pickle.dumps(table, protocol=5)
+
+    def _head(self, specs: list[LeafSpec], inside: int, length: int) -> bytes:
+        table = self._table(specs, inside, length)
+        return len(table).to_bytes(4, "little") + table
 
     def _lay_out(self, structure: bytes) -> Encoded:
         offset = 0
@@ -150,14 +179,15 @@ class Encoder:
             if leaf.write is not None:
                 writes.append((leaf.write, offset))
                 offset = align(offset + leaf.nbytes)
-        inside = -1
         if len(structure) > INLINE_PICKLE:
-            inside = offset
             writes.append((_raw_writer(memoryview(structure)), offset))
-            offset = align(offset + len(structure))
-        head = self._table(specs, inside, len(structure))
-        template = len(head).to_bytes(4, "little") + head + (structure if inside < 0 else b"")
-        return Encoded(template, offset, writes, len(structure))
+            end = align(offset + len(structure))
+            return Encoded(self._head(specs, offset, len(structure)), end, writes, len(structure))
+        # With the types: leaves of two kinds with equal numbers are equal tuples.
+        parts = [*map(type, specs)], specs, structure
+        if parts != self._newest[0]:
+            self._newest = parts, self._head(specs, -1, len(structure)) + structure
+        return Encoded(self._newest[1], offset, writes, len(structure))
 
     def _on_buffer(self, buffer: pickle.PickleBuffer) -> None:
         # Returns None, which is false: pickle then leaves the bytes out of the structure.
@@ -246,34 +276,6 @@ class Encoder:
         return _rebuild_from_view, (view, requires_grad, hooks, *more)
 
 
-class _Dispatch(dict[type, Any]):
-    """The reductions by type: the encoder's own, those in `copyreg`, and one for all subclasses of tensors."""
-
-    def __init__(self, own: dict[type, Any], tensor: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__(own)
-        self._own = len(own)
-        self._tensor = tensor
-
-    def __missing__(self, kind: type) -> Any:
-        found = copyreg.dispatch_table.get(kind)
-        if found is None and issubclass(kind, torch.Tensor):
-            found = self._tensor
-        elif found is None and not issubclass(kind, type):
-            found = _BY_OWN_RULES  # the pickler would do the same after a KeyError, but it would ask for each object
-        if found is None:
-            raise KeyError(kind)
-        self[kind] = found
-        return found
-
-    def forget(self) -> None:
-        """Forget the reductions that were found: a user may have registered other functions since."""
-        if len(self) > self._own:
-            for kind in list(self)[self._own :]:
-                del self[kind]
-
-
-_BY_OWN_RULES = operator.methodcaller("__reduce_ex__", 5)
-
 _REBUILT_FROM_STORAGE = (torch_utils._rebuild_tensor_v2, torch_utils._rebuild_tensor_v3)
 
 
@@ -349,14 +351,13 @@ class Template:
         except Exception as error:
             raise ValueError(f"a worker's answer is broken: its template cannot be read ({error})") from error
         self._structure = template[4 + size :]
-        self._simple = tuple(
-            (NUMPY_BY_CODE[p.dtype], p.shape, p.offset)
+        simple = [
+            (p.shape, NUMPY_BY_CODE[p.dtype], p.offset)
             for p in self._specs
             if type(p) is Dense and NUMPY_BY_CODE[p.dtype] is not None and p.numel
-        )
-        if len(self._simple) != len(self._specs):
-            # The fast way is for templates whose leaves are all of that kind.
-            self._simple = ()
+        ]
+        # Only if all leaves are of that kind: by column, as `build` maps a function over them.
+        self._simple = tuple(zip(*simple, strict=True)) if len(simple) == len(self._specs) else ()
 
     def _read_table(self, table: bytes) -> tuple[Iterable[LeafSpec], int, int]:
         """Read what `Encoder._table` made."""
@@ -383,9 +384,10 @@ class Template:
         if self._extent and (anchor is None or len(anchor) < self._extent):
             raise self._too_short(anchor)
         if self._simple:
-            # Only dense tensors of common types: this loop determines the loader's speed on small batches.
-            ndarray, from_numpy = np.ndarray, torch.from_numpy
-            leaves: list[Any] = [from_numpy(ndarray(s, d, anchor, o)) for d, s, o in self._simple]  # type: ignore[arg-type]
+            # Only dense tensors of common types. In C, because it determines the loader's speed on small batches.
+            shapes, dtypes, offsets = self._simple
+            arrays = map(cast("Callable[..., Any]", np.ndarray), shapes, dtypes, repeat(anchor), offsets)
+            leaves = list(map(torch.from_numpy, arrays))
             return self._with_leaves(anchor, leaves)
         return self._with_leaves(anchor, self._leaves_in(anchor))
 
@@ -428,7 +430,8 @@ class Template:
         if own + sum(shared.values()) > self._extent:  # no encoder of ours: many leaves of the same bytes
             return self._leaves_in(_private(anchor, 0, self._extent))
         if self._simple:
-            return [torch.from_numpy(np.ndarray(s, d, anchor, o).copy()) for d, s, o in self._simple]  # type: ignore[arg-type]
+            simple = zip(*self._simple, strict=True)
+            return [torch.from_numpy(np.ndarray(s, d, anchor, o).copy()) for s, d, o in simple]  # type: ignore[arg-type]
         storages = {
             offset: torch.from_numpy(_private(anchor, offset, nbytes)).untyped_storage()
             for offset, nbytes in shared.items()

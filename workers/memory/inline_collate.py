@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
+from asyncloader.workers.memory.columns import collate as collate_columns
 from asyncloader.workers.memory.leaves import has_code, torch_dtype
 from asyncloader.workers.memory.recycle import LARGE, Recycler
 
@@ -53,7 +54,7 @@ def inline_collate() -> Callable[[Sequence[Any]], Any]:
         for kind, torchs, own in ours:
             if functions.get(kind) is torchs:  # else the user has registered another
                 functions[kind] = own
-        return torch_collate.collate(samples, collate_fn_map=functions)
+        return collate_columns(samples, functions)
 
     return collate
 

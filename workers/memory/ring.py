@@ -227,7 +227,9 @@ class Ring:
         # it.
         if slot in self._leases:
             raise ValueError(f"a worker's answer is broken: slot {slot} of {self!r} is the consumer's already")
-        anchor = self.look(slot, nbytes)
+        if not (0 <= slot < self.slots and 0 <= nbytes <= self.slot_bytes):
+            raise self._outside(slot, nbytes)
+        anchor = _array_type(nbytes).from_buffer(self._memory, slot * self.slot_bytes)  # as `look`, without the call
         lease = Lease(anchor, self._append_released)  # as `make_lease`, without the call
         lease.slot = slot
         self._leases[slot] = lease
@@ -247,8 +249,11 @@ class Ring:
             ValueError: the slot has no such bytes.
         """
         if not (0 <= slot < self.slots and 0 <= nbytes <= self.slot_bytes):
-            raise ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot} of {self!r}")
+            raise self._outside(slot, nbytes)
         return _array_type(nbytes).from_buffer(self._memory, slot * self.slot_bytes)
+
+    def _outside(self, slot: int, nbytes: int) -> ValueError:
+        return ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot} of {self!r}")
 
     def retire(self) -> None:
         """Retire the leased slots: after a fork the child may look into them as long as it lives."""

@@ -80,8 +80,8 @@ class RingManager:
         self.ring: Ring | None = None
         self.nbytes = 0
         """Size of the newest ring, also after it was closed."""
-        self._held: dict[tuple[int, int], tuple[Ring, int]] = {}  # (epoch, seq) -> slot of an unanswered task
-        self._slotless: set[tuple[int, int]] = set()  # unanswered tasks without a slot
+        self.tasks: dict[tuple[int, int], tuple[Ring, int] | None] = {}
+        """The unanswered tasks, by epoch and number: the slot of each; None if it has no slot."""
         self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
         self._grown = True  # the first ring has to be sent
         self._inherited = False  # `ring` comes from an earlier worker, and has not been sent to this worker yet
@@ -140,9 +140,9 @@ class RingManager:
         assert ring is not None
         slot = ring.take()
         if slot is None:
-            self._slotless.add((epoch, seq))
+            self.tasks[epoch, seq] = None
             return ring.number, wire.NO_SLOT
-        self._held[epoch, seq] = (ring, slot)
+        self.tasks[epoch, seq] = (ring, slot)
         return ring.number, slot
 
     def answered(self, epoch: int, seq: int, slot: int, nbytes: int) -> Ring | None:
@@ -153,12 +153,11 @@ class RingManager:
             ValueError: the worker was not assigned this slot, or the slot is smaller. Nothing is changed.
         """
         # Checked before anything changes: after a ValueError the task is as unanswered as before.
-        held = self._held.get((epoch, seq))
+        held = self.tasks.get((epoch, seq))
         if slot < wire.ONEOFF or (held is not None and slot >= 0 and (slot != held[1] or nbytes > held[0].slot_bytes)):
             given = "none" if held is None else f"slot {held[1]} of {held[0]!r}"
             raise ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot}, but it was given {given}")
-        self._held.pop((epoch, seq), None)
-        self._slotless.discard((epoch, seq))
+        self.tasks.pop((epoch, seq), None)
         # A smaller batch came in a segment of its own because no slot was free. A larger ring would not help.
         if slot == wire.ONEOFF and nbytes > self._slot_bytes:
             extra, ahead = self._affordable(grown_slot_bytes(nbytes))
@@ -176,15 +175,6 @@ class RingManager:
             return None
         return held[0]
 
-    def expects(self, epoch: int, seq: int) -> bool:
-        """Whether the worker has this task and has not answered it."""
-        return (epoch, seq) in self._held or (epoch, seq) in self._slotless
-
-    @property
-    def outstanding(self) -> int:
-        """Tasks that the worker has and will answer."""
-        return len(self._held) + len(self._slotless)
-
     def _affordable(self, slot_bytes: int) -> tuple[int, int]:
         """Return how many slots of this size are affordable: for credits beyond the least, and for running ahead."""
         if self.ring_bytes is None:
@@ -196,25 +186,24 @@ class RingManager:
 
     def void(self) -> None:
         """Free the slots of all tasks: the worker will answer none of them."""
-        for ring, slot in list(self._held.values()):
-            ring.give_back(slot)
-        self._held.clear()
-        self._slotless.clear()
+        for held in list(self.tasks.values()):
+            if held is not None:
+                held[0].give_back(held[1])
+        self.tasks.clear()
 
     def reset_done(self, epoch: int) -> None:
         """The worker has dropped every task older than `epoch`: free their slots."""
         # Tasks of the epoch itself were sent after the RESET: the worker has yet to answer them.
-        for key in [k for k in self._held if k[0] < epoch]:
-            ring, slot = self._held.pop(key)
-            ring.give_back(slot)
-        self._slotless = {key for key in self._slotless if key[0] >= epoch}
+        for key in [key for key in self.tasks if key[0] < epoch]:
+            held = self.tasks.pop(key)
+            if held is not None:
+                held[0].give_back(held[1])
 
     def abandon(self) -> None:
         """The worker is dead: give up its ring, which a child process of it, or a pending write, may still change. The
         replacement gets a new ring; the old one is freed with its last lease.
         """
-        self._held.clear()
-        self._slotless.clear()
+        self.tasks.clear()
         self.ring = None
         self._grown = True
 
@@ -226,7 +215,7 @@ class RingManager:
         """
         self.void()
         successor = copy.copy(self)
-        successor._held, successor._slotless = {}, set()
+        successor.tasks = {}
         successor._inherited = self.ring is not None and self.ring.locked and not self._grown
         # A ring that is not locked costs less to make again than to keep; a ring that is too small would be replaced
         # anyway.
@@ -240,5 +229,4 @@ class RingManager:
         if self.ring is not None:
             self.ring.close_fd()
         self.ring = None
-        self._held.clear()
-        self._slotless.clear()
+        self.tasks.clear()

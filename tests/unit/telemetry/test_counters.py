@@ -36,6 +36,20 @@ def test_quantiles_are_exact_to_a_quarter_of_an_octave(seconds: list[float]) -> 
     assert times.p50 <= times.p95 <= times.p99
 
 
+@given(st.lists(st.floats(-1, 1e7)))
+def test_noted_times_count_as_others(seconds: list[float]) -> None:
+    """Times that are noted and counted later give the block that `time` gives, up to the rounding of the sum."""
+    at_once, later = Recorder(), Recorder()
+    note = later.note("fetch")
+    for each in seconds:
+        at_once.time("fetch", each)
+        note(each)
+    assert not any(later.block)
+    for _ in range(2):  # the second time nothing is left to count
+        later.count_noted()
+        assert later.block.tolist() == pytest.approx(at_once.block.tolist())
+
+
 def test_what_is_too_long_for_the_buckets_counts_in_the_last() -> None:
     """Times beyond the last bucket are counted in the last bucket."""
     recorder = Recorder()

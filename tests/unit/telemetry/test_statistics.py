@@ -46,8 +46,9 @@ def test_waits_at_the_same_time_leave_no_negative_rest(monkeypatch: pytest.Monke
     s.begin()
     for waited in (0.75, 2.0):
         s.batch(samples=1, nbytes=1, pickled=0, waited=waited, busy=0.0, workers=1)
-    assert stage_times(s.recorder.block.tolist(), "consumer")[:2] == (2.0, 0.25)
-    assert stage_times(s.recorder.block.tolist(), "wait")[:2] == (2.0, 2.75)
+    block = s.blocks()[-1]
+    assert stage_times(block, "consumer")[:2] == (2.0, 0.25)
+    assert stage_times(block, "wait")[:2] == (2.0, 2.75)
 
 
 def test_rates_are_per_second_of_the_iterators_time() -> None:

@@ -171,10 +171,10 @@ def test_void_returns_the_slots_of_every_task(manager: RingManager) -> None:
     ring = sent(manager)
     for seq in range(3):
         manager.assign(0, seq)
-    assert manager.outstanding == 3
+    assert len(manager.tasks) == 3
     manager.void()
     assert ring.idle
-    assert not manager.outstanding
+    assert not len(manager.tasks)
     manager.void()
     assert len(ring._free) == ring.slots
 
@@ -187,7 +187,7 @@ def test_reset_done_returns_the_slots_of_older_epochs_only(manager: RingManager)
     _, slot = manager.assign(1, 0)
     manager.reset_done(1)
     assert len(ring._free) == ring.slots - 1
-    assert manager.outstanding == 1
+    assert len(manager.tasks) == 1
     assert manager.answered(1, 0, slot, 10) is ring
 
 
