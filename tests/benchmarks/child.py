@@ -238,9 +238,28 @@ def remote(job: Job) -> dict[str, Any]:
     return dict(measure(job))
 
 
+def inputs(job: Job) -> dict[str, Any]:
+    """Samples per second of an input, without a training step and with one."""
+    from .inputs_child import measure
+
+    return measure(job)
+
+
 PROBES: dict[str, Callable[[Job], dict[str, Any]]] = {
     probe.__name__: probe
-    for probe in (throughput, inline, first_batch, second_epoch, memory, reference, memcpy, peers, remote, recording)
+    for probe in (
+        throughput,
+        inline,
+        first_batch,
+        second_epoch,
+        memory,
+        reference,
+        memcpy,
+        peers,
+        remote,
+        inputs,
+        recording,
+    )
 } | {name: _seeded(name) for name in ("shuffle", "cost", "state", "line")}
 
 
@@ -270,7 +289,7 @@ def main() -> None:
         getattr(asyncloader, job.loader.partition(" ")[0])  # imported where torch is, before any clock starts
     result = PROBES[job.probe](job)
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
-    if job.probe == "remote":
+    if job.probe in ("remote", "inputs"):
         os._exit(0)  # in the middle of an epoch: hundreds of threads of a peer may wait for the store
 
 

@@ -31,14 +31,20 @@ def add(file: Path, part: str, today: str, results: Results) -> tuple[Results, l
     days = {**parts.get(part, {}), today: _packed(results)}
     parts[part] = {day: days[day] for day in sorted(days)[-MOST_DAYS:]}
     file.write_text(json.dumps(parts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return read(file, part)
+
+
+def read(file: Path, part: str) -> tuple[Results, list[str]]:
+    """The rounds that are kept under this name, and their dates, as `add` returns them; no dates if none are kept."""
+    kept = json.loads(file.read_text(encoding="utf-8")).get(part, {})
     merged = Results()
-    for day in parts[part].values():
+    for day in kept.values():
         for metric, loader, rounds in day["values"]:
             merged.values.setdefault((metric, loader), []).extend(rounds)
         merged.checksums |= {(workload, loader): checksum for workload, loader, checksum in day["checksums"]}
         merged.memcpy += day["memcpy"]
         merged.failures += day["failures"]
-    return merged, list(parts[part])
+    return merged, list(kept)
 
 
 def _packed(results: Results) -> dict[str, object]:

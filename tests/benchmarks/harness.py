@@ -89,21 +89,31 @@ def run_rounds(plan: Callable[[int], list[Job]], rounds: int, log: Callable[[str
         jobs = plan(number)
         started = time.monotonic()
         for job in jobs if number % 2 == 0 else reversed(jobs):
-            record(job, *_attempt(job, results), results)
+            record(job, *attempt(job, results, f"{job.loader}, {job.workload}", peer=job.loader in PEERS), results)
         results.memcpy.append(run_job(Job("memcpy", seconds=0.5))[0]["rate"])
         log(f"round {number + 1} of {rounds}: {len(jobs)} measurements in {time.monotonic() - started:.0f} s")
     return results
 
 
-def _attempt(job: Job, results: Results) -> tuple[dict[str, Any], list[tuple[float, Memory]]]:
-    """Run the job; a peer's failure (a peer now and then delivers a batch twice) is noted, and the job is repeated."""
-    for _ in range(PEER_ATTEMPTS - 1 if job.loader in PEERS else 0):
+def attempt(job: Job, results: Results, name: str, *, peer: bool) -> tuple[dict[str, Any], list[tuple[float, Memory]]]:
+    """Run the job; a peer's failure (a peer now and then delivers a batch twice) is noted, and the job is repeated.
+
+    Args:
+        job: the measurement.
+        results: where the failure is noted.
+        name: of the measurement, for the note.
+        peer: whether its loader is a peer.
+
+    Raises:
+        JobFailed: it failed, a peer's three times in a row.
+    """
+    for _ in range(PEER_ATTEMPTS - 1 if peer else 0):
         try:
             return run_job(job)
         except JobFailed as failure:
-            said = [line for line in str(failure).splitlines() if re.match(r"[\w.]+Error: ", line)]
+            said = [line for line in str(failure).splitlines() if re.match(r"[\w.]+(Error|Content): ", line)]
             reason = said[-1] if said else str(failure).splitlines()[0]
-            results.failures.append(f"{job.loader}, {job.workload}: {reason}")
+            results.failures.append(f"{name}: {reason}")
     return run_job(job)
 
 

@@ -39,7 +39,9 @@ class Job:
         start: start method of the workers; empty for torch's default.
         seconds: least time measured for each way to consume.
         full: check the content of the whole warm-up epoch, not only the places of its samples.
-        store: URL of the store that it reads from, for the probe "remote".
+        store: URL of the store that it reads from, for the probes "remote" and "inputs".
+        folder: the input's files, for the probe "inputs".
+        step: seconds of a training step, for the probe "inputs"; 0 for as long as the loader takes for a batch.
         tree: the checkout whose `asyncloader` is measured, its path resolved; empty for this checkout.
     """
 
@@ -50,6 +52,8 @@ class Job:
     seconds: float = 1.0
     full: bool = False
     store: str = ""
+    folder: str = ""
+    step: float = 0.0
     tree: str = ""
 
     def to_json(self) -> str:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import os
-import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import days, remote_report, sections
-from .harness import PEER_ATTEMPTS, ROOT, JobFailed, Results, run_job
+from .harness import ROOT, JobFailed, Results, attempt
 from .remote_plan import LATENCIES, OURS, Row, rows
 from .remote_store import running_store
 
@@ -54,26 +53,14 @@ def measure(planned: list[Row], rounds: int, seconds: float, log: Callable[[str]
         for number in range(rounds):
             began = time.monotonic()
             for row in planned if number % 2 == 0 else reversed(planned):
-                output = _attempt(row, store, seconds, results)
+                name = f"{row.loader}, {row.kind}, {row.latency} ms"
+                output, _ = attempt(row.job(store, seconds), results, name, peer=row.loader not in OURS)
                 results.add(row.metric, row.loader, output["rate"])
                 results.add(row.cpu, row.loader, output["cpu"])
                 loads.append(os.getloadavg()[0])
                 log(f"{row.kind}, {row.latency} ms, {row.loader}: {output['rate']:,.0f} samples/s")
             log(f"remote round {number + 1} of {rounds}: {time.monotonic() - began:.0f} s")
     return Measured(results, rounds, statistics.fmean(loads))
-
-
-def _attempt(row: Row, store: str, seconds: float, results: Results) -> dict[str, Any]:
-    """Run the row's job; a peer's failure is noted and tried again."""
-    job = row.job(store, seconds)
-    for _ in range(0 if row.loader in OURS else PEER_ATTEMPTS - 1):
-        try:
-            return run_job(job)[0]
-        except JobFailed as failure:
-            said = [line for line in str(failure).splitlines() if re.match(r"[\w.]+(Error|Content): ", line)]
-            reason = said[-1] if said else str(failure).splitlines()[0]
-            results.failures.append(f"{row.loader}, {row.kind}, {row.latency} ms: {reason}")
-    return run_job(job)[0]
 
 
 def section(quick: bool, rounds: int, log: Callable[[str], None], command: str) -> str:

@@ -2,7 +2,8 @@
 
 It does as little as it can, because client and store share the machine's cores, and the client is measured:
 no framework, content without copies, connections that stay open. The latency is in the address
-(``/50/objects/17`` takes 50 ms until the first byte), so that one store serves every row of the table.
+(``/50/objects/17`` takes 50 ms until the first byte), so that one store serves every row of the table. The files of a
+folder, ``0000.tar`` and so on, have addresses like ``/50/files/0000.tar``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from .harness import ROOT
@@ -30,12 +32,14 @@ class Answers(asyncio.Protocol):
     """One connection: a request, its latency, the answer, the next request.
 
     Args:
-        content: the objects and files.
+        content: the objects and tar files.
+        files: of a folder.
         loop: of the connection.
     """
 
-    def __init__(self, content: Content, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, content: Content, files: list[memoryview], loop: asyncio.AbstractEventLoop) -> None:
         self._content = content
+        self._files = files
         self._loop = loop
         self._transport: Any = None
         self._asked = b""
@@ -59,12 +63,14 @@ class Answers(asyncio.Protocol):
     def _answer(self, match: re.Match[bytes], wanted: re.Match[bytes] | None) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        shards = SHARDS.get((match[4] or b"").decode())
+        folder = (match[4] or b"").decode()
+        shards = SHARDS.get(folder)
         number = int(match[3] or match[5])
-        if number >= (self._content.objects if shards is None else shards.files) or (match[4] and shards is None):
+        known = {"": self._content.objects, "files": len(self._files)}
+        if number >= (shards.files if shards else known.get(folder, 0)):
             self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             return
-        size = LARGE if shards is None else tar_size(shards)
+        size = tar_size(shards) if shards else len(self._files[number]) if folder else LARGE
         start, end = 0, size
         if wanted is not None:
             start, end = int(wanted[1]), min(size, int(wanted[2] or size) + 1)
@@ -78,7 +84,9 @@ class Answers(asyncio.Protocol):
         if match[1] == b"HEAD":
             self._transport.write(head)
         else:
-            self._transport.writelines([head, *self._body(shards, number, start, end)])
+            whole = folder == "files"
+            body = [self._files[number][start:end]] if whole else self._body(shards, number, start, end)
+            self._transport.writelines([head, *body])
 
     def _body(self, shards: Shards | None, number: int, start: int, end: int) -> list[memoryview]:
         if shards is None:
@@ -94,11 +102,11 @@ class Answers(asyncio.Protocol):
         return cut
 
 
-async def serve() -> None:
-    """Serve until standard input ends; the port is written to standard output."""
+async def serve(files: list[memoryview]) -> None:
+    """Serve until standard input ends, these files too; the port is written to standard output."""
     loop = asyncio.get_running_loop()
     content = Content()
-    server = await loop.create_server(lambda: Answers(content, loop), "127.0.0.1", 0, backlog=4096)
+    server = await loop.create_server(lambda: Answers(content, files, loop), "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     ended = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), ended.set)  # never written to: readable means its end
@@ -106,13 +114,16 @@ async def serve() -> None:
 
 
 @contextmanager
-def running_store() -> Generator[str]:
+def running_store(folder: Path | None = None) -> Generator[str]:
     """Run a store in a process of its own, which ends with this process; gives its URL, without a ``/`` at the end.
+
+    Args:
+        folder: whose tar files it serves, too.
 
     Raises:
         RuntimeError: it did not start.
     """
-    command = [sys.executable, "-m", "tests.benchmarks.remote_store"]
+    command = [sys.executable, "-m", "tests.benchmarks.remote_store", *([str(folder)] if folder else [])]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -132,4 +143,5 @@ def running_store() -> Generator[str]:
 if __name__ == "__main__":
     import uvloop
 
-    uvloop.run(serve())
+    paths = [path for folder in sys.argv[1:] for path in sorted(Path(folder).glob("*.tar"))]
+    uvloop.run(serve([memoryview(path.read_bytes()) for path in paths]))
