@@ -12,11 +12,13 @@ the same time. For a plain blocking dataset, which could read nothing at that ti
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import Context
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.plain_calls import is_coroutine_function
@@ -41,6 +43,12 @@ def check_decode(decode: Any, decode_threads: Any) -> None:
         raise ValueError(
             f"decode_threads should be a number of threads, 0 to decode inline, but got {decode_threads!r}"
         )
+
+
+class Failure(NamedTuple):
+    """In place of a sample: what decoding it raised."""
+
+    error: Exception
 
 
 class Decoder:
@@ -80,6 +88,51 @@ class Decoder:
         """Have a thread decode the sample, in a copy of `context` (default: the current one)."""
         assert self.threads is not None
         return self.threads.call(self.call, sample, context)
+
+    async def decode_each(
+        self, samples: Iterable[Any], contexts: Iterable[Context], *, until_failure: bool
+    ) -> list[Any]:
+        """Return for each sample, in their order, the decoded sample or a `Failure`.
+
+        Every thread takes the next sample when it is done with one: a future for each sample would cost as much as a
+        quick `decode`.
+
+        Args:
+            samples: as read.
+            contexts: the context of each sample. Contexts of one batch must be different objects.
+            until_failure: begin no samples after one has failed; then results behind the first failure mean nothing.
+        """
+        left = deque(zip(itertools.count(), samples, contexts))
+        found: list[Any] = [None] * len(left)
+        work = partial(self._decode_some, left, found)
+        if self.threads is None:
+            work(until_failure)
+            return found
+        jobs = [self.threads.call(work, until_failure) for _ in range(min(self.threads.most, len(found)))]
+        try:
+            for job in jobs:
+                await job
+        finally:
+            # Nothing is left unless this is cancelled: then no thread begins another sample.
+            left.clear()
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+        return found
+
+    def _decode_some(self, left: deque[tuple[int, Any, Context]], found: list[Any], until_failure: bool) -> None:
+        """Decode samples until none is left. Several threads may run it."""
+        while left:
+            try:
+                number, sample, context = left.popleft()
+            except IndexError:  # another thread has taken the last
+                return
+            try:
+                found[number] = context.run(self.call, sample)
+            except Exception as error:
+                found[number] = Failure(error)
+                if until_failure:
+                    left.clear()  # all before it were taken before it, and are decoded to their end
 
     async def decode(self, sample: Any, context: Context | None = None) -> Any:
         """Return the decoded sample. Runs in a copy of `context` (default: the current one)."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncloader.errors import is_about_sample
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
-from asyncloader.workers.fetch.decoding import Decoder
+from asyncloader.workers.fetch.decoding import Decoder, Failure
 from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample, shard_and_key
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
@@ -366,23 +366,19 @@ class WorkerStreamFetcher(StreamFetcher):
         self, decoder: Decoder, first: int, samples: list[Any], data: list[Any], records: list[SkippedSample]
     ) -> None:
         """Decode the samples concurrently, as far as there are threads; append them in their order."""
-        decoding: list[asyncio.Task[Any]] = []
-        for number, sample in enumerate(samples, first):
+        contexts: list[Context] = []
+        for number in range(first, first + len(samples)):
             # In the current context, of which the next line takes a copy for this sample's decoding.
             self._maker.seed(number)
-            decoding.append(asyncio.ensure_future(decoder.decode(sample, copy_context())))
+            contexts.append(copy_context())
+        found = await decoder.decode_each(samples, contexts, until_failure=self._maker.handler is None)
         try:
-            for number, task in enumerate(decoding, first):
-                try:
-                    sample = await task
-                except Exception as error:
-                    where = shard_and_key(samples[number - first])
-                    sample = await self._maker.on_error(SampleRequest(where, number), error, records)
+            for number, result in enumerate(found, first):
+                sample = result
+                if isinstance(result, Failure):
+                    request = SampleRequest(shard_and_key(samples[number - first]), number)
+                    sample = await self._maker.on_error(request, result.error, records)
                 if sample is not DROPPED:
                     data.append(sample)
         finally:
-            for task in decoding:
-                # Does nothing to tasks that are done. The others are of samples that no batch takes, because an error
-                # is raised.
-                task.cancel()
-            await asyncio.gather(*decoding, return_exceptions=True)
+            found.clear()  # it refers to errors, whose tracebacks refer to this frame

@@ -90,6 +90,11 @@ class JobThreads:
         self.attach, self.notify = notices.attach, notices.send
         self._lock = threading.Lock()  # for starting threads: several threads may call `put`
 
+    @property
+    def most(self) -> int:
+        """How many jobs may run at a time, at least 1."""
+        return max(1, self._most)
+
     def put(self, job: _Job) -> None:
         """Have a thread call `job`, in the order of the calls. The job may not raise. After `close`: a no-op."""
         if self._closed:

@@ -1,14 +1,17 @@
-"""The time of decoding is the sum over all threads."""
+"""The time of decoding is the sum over all threads; threads share the samples of a batch."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
+from contextvars import copy_context
 
 import pytest
 
 from asyncloader.workers.fetch import decoding
-from asyncloader.workers.fetch.decoding import Decoder
+from asyncloader.workers.fetch.decoding import Decoder, Failure
+from asyncloader.workers.fetch.threads import JobThreads
 
 CALLS, THREADS = 5000, 4
 
@@ -46,3 +49,58 @@ def test_each_threads_seconds_count(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         sys.setswitchinterval(before)
     assert seconds + decoder.take_seconds() == CALLS * THREADS
+
+
+@pytest.mark.parametrize("until_failure", [True, False])
+@pytest.mark.parametrize("most", [0, 1, 3])
+async def test_a_failure_ends_decoding_on_request(most: int, until_failure: bool) -> None:
+    """All samples before the first failure are decoded; behind it, no sample begins if none is wanted."""
+    begun: list[int] = []
+
+    def decode(sample: int) -> int:
+        begun.append(sample)
+        return 100 // (sample - 50)
+
+    threads = JobThreads(most, "decode") if most else None
+    try:
+        decoder = Decoder(decode, threads)
+        found = await decoder.decode_each(range(500), [copy_context() for _ in range(500)], until_failure=until_failure)
+    finally:
+        if threads is not None:
+            threads.close()
+            threads.join()
+    assert found[:50] == [100 // (sample - 50) for sample in range(50)]
+    assert isinstance(found[50], Failure)
+    assert isinstance(found[50].error, ZeroDivisionError)
+    if not until_failure:
+        assert found[51:] == [100 // (sample - 50) for sample in range(51, 500)]
+    elif most < 2:
+        assert begun == list(range(51))
+    found.clear()
+
+
+async def test_a_cancelled_batch_begins_no_more_samples() -> None:
+    """The sample that is being decoded is decoded to its end; its thread takes no other."""
+    begun: list[int] = []
+    entered, leave = threading.Event(), threading.Event()
+
+    def decode(sample: int) -> int:
+        begun.append(sample)
+        entered.set()
+        leave.wait()
+        return sample
+
+    threads = JobThreads(1, "decode")
+    decoder = Decoder(decode, threads)
+    contexts = [copy_context() for _ in range(5)]
+    batch: asyncio.Task[list[int]] = asyncio.create_task(decoder.decode_each(range(5), contexts, until_failure=True))
+    try:
+        await asyncio.to_thread(entered.wait)
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+    finally:
+        leave.set()
+        threads.close()
+        threads.join()
+    assert begun == [0]
