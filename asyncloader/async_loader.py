@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
 from asyncloader.bridge import in_thread
 from asyncloader.delivery.loader_device import kept_rings_of, transfer_of
-from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
 from asyncloader.epoch.plan import check_workers
@@ -42,13 +41,16 @@ from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import recording
-from asyncloader.telemetry.diagnosis import Diagnosis
-from asyncloader.telemetry.metrics import Metric, metrics
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from asyncloader.delivery.transfer import DeviceTransfer
+    from asyncloader.telemetry.diagnosis import Diagnosis
+    from asyncloader.telemetry.metrics import Metric
 
 _SPEC_NAMES = frozenset(OPTION_NAMES) - {"shuffle"}
 _SETTABLE = _SPEC_NAMES - set(OUR_OPTION_NAMES)
@@ -297,6 +299,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
 
     def metrics(self) -> list[Metric]:
         """`stats()` with types and units, for an exporter; see `DataLoader.metrics`."""
+        from asyncloader.telemetry.metrics import metrics
+
         return metrics(self.stats(), self._statistics.blocks())
 
     def diagnose(self) -> Diagnosis:

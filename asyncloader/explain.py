@@ -5,9 +5,8 @@ Data path: beside the consumer. Pure, except that `explain` counts the CPUs.
 
 from __future__ import annotations
 
-import html
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 from torch.utils.data._utils import collate as torch_collate
@@ -19,12 +18,13 @@ from asyncloader.options.declaration import LoaderSpec, given_options, is_iterab
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.unknown_dataset import without_asking
 from asyncloader.samplers.distributed import plain_sampler
-from asyncloader.telemetry.diagnosis import Diagnosis, diagnose
-from asyncloader.telemetry.run_figures import Run
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.transports.retrying_client import silent_servers
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.pool import WorkerPool
+
+# The loaders' modules import this one for `repr`. So the functions import late what `repr` and an epoch do not need.
+if TYPE_CHECKING:
+    from asyncloader.telemetry.diagnosis import Diagnosis
 
 
 def as_text(name: str, spec: LoaderSpec[Any], place: str) -> str:
@@ -39,6 +39,8 @@ def as_text(name: str, spec: LoaderSpec[Any], place: str) -> str:
 
 def as_html(name: str, spec: LoaderSpec[Any], place: str) -> str:
     """The same as a table."""
+    import html
+
     cells = {**_parts(spec), "position": place}
     rows = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in cells.items())
     return f"<table><caption>{html.escape(name)}</caption>{rows}</table>"
@@ -80,6 +82,8 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
 
 
 def _waiting(statistics: Statistics) -> list[str]:
+    from asyncloader.transports.retrying_client import silent_servers
+
     since = statistics.waiting_since
     lines = [] if since is None else [f"waiting: for a batch, for {perf_counter() - since:.1f} s so far"]
     return lines + [f"waiting: {store} does not answer" for store in sorted({*statistics.silent, *silent_servers()})]
@@ -197,6 +201,9 @@ def _device(spec: LoaderSpec[Any], config: EpochConfig, statistics: Statistics) 
 
 def diagnose_run(spec: LoaderSpec[Any], statistics: Statistics) -> Diagnosis:
     """Judge what bounds a loader's run so far."""
+    from asyncloader.telemetry.diagnosis import diagnose
+    from asyncloader.telemetry.run_figures import Run
+
     config = EpochConfig.of(spec)
     size = getattr(config.batch_sampler, "batch_size", None) if config.auto_collation else 1
     run = Run(

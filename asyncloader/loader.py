@@ -37,14 +37,14 @@ from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
-from asyncloader.telemetry.diagnosis import Diagnosis
-from asyncloader.telemetry.metrics import Metric, metrics
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.tracebacks import hide_our_frames
 
 if TYPE_CHECKING:
+    from asyncloader.telemetry.diagnosis import Diagnosis
+    from asyncloader.telemetry.metrics import Metric
 
     class BatchIterator(_BaseDataLoaderIter, Generic[B_co]):
         """What `iter()` gives, to type checkers: torch's iterator, whose batches have a type."""
@@ -246,6 +246,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
     def metrics(self) -> list[Metric]:
         """`stats()` with types, units, help and labels, for an exporter; times of stages apart for each worker."""
+        from asyncloader.telemetry.metrics import metrics
+
         return metrics(self.stats(), self._asyncloader_state.statistics.blocks())
 
     def diagnose(self) -> Diagnosis:

@@ -409,6 +409,44 @@ def test_import_has_no_side_effects() -> None:
     )
 
 
+def test_importing_a_loader_collects_no_garbage() -> None:
+    """A full collection would take longer than the import. The collector works again afterwards."""
+    in_fresh_interpreter(
+        """
+        import gc, torch.utils.data
+        collections = []
+        gc.callbacks.append(lambda phase, _: collections.append(phase))
+        gc.set_threshold(100)
+        del collections[:]
+        from asyncloader import AsyncDataLoader, DataLoader
+        gc.set_threshold(0)
+        assert collections.count("stop") <= 4, collections
+        assert gc.isenabled()
+        """
+    )
+
+
+def test_a_local_loader_loads_nothing_of_remote_ones() -> None:
+    """What only streams of shards, stores, devices and reports need is imported by loaders that have them."""
+    in_fresh_interpreter(
+        """
+        import sys
+        from asyncloader import DataLoader
+        for workers in (0, 1):
+            loader = DataLoader(range(2), num_workers=workers)
+            assert [int(batch) for batch in loader] == [0, 1]
+            loader.state_dict(), repr(loader)
+        unneeded = (
+            "asyncloader.dataloader2", "asyncloader.delivery.cuda", "asyncloader.delivery.transfer",
+            "asyncloader.formats", "asyncloader.integrations", "asyncloader.remote", "asyncloader.service.protocol",
+            "asyncloader.shared", "asyncloader.telemetry.diagnosis", "asyncloader.transports", "aiofiles", "html",
+        )
+        found = [name for name in sys.modules if name.startswith(unneeded)]
+        assert not found, found
+        """
+    )
+
+
 def test_import_brings_no_bare_workers_or_transports() -> None:
     """From the repository root, where the folders can be found, too, our packages are imported under asyncloader
     only.

@@ -15,6 +15,9 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+DeviceLike: TypeAlias = torch.device | str | int | None
+"""A device as torch takes it: ``"cuda"``, ``"cuda:1"``, a `torch.device`, a number."""
+
 Lock: TypeAlias = Callable[[int, int], Callable[[], None]]
 """Page-locks mapped memory whose pages exist, given its address and length in bytes. Returns a function that unlocks
 it, from any thread. Raises PageLockError if that is refused; the device keeps working."""

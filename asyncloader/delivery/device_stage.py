@@ -15,10 +15,10 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,28 +26,16 @@ from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.delivery.cuda import LockingUnsupported
 from asyncloader.delivery.numa import prefer_node, stay_near
 from asyncloader.delivery.opener import Opener
-from asyncloader.delivery.stage import Stage
-from asyncloader.delivery.transfer import DeviceTransfer, Ready
+from asyncloader.delivery.stage import OnDevice, Stage
+from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.errors import warn_aside
 from asyncloader.events import Action
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.fetch.dataset_state import PackedCursor
-from asyncloader.workers.fetch.sample_errors import SkippedSample
-from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory.ring import Ring
 
 _IN_FLIGHT = 2  # copies in flight when a batch is passed on: one running, one queued
-
-
-class OnDevice(NamedTuple):
-    """A batch whose copy to the device was started, with its result descriptor."""
-
-    ready: Ready
-    result: wire.Result
-    cursor: PackedCursor | None
-    records: Sequence[SkippedSample]
 
 
 class DeviceStage(Stage):

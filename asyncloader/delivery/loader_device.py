@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from asyncloader.delivery import open_accelerator
-from asyncloader.delivery.accelerator import PlainAccelerator
-from asyncloader.delivery.transfer import DeviceLike, DeviceTransfer
+from asyncloader.delivery.accelerator import DeviceLike, PlainAccelerator
 from asyncloader.workers.memory.kept_rings import KeptRings
+
+if TYPE_CHECKING:
+    from asyncloader.delivery.transfer import DeviceTransfer
 
 
 class _Options(Protocol):
@@ -97,6 +99,8 @@ class _Kept:
 
 
 def _make_transfer(loader: _Loader) -> DeviceTransfer | None:
+    from asyncloader.delivery.transfer import DeviceTransfer  # late: few loaders have a device
+
     options = loader._asyncloader_options
     device = torch.device(options.device)  # type: ignore[arg-type]
     accelerator = open_accelerator(device)

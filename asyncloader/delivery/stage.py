@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
@@ -37,6 +37,9 @@ from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
+
+if TYPE_CHECKING:
+    from asyncloader.delivery.transfer import Ready
 
 _TAKEN: Final = object()
 _END: Final = None
@@ -202,6 +205,15 @@ def _serve(reference: weakref.ref[Stage], messages: _Messages) -> None:
 
 def _is_batch(item: Action) -> bool:
     return isinstance(item, Deliver) and isinstance(item.outcome, Answer)
+
+
+class OnDevice(NamedTuple):
+    """A batch whose copy to the device was started, with its result descriptor."""
+
+    ready: Ready
+    result: wire.Result
+    cursor: PackedCursor | None
+    records: Sequence[SkippedSample]
 
 
 class Pinned(NamedTuple):

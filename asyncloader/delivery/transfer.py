@@ -140,7 +140,3 @@ def _called(transform: Callable[[Any], Any], batch: Any) -> Any:
                 "you get.",
             )
         raise
-
-
-DeviceLike: TypeAlias = torch.device | str | int | None
-"""A device as torch takes it: ``"cuda"``, ``"cuda:1"``, a `torch.device`, a number."""

@@ -28,10 +28,9 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, Generic, Protocol, Self
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self
 
 from asyncloader.bridge import in_thread
-from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import make_pool, quarantine, start_method, worker_setup
@@ -53,6 +52,9 @@ from asyncloader.workers.fetch.threads import JobThreads
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.tracebacks import hide_our_frames
+
+if TYPE_CHECKING:
+    from asyncloader.delivery.transfer import DeviceTransfer
 
 
 class PoolCache(Protocol):

@@ -13,13 +13,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from asyncloader.bridge import in_thread
-from asyncloader.delivery.device_stage import DeviceStage, OnDevice
 from asyncloader.delivery.opener import LARGE, Opener, raise_worker_error
-from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
-from asyncloader.delivery.transfer import DeviceTransfer
+from asyncloader.delivery.stage import OnDevice, Pinned, PinStage, torch_pin
 from asyncloader.epoch.pipeline import Pipeline, WorkerBegun
 from asyncloader.epoch.plan import make_scheduler
 from asyncloader.epoch.quarantine import Quarantine
@@ -36,6 +34,10 @@ from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from asyncloader.delivery.device_stage import DeviceStage
+    from asyncloader.delivery.transfer import DeviceTransfer
 
 NO_BATCH: Final[Any] = object()
 """Returned instead of a batch whose samples were all dropped: take the next item."""
@@ -164,6 +166,8 @@ class Consumer:
             self._agreeing = AgreementStage(self._agreement, put_from_thread, discard)
             sink = put_from_thread = self._agreeing.put
         if self._transfer is not None:
+            from asyncloader.delivery.device_stage import DeviceStage  # late: few loaders have a device
+
             ahead = self._config.device_prefetch
             self._stage = DeviceStage(self._opener, self._transfer, self._statistics, put_from_thread, ahead)
             sink = self._stage.put
@@ -230,8 +234,7 @@ class Consumer:
         if isinstance(outcome, Answer):
             return self._opener.open(outcome)
         if isinstance(outcome, OnDevice):
-            assert isinstance(self._stage, DeviceStage)
-            return self._stage.take(outcome)
+            return cast("DeviceStage", self._stage).take(outcome)
         return outcome.batch if isinstance(outcome, Pinned) else NO_BATCH
 
     def deliver(

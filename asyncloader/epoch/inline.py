@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from time import perf_counter, thread_time
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
@@ -24,7 +24,6 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.delivery.stage import torch_pin
-from asyncloader.delivery.transfer import Ready
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.plan import worker_setup
@@ -47,6 +46,9 @@ from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
 from asyncloader.workers.memory.inline_collate import inline_collate
 from asyncloader.workers.processor_use import thread_delay
+
+if TYPE_CHECKING:
+    from asyncloader.delivery.transfer import Ready
 
 P = ParamSpec("P")
 T = TypeVar("T")

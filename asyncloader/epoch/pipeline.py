@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncloader.epoch.late_tasks import LateTasks
 from asyncloader.epoch.respawn import Request, WorkerRespawner
@@ -47,7 +47,6 @@ from asyncloader.events import (
     Started,
     WorkerFailure,
 )
-from asyncloader.remote.assignment import Reply, ShardAssigner
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import UnexpectedCancellation
 from asyncloader.workers.fetch.dataset_state import PackedCursor
@@ -57,6 +56,9 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import WorkerHandle
+
+if TYPE_CHECKING:
+    from asyncloader.remote.assignment import Reply, ShardAssigner
 
 _log = logging.getLogger("asyncloader")
 

@@ -7,14 +7,18 @@ assigned by the main process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key
-from asyncloader.remote.rank_shares import EpochPlan
-from asyncloader.remote.worker_stream import LocalAssignments
 from asyncloader.state.progress import Progress
 from asyncloader.workers.fetch.assignment_client import AssignmentSource
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart
+
+# `asyncloader.remote` and the formats of shards are imported late, by epochs that have shards to assign.
+if TYPE_CHECKING:
+    from asyncloader.remote.assignment_state import EpochAssignment
+    from asyncloader.remote.rank_shares import EpochPlan
+    from asyncloader.remote.worker_stream import LocalAssignments
 
 
 async def open_assignment(
@@ -36,6 +40,8 @@ async def open_assignment(
     config = progress.config
     if not config.assigns_shards:
         return None, starts
+    from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key
+
     dataset, here, workers = config.dataset, config.topology, len(starts)
     saved = progress.saved_assignment
     # An epoch that resumes keeps the key of its first run, from which its shards were shared out.
@@ -75,6 +81,8 @@ class InlineAssignments:
         """Plan the epoch; errors as `open_assignment`."""
         assignments, (start,) = await open_assignment(*self._arguments)
         if assignments is not None:
+            from asyncloader.remote.worker_stream import LocalAssignments
+
             self._source = LocalAssignments(assignments.assigner, start.stream_key)
 
     def source(self, _: EpochStart) -> AssignmentSource:

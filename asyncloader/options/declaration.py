@@ -29,7 +29,7 @@ from torch.utils.data import _DatasetKind as DatasetKind
 from typing_extensions import TypeVar
 
 from asyncloader.cpus import affinity, cpu_quota
-from asyncloader.delivery.transfer import DeviceLike
+from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.options.checks import (
     ABOUT_DATASET,
     CHECKS,

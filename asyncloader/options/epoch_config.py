@@ -10,12 +10,11 @@ have attributes of their names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
-from asyncloader.delivery.transfer import DeviceLike
+from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.credits import most_credits
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
@@ -35,9 +34,8 @@ _LOSS = (
 _OURS = frozenset((*DEFAULTS, *FIELD_NAMES))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpochConfig:
-    """The options of one epoch, resolved. Made by `of`; holds no reference to the loader.
+    """The options of one epoch, resolved. Made by `of`, and then fixed; holds no reference to the loader.
 
     A field of an option's name that `of` does not resolve is the option as given.
     """
@@ -182,8 +180,13 @@ class EpochConfig:
             "loss": "" if seeded else dataset.loss if isinstance(dataset, MessagedDataset) else _LOSS,
         }
         as_given = {
-            field.name: getattr(ours if field.name in _OURS else loader, field.name)
-            for field in fields(cls)
-            if field.name not in resolved
+            name: getattr(ours if name in _OURS else loader, name)
+            for name in cls.__annotations__
+            if name not in resolved
         }
-        return cls(**as_given, **resolved)
+        config = cls()
+        vars(config).update(as_given, **resolved)
+        return config
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"the options of an epoch are fixed: {name} cannot become {value!r}")

@@ -20,7 +20,6 @@ from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement, length_is_exact
 from asyncloader.ranks.process_group import RankGroup, make_group
-from asyncloader.remote.assignment_state import new_key
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.generators import own_generator, set_generators
 from asyncloader.samplers.index_stream import IndexStream, base_sampler
@@ -132,6 +131,8 @@ class StateKeeper:
             progress.log = config.source.first_log(progress.every)
         progress.agreement = self._agreement(spec, config, progress.first_step)
         if config.assigns_shards and progress.saved_assignment is None:
+            from asyncloader.remote.assignment_state import new_key  # for streams of shards alone
+
             progress.assignment_key = new_key(config.seed, config.generator, progress.epoch)
         seeds = None if (loaded := resumed or finished) is None else loaded["seeds"]
         if seeds is not None and seeds["rank"] == config.topology.rank:  # another rank's numbers must not be repeated

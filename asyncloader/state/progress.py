@@ -8,14 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from asyncloader.errors import StateError
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement
-from asyncloader.remote.assignment_state import EpochAssignment
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import IndexStream, StateLog
 from asyncloader.state.epoch_counter import EpochClock
@@ -23,6 +22,9 @@ from asyncloader.state.schema import VERSION
 from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.setup import EpochStart
+
+if TYPE_CHECKING:
+    from asyncloader.remote.assignment_state import EpochAssignment
 
 _NO_STEPS: frozenset[int] = frozenset()
 

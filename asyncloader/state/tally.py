@@ -5,8 +5,11 @@ Data path: progress -> [tally] -> statistics.
 
 from __future__ import annotations
 
-from asyncloader.remote.assignment_state import EpochAssignment
-from asyncloader.samplers.distributed import RankView
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncloader.remote.assignment_state import EpochAssignment
+    from asyncloader.samplers.distributed import RankView
 
 
 class Tally:

@@ -18,8 +18,9 @@ import torch
 
 import asyncloader
 from asyncloader.delivery.accelerator import PlainAccelerator
-from asyncloader.delivery.device_stage import DeviceStage, OnDevice
+from asyncloader.delivery.device_stage import DeviceStage
 from asyncloader.delivery.opener import Opener
+from asyncloader.delivery.stage import OnDevice
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.events import Action, Deliver, Fail
 from asyncloader.telemetry.statistics import Statistics

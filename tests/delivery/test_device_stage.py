@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader.delivery.device_stage import DeviceStage, OnDevice
+from asyncloader.delivery.device_stage import DeviceStage
 from asyncloader.delivery.opener import Opener
+from asyncloader.delivery.stage import OnDevice
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.errors import PageLockError
 from asyncloader.events import Action, Deliver, Fail, Finish

@@ -16,8 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncloader.delivery.device_stage import DeviceStage, OnDevice
+from asyncloader.delivery.device_stage import DeviceStage
 from asyncloader.delivery.opener import Opener
+from asyncloader.delivery.stage import OnDevice
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.events import Action, Deliver
 from asyncloader.telemetry.statistics import Statistics
