@@ -21,6 +21,7 @@ from asyncloader.samplers.distributed import plain_sampler
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.pool import WorkerPool
+from asyncloader.workers.source import THREADS
 
 # The loaders' modules import this one for `repr`. So the functions import late what `repr` and an epoch do not need.
 if TYPE_CHECKING:
@@ -94,7 +95,11 @@ def _workers(config: EpochConfig) -> str:
     if not config.num_workers:
         return f"no workers, {kind} dataset read in this process"
     keep = "persistent" if config.persistent_workers else "for one epoch"
-    where = f"by {start_method(config)}" if config.workers is None else f"at {config.dataset.service.url}"
+    method = start_method(config)
+    if method == "service":
+        where = f"at {config.dataset.service.url}"
+    else:
+        where = "in threads" if method == THREADS else f"by {method}"
     return f"{config.num_workers} workers {where}, {keep}, {config.credits} batches ahead each, {kind} dataset"
 
 
@@ -115,6 +120,8 @@ def _concurrency(config: EpochConfig, statistics: Statistics) -> list[str]:
 
 
 def _rings(config: EpochConfig, pool: WorkerPool | None) -> str:
+    if start_method(config) == THREADS:
+        return "none: batches are made in this process's memory"
     most = config.ring_bytes
     bound = "following the batches seen" if most is None else f"bounded by ring_bytes={most:,}"
     if pool is None:
@@ -125,7 +132,8 @@ def _rings(config: EpochConfig, pool: WorkerPool | None) -> str:
 
 def _collation(config: EpochConfig) -> str:
     if config.collate_fn is torch_collate.default_collate:
-        return "default, straight into the ring (one copy)"
+        place = "memory that is reused" if start_method(config) == THREADS else "the ring"
+        return f"default, straight into {place} (one copy)"
     name = getattr(config.collate_fn, "__qualname__", repr(config.collate_fn))
     return f"{name} makes the batch in private memory, which is then copied to the ring (a second copy)"
 

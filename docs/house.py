@@ -27,7 +27,7 @@ FLOORS = [
     "telemetry events bridge formats transports workers.memory never_iterated",
     "workers.fetch ranks transports.testing",
     "samplers shared workers",
-    "delivery remote service",
+    "delivery remote service workers.threads",
     "service.protocol",
     "service.client service.node",
     "service.placement",

@@ -20,7 +20,15 @@ from asyncloader.workers.tracebacks import hide_our_frames
 
 def pickle_error(error: Exception, worker_id: int) -> bytes:
     """Pickle an error as the main process raises it: a `LoaderError` as it is, others in torch's wrapper."""
-    where = f"in DataLoader worker process {worker_id}"
+    sent = caught_in(error, worker_id, "process")
+    return pickle.dumps(sent) if isinstance(sent, LoaderError) else _pickled(sent)
+
+
+def caught_in(error: Exception, worker_id: int, kind: str) -> Any:
+    """Return the error of a worker that is this `kind` of thing as the consumer gets it, without its frames: a
+    `LoaderError` as it is, others in torch's wrapper.
+    """
+    where = f"in DataLoader worker {kind} {worker_id}"
     notes = [] if isinstance(error, LoaderError) else take_notes(error)
     # Without `__init__`, which would format the traceback with the frames of ours in it.
     wrapper: Any = ExceptionWrapper.__new__(ExceptionWrapper)
@@ -28,10 +36,10 @@ def pickle_error(error: Exception, worker_id: int) -> bytes:
     if isinstance(error, LoaderError):
         # As a note, because pickle drops the traceback.
         error.add_note(f"Raised {where}.\nOriginal {wrapper.exc_msg}")
-        return pickle.dumps(error.with_traceback(None))
+        return error.with_traceback(None)
     # Kept apart from torch's text, whose last line must be the exception's own; `raise_worker_error` adds them.
     wrapper.notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
-    return _pickled(wrapper)
+    return wrapper
 
 
 def describe(error: BaseException) -> str:

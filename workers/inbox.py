@@ -142,7 +142,7 @@ class Inbox:
             raise ValueError(f"a worker's answer is broken: worker {self._worker} has sent no template before")
         ring = self._rings.answered(result.epoch, result.seq, result.slot, result.nbytes)
         # Only now: an answer that is refused leaves the template of the answer before it.
-        self._template = template
+        self._template = template if template.lasting else None
         if self._codec.trusted:
             return ring, template  # its structure is read when the batch is opened
         try:

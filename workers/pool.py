@@ -33,7 +33,6 @@ from asyncloader.workers.listener import Listener
 from asyncloader.workers.memory.kept_rings import KeptRings, RingOptions
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.memory.ring import install_fork_hook
-from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.source import WorkerHandle, WorkerSource
 from asyncloader.workers.stacks import Report
 from asyncloader.workers.watchdog import TaskWatchdog
@@ -102,7 +101,7 @@ class WorkerPool:
             credits, ring_bytes, reorder_window, setup.num_workers, least_credits
         )
         inherited = None if kept is None else kept.take(ring_options)
-        self.rings = inherited or [RingManager(*ring_options) for _ in range(setup.num_workers)]
+        self.rings = inherited or [source.ring_manager(*ring_options) for _ in range(setup.num_workers)]
         self._inboxes: list[Inbox] = []
         self._listener: Listener | None = None
         self._unwatch: Callable[[], object] | None = None
@@ -254,8 +253,7 @@ class WorkerPool:
             loop.call_soon_threadsafe(move)
 
     def _listen_to(self, loop: asyncio.AbstractEventLoop, process: WorkerHandle) -> None:
-        loop.add_reader(process.channel.fileno(), self._on_readable, process)
-        loop.add_reader(process.death_fd, self._on_death, process)
+        process.listen(loop, partial(self._on_readable, process), partial(self._on_death, process))
         if self._watchdog is not None:
             self._watchdog.starts(process.worker_id)
         if process.saved_rng_state is not None:  # it announced in the epoch before that it leaves
@@ -275,13 +273,7 @@ class WorkerPool:
         if watchdog is not None:
             watchdog.close()
         for process in self.processes:
-            self._unlisten(loop, process)
-
-    def _unlisten(self, loop: asyncio.AbstractEventLoop, process: WorkerHandle) -> None:
-        if process.channel.fileno() >= 0:  # otherwise it has been released
-            loop.remove_reader(process.channel.fileno())
-            loop.remove_writer(process.channel.fileno())
-            loop.remove_reader(process.death_fd)
+            process.unlisten(loop)
 
     @property
     def reorder_window(self) -> int:
@@ -384,7 +376,7 @@ class WorkerPool:
     def _on_unkillable(self, process: WorkerHandle) -> None:
         """SIGKILL has not ended the worker: it hangs in a system call, and none of its code runs any more."""
         # It has been replaced since, has ended after all, or the epoch is over.
-        if self.processes[process.worker_id] is not process or process.channel.fileno() < 0 or self._loop is None:
+        if self.processes[process.worker_id] is not process or process.released or self._loop is None:
             return
         # `stop` still has to reap it, or to name it in a warning.
         self._unkillable.append(process)
@@ -394,7 +386,7 @@ class WorkerPool:
         """Stop listening to a worker that has ended, void its tasks, and report the death."""
         worker = process.worker_id
         if self._loop is not None:
-            self._unlisten(self._loop, process)
+            process.unlisten(self._loop)
         # Before the listener is called, which has a replacement made: `adopt` takes a vacant id only, and a new ring.
         self.rings[worker].abandon()
         self._vacant.add(worker)

@@ -8,6 +8,7 @@ open, or, for a child of the fork server, the sentinel.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing.process
 import os
@@ -15,7 +16,7 @@ import pickle
 import select
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -144,6 +145,18 @@ class WorkerProcess:
     def death_fd(self) -> int:
         """File descriptor that is readable once the process has ended."""
         return self.process.sentinel if self._pidfd is None else self._pidfd
+
+    def listen(self, loop: asyncio.AbstractEventLoop, readable: Callable[[], None], died: Callable[[], None]) -> None:
+        """Have the loop watch the channel and the descriptor of its end. See `WorkerHandle.listen`."""
+        loop.add_reader(self.channel.fileno(), readable)
+        loop.add_reader(self.death_fd, died)
+
+    def unlisten(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Undo `listen`. See `WorkerHandle.unlisten`."""
+        if self.channel.fileno() >= 0:  # otherwise it has been released
+            loop.remove_reader(self.channel.fileno())
+            loop.remove_writer(self.channel.fileno())
+            loop.remove_reader(self.death_fd)
 
     @property
     def alive(self) -> bool:

@@ -9,6 +9,7 @@ answers and all above it are the same for both.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -24,10 +25,14 @@ from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
 from asyncloader.workers.fetch.dataset_marks import changed_since, marks
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.lifeline import Lifeline
+from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.process import WorkerProcess, hang_up, look
 from asyncloader.workers.setup_payload import Payload, dump, import_worker_code
 from asyncloader.workers.stacks import Report
+
+THREADS = "threads"
+"""The loaders' `workers=` for threads of this process."""
 
 
 class WorkerHandle(Protocol):
@@ -111,9 +116,14 @@ class WorkerHandle(Protocol):
         """Whether this side's descriptors are closed."""
         ...
 
-    @property
-    def death_fd(self) -> int:
-        """File descriptor that is readable once the worker has ended."""
+    def listen(self, loop: asyncio.AbstractEventLoop, readable: Callable[[], None], died: Callable[[], None]) -> None:
+        """Have the loop call `readable` while frames can be received, and `died` once the worker has ended. In the
+        loop's thread; also for what came before this call.
+        """
+        ...
+
+    def unlisten(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Undo `listen`, in the loop's thread. A no-op once the worker is released."""
         ...
 
     @property
@@ -173,6 +183,11 @@ class WorkerSource(Protocol):
     start_method: str
     """"fork" if workers must be made in the iterating thread."""
 
+    @property
+    def ring_manager(self) -> type[RingManager]:
+        """Manages the memory of each of its workers' batches."""
+        ...
+
     def make(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
         """Make these workers, one at each step. Blocks; any thread. Close the generator in the end.
 
@@ -231,6 +246,8 @@ class LocalWorkers:
         passes_environ: each worker gets the environment that this process has at that moment. The fork server has the
             environment of its own start, which the user expects only where the user chose the fork server.
     """
+
+    ring_manager = RingManager
 
     def __init__(self, context: Any, *, replaces: bool = False, passes_environ: bool = False) -> None:
         self.start_method: str = context.get_start_method()

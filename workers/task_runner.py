@@ -15,12 +15,10 @@ import os
 import warnings
 from collections.abc import Callable
 from time import perf_counter, process_time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import collate as torch_collate
-from torch.utils.data.graph_settings import apply_random_seed
 
 from asyncloader.errors import LoaderError, RingMemoryError
 from asyncloader.events import bare_index
@@ -33,12 +31,12 @@ from asyncloader.workers.fetch.error_notes import add_note, note_collation
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
-from asyncloader.workers.fetch.setup import WorkerSetup, install_worker_info, seed_worker
+from asyncloader.workers.fetch.setup import LateSetup, WorkerSetup, install_worker_info, reseeded_datapipe, seed_worker
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.codec import Encoded
-from asyncloader.workers.memory.collate import Collator, use_private_memory
+from asyncloader.workers.memory.collate import Collator, count_samples, use_private_memory
 from asyncloader.workers.memory.ring import WorkerRing
 from asyncloader.workers.memory_limit import PrivateMemory
 from asyncloader.workers.message_codec import PICKLE, MessageCodec
@@ -49,14 +47,6 @@ from asyncloader.workers.stderr_capture import captured_stderr
 _log = logging.getLogger("asyncloader")
 
 _LOOK_S = 0.02  # between two looks at how much CPU time was used: one takes 5 us
-
-
-class LateSetup(Protocol):
-    """A set-up that is made in the worker. What that raises answers every task."""
-
-    def load(self) -> WorkerSetup:
-        """Make it."""
-        ...
 
 
 class TaskRunner:
@@ -76,6 +66,12 @@ class TaskRunner:
     tries `worker_init_fn`, `__aenter__` and `__iter__` again: it never reads in a worker that is not set up.
     """
 
+    # Whether no other code than this worker's runs in the process, so that its global generators are the worker's.
+    _alone = True
+    # The errors of the user's code that are answers. Others end the process.
+    _caught: tuple[type[BaseException], ...] = (Exception,)
+    _clock = staticmethod(process_time)
+
     def __init__(
         self,
         worker_id: int,
@@ -90,7 +86,7 @@ class TaskRunner:
         self._draw_check = draw_check
         self._codec = codec
         self._time = recorder.time
-        self._processor_use = ProcessorUse(recorder) if draw_check is None else None
+        self._processor_use = ProcessorUse(recorder) if draw_check is None and self._alone else None
         self._look_at = 0.0  # when to record it again
         self._starting = self._fresh = True  # no epoch has begun, no batch was made
         self._ready = perf_counter()
@@ -105,7 +101,7 @@ class TaskRunner:
         self._last_template = b""
         self._samples = 0
         self._epoch = 0
-        self._cpu_mark = process_time()
+        self._cpu_mark = self._clock()
         self._ended = False  # this worker's copy of an iterable dataset is exhausted in this epoch
         self._start_error: bytes | None = None
         self._reader: DatasetReader | None = None
@@ -115,16 +111,12 @@ class TaskRunner:
         self._memory_limit = 0
         self._initialized = False  # `worker_init_fn` has returned
         self._worked = False  # a task was carried out: the worker may leave from now on
-        # The name and the number of threads that torch's own workers have. The function is private: torch has no public
-        # one.
-        torch.multiprocessing._set_thread_name("pt_data_worker")
-        torch.set_num_threads(1)
-        use_private_memory()
+        self._enter()
         self.channel.send_all(wire.pack(wire.READY))  # from here on the user's code may run
         try:
             self._setup = setup if isinstance(setup, WorkerSetup) else setup.load()
             self._start(self._setup)
-        except Exception as error:
+        except self._caught as error:
             self._start_error = self._dump_start_error(error)
         if not self.opens:
             try:
@@ -133,6 +125,26 @@ class TaskRunner:
                 # The caller has no runner that it could release.
                 self.release()
                 raise
+
+    def _enter(self) -> None:
+        """Prepare the process."""
+        # The name and the number of threads that torch's own workers have. The function is private: torch has no public
+        # one.
+        torch.multiprocessing._set_thread_name("pt_data_worker")
+        torch.set_num_threads(1)
+        use_private_memory()
+
+    def _seed(self, setup: WorkerSetup) -> int:
+        """Seed the generators of the worker. Returns its seed."""
+        return seed_worker(setup.base_seed, self.worker_id)
+
+    def _watched(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that fetches the batches of a blocking dataset."""
+        return fetch
+
+    def _install_info(self, setup: WorkerSetup, seed: int, dataset: Any) -> None:
+        """Make `get_worker_info` work in the worker."""
+        install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
 
     @property
     def opens(self) -> bool:
@@ -187,16 +199,17 @@ class TaskRunner:
                 self._start_error = self._dump_start_error(error)
         self.channel.send_all(wire.pack_started(self._epoch, self._start_error or b"", _bytes(cursor)))
 
-    def _dump_start_error(self, error: Exception) -> bytes:
-        if isinstance(error, StopIteration):  # a `for` loop would take it for the end of an empty epoch
+    def _dump_start_error(self, error: BaseException) -> bytes:
+        # A `for` loop would take it for the end of an empty epoch, or end the process.
+        if isinstance(error, StopIteration) or not isinstance(error, Exception):
             error = not_the_end(error, "the worker's start-up code")
         return self._codec.dump_error(error, self.worker_id)
 
     def _start(self, setup: WorkerSetup) -> None:
         self._epoch = self._assignments.epoch = setup.attachment
-        seed = seed_worker(setup.base_seed, self.worker_id)
+        seed = self._seed(setup)
         start = setup.starts[self.worker_id]
-        dataset = self._reseed_datapipe(setup.dataset, start.shared_seed)
+        dataset = reseeded_datapipe(setup.dataset, start.shared_seed)
         reader = self._reader = DatasetReader(
             setup,
             dataset,
@@ -207,9 +220,11 @@ class TaskRunner:
             time=self._time,
             draw_check=self._draw_check,
             pack_cursor=self._codec.cursor_packer(),
+            alone=self._alone,
         )
+        self._fetch = self._watched(reader.fetch)
         # Before `worker_init_fn`, which may ask `get_worker_info`.
-        install_worker_info(self.worker_id, setup.num_workers, seed, dataset)
+        self._install_info(setup, seed, dataset)
         self.asynchronous = reader.asynchronous
         self._initialize(setup)
         reader.begin(start)
@@ -250,20 +265,13 @@ class TaskRunner:
         context = self._reader.context(before if awaitable else None)
         return context if context.needed else None
 
-    def _reseed_datapipe(self, dataset: Any, shared_seed: int | None) -> Any:
-        if isinstance(dataset, IterDataPipe):
-            generator = torch.Generator()
-            generator.manual_seed(shared_seed or 0)
-            dataset = apply_random_seed(dataset, generator)
-        return dataset
-
     def _make_collate(self, setup: WorkerSetup) -> Callable[[Any], Encoded]:
         """Return a function that collates fetched samples to an encoded batch."""
         collate_fn, auto = setup.collate_fn, setup.auto_collation
         collator = Collator(self._encoder) if collate_fn is torch_collate.default_collate else None
 
         def collate(data: Any) -> Encoded:
-            self._samples = _count(data) if auto else 1
+            self._samples = count_samples(data) if auto else 1
             return self._encoder.encode(collate_fn(data)) if collator is None else collator.collate(data)
 
         return collate
@@ -343,9 +351,9 @@ class TaskRunner:
         try:
             if not self._initialized or (self._context is not None and self._context.uninitialized):
                 self._initialize(self._setup)  # it raised; no epoch is read without it
-            reader.dataset = self._reseed_datapipe(reader.dataset, start.shared_seed)
+            reader.dataset = reseeded_datapipe(reader.dataset, start.shared_seed)
             reader.begin(start)
-        except Exception as error:
+        except self._caught as error:
             self._start_error = self._dump_start_error(error)
         self._send_started()
 
@@ -355,17 +363,18 @@ class TaskRunner:
         if self._ended:
             return
         self._worked = True
-        epoch, seq, slot, ring, sent, index = wire.unpack_task(body)
+        epoch, seq, slot, ring, sent, packed = wire.unpack_task(body)
         begin = perf_counter()
         records: list[SkippedSample] = []
         try:
+            index = self._codec.loads(packed)
             reader = self._reader_or_error()
             # Tested here, and not by a context that does nothing: entering a context for every task takes longer.
             if self._suspect is None:
-                encoded = reader.fetch(self._codec.loads(index), records)
+                encoded = self._fetch(index, records)
             else:
                 with self._stderr_capture():
-                    encoded = reader.fetch(self._codec.loads(index), records)
+                    encoded = self._fetch(index, records)
             # Before the answer: the main process takes records for those of the task that is answered next.
             if records:
                 self._send_skipped_samples(epoch, seq, records)
@@ -373,7 +382,7 @@ class TaskRunner:
             written = self._write_batch(encoded, slot, self._ring if ring == self._ring_number else None, index)
             self._record(sent, begin, fetched)
             self._answer(epoch, seq, written, encoded, reader.cursor(), perf_counter() - begin)
-        except Exception as error:
+        except self._caught as error:
             self._answer_error(epoch, seq, lambda: perf_counter() - begin, error, records)
 
     async def task_async(self, body: bytes) -> None:
@@ -381,7 +390,7 @@ class TaskRunner:
         if self._ended:
             return
         self._worked = True
-        epoch, seq, slot, ring_number, sent, index = wire.unpack_task(body)
+        epoch, seq, slot, ring_number, sent, packed = wire.unpack_task(body)
         begin = perf_counter()
         # A task begins after all frames that came with it were handled, and these may have brought a newer ring. The
         # task's slot is in the ring that its frame names; if that has been replaced, the batch gets a segment of its
@@ -389,13 +398,14 @@ class TaskRunner:
         ring = self._ring if ring_number == self._ring_number else None
         records: list[SkippedSample] = []
         try:
+            index = self._codec.loads(packed)
             if self._context is not None:
                 await self._enter_context()
             reader = self._reader_or_error()
             # A suspect is sent to an idle worker, and alone until it is answered. So no other task's text is captured
             # with it.
             with self._stderr_capture(), UnexpectedCancellation("the dataset's"):
-                encoded = await reader.fetch_async(self._codec.loads(index), records)
+                encoded = await reader.fetch_async(index, records)
             # A task that ignored its cancellation and outlived its epoch must not write: its slot has been given away.
             if epoch == self._epoch:
                 if records:
@@ -405,14 +415,14 @@ class TaskRunner:
                 self._record(sent, begin, fetched)
                 # Nothing was awaited since the fetch, so no other task has advanced the dataset.
                 self._answer(epoch, seq, written, encoded, reader.cursor(), self._cpu_time())
-        except Exception as error:
+        except self._caught as error:
             # Otherwise the task was voided, by a RESET or by the end of the dataset, while it ran.
             if epoch == self._epoch and not self._ended:
                 self._answer_error(epoch, seq, self._cpu_time, error, records)
 
     def _cpu_time(self) -> float:
         """CPU seconds since the last call: the busy time of an asynchronous worker since its last answer."""
-        now = process_time()
+        now = self._clock()
         spent, self._cpu_mark = now - self._cpu_mark, now
         return spent
 
@@ -424,13 +434,13 @@ class TaskRunner:
 
     # -------------------------------------------------------------------------------------------- answers
 
-    def _write_batch(self, encoded: Encoded, slot: int, ring: WorkerRing | None, index: bytes) -> tuple[int, list[int]]:
+    def _write_batch(self, encoded: Encoded, slot: int, ring: WorkerRing | None, index: Any) -> tuple[int, list[int]]:
         """Write the batch to the slot, or to a one-off segment. Returns the slot and the segment's descriptor, if any.
 
         The default collation stacks samples only here, so its errors are raised here, too.
         """
         if self._samples < 0:
-            self._samples = len(bare_index(self._codec.loads(index)))
+            self._samples = len(bare_index(index))
         if not encoded.nbytes:
             return wire.NO_SLOT, []
         try:
@@ -442,8 +452,7 @@ class TaskRunner:
             raise
         except Exception as error:
             if not self._setup.iterable:
-                bare = bare_index(self._codec.loads(index))
-                note_collation(error, bare, batched=self._setup.auto_collation)
+                note_collation(error, bare_index(index), batched=self._setup.auto_collation)
             raise
 
     def _answer(
@@ -487,7 +496,7 @@ class TaskRunner:
         self.channel.send_all(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, self._codec.dump_records(records)))
 
     def _answer_error(
-        self, epoch: int, seq: int, busy: Callable[[], float], error: Exception, records: list[SkippedSample]
+        self, epoch: int, seq: int, busy: Callable[[], float], error: BaseException, records: list[SkippedSample]
     ) -> None:
         if records:
             self._send_skipped_samples(epoch, seq, records)
@@ -505,6 +514,8 @@ class TaskRunner:
         if isinstance(error, _StartError):
             payload = error.payload
         else:
+            if not isinstance(error, Exception):  # it would end the main process
+                error = not_the_end(error, "the dataset's code")
             payload = self._codec.dump_error(error, self.worker_id)
             if self._reader is not None:
                 # An error that the user's code raised counts as an answer; a start-up error does not, because nothing
@@ -515,14 +526,6 @@ class TaskRunner:
 
 def _bytes(cursor: PackedCursor | None) -> bytes:
     return b"" if cursor is None else cursor.data
-
-
-def _count(samples: Any) -> int:
-    """Return the number of samples, or -1 if they cannot be counted: `__getitems__` may give an iterator."""
-    try:
-        return len(samples)
-    except TypeError:
-        return -1
 
 
 class _StartError(Exception):

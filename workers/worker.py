@@ -86,7 +86,7 @@ def worker_main(
         runner = TaskRunner(worker_id, channel, setup, recorder, entered)
         tune(concurrent=runner.asynchronous)
         if runner.asynchronous:
-            serve_async(lambda: _serve(runner))
+            serve_async(AsyncTaskLoop.of(runner))
         else:
             # No event loop: it would cost time for every batch, and could overlap nothing.
             _serve_blocking(runner)
@@ -189,17 +189,25 @@ class AsyncTaskLoop:
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._leaving = False
 
+    @classmethod
+    def of(cls, runner: TaskRunner) -> Callable[[], Coroutine[Any, Any, None]]:
+        """Return a function for `serve_async`, which makes the loop in the event loop, and runs it."""
+
+        async def run() -> None:
+            await cls(runner).run()
+
+        return run
+
     async def run(self) -> None:
         """Carry out the worker's tasks until it is stopped, or its channel ends."""
-        fd = self._runner.channel.fileno()
-        self._loop.add_reader(fd, self._readable)
+        unlisten = self._runner.channel.listen(self._loop, self._readable)
         # Not awaited: while the dataset's context is entered, a STOP or the end of the channel must take effect.
         opening = self._loop.create_task(self._runner.open()) if self._runner.opens else None
         try:
             await self._done
         finally:
             # First, so that no further task begins.
-            self._loop.remove_reader(fd)
+            unlisten()
             if opening is not None:
                 self._tasks[opening] = 0
             for task in self._tasks:
@@ -265,10 +273,6 @@ class AsyncTaskLoop:
             self._done.set_result(None)
         else:
             self._done.set_exception(error)
-
-
-async def _serve(runner: TaskRunner) -> None:
-    await AsyncTaskLoop(runner).run()  # made in the loop
 
 
 _DEFAULT_THRESHOLDS = (700, 2000)

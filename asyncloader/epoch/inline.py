@@ -44,6 +44,7 @@ from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
+from asyncloader.workers.memory.batch_bytes import batch_nbytes
 from asyncloader.workers.memory.inline_collate import inline_collate
 from asyncloader.workers.processor_use import thread_delay
 
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_FIRST_ELEMENTS, _FIRST_VALUES, _DEEPEST = 12, 64, 8  # of what `_batch_nbytes` looks at
 
 _LOOK_S = 0.02  # between two batches that are measured more closely
 
@@ -301,7 +300,7 @@ class InlineEpoch:
         self._read = False
         self.progress.delivered(self._tasks, 0, cursor)
         self._tasks += 1
-        nbytes = _batch_nbytes(batch)
+        nbytes = batch_nbytes(batch)
         if self.prefetcher is not None:
             self.prefetcher.note_batch_size(nbytes)
             self.statistics.prefetch_depth = self.prefetcher.credits
@@ -423,41 +422,6 @@ def _count_samples(config: EpochConfig, index: Any, records: Sequence[SkippedSam
         index = index[1]  # seeded mode: (position, index)
     count = len(index) if config.auto_collation and hasattr(index, "__len__") else 1
     return count - dropped_count(records) if records else count
-
-
-def _batch_nbytes(batch: Any) -> int:
-    """Bytes of the tensors in a batch, in plain containers only.
-
-    A sequence of which the first elements hold no tensor, such as a list of token ids, is not read to its end: that
-    could take longer than making the batch. Nor is a container within itself, or below many others.
-    """
-    kind = type(batch)
-    if issubclass(kind, torch.Tensor):
-        return int(batch.numel() * batch.element_size())
-    return _nbytes_within(batch, kind, set()) if issubclass(kind, (dict, list, tuple)) else 0
-
-
-def _nbytes_within(container: Any, kind: type, around: set[int]) -> int:
-    if len(around) == _DEEPEST or id(container) in around:
-        return 0
-    around.add(id(container))
-    # The types' own methods: a subclass may run the user's code.
-    if issubclass(kind, dict):
-        items, first = iter(dict.values(container)), _FIRST_VALUES
-    else:
-        items, first = (tuple if issubclass(kind, tuple) else list).__iter__(container), _FIRST_ELEMENTS
-    found = 0
-    for item in items:
-        kind = type(item)
-        if issubclass(kind, torch.Tensor):
-            found += item.numel() * item.element_size()
-        elif issubclass(kind, (dict, list, tuple)):
-            found += _nbytes_within(item, kind, around)
-        first -= 1
-        if not first and not found:
-            break
-    around.remove(id(container))
-    return found
 
 
 class _SamplerFailure:

@@ -23,7 +23,7 @@ from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
-from asyncloader.workers.source import LocalWorkers, WorkerSource
+from asyncloader.workers.source import THREADS, LocalWorkers, WorkerSource
 
 
 def worker_context(config: EpochConfig) -> Any:
@@ -38,7 +38,9 @@ def worker_context(config: EpochConfig) -> Any:
 
 
 def start_method(config: EpochConfig) -> str:
-    """The start method of the workers; "service" if they are elsewhere."""
+    """The start method of the workers; "threads" if they are threads, "service" if they are elsewhere."""
+    if config.workers == THREADS:
+        return "threads"
     return str(worker_context(config).get_start_method()) if config.workers is None else "service"
 
 
@@ -154,7 +156,11 @@ def _worker_source(config: EpochConfig) -> WorkerSource:
             # The user did not choose the fork server: see `worker_context`.
             passes_environ=config.assigns_shards and config.multiprocessing_context is None,
         )
-    # Not at the top: only a loader with a service needs its client.
+    # Not at the top: only a loader with such workers needs these.
+    if config.workers == THREADS:
+        from asyncloader.workers.threads.thread_source import ThreadWorkers
+
+        return ThreadWorkers()
     from asyncloader.service.client.remote_workers import ServiceWorkers
 
     return ServiceWorkers(config.dataset, config.credits)

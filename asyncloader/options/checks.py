@@ -27,6 +27,7 @@ from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
 from asyncloader.workers.fetch.plain_calls import check_plain, is_coroutine_function
+from asyncloader.workers.source import THREADS
 
 _SEEDED_RESTARTS = 3
 
@@ -220,11 +221,20 @@ def _check_what_needs_a_device(options: Mapping[str, Any], _: bool) -> None:
         raise ValueError(f"{name} is about batches on a device, and needs device=, for example device='cuda'")
 
 
+def _check_threads(options: Mapping[str, Any], _: bool) -> None:
+    if options["workers"] == THREADS and (context := options["multiprocessing_context"]) is not None:
+        raise ValueError(
+            f"workers={THREADS!r} and multiprocessing_context={context!r} exclude one another: threads are started in "
+            "this process. Leave one out"
+        )
+
+
 _AFTER: dict[str, Callable[[Mapping[str, Any], bool], None]] = {
     "seed": _check_what_needs_a_seed,
     "rank": _check_rank,
     "on_uneven": _check_uneven_stream,
     "on_error": _check_refill,
+    "workers": _check_threads,
     "static_buffers": _check_what_needs_a_device,
 }
 """The checks that follow an option's own: of its combinations with other options, and with the dataset."""
@@ -293,6 +303,9 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
         )
 
     of_workers = [name for name in ("worker_timeout", "worker_memory_limit", "max_worker_restarts") if asked.get(name)]
+    threads = options["workers"] == THREADS
+    if threads and "workers" in asked:
+        of_workers.append("workers")
     if of_workers and not options["num_workers"]:
         yield f"{_named(of_workers, asked)} nothing with num_workers=0, where there are no workers"
 
@@ -304,7 +317,10 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
         )
 
     if asked.get("worker_memory_limit") and options["workers"] is not None:
-        yield f"{_named(['worker_memory_limit'], asked)} nothing with workers=: a service's processes are its own"
+        why = "threads have no memory of their own" if threads else "a service's processes are its own"
+        yield f"{_named(['worker_memory_limit'], asked)} nothing with workers=: {why}"
+    if threads and asked.get("ring_bytes"):
+        yield f"{_named(['ring_bytes'], asked)} nothing with workers={THREADS!r}, whose batches need no ring"
 
     if iterable and (asked.get("concurrency") or 1) > 1:
         yield (
@@ -314,7 +330,7 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
 
     if asked.get("decode_threads", 0) > 1:
         text = f"{_named(['decode_threads'], asked)} nothing"
-        if options["decode"] is None and options["workers"] is None:
+        if options["decode"] is None and (options["workers"] is None or threads):
             yield f"{text} without decode="
         elif not awaited and (iterable or options["concurrency"] is None):
             yield (

@@ -112,7 +112,7 @@ class LoaderOptions(Generic[T_co, B_co]):
             sampler: The order, as an iterable of indices, also an async one; excludes `shuffle`.
             batch_sampler: An iterable of lists of indices, also an async one; excludes `batch_size`, `shuffle`,
                 `sampler` and `drop_last`.
-            num_workers: Worker processes; `0`: fetch in the main process.
+            num_workers: Worker processes, or threads; `0`: fetch in the main process.
             collate_fn: A function from a list of samples to a batch; `None`: stack them straight into the ring.
             pin_memory: Copy tensors to page-locked memory; without CUDA a warning and plain memory. Not needed with
                 `device="cuda"`.
@@ -154,11 +154,12 @@ class LoaderOptions(Generic[T_co, B_co]):
                 where the sample would have been made.
             max_worker_restarts: How often a worker that dies is replaced in an epoch, and its tasks repeated; `None`:
                 3 with `seed`, where the batches stay the same, else 0.
-            workers: Where the workers are: `None`: processes of this machine; the address of a service, as
-                `"tcp://host:7070"`, several with commas between them, or a `Service`; `"shared"`: one set of processes
-                for all ranks that torchrun has started on this machine. The dataset is then a definition. Or an engine,
-                as `RayWorkers`, which takes any dataset. `seed` is needed; `num_workers` counts logical workers, which
-                share the processes there. The first `iter()` or `len()` asks the service about the dataset.
+            workers: Where the workers are: `None`: processes of this machine; `"threads"`: threads of this process,
+                for code that releases the GIL; the address of a service, as `"tcp://host:7070"`, several with commas
+                between them, or a `Service`; `"shared"`: one set of processes for all ranks that torchrun has started
+                on this machine. The dataset is then a definition. Or an engine, as `RayWorkers`, which takes any
+                dataset. A service needs `seed`; `num_workers` counts its logical workers, which share the processes
+                there. The first `iter()` or `len()` asks it about the dataset.
             device: The device where batches are delivered, as torch takes it: `"cuda"`, `"cuda:1"`, a `torch.device`;
                 `None`: in the CPU's memory. For CUDA they are copied straight from page-locked rings, ahead of the
                 consumer.

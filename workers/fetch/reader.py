@@ -47,7 +47,8 @@ class DatasetReader:
         dataset: the copy: the dataset of `setup`, perhaps reseeded.
         collate: from samples to a batch: the function of `setup`, or a function that also encodes.
         worker_id: number of this copy among those of this process's loader; 0 without workers.
-        in_worker: whether this is a worker process, whose global generators may be seeded.
+        in_worker: whether this is a worker.
+        alone: whether no code but the worker's runs in its process, whose global generators may then be seeded.
         assignments: provides the shard ranges to read, where the main process assigns them.
         time: records how long fetching, decoding and collating took, per batch. In a worker the first fetch counts as
             its ``first_read``. Where several batches are fetched at a time, fetching includes decoding, and the time of
@@ -67,8 +68,10 @@ class DatasetReader:
         time: Callable[[Stage, float], None] | None = None,
         draw_check: GlobalDrawCheck | None = None,
         pack_cursor: CursorPacker | None = None,
+        alone: bool = True,
     ) -> None:
         self._setup = setup
+        self._alone = alone
         self.dataset = dataset
         self._time = time = Recorder().time if time is None else time
         self._collate = _TimedCollate(collate, time)
@@ -91,8 +94,8 @@ class DatasetReader:
         self._fetcher: Any = None
         self._start: EpochStart | None = None
         self._watch: GlobalDrawCheck | None = None
-        # Without workers there is no check: the consumer's own code draws from the global generators at the same time.
-        if in_worker and self.asynchronous and setup.seeded is not None:
+        # Not where the consumer's own code draws from the global generators at the same time.
+        if in_worker and alone and self.asynchronous and setup.seeded is not None:
             self._watch = draw_check or GlobalDrawCheck()
         self._lock = asyncio.Lock()
         self._ready = False  # the asynchronous dataset has begun
@@ -204,9 +207,9 @@ class DatasetReader:
         if seeded is None:
             return None
         stream = (seeded.first_stream + self._worker_id,) if self._setup.iterable else ()
-        samples = SampleSeeder(seeded.seed, epoch, *stream, concurrent=self.asynchronous)
+        samples = SampleSeeder(seeded.seed, epoch, *stream, concurrent=self.asynchronous or not self._alone)
         collation = samples
-        if self.asynchronous:
+        if self.asynchronous and self._alone:
             # Of concurrent samples only their contexts are seeded. Collation runs alone, so the global generators are
             # seeded for it.
             collation = SampleSeeder(seeded.seed, epoch, *stream)
@@ -215,7 +218,7 @@ class DatasetReader:
             collation if seeded.seed_collate else None,
             seeded.replicas,
             self._watch,
-            keeps_generators=self.asynchronous and self._watch is None,
+            keeps_generators=self.asynchronous and not self._in_worker,
         )
 
     def _map_fetcher(self, seeding: EpochSeeding | None, handler: SampleErrorHandler | None) -> MapFetcher:

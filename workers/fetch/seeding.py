@@ -67,13 +67,20 @@ class SampleRng:
     from the beginning again.
     """
 
-    __slots__ = ("_key", "_numpy", "_random", "_torch")
+    __slots__ = ("_key", "_numpy", "_random", "_torch", "info")
 
     def __init__(self, key: int) -> None:
         self._key = key
+        self.info: Any = None
+        """The `WorkerInfo` that a worker thread has for this sample, once the sample's code has asked for it."""
         self._torch: torch.Generator | None = None
         self._numpy: np.random.Generator | None = None
         self._random: random.Random | None = None
+
+    @property
+    def key(self) -> int:
+        """The seed of the process-global generators where samples are made one after the other in a process."""
+        return self._key
 
     @property
     def torch(self) -> torch.Generator:
@@ -99,7 +106,15 @@ class SampleRng:
         return self._random
 
 
+WORKERS_OWN: ContextVar[torch.Generator | None] = ContextVar("asyncloader_workers_own", default=None)
+"""The generator of a worker thread, in place of torch's global one."""
+
 _current: ContextVar[SampleRng | None] = ContextVar("asyncloader_sample_rng", default=None)
+
+
+def current_sample() -> SampleRng | None:
+    """Return the generators of the sample that is being made; None outside of one, and in torch mode."""
+    return _current.get()
 
 
 def sample_rng() -> SampleRng:
@@ -110,12 +125,13 @@ def sample_rng() -> SampleRng:
     that run in the context (`asyncio.to_thread` does).
 
     Elsewhere (in torch mode, or for a sample fetched by hand) the generators are new ones, seeded by one draw from
-    torch's global generator: dataset code works unchanged, and follows `torch.manual_seed`.
+    torch's global generator, or that of the worker thread: dataset code works unchanged, and follows
+    `torch.manual_seed`.
     """
     current = _current.get()
     if current is not None:
         return current
-    return SampleRng(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
+    return SampleRng(int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=WORKERS_OWN.get()).item()))
 
 
 class SampleSeeder:

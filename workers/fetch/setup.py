@@ -8,11 +8,13 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data.graph_settings import apply_random_seed
 
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
@@ -80,6 +82,14 @@ class WorkerSetup(NamedTuple):
     """Threads that run `decode`, where samples are awaited or fetched by threads; 0: inline."""
 
 
+class LateSetup(Protocol):
+    """A set-up that is made in the worker. What that raises answers every task."""
+
+    def load(self) -> WorkerSetup:
+        """Make it."""
+        ...
+
+
 class SeededSetup(NamedTuple):
     """The workers' part of the seeded mode's options.
 
@@ -132,6 +142,15 @@ def install_worker_info(worker_id: int, num_workers: int, seed: int, dataset: An
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset
     )
+
+
+def reseeded_datapipe(dataset: Any, shared_seed: int | None) -> Any:
+    """Seed a datapipe for an epoch, as torch does; other datasets are returned as they are."""
+    if isinstance(dataset, IterDataPipe):
+        generator = torch.Generator()
+        generator.manual_seed(shared_seed or 0)
+        dataset = apply_random_seed(dataset, generator)
+    return dataset
 
 
 class Links(NamedTuple):

@@ -9,10 +9,12 @@ call), and carries file descriptors.
 from __future__ import annotations
 
 import array
+import asyncio
 import select
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from asyncloader.workers.ipc.send_queue import SendQueue, close_quietly
 from asyncloader.workers.ipc.wire import MOST_FRAME, FrameSplitter
@@ -49,6 +51,12 @@ class Channel:
     def fileno(self) -> int:
         """The socket's descriptor, -1 once closed."""
         return self.sock.fileno()
+
+    def listen(self, loop: asyncio.AbstractEventLoop, readable: Callable[[], None]) -> Callable[[], object]:
+        """Have the loop call this while frames can be received. Returns a function that ends that."""
+        fd = self.fileno()
+        loop.add_reader(fd, readable)
+        return partial(loop.remove_reader, fd)
 
     # ------------------------------------------------------------------------------------------ receiving
 

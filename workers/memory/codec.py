@@ -338,6 +338,9 @@ class Template:
 
     __slots__ = ("_extent", "_inside", "_simple", "_size", "_specs", "_structure")
 
+    lasting = True
+    """Whether it also decodes later batches, and holds none."""
+
     def __init__(self, template: bytes) -> None:
         size = int.from_bytes(template[:4], "little")
         try:

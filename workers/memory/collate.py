@@ -229,3 +229,11 @@ def _alike(batch: Sequence[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -
         if array.shape != shape or array.dtype is not dtype:
             return False
     return True
+
+
+def count_samples(samples: Any) -> int:
+    """Return the number of samples, or -1 if they cannot be counted: `__getitems__` may give an iterator."""
+    try:
+        return len(samples)
+    except TypeError:
+        return -1

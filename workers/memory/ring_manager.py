@@ -159,21 +159,27 @@ class RingManager:
             raise ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot}, but it was given {given}")
         self.tasks.pop((epoch, seq), None)
         # A smaller batch came in a segment of its own because no slot was free. A larger ring would not help.
-        if slot == wire.ONEOFF and nbytes > self._slot_bytes:
-            extra, ahead = self._affordable(grown_slot_bytes(nbytes))
-            slots = self._least_slots + extra + ahead
-            wanted = fit_slot_bytes(nbytes, slots, self.ring_bytes)
-            # Otherwise `ring_bytes` allows no larger slots, and such batches go on coming in segments of their own.
-            if wanted > self._slot_bytes:
-                self._slot_bytes, self._slots = wanted, slots
-                self.credits, self.reorder_window = self._least_credits + extra, ahead
-                self._grown = True
+        if slot == wire.ONEOFF:
+            self._learn(nbytes)
         if held is None:
             return None
         if slot < 0:
             held[0].give_back(held[1])
             return None
         return held[0]
+
+    def _learn(self, nbytes: int) -> None:
+        """Set the sizes for batches of this many bytes, if those are the largest so far."""
+        if nbytes <= self._slot_bytes:
+            return
+        extra, ahead = self._affordable(grown_slot_bytes(nbytes))
+        slots = self._least_slots + extra + ahead
+        wanted = fit_slot_bytes(nbytes, slots, self.ring_bytes)
+        # Otherwise `ring_bytes` allows no larger slots, and such batches go on coming in segments of their own.
+        if wanted > self._slot_bytes:
+            self._slot_bytes, self._slots = wanted, slots
+            self.credits, self.reorder_window = self._least_credits + extra, ahead
+            self._grown = True
 
     def _affordable(self, slot_bytes: int) -> tuple[int, int]:
         """Return how many slots of this size are affordable: for credits beyond the least, and for running ahead."""

@@ -20,6 +20,7 @@ from asyncloader.bridge import in_thread
 from asyncloader.service.definition import FUNCTIONS, Defined
 from asyncloader.service.extra import check_extra
 from asyncloader.service.pickled import PickledDefinition, pickle_definition
+from asyncloader.workers.source import THREADS
 
 if TYPE_CHECKING:
     from asyncloader.remote.rank_shares import EpochPlan
@@ -201,8 +202,8 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
     """
     dataset, workers = arguments["dataset"], arguments["workers"]
     defined = dataset.defined if isinstance(dataset, RemoteDataset) else dataset
-    if workers is None:
-        return _here(defined, arguments)
+    if workers is None or workers == THREADS:
+        return arguments if not isinstance(defined, Defined) else _here(defined, arguments)
     engine: Any = workers if not isinstance(workers, str) and hasattr(workers, "serve") else None
     if engine is None and not isinstance(defined, Defined):
         raise TypeError(

@@ -48,6 +48,7 @@ from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.ipc.peer_text import block_of, line_of
 from asyncloader.workers.memory.live_objects import LiveObjects
+from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.stacks import Report
@@ -70,6 +71,7 @@ class ServiceWorkers:
     """
 
     start_method = "service"
+    ring_manager = RingManager
 
     def __init__(self, dataset: RemoteDataset, credits: int) -> None:
         self._dataset = dataset
@@ -360,6 +362,18 @@ class RemoteWorker:
     def death_fd(self) -> int:
         """A descriptor that is readable once the worker has ended, or its connection."""
         return self._link.fileno() if self._direct else int(self.channel.gone_fd)
+
+    def listen(self, loop: asyncio.AbstractEventLoop, readable: Callable[[], None], died: Callable[[], None]) -> None:
+        """Have the loop watch the channel and the descriptor of its end. See `WorkerHandle.listen`."""
+        loop.add_reader(self.channel.fileno(), readable)
+        loop.add_reader(self.death_fd, died)
+
+    def unlisten(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Undo `listen`. See `WorkerHandle.unlisten`."""
+        if self.channel.fileno() >= 0:  # otherwise it has been released
+            loop.remove_reader(self.channel.fileno())
+            loop.remove_writer(self.channel.fileno())
+            loop.remove_reader(self.death_fd)
 
     @property
     def alive(self) -> bool:

@@ -258,6 +258,7 @@ def test_signature() -> None:
         "decode": None,
         "on_error": "raise",
         "max_worker_restarts": None,
+        "workers": None,
         "device": None,
         "recovery": Recovery(),
         "tuning": Tuning(),

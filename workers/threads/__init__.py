@@ -1,0 +1,1 @@
+"""Worker threads: a pool's workers in the loader's own process."""

@@ -1,0 +1,157 @@
+"""Gives each worker thread its own answer of `torch.utils.data.get_worker_info`, and its own random numbers.
+
+Data path: none; asked by the user's dataset and transforms.
+
+torch's function returns one variable of its module. A program may have imported the function itself (``from
+torch.utils.data import get_worker_info``), so neither another function in torch's module nor the variable can answer by
+thread. While any worker thread runs, the function therefore has other *code*: in a worker thread, and in whatever runs
+in its context (`asyncio` tasks, `asyncio.to_thread`), it returns the thread's own; everywhere else what torch's code
+returns, None in the main process. When the last worker thread has ended, the function has torch's code again.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import worker as torch_worker
+
+from asyncloader.process_hooks import in_forked_child
+from asyncloader.workers.fetch.seeding import WORKERS_OWN, SampleRng, current_sample
+from asyncloader.workers.fetch.setup import WorkerSetup
+
+_Base: Any = getattr(torch_worker, "_RNG", object)  # torch has it from 2.13 on
+
+
+class ThreadRng(_Base):  # type: ignore[misc]
+    """The generators of one sample, or of a worker, as torch's ``WorkerInfo.rng``. Each is made when it is asked for.
+
+    Of a sample in seeded mode `torch_generator` and `random_generator` give the numbers that the process-global
+    generators give for this sample in a worker process.
+
+    Args:
+        key: the seed.
+        numpy_seed: that of the numpy generator, of 32 bits.
+    """
+
+    __slots__ = ("_key", "_made", "_numpy_seed")
+
+    def __init__(self, key: int, numpy_seed: Any) -> None:
+        # torch's class forbids to set attributes.
+        for name, value in (("_key", key), ("_numpy_seed", numpy_seed), ("_made", {})):
+            object.__setattr__(self, name, value)
+
+    @property
+    def random_generator(self) -> random.Random:
+        """A generator of Python's `random` module."""
+        if "random" not in self._made:
+            self._made["random"] = random.Random(self._key)  # noqa: S311 - augmentation, not secrets
+        return self._made["random"]  # type: ignore[no-any-return]
+
+    @property
+    def torch_generator(self) -> torch.Generator:
+        """A CPU generator, which `torch.thread_safe_generator` returns."""
+        if "torch" not in self._made:
+            generator = self._made["torch"] = torch.Generator()
+            generator.manual_seed(self._key)
+        return self._made["torch"]  # type: ignore[no-any-return]
+
+    @property
+    def numpy_generator(self) -> np.random.Generator:
+        """A numpy generator."""
+        if "numpy" not in self._made:
+            self._made["numpy"] = np.random.default_rng(self._numpy_seed)
+        return self._made["numpy"]  # type: ignore[no-any-return]
+
+
+class _ThreadInfo:
+    """What `get_worker_info` returns in one worker thread."""
+
+    def __init__(self, worker_id: int, setup: WorkerSetup, seed: int, dataset: Any) -> None:
+        self._parts = {"id": worker_id, "num_workers": setup.num_workers, "seed": seed, "dataset": dataset}
+        state = torch_worker._generate_state(setup.base_seed, worker_id)  # as torch seeds numpy in a process
+        self.own = self._with(ThreadRng(seed, state))
+
+    def now(self) -> Any:
+        sample = current_sample()
+        if sample is None:
+            return self.own
+        if sample.info is None:
+            sample.info = self._with(_rng_of(sample))
+        return sample.info
+
+    def _with(self, rng: ThreadRng) -> Any:
+        make: Any = torch_worker.WorkerInfo  # before torch 2.13 it takes any fields
+        return make(**self._parts, rng=rng, worker_method="thread")
+
+
+def _rng_of(sample: SampleRng) -> ThreadRng:
+    return ThreadRng(sample.key, sample.key >> 32)
+
+
+_here: ContextVar[_ThreadInfo | None] = ContextVar("asyncloader_thread_info", default=None)
+
+
+def install_thread_info(worker_id: int, setup: WorkerSetup, seed: int, dataset: Any) -> None:
+    """Make `get_worker_info` answer in this thread. Within `answering` only."""
+    held = _ThreadInfo(worker_id, setup, seed, dataset)
+    _here.set(held)
+    WORKERS_OWN.set(held.own.rng.torch_generator)
+
+
+def info_here() -> Any:
+    """Return the answer of `get_worker_info` in the current context."""
+    held = _here.get()
+    return torch_worker._worker_info if held is None else held.now()
+
+
+def _get_worker_info() -> Any:
+    """Its code takes the place of that of torch's function, so it can name nothing but builtins and imports."""
+    from asyncloader.workers.threads.worker_info import info_here
+
+    return info_here()
+
+
+_TORCHS = torch_worker.get_worker_info.__code__
+
+
+class _Answering:
+    """How many worker threads run."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.number = 0
+
+
+_answering = _Answering()
+
+
+def _forget_all() -> None:
+    """In a forked child, which has none of its parent's threads, but perhaps a lock that one of them holds."""
+    _answering.__init__()  # type: ignore[misc]
+    torch_worker.get_worker_info.__code__ = _TORCHS
+
+
+@contextmanager
+def answering() -> Generator[None]:
+    """Have `get_worker_info` answer by thread within this context, in all threads."""
+    function: Any = torch_worker.get_worker_info
+    in_forked_child(_forget_all)
+    with _answering.lock:
+        _answering.number += 1
+        # Assigning it is one step for other threads: a call runs either code, and both are right for them.
+        function.__code__ = _get_worker_info.__code__
+    try:
+        yield
+    finally:
+        _here.set(None)
+        with _answering.lock:
+            _answering.number -= 1
+            if not _answering.number:
+                function.__code__ = _TORCHS
