@@ -151,12 +151,18 @@ def test_without_workers(folder: Path, kind: str, expected: list[Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("way", ["fork", "spawn", "asyncio"])
+def at(place: str, node: NodeProcess | None = None) -> dict[str, Any]:
+    """The options of a loader whose workers are at a place."""
+    workers = node.tcp if node is not None and place == "service" else "threads" if place == "threads" else None
+    return OPTIONS | {"num_workers": 0 if place == "no workers" else 2, "workers": workers}
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn", "asyncio", "threads", "threads, asyncio"])
 def test_by_workers(folder: Path, way: str, expected: list[Any]) -> None:
     """However the workers are started, and with either loader, the batches are equal."""
-    kind, method = ("asyncio", "forkserver") if way == "asyncio" else ("sync", way)
-    options: dict[str, Any] = OPTIONS | {"multiprocessing_context": method}
-    assert_same(read(kind, options, definitions.files(str(folder)))[0], expected)
+    method = {"asyncio": "forkserver", "threads": None, "threads, asyncio": None}.get(way, way)
+    options: dict[str, Any] = OPTIONS | {"multiprocessing_context": method, "workers": None if method else "threads"}
+    assert_same(read("asyncio" if "asyncio" in way else "sync", options, definitions.files(str(folder)))[0], expected)
 
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
@@ -165,10 +171,12 @@ def test_at_a_service(folder: Path, kind: str, node: NodeProcess, expected: list
     assert_same(read(kind, OPTIONS | {"workers": node.tcp}, definitions.files(str(folder)))[0], expected)
 
 
-@pytest.mark.parametrize("places", ["local", "to a service", "from a service"])
+@pytest.mark.parametrize("places", ["local", "to a service", "from a service", "to threads", "from threads"])
 def test_resumed(folder: Path, places: str, node: NodeProcess, expected: list[Any]) -> None:
     """Another loader resumes the run, also at another place."""
-    here, there = node.unix if places == "from a service" else None, node.unix if places == "to a service" else None
+    direction, _, place = places.partition(" ")
+    other = {"a service": node.unix, "threads": "threads"}.get(place)
+    here, there = other if direction == "from" else None, other if direction == "to" else None
     served = definitions.files(str(folder))
     with DataLoader[Any](served, **OPTIONS, workers=here) as loader:
         batches = iter(loader)
@@ -191,11 +199,11 @@ def test_by_two_ranks(folder: Path, workers: int, two: RankGroup) -> None:
     assert {*first, *second} <= {*range(sum(SIZES))}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_from_a_cache(folder: Path, workers: int, tmp_path: Path, expected: list[Any]) -> None:
+@pytest.mark.parametrize("place", ["no workers", "local", "threads"])
+def test_from_a_cache(folder: Path, place: str, tmp_path: Path, expected: list[Any]) -> None:
     """The second epoch has the samples of the first, in its own order, and requests no data from the store."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    options: dict[str, Any] = OPTIONS | {"num_workers": workers}
+    options = at(place)
 
     async def run() -> list[list[Any]]:
         async with serving_http() as store:
@@ -214,19 +222,17 @@ def test_from_a_cache(folder: Path, workers: int, tmp_path: Path, expected: list
         assert sorted(numbers_of(batches)) == sorted(numbers_of(expected))
 
 
-@pytest.mark.parametrize("place", ["no workers", "local", "service"])
+@pytest.mark.parametrize("place", ["no workers", "local", "threads", "service"])
 def test_one_sample_that_raises(folder: Path, place: str, node: NodeProcess, expected: list[Any]) -> None:
     """The sample is left out, and recorded."""
-    options: dict[str, Any] = OPTIONS | {"on_error": "skip", "num_workers": 0 if place == "no workers" else 2}
-    served = definitions.unlucky_files(str(folder))
-    with DataLoader[Any](served, **options, workers=node.tcp if place == "service" else None) as loader:
+    with DataLoader[Any](definitions.unlucky_files(str(folder)), **at(place, node), on_error="skip") as loader:
         found = list(loader)
         (skipped,) = loader.skipped_samples
     assert sorted(numbers_of(found)) == sorted({*numbers_of(expected)} - {UNLUCKY})
     assert "unlucky" in str(skipped.error)
 
 
-@pytest.mark.parametrize("place", ["no workers", "local", "service"])
+@pytest.mark.parametrize("place", ["no workers", "local", "threads", "service"])
 def test_a_shard_that_is_cut_off(
     place: str, node: NodeProcess, tmp_path: Path, folder: Path, expected: list[Any]
 ) -> None:
@@ -236,10 +242,7 @@ def test_a_shard_that_is_cut_off(
         damaged = path.name.startswith(("s1.", "shard.00001"))
         (tmp_path / path.name).write_bytes(data[: len(data) - len(data) // 4] if damaged else data)
     served = definitions.files(str(tmp_path))
-    options: dict[str, Any] = OPTIONS | {
-        "num_workers": 0 if place == "no workers" else 2,
-        "workers": node.tcp if place == "service" else None,
-    }
+    options = at(place, node)
     with DataLoader[Any](served, **options) as loader, pytest.raises(Exception, match=r"s1\.|shard\.00001|index\.json"):
         list(loader)
     with DataLoader[Any](served, **options, on_error="skip") as loader:
@@ -250,14 +253,11 @@ def test_a_shard_that_is_cut_off(
     assert len(found) == len({*found})
 
 
-@pytest.mark.parametrize("place", ["no workers", "local", "service"])
+@pytest.mark.parametrize("place", ["no workers", "local", "threads", "service"])
 def test_a_sample_that_raises_is_named(folder: Path, place: str, node: NodeProcess) -> None:
     """Key and shard name the sample, in a record and in the note on the error that is raised otherwise."""
     served = definitions.unlucky_files(str(folder))
-    options: dict[str, Any] = OPTIONS | {
-        "num_workers": 0 if place == "no workers" else 2,
-        "workers": node.tcp if place == "service" else None,
-    }
+    options = at(place, node)
     with DataLoader[Any](served, **options, on_error="skip") as loader:
         list(loader)
         (skipped,) = loader.skipped_samples

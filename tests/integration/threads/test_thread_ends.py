@@ -115,7 +115,7 @@ def test_threads_end_with_the_epoch(kind: str, end: str) -> None:
         run.take(3)
         assert [each for each in threading.enumerate() if each.name.startswith("asyncloader-worker")]
         if end == "close":
-            run.call(run.iterator.close)
+            run.call((run.loader if kind == "sync" else run.iterator).close)
         elif end == "error":
             with pytest.raises(ZeroDivisionError):
                 raise ZeroDivisionError("in the body")
