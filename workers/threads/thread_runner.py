@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections import deque
 from collections.abc import Callable
 from time import thread_time
@@ -33,6 +34,9 @@ from asyncloader.workers.threads.link import ThreadChannel
 from asyncloader.workers.threads.object_codec import ObjectCodec
 from asyncloader.workers.threads.worker_info import answering, install_thread_info
 from asyncloader.workers.worker import AsyncTaskLoop, serve_async
+
+_OPENMP = ("libgomp.so.1", "libomp.so.5", "libiomp5.so")
+"""The names of OpenMP's libraries, for where their functions are not global."""
 
 
 class ThreadTaskRunner(TaskRunner):
@@ -87,11 +91,14 @@ def _openmp_setter() -> Callable[[int], None] | None:
     """Return OpenMP's function that sets the number of threads that the calling thread's operations use, if torch has
     loaded one. `torch.set_num_threads` would also set it for threads that the process makes later.
     """
-    try:
-        found: Any = ctypes.CDLL(None).omp_set_num_threads
-    except (AttributeError, OSError, TypeError):
-        return None
-    return found  # type: ignore[no-any-return]
+    loaded = getattr(os, "RTLD_NOLOAD", 0)  # only a library that the process has: torch's
+    for name in (None, *_OPENMP) if loaded else (None,):
+        try:
+            found: Any = ctypes.CDLL(name, mode=ctypes.DEFAULT_MODE | (loaded if name else 0)).omp_set_num_threads
+        except (AttributeError, OSError, TypeError):
+            continue
+        return found  # type: ignore[no-any-return]
+    return None
 
 
 def run_thread(

@@ -42,7 +42,7 @@ def test_seeded_samples_draw_what_they_draw_in_processes(kind: str, changes: dic
 def test_torchs_own_function_gives_the_samples_generator() -> None:
     """A transform that calls `torch.thread_safe_generator` draws the same in threads and in processes."""
     dataset = Sealed(lambda _: torch.rand(3, generator=torch.thread_safe_generator()))
-    expected = epoch("sync", dataset, seed=2, num_workers=2)
+    expected = epoch("sync", dataset, seed=2, num_workers=2, multiprocessing_context="fork")
     assert_same(epoch("sync", dataset, seed=2, num_workers=3, workers="threads"), expected, "threads")
 
 
