@@ -99,7 +99,7 @@ class WorkerDied(LoaderError, RuntimeError):
 
     Attributes:
         worker_id: number of the worker, 0 to ``num_workers - 1``.
-        pid: its process id.
+        pid: its process id; 0: it was a thread of this process.
         exitcode: its exit code; the negative number of the signal that killed it; None if unknown.
         reason: further information, such as that the loader killed it, and after how many seconds; may be empty.
         advice: why it was not replaced, and what to do; empty if it was.
@@ -133,6 +133,8 @@ class WorkerDied(LoaderError, RuntimeError):
         # The process's last output comes before the advice: the last line of an error is what a user reads.
         trace = f"\nWhat it wrote last:\n{self.trace}\n" if self.trace else " "
         more = " ".join(filter(None, (self.reason, self.advice)))
+        if not self.pid:
+            return f"DataLoader worker {self.worker_id}, a thread, is lost.{trace}{more}".rstrip()
         # The two wordings are torch's own, so that scripts that look for them keep working.
         if self.exitcode is not None and self.exitcode < 0:
             text = f"DataLoader worker (pid {self.pid}) is killed by signal: {signal_name(-self.exitcode)}.{trace}"
@@ -176,7 +178,10 @@ class TaskQuarantined(LoaderError, RuntimeError):
 
     def _sentence(self) -> str:
         what = "the next batch of a stream" if self.indices is None else f"indices {shortened(self.indices)}"
-        who = ", ".join(f"worker {worker} (pid {pid}, {ending(code)})" for worker, pid, code in self.deaths)
+        who = ", ".join(
+            f"worker {worker} (pid {pid}, {ending(code)})" if pid else f"worker {worker} (a thread)"
+            for worker, pid, code in self.deaths
+        )
         stderr = f"\nThe last lines of standard error:\n{self.stderr}\n" if self.stderr else " "
         text = f"the task for {what} killed {len(self.deaths)} workers and is not tried again: {who}."
         return f"{text}{stderr}{self.advice}"

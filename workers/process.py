@@ -8,7 +8,6 @@ open, or, for a child of the fork server, the sentinel.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import multiprocessing.process
 import os
@@ -16,7 +15,7 @@ import pickle
 import select
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -27,6 +26,7 @@ from asyncloader.workers.bootstrap import Bootstrap
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
+from asyncloader.workers.ipc.watched import Watched
 from asyncloader.workers.main_guard import about_main
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory_limit import MemoryKills
@@ -41,7 +41,7 @@ _TRACE_LINES = 40  # lines of a dead worker's stack trace in its error
 _FORKSERVER_REPORTS = 5.0  # seconds to wait for the fork server to report the exit code of a child that has ended
 
 
-class WorkerProcess:
+class WorkerProcess(Watched):
     """One worker process and the channels to it.
 
     Args:
@@ -145,18 +145,6 @@ class WorkerProcess:
     def death_fd(self) -> int:
         """File descriptor that is readable once the process has ended."""
         return self.process.sentinel if self._pidfd is None else self._pidfd
-
-    def listen(self, loop: asyncio.AbstractEventLoop, readable: Callable[[], None], died: Callable[[], None]) -> None:
-        """Have the loop watch the channel and the descriptor of its end. See `WorkerHandle.listen`."""
-        loop.add_reader(self.channel.fileno(), readable)
-        loop.add_reader(self.death_fd, died)
-
-    def unlisten(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Undo `listen`. See `WorkerHandle.unlisten`."""
-        if self.channel.fileno() >= 0:  # otherwise it has been released
-            loop.remove_reader(self.channel.fileno())
-            loop.remove_writer(self.channel.fileno())
-            loop.remove_reader(self.death_fd)
 
     @property
     def alive(self) -> bool:

@@ -370,10 +370,9 @@ class Pipeline(Listener):
             _log.warning("worker %d goes on elsewhere. %s", worker, death.reason)
         else:
             why = "its memory had grown beyond worker_memory_limit" if left else ending(death.exitcode)
-            _log.log(
-                logging.INFO if left else logging.WARNING,
-                *("worker %d (pid %d) is replaced: %s", worker, death.pid, f"{why}. {death.reason}".removesuffix(". ")),
-            )
+            reason = f"{why}. {death.reason}".removesuffix(". ") if death.pid else death.reason
+            who = f"pid {death.pid}" if death.pid else "a thread"
+            _log.log(logging.INFO if left else logging.WARNING, "worker %d (%s) is replaced: %s", worker, who, reason)
         self._respawner.request(Request(worker, start, rng_state, self._pool.epoch))
 
     def _on_made(self, made: WorkerHandle | Exception) -> None:

@@ -108,7 +108,7 @@ class ThreadWorker:
     def death(self) -> WorkerDied:
         """Return the error of its end."""
         reason = self.kill_reason or f"Its thread ended: {self._over.reason}."
-        return WorkerDied(self.worker_id, self.pid, None, reason, "", self.trace)
+        return WorkerDied(self.worker_id, 0, None, reason, "", self.trace)
 
     def distrust(self, error: ValueError) -> bool:
         """Return False: it is of this process, so a frame that cannot be read is an error of the loader."""

@@ -47,6 +47,7 @@ from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.ipc.peer_text import block_of, line_of
+from asyncloader.workers.ipc.watched import Watched
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.message_codec import MessageCodec
@@ -294,7 +295,7 @@ def _hang_up(link: Link) -> None:
     shut_down(link.sock)
 
 
-class RemoteWorker:
+class RemoteWorker(Watched):
     """A logical worker at a node. See `WorkerHandle`."""
 
     def __init__(
@@ -362,18 +363,6 @@ class RemoteWorker:
     def death_fd(self) -> int:
         """A descriptor that is readable once the worker has ended, or its connection."""
         return self._link.fileno() if self._direct else int(self.channel.gone_fd)
-
-    def listen(self, loop: asyncio.AbstractEventLoop, readable: Callable[[], None], died: Callable[[], None]) -> None:
-        """Have the loop watch the channel and the descriptor of its end. See `WorkerHandle.listen`."""
-        loop.add_reader(self.channel.fileno(), readable)
-        loop.add_reader(self.death_fd, died)
-
-    def unlisten(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Undo `listen`. See `WorkerHandle.unlisten`."""
-        if self.channel.fileno() >= 0:  # otherwise it has been released
-            loop.remove_reader(self.channel.fileno())
-            loop.remove_writer(self.channel.fileno())
-            loop.remove_reader(self.death_fd)
 
     @property
     def alive(self) -> bool:

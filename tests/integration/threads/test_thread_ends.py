@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
 import time
@@ -52,8 +53,8 @@ def test_every_error_of_the_users_code_is_an_answer(kind: str, error: type[BaseE
 
 
 @KINDS
-def test_a_hung_thread_is_given_up_and_replaced(kind: str) -> None:
-    """The report says where it hangs; the batches are those of an undisturbed run, and the hung call's is dropped."""
+def test_a_hung_thread_is_given_up_and_replaced(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The log says that it goes on. The batches are those of an undisturbed run, and the hung call's is dropped."""
     hold, calls = threading.Event(), list[threading.Thread]()
 
     def sample(index: int) -> int:
@@ -67,6 +68,7 @@ def test_a_hung_thread_is_given_up_and_replaced(kind: str) -> None:
         got = epoch(kind, Sealed(sample), **options)
         assert [int(batch) for batch in got] == list(range(24))
         assert calls[0].is_alive()
+        assert re.search(r"worker \d \(a thread\) is replaced: The loader gave it up: .* cannot be killed", caplog.text)
     finally:
         hold.set()
     calls[0].join(PATIENCE_S)
@@ -85,7 +87,10 @@ def test_a_hung_thread_without_replacement_is_an_error_that_shows_its_stack() ->
 
     recovery = Recovery(worker_timeout=0.3)
     try:
-        with pytest.warns(NoEffectWarning), pytest.raises(WorkerDied, match=r"(?s)hang_here.*cannot be killed"):
+        with (
+            pytest.warns(NoEffectWarning),
+            pytest.raises(WorkerDied, match=r"(?s)worker \d, a thread, is lost.*hang_here.*cannot be killed"),
+        ):
             epoch("sync", Sealed(hang_here), recovery=recovery, **THREADED)
     finally:
         hold.set()
