@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         RingMemoryError,
         ServiceUnavailable,
         ShardError,
+        ShardWriteError,
         StateError,
         TaskQuarantined,
         TooManySkippedSamples,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
     from asyncloader.options.objects import DeviceOptions, Recovery, Tuning
     from asyncloader.remote.dataset import RemoteIterableDataset
+    from asyncloader.remote.shard_writing import WrittenShard
     from asyncloader.samplers.async_sampler import AsyncSampler
     from asyncloader.samplers.by_length import BucketBatchSampler, TokenBudgetBatchSampler
     from asyncloader.samplers.mixture import MixtureSampler
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from asyncloader.workers.fetch.dataset_state import Stateful
     from asyncloader.workers.fetch.sample_errors import SkippedSample
     from asyncloader.workers.fetch.seeding import sample_rng
+    from asyncloader.writing import write_shards, write_shards_sync
 
 _OWN = {
     "AsyncDataLoader": "asyncloader.async_loader",
@@ -113,6 +116,7 @@ _OWN = {
     "Service": "asyncloader.service.protocol.address",
     "ServiceUnavailable": "asyncloader.errors",
     "ShardError": "asyncloader.errors",
+    "ShardWriteError": "asyncloader.errors",
     "SharedDict": "asyncloader.shared.share",
     "SharedList": "asyncloader.shared.share",
     "SkippedSample": "asyncloader.workers.fetch.sample_errors",
@@ -127,11 +131,14 @@ _OWN = {
     "Tuning": "asyncloader.options.objects",
     "UnsupportedPlatform": "asyncloader.errors",
     "WorkerDied": "asyncloader.errors",
+    "WrittenShard": "asyncloader.remote.shard_writing",
     "definition": "asyncloader.service.definition",
     "install": "asyncloader.integrations.install",
     "register_batch_type": "asyncloader.service.protocol.batch_types",
     "sample_rng": "asyncloader.workers.fetch.seeding",
     "share": "asyncloader.shared.share",
+    "write_shards": "asyncloader.writing",
+    "write_shards_sync": "asyncloader.writing",
 }
 
 __all__ = [
@@ -172,6 +179,7 @@ __all__ = [
     "Service",
     "ServiceUnavailable",
     "ShardError",
+    "ShardWriteError",
     "SharedDict",
     "SharedList",
     "SkippedSample",
@@ -191,6 +199,7 @@ __all__ = [
     "UnsupportedPlatform",
     "WeightedRandomSampler",
     "WorkerDied",
+    "WrittenShard",
     "_DatasetKind",
     "argument_validation",
     "default_collate",
@@ -207,6 +216,8 @@ __all__ = [
     "runtime_validation_disabled",
     "sample_rng",
     "share",
+    "write_shards",
+    "write_shards_sync",
 ]
 
 

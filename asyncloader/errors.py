@@ -12,6 +12,7 @@
     +-- DeviceUnavailable           this process cannot use the `device` (also a RuntimeError)
     +-- PageLockError               a ring could not be page-locked for the `device` (also a MemoryError)
     +-- ShardError                  a shard is damaged or too large (also a ValueError)
+    +-- ShardWriteError             a sample cannot be written to a shard (also a ValueError)
     +-- UnsupportedPlatform         this system cannot run workers (also a RuntimeError)
 
 Errors that a user's own code raises in a worker keep their type.
@@ -350,6 +351,26 @@ class ShardError(LoaderError, ValueError):
     def __str__(self) -> str:
         location = "" if self.offset is None else f" at byte {self.offset:,}"
         return f"{super().__str__()} ({self.url}{location})" if self.url else super().__str__()
+
+
+class ShardWriteError(LoaderError, ValueError):
+    """A sample cannot be written to a shard.
+
+    Attributes:
+        number: of the sample, from 0.
+        key: the sample's ``__key__``; empty if it has none.
+    """
+
+    def __init__(self, message: str, *, number: int | None = None, key: str = "") -> None:
+        super().__init__(message)
+        self.number = number
+        self.key = key
+
+    def __str__(self) -> str:
+        if self.number is None:
+            return super().__str__()
+        named = f" ({self.key!r})" if self.key else ""
+        return f"sample {self.number:,}{named} cannot be written: {super().__str__()}"
 
 
 class UnsupportedPlatform(LoaderError, RuntimeError):

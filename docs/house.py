@@ -36,7 +36,7 @@ FLOORS = [
     "epoch",
     "explain",
     "loader async_loader",
-    "stateful_loader",
+    "stateful_loader writing",
     ("dataloader2 dataloader2.datapipes dataloader2.graph dataloader2.random dataloader2.services dataloader2.utils"),
     "integrations.ray",
     "integrations asyncloader __main__",

@@ -1,4 +1,4 @@
-"""Transports: read objects from remote stores and local disks through one interface.
+"""Transports: read and write objects of remote stores and local disks through one interface.
 
 Data path: dataset -> [transports] -> sample.
 
@@ -27,6 +27,7 @@ from asyncloader.transports.errors import (
     TransportClosed,
     TransportError,
     UnknownScheme,
+    WriteFailed,
 )
 from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
 from asyncloader.transports.registry import known_schemes, open_transport
@@ -62,6 +63,7 @@ __all__ = [
     "TransportClosed",
     "TransportError",
     "UnknownScheme",
+    "WriteFailed",
     "known_schemes",
     "open_transport",
     "plan_ranges",

@@ -1,4 +1,4 @@
-"""`Transport`: the interface through which datasets read bytes from a store.
+"""`Transport`: the interface through which datasets read bytes from a store, and shards are written to one.
 
 Data path: dataset -> [transport] -> sample.
 
@@ -21,6 +21,9 @@ memory is allocated, as far as the store provides them.
 path as an attribute and the original error as its cause. Arguments that are invalid for any store (a negative start)
 raise ValueError. Nothing is retried unless the transport says so.
 
+*Writes* are atomic: an object appears with all of its bytes or not at all, whenever the writer is killed or cancelled.
+A transport for reading only leaves out `write` and `delete`.
+
 *Cancellation* is safe at every await: the call raises CancelledError, what it had opened is closed, and the transport
 remains usable. A thread may finish its read in the background; its bytes are dropped.
 
@@ -39,7 +42,16 @@ from contextlib import aclosing, contextmanager, suppress
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds, ReadFailed, SizeUnknown, TransportError
+from typing_extensions import Buffer
+
+from asyncloader.transports.errors import (
+    ObjectNotFound,
+    RangeOutOfBounds,
+    ReadFailed,
+    SizeUnknown,
+    TransportError,
+    WriteFailed,
+)
 from asyncloader.transports.ranges import ByteRange, ReadPlan, plan_ranges
 
 
@@ -205,6 +217,32 @@ class Transport(ABC):
         bytes override it and save these requests.
         """
         return PinnedReader(self, path)
+
+    async def write(self, path: str, pieces: Sequence[Buffer]) -> ObjectInfo:  # noqa: ARG002 - for subclasses
+        """Write an object, replacing one with the same path. It appears whole or not at all, and is durable on return.
+
+        The default refuses: transports that can write override it, and `delete`.
+
+        Args:
+            path: the object.
+            pieces: its bytes, one piece after the other; must not change meanwhile.
+
+        Returns:
+            Its size and, if the store provides one, its version.
+
+        Raises:
+            WriteFailed: the store cannot be written to, or failed; nothing of the object is visible.
+            AccessDenied, InvalidPath, TransportClosed: see `errors`.
+        """
+        raise WriteFailed(f"{self!r} is for reading only: {path!r} cannot be written", path=path)
+
+    async def delete(self, path: str) -> None:
+        """Delete an object. An object that does not exist is no error.
+
+        Raises:
+            The errors of `write`.
+        """
+        raise WriteFailed(f"{self!r} is for reading only: {path!r} cannot be deleted", path=path)
 
     @abstractmethod
     async def aclose(self) -> None:

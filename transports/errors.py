@@ -10,6 +10,7 @@
         +-- RangeOutOfBounds        the range ends after the object does (also a ValueError)
         +-- ReadFailed              the disk, server or network failed (also an OSError)
         |   +-- SizeUnknown         it can be read, but the store does not provide its size
+        +-- WriteFailed             writing failed, or the store is for reading only (also an OSError)
         +-- TransportClosed         the transport was closed by `aclose()` (also a RuntimeError)
 
 *Bad samples and transport errors.* Some errors are about the object: it is missing, has an illegal name, or is larger
@@ -40,6 +41,7 @@ __all__ = [
     "TransportClosed",
     "TransportError",
     "UnknownScheme",
+    "WriteFailed",
 ]
 
 
@@ -82,7 +84,7 @@ class ObjectNotFound(TransportError, FileNotFoundError):
 
 
 class AccessDenied(TransportError, PermissionError):
-    """The store does not allow the read. `errno` is EACCES."""
+    """The store does not allow the read or the write. `errno` is EACCES."""
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(message, path=path)
@@ -127,6 +129,13 @@ class ReadFailed(TransportError, OSError):
     def __reduce__(self) -> tuple[Any, ...]:
         # OSError.__reduce__ loses an `errno` that was set after construction.
         return type(self), self.args, {**vars(self), "errno": self.errno}
+
+
+class WriteFailed(TransportError, OSError):
+    """Writing to the store failed: no part of the object is visible. `__cause__` and `errno` as in `ReadFailed`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, {**vars(self), "errno": self.errno}  # as in `ReadFailed`
 
 
 class SizeUnknown(ReadFailed):

@@ -1,4 +1,4 @@
-"""`LocalTransport`: reads files from a local or mounted disk, ``file://`` and plain paths.
+"""`LocalTransport`: reads and writes files of a local or mounted disk, ``file://`` and plain paths.
 
 Data path: dataset -> [local: page_cache, or threads] -> rooted_files -> file system.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
@@ -21,7 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 from aiofiles.threadpool import wrap
+from typing_extensions import Buffer
 
+from asyncloader.shielding import wait_until_done
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, changed_error, overrides
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.checks import (
@@ -33,6 +36,7 @@ from asyncloader.transports.checks import (
     check_start,
 )
 from asyncloader.transports.errors import RangeOutOfBounds
+from asyncloader.transports.file_writing import delete_file, write_file
 from asyncloader.transports.page_cache import MOST_BYTES, NotCached, open_cached, pread_cached
 from asyncloader.transports.ranges import ReadPlan
 from asyncloader.transports.rooted_files import FileEntry, RootedFiles, os_errors
@@ -199,6 +203,27 @@ class LocalTransport(Transport):
             ObjectNotFound, AccessDenied, InvalidPath, ReadFailed, TransportClosed: see `errors`.
         """
         return self._open_wrapped(path)
+
+    async def write(self, path: str, pieces: Sequence[Buffer]) -> ObjectInfo:
+        """Write a file, making its directories, like `Transport.write`.
+
+        The bytes go to ``.NAME.partial`` beside it, which is renamed when the disk has them. A killed writer leaves
+        that file, and the next writer of `path` uses it again.
+        """
+        stopped = threading.Event()
+        writing = self._pool.submit(partial(write_file, self._files, path, pieces, stopped))
+        try:
+            return await asyncio.wrap_future(writing)
+        except asyncio.CancelledError:
+            # The thread reads the caller's pieces, and must not rename the file after the caller has ended.
+            stopped.set()
+            if not writing.cancel():
+                await wait_until_done([asyncio.wrap_future(writing)])
+            raise
+
+    async def delete(self, path: str) -> None:
+        """Delete a file, like `Transport.delete`."""
+        await self._pool.run(partial(delete_file, self._files, path))
 
     async def aclose(self) -> None:
         """Wait for reads in progress and join the threads, like `Transport.aclose`."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Self
+
+from typing_extensions import Buffer
 
 from asyncloader.transports.base import ObjectInfo, Transport
 from asyncloader.transports.checks import (
@@ -107,6 +109,19 @@ class MemoryTransport(Transport):
         """Return an object with the hash of its bytes, like `Transport.read_with_info`."""
         data = await self.read(path, max_bytes=max_bytes)
         return data, self._describe(path, data)
+
+    async def write(self, path: str, pieces: Sequence[Buffer]) -> ObjectInfo:
+        """Store an object, like `Transport.write`."""
+        check_path(path)
+        await self._checkpoint()
+        self.put(path, b"".join(pieces))
+        return self._describe(path, self._objects[path])
+
+    async def delete(self, path: str) -> None:
+        """Delete an object, like `Transport.delete`."""
+        check_path(path)
+        await self._checkpoint()
+        self._objects.pop(path, None)
 
     async def aclose(self) -> None:
         """Refuse further calls, like `Transport.aclose`. The objects live as long as the transport."""

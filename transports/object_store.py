@@ -1,4 +1,4 @@
-"""`ObjectStoreTransport`: reads objects from ``s3://``, ``gs://`` and ``az://``.
+"""`ObjectStoreTransport`: reads and writes objects of ``s3://``, ``gs://`` and ``az://``.
 
 Data path: dataset -> [object_store] -> object_store_download -> object_store_client -> obstore -> store.
 
@@ -9,8 +9,10 @@ or more requests; `object_store_client` sends requests, lists, handles forks and
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Self
+
+from typing_extensions import Buffer
 
 from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_prefix
@@ -18,6 +20,7 @@ from asyncloader.transports.download import NetworkTransport, check_limits
 from asyncloader.transports.object_store_client import StoreClient, check_key
 from asyncloader.transports.object_store_config import Settings, parse_location
 from asyncloader.transports.object_store_download import StoreDownload, StoreVersion
+from asyncloader.transports.object_store_upload import delete, upload
 from asyncloader.transports.retry import RetryPolicy
 
 
@@ -132,6 +135,22 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
         """Return an object's size and its ETag if that is strong, by HEAD, like `Transport.info`."""
         version = await self.version(path)
         return ObjectInfo(version.size, version.name)
+
+    async def write(self, path: str, pieces: Sequence[Buffer]) -> ObjectInfo:
+        """Write an object, like `Transport.write`: up to 8 MiB by one request, more by a multipart upload.
+
+        A part that the store does not answer within `stalled_s` is sent again. A killed or cancelled multipart upload
+        leaves parts that no reader sees, and that the store charges for: a lifecycle rule of the bucket can delete
+        them.
+        """
+        check_key(path)
+        version = await upload(self._client, path, pieces)
+        return ObjectInfo(version.size, version.name)
+
+    async def delete(self, path: str) -> None:
+        """Delete an object, like `Transport.delete`."""
+        check_key(path)
+        await delete(self._client, path)
 
     async def version(self, path: str) -> StoreVersion:
         """Return an object's version, by HEAD."""

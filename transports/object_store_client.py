@@ -178,7 +178,7 @@ class StoreClient(RetryingClient[OpenStore]):
                 count("requests")
                 return await self.head(scope, path)
 
-        return await self._until_done(path, step)
+        return await self.until_done(path, step)
 
     async def names(self, prefix: str) -> list[str]:
         """Return the paths of all objects that begin with `prefix`, ascending by code point.
@@ -186,7 +186,7 @@ class StoreClient(RetryingClient[OpenStore]):
         All are requested before the first is returned, because not every store sorts. obstore lists by whole path
         parts, so all objects in the prefix's last directory are requested.
         """
-        sizes = await self._until_done(None, lambda scope: self._pages(scope, prefix))
+        sizes = await self.until_done(None, lambda scope: self._pages(scope, prefix))
         names = sorted(sizes)
         # Web consoles create folders as empty objects whose names end with "/". obstore drops the slash, and the name
         # without it cannot be read. Names that may be of a folder are checked.
@@ -216,7 +216,8 @@ class StoreClient(RetryingClient[OpenStore]):
             self.answered(busy=failed.retryable)
         return failed
 
-    async def _until_done(self, path: str | None, step: Callable[[Scope], Awaitable[_R]]) -> _R:
+    async def until_done(self, path: str | None, step: Callable[[Scope], Awaitable[_R]]) -> _R:
+        """Repeat `step` until it succeeds, or its failure is final. `path`: the object; None: a listing."""
         loop = asyncio.get_running_loop()
         attempts: Attempts | None = None
         began = loop.time()

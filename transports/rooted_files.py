@@ -150,6 +150,10 @@ class RootedFiles:
         found.sort(key=lambda entry: entry.path + "/" if entry.is_directory else entry.path)
         return found
 
+    def refuse_outside(self, folder: str, path: str) -> None:
+        """Refuse a directory that links lead out of the root. Raises InvalidPath about `path`."""
+        self._refuse_true_path(os.path.realpath(folder), path)
+
     def _refuse_outside(self, descriptor: int, path: str) -> None:
         self._refuse_true_path(self._true_path(descriptor, path), path)
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import Buffer
 
 from asyncloader.transports import MemoryTransport, ObjectInfo, Transport
-from asyncloader.transports.testing import TransportConformance
+from asyncloader.transports.testing import TransportConformance, WritingConformance
 from tests.conformance.test_written import texts_of_page
 from tests.helpers.running import environment
 
 
-class Conformance(TransportConformance):
+class Conformance(TransportConformance, WritingConformance):
     """Tests a transport that keeps its objects in memory."""
 
     def __init__(self, kind: type[MemoryTransport]) -> None:
@@ -64,12 +65,24 @@ class OpenForEver(MemoryTransport):
         """Do nothing."""
 
 
+class HalfWrites(MemoryTransport):
+    """Shows the beginning of an object while the rest is written."""
+
+    async def write(self, path: str, pieces: Sequence[Buffer]) -> ObjectInfo:
+        data, info = b"", ObjectInfo(0, None)
+        for piece in pieces:
+            data += piece
+            info = await super().write(path, [data])
+        return info
+
+
 FAULTS: dict[str, tuple[type[MemoryTransport], Callable[[Any], Awaitable[None]]]] = {
     "short ranges": (ShortRanges, lambda tests: tests.test_range_past_the_end_is_an_error(16380, 5)),
     "a lost byte": (LostByte, lambda tests: tests.test_read_range_gives_the_slice(0, 16384)),
     "long chunks": (LongChunks, lambda tests: tests.test_stream_gives_all_chunks_in_order(1000)),
     "an unsorted list": (Unsorted, lambda tests: tests.test_list_is_sorted_and_filtered_by_string_prefix()),
     "a size as the version": (SizeAsVersion, lambda tests: tests.test_info_stands_for_the_bytes()),
+    "half writes": (HalfWrites, lambda tests: tests.test_a_cancelled_write_is_whole_or_nothing()),
     "no close": (OpenForEver, lambda tests: tests.test_stream_in_progress_when_it_closes()),
 }
 

@@ -7,14 +7,14 @@ import pytest
 
 from asyncloader.transports import LocalTransport, Transport
 from asyncloader.transports.page_cache import NotCached
-from asyncloader.transports.testing import TransportConformance
+from asyncloader.transports.testing import TransportConformance, WritingConformance
 
 
 def find_nothing(path: str, flags: int) -> int:
     raise NotCached
 
 
-class TestLocal(TransportConformance):
+class TestLocal(TransportConformance, WritingConformance):
     """Files that the page cache has, as they were just written."""
 
     @pytest.fixture(autouse=True)

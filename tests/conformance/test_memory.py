@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 from asyncloader.transports import MemoryTransport, Transport
-from asyncloader.transports.testing import TransportConformance
+from asyncloader.transports.testing import TransportConformance, WritingConformance
 
 
-class TestMemory(TransportConformance):
+class TestMemory(TransportConformance, WritingConformance):
     def make(self) -> Transport:
         return MemoryTransport()
 

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from asyncloader.transports import ObjectStoreTransport, Transport
-from asyncloader.transports.testing import TransportConformance
+from asyncloader.transports.testing import TransportConformance, WritingConformance
 from tests.helpers.object_stores import KEYS, Moto, moto_server, sockets, sockets_closed
 
 pytestmark = pytest.mark.network
@@ -21,7 +21,7 @@ def moto() -> Iterator[Moto]:
         yield server
 
 
-class TestObjectStore(TransportConformance):
+class TestObjectStore(TransportConformance, WritingConformance):
     @pytest_asyncio.fixture(autouse=True)
     async def bucket(self, moto: Moto) -> AsyncIterator[None]:
         before = sockets()

@@ -20,6 +20,7 @@ from asyncloader.errors import (
     RanksDisagree,
     RingMemoryError,
     ShardError,
+    ShardWriteError,
     StateError,
     TaskQuarantined,
     TooManySkippedSamples,
@@ -42,6 +43,7 @@ ALL = [
     DeviceUnavailable("cuda:7", "torch sees 2 CUDA devices"),
     PageLockError(1 << 30, None, "CUDA_ERROR_OUT_OF_MEMORY"),
     ShardError("the block is cut", url="memory://a", offset=12, resume=3),
+    ShardWriteError("it is no dictionary", number=3, key="a"),
     UnsupportedPlatform("no workers here"),
     StateError("of another loader"),
     RanksDisagree("one of them left"),
@@ -51,6 +53,7 @@ BUILTIN: dict[type[LoaderError], type[Exception]] = {
     PageLockError: MemoryError,
     StateError: ValueError,
     ShardError: ValueError,
+    ShardWriteError: ValueError,
 }
 # Values of attributes of an error that was made from a text.
 NOTHING = ("", 0, -1, (), None)

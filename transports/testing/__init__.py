@@ -2,8 +2,8 @@
 
 Data path: none; pytest runs it.
 
-Subclass `TransportConformance` in a test module. It needs pytest and pytest-asyncio, which asyncloader does not
-install: nothing else of the package imports this module.
+Subclass `TransportConformance` in a test module; for a transport that can write, `WritingConformance`, too. They need
+pytest and pytest-asyncio, which asyncloader does not install: nothing else of the package imports this module.
 
     from asyncloader.transports.testing import TransportConformance
 
@@ -23,12 +23,14 @@ import pytest
 pytest.register_assert_rewrite(
     "asyncloader.transports.testing.lifetime",
     "asyncloader.transports.testing.reading",
+    "asyncloader.transports.testing.writing",
 )
 
 from asyncloader.transports.testing.lifetime import LifetimeConformance  # noqa: E402
 from asyncloader.transports.testing.reading import ReadingConformance  # noqa: E402
+from asyncloader.transports.testing.writing import WritingConformance  # noqa: E402
 
-__all__ = ["TransportConformance"]
+__all__ = ["TransportConformance", "WritingConformance"]
 
 
 class TransportConformance(ReadingConformance, LifetimeConformance):

@@ -17,6 +17,7 @@ LEAVES: dict[type[errors.TransportError], type[Exception]] = {
     errors.RangeOutOfBounds: ValueError,
     errors.ReadFailed: OSError,
     errors.SizeUnknown: OSError,
+    errors.WriteFailed: OSError,
     errors.TransportClosed: RuntimeError,
 }
 

@@ -1,0 +1,148 @@
+"""Takes samples from an iterable and encodes them at once, beside the event loop.
+
+Data path: iterable or asynchronous iterable -> [sample_source] -> encoded samples -> shard_cutting.
+
+A plain iterable is iterated in one thread, from its beginning to its close: what it opens may belong to that thread.
+Each sample is encoded before the next is asked for, so an iterable may use its buffers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
+from contextvars import copy_context
+from functools import partial
+from typing import Any, cast
+
+from asyncloader.formats.encoder import EncodedSamples, ShardEncoder
+from asyncloader.transports.blocking import BlockingPool
+
+BATCH_BYTES = 1 << 20
+"""Encoded samples are passed on when they have this size."""
+
+BATCH_SAMPLES = 1024
+
+SMALL = 1 << 16
+"""Larger samples are encoded in the thread, too, when they come from an asynchronous iterable."""
+
+Samples = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
+
+
+class SampleSource:
+    """The samples of an iterable. `aclose` must be called.
+
+    Args:
+        samples: dictionaries.
+    """
+
+    length = None
+    """The number of samples is not known."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self._pool = BlockingPool("samples", 1)
+        self._context = copy_context()
+        self._iterator: Iterator[Any] | None = None
+        self._async_iterator: AsyncIterator[Any] | None = None
+        if isinstance(samples, AsyncIterable):
+            self._async_iterator = aiter(samples)
+        self._first: list[Any] = []  # the first sample, if it was looked at
+        self._ended = self._stopped = False
+
+    async def first(self) -> Any:
+        """Return the first sample, which `batches` gives, too; None: there is none."""
+        if self._async_iterator is not None:
+            async for sample in self._async_iterator:
+                self._first.append(sample)
+                break
+            else:
+                self._ended = True
+        else:
+            await self._in_thread(partial(self._first.extend, self._few()))
+        return self._first[0] if self._first else None
+
+    async def batches(self, encoder: ShardEncoder, first: int = 0) -> AsyncGenerator[EncodedSamples, None]:
+        """Encode all samples. Raises the errors of the iterable.
+
+        Args:
+            encoder: of the samples.
+            first: number of the first sample: 0, as an iterable cannot begin elsewhere.
+        """
+        assert not first
+        if self._async_iterator is not None:
+            async for encoded in self._async_batches(encoder, self._async_iterator):
+                yield encoded
+            return
+        while not self._ended:
+            yield await self._in_thread(partial(self._take, encoder))
+
+    async def aclose(self) -> None:
+        """End the thread, after the sample that it is waiting for, and close the iterable if it is a generator."""
+        self._stopped = True
+        try:
+            await self._in_thread(self._close)
+            close = getattr(self._async_iterator, "aclose", None)
+            if close is not None:
+                await close()
+        finally:
+            await self._pool.aclose()
+
+    async def _in_thread(self, call: Any) -> Any:
+        return await self._pool.run(partial(self._context.run, call))
+
+    async def _async_batches(
+        self, encoder: ShardEncoder, samples: AsyncIterator[Any]
+    ) -> AsyncGenerator[EncodedSamples, None]:
+        batch = encoder.batch()
+        while not self._ended:
+            if self._first:
+                sample = self._first.pop()
+            else:
+                try:
+                    sample = await anext(samples)
+                except StopAsyncIteration:
+                    break
+            if rough_size(sample) < SMALL:
+                fits = batch.add(sample)
+            else:
+                fits = await self._in_thread(partial(batch.add, sample))
+            if not fits or batch.size >= BATCH_BYTES or batch.count >= BATCH_SAMPLES:
+                yield await self._in_thread(batch.finish)
+                batch = encoder.batch()
+        yield await self._in_thread(batch.finish)
+
+    # --- in the thread
+
+    def _take(self, encoder: ShardEncoder) -> EncodedSamples:
+        batch = encoder.batch()
+        while batch.size < BATCH_BYTES and batch.count < BATCH_SAMPLES and not self._stopped:
+            found = self._first or self._few()
+            if not found or not batch.add(found[0]):
+                break
+            found.clear()
+        return batch.finish()
+
+    def _few(self) -> list[Any]:
+        """Return the next sample in a list; an empty list at the end."""
+        if self._iterator is None:
+            self._iterator = iter(cast("Iterable[Any]", self._samples))
+        try:
+            return [next(self._iterator)]
+        except StopIteration:
+            self._ended = True
+            return []
+
+    def _close(self) -> None:
+        close = getattr(self._iterator, "close", None)
+        if close is not None:
+            close()
+
+
+def rough_size(sample: Any) -> int:
+    """Return the bytes of the largest value of a sample, as far as it says them."""
+    if not isinstance(sample, Mapping):
+        return 0
+    fields: Mapping[Any, Any] = sample
+    values = fields.values()
+    return max(
+        (len(each) if isinstance(each, bytes | str) else getattr(each, "nbytes", 0) for each in values), default=0
+    )

@@ -1,0 +1,391 @@
+"""Writes shards to a store: assembles, compresses and uploads several at a time, and records those that are complete.
+
+Data path: encoded samples -> shard_cutting -> [shard_writing] -> transport -> store.
+
+A shard is held in memory until the store has it, and becomes visible whole. The index beside the shards (`shard_index`)
+is written first, again while shards become complete, and at the end: so a writer that was killed can be told from a
+foreign one, and its complete shards from others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, NamedTuple
+
+from typing_extensions import Buffer
+
+from asyncloader.errors import ShardWriteError
+from asyncloader.formats.compressing import compressor
+from asyncloader.formats.encoder import EncodedSamples, ShardEncoder
+from asyncloader.formats.mds_writer import MdsEncoder, MdsFile, mds_index
+from asyncloader.remote.discovery import INDEX
+from asyncloader.remote.shard_cutting import CutShard, ShardCutter
+from asyncloader.remote.shard_index import (
+    MAX_INDEX_BYTES,
+    ShardIndex,
+    ShardNames,
+    ShardRecord,
+    dump_index,
+    parse_index,
+)
+from asyncloader.remote.stores import Stores
+from asyncloader.transports import ObjectNotFound, Transport
+from asyncloader.transports.base import gather_all
+from asyncloader.transports.blocking import BlockingPool
+
+MOST_AT_ONCE = 32
+"""Most shards that are uploaded at the same time, however small."""
+
+CHECKS = 32
+"""Most shards of an earlier run that are checked at the same time."""
+
+
+class WrittenShard(NamedTuple):
+    """A shard in the store.
+
+    Attributes:
+        url: its URL.
+        samples: number of samples.
+        bytes: of the object.
+        sha256: of these bytes, in hexadecimal.
+    """
+
+    url: str
+    samples: int
+    bytes: int
+    sha256: str
+
+
+class _Stopped(Exception):
+    """Ends a thread whose result is not wanted any more."""
+
+
+class Start(NamedTuple):
+    """Where writing begins: the number of the first shard, and of its first sample."""
+
+    shard: int
+    sample: int
+
+
+class ShardWriter:
+    """Writes the shards of one data set.
+
+    Args:
+        names: of the shards.
+        stores: find the transport.
+        encoder: of the samples.
+        max_bytes: of a shard, before compression.
+        max_samples: of a shard; None: no limit.
+        buffer_bytes: of the shards in memory, the shard that grows included; a single shard may have more.
+        settings: further values that must be the same to continue after a killed writer; plain JSON values.
+        overwrite: delete the shards of an earlier run.
+    """
+
+    def __init__(
+        self,
+        names: ShardNames,
+        stores: Stores,
+        encoder: ShardEncoder,
+        *,
+        max_bytes: int,
+        max_samples: int | None,
+        buffer_bytes: int,
+        settings: Mapping[str, Any],
+        overwrite: bool,
+    ) -> None:
+        self._names = names
+        self._stores = stores
+        self._encoder = encoder
+        self._compress = None if names.format.compression is None else compressor(names.format.compression)
+        self._max_bytes = max_bytes
+        self._max_samples = max_samples
+        self._buffer_bytes = buffer_bytes
+        about = {"max_bytes": max_bytes, "max_samples": max_samples, "columns": encoder.describe(), **settings}
+        self._settings = json.loads(json.dumps({"format": names.format, **about}))
+        self._overwrite = overwrite
+        self._earlier: Mapping[int, ShardRecord] = {}  # of the run that this one continues or repeats
+        self._done: dict[int, ShardRecord] = {}
+        self._pool = BlockingPool("shards", max(2, min(8, os.cpu_count() or 1)))
+        self._stopped = False
+        self._uploading = self._uploaded_bytes = 0
+        self._freed = asyncio.Event()
+        self._unsaved = self._saving = False
+        self._group: asyncio.TaskGroup | None = None
+
+    async def open(self, *, skip: bool) -> Start:
+        """Look for an earlier run, and begin.
+
+        Args:
+            skip: the samples of complete shards need not be encoded again, because they are those of a map dataset.
+
+        Raises:
+            FileExistsError: the store has shards of these names that this writer would not continue.
+            TransportError: the store cannot be read or written.
+        """
+        index = await self._read_index()
+        stored = await self._stored()
+        start = Start(0, 0)
+        if self._overwrite:
+            # The index first: it must not describe shards that are deleted, or other shards of the same names.
+            for name in (self._names.index_name, *((INDEX,) if self._is_mds else ()), *stored):
+                await self._delete(name)
+            index, stored = None, {}
+        if index is None:
+            if stored:
+                raise FileExistsError(
+                    f"{self._url(next(iter(stored)))} exists, and {len(stored) - 1} others, without an index of "
+                    "write_shards: choose another name, or delete them by overwrite=True"
+                )
+        else:
+            self._check_settings(index)
+            self._earlier = index.shards
+            if not index.complete:
+                # Complete, but not recorded: the writer was killed in between. They are written again.
+                for name in stored:
+                    if self._names.number(name) not in index.shards:
+                        await self._delete(name)
+                if skip:
+                    start = await self._find_start()
+        if index is None or not index.complete:
+            await self._write_index(complete=False)
+        return start
+
+    async def write(self, batches: AsyncGenerator[EncodedSamples, None], start: Start) -> list[WrittenShard]:
+        """Write all samples, and the index.
+
+        Raises:
+            ShardWriteError: a sample cannot be written; the shards before it are.
+            FileExistsError: a shard of the earlier run has other samples.
+            TransportError: the store failed.
+            Exception: the error of `batches`.
+        """
+        names, encoder = self._names, self._encoder
+        cutter = ShardCutter(encoder, self._max_bytes, self._max_samples, shard=start.shard, sample=start.sample)
+        failure: Exception | None = None
+        try:
+            try:
+                async with asyncio.TaskGroup() as self._group, aclosing(batches):
+                    try:
+                        async for encoded in batches:
+                            for shard in cutter.add(encoded):
+                                await self._begin(shard)
+                            if encoded.failure is not None:
+                                _, key, text = encoded.failure
+                                raise ShardWriteError(text, number=cutter.samples, key=key)
+                        for shard in cutter.end():
+                            await self._begin(shard)
+                    except Exception as error:
+                        # After the group: the shards before it are finished, and need not be written again.
+                        failure = error
+            except BaseExceptionGroup as group:
+                failure = failure or next((each for each in group.exceptions if isinstance(each, Exception)), None)
+                if failure is None:
+                    raise
+            if failure is not None:
+                raise failure
+        finally:
+            self._stopped = True
+            self._group = failure = None  # an error's traceback refers to this frame
+            await self._pool.aclose()
+        if beyond := sorted(self._earlier.keys() - self._done.keys()):
+            raise FileExistsError(
+                f"{self._url(names.name(beyond[0]))} was written by an earlier run, from more samples than there are "
+                "now: choose another name, or delete all by overwrite=True"
+            )
+        await self._write_index(complete=True)
+        found = [self._done[number] for number in range(len(self._done))]
+        return [WrittenShard(self._url(each.name), each.samples, each.bytes, each.sha256) for each in found]
+
+    # ------------------------------------------------------------------------------------------------- one shard
+
+    async def _begin(self, shard: CutShard) -> None:
+        """Start to write a shard, as soon as the memory allows it."""
+        # By the limit, not by the shard's size: the next shard grows while this one is uploaded.
+        while self._uploading and (
+            self._uploaded_bytes + shard.size + self._max_bytes > self._buffer_bytes or self._uploading >= MOST_AT_ONCE
+        ):
+            self._freed.clear()
+            await self._freed.wait()
+        assert self._group is not None
+        self._uploading += 1
+        self._uploaded_bytes += shard.size
+        self._group.create_task(self._finish(shard), name=f"asyncloader-shard-{shard.number}")
+
+    async def _finish(self, shard: CutShard) -> None:
+        try:
+            name = self._names.name(shard.number)
+            pieces, size, digest = await self._pool.run(partial(self._assemble, shard))
+            earlier = self._earlier.get(shard.number)
+            if earlier is not None and earlier.sha256 != digest:
+                raise FileExistsError(
+                    f"{self._url(name)} exists with other samples than those from number {shard.first:,} on: choose "
+                    "another name, or delete all by overwrite=True"
+                )
+            if earlier is not None and await self._is_stored(earlier):
+                self._done[shard.number] = earlier
+                return
+            transport, path = self._find(name)
+            etag = (await transport.write(path, pieces)).etag
+            self._done[shard.number] = ShardRecord(name, shard.samples, size, shard.size, digest, etag)
+            self._save_soon()
+        finally:
+            self._uploading -= 1
+            self._uploaded_bytes -= shard.size
+            self._freed.set()
+
+    def _assemble(self, shard: CutShard) -> tuple[Sequence[Buffer], int, str]:
+        """Return the object's bytes, their number, and their digest. In a thread."""
+        pieces = self._encoder.assemble(shard.parts)
+        if self._compress is not None:
+            pieces = self._compress([*self._until_stopped(pieces)])
+        digest, size = hashlib.sha256(), 0
+        for piece in self._until_stopped(pieces):
+            digest.update(piece)
+            size += memoryview(piece).nbytes
+        return pieces, size, digest.hexdigest()
+
+    def _until_stopped(self, pieces: Sequence[Buffer]) -> Iterator[Buffer]:
+        for piece in pieces:
+            if self._stopped:
+                raise _Stopped
+            yield piece
+
+    # ------------------------------------------------------------------------------------------------- the index
+
+    def _save_soon(self) -> None:
+        """Have the index written: by one task, which writes once for all shards that become complete meanwhile."""
+        self._unsaved = True
+        if not self._saving and self._group is not None:
+            self._saving = True
+            self._group.create_task(self._save(), name="asyncloader-shard-index")
+
+    async def _save(self) -> None:
+        try:
+            while self._unsaved:
+                self._unsaved = False
+                await self._write_index(complete=False)
+        finally:
+            self._saving = False
+
+    async def _write_index(self, *, complete: bool) -> None:
+        if complete and isinstance(self._encoder, MdsEncoder):
+            each = (self._done[number] for number in range(len(self._done)))
+            files = [MdsFile(one.name, one.samples, one.size, one.bytes) for one in each]
+            ending = self._names.after.rpartition(".")[2] if self._compress else None
+            await self._put(INDEX, mds_index(self._encoder, files, ending, self._max_bytes))
+        shards = self._done if complete else {**self._earlier, **self._done}
+        await self._put(self._names.index_name, dump_index(ShardIndex(complete, self._settings, shards)))
+
+    async def _read_index(self) -> ShardIndex | None:
+        transport, path = self._find(self._names.index_name)
+        try:
+            data = await transport.read(path, max_bytes=MAX_INDEX_BYTES)
+        except ObjectNotFound:
+            return None
+        try:
+            return parse_index(data, self._names)
+        except ValueError as error:
+            if self._overwrite:
+                return None
+            raise FileExistsError(
+                f"{self._url(self._names.index_name)} exists, and is no index of these shards: {error}; choose another "
+                "name, or delete it by overwrite=True"
+            ) from None
+
+    def _check_settings(self, index: ShardIndex) -> None:
+        earlier: dict[str, Any] = index.settings if isinstance(index.settings, dict) else {}
+        for name, value in self._settings.items():
+            if earlier.get(name) != value:
+                raise FileExistsError(
+                    f"{self._url(self._names.index_name)} is of shards written with {name}={earlier.get(name)!r}, not "
+                    f"{value!r}: repeat those arguments, choose another name, or delete all by overwrite=True"
+                )
+
+    # --------------------------------------------------------------------------------------------- an earlier run
+
+    async def _stored(self) -> dict[str, None]:
+        """Return the names of the objects that are shards of this data set, in order."""
+        here = "" if self._stores.transport is not None else "./"
+        transport, prefix = self._stores.find(self._names.folder or here)
+        found: dict[str, None] = {}
+        try:
+            async with aclosing(transport.list(prefix + self._names.before)) as paths:
+                async for path in paths:
+                    name = path[len(prefix) :]
+                    if self._names.number(name) is not None or (self._is_mds and name == INDEX):
+                        found[name] = None
+            if self._is_mds and await self._exists(INDEX):
+                found[INDEX] = None
+        except ObjectNotFound:  # the folder does not exist
+            return {}
+        return found
+
+    async def _exists(self, name: str) -> bool:
+        transport, path = self._find(name)
+        try:
+            await transport.info(path)
+        except ObjectNotFound:
+            return False
+        return True
+
+    async def _find_start(self) -> Start:
+        """Return the beginning of the first shard that is not complete."""
+        number = sample = 0
+        while numbers := [each for each in range(number, number + CHECKS) if each in self._earlier]:
+            intact = await gather_all(self._is_stored(self._earlier[each]) for each in numbers)
+            for each, kept in zip(numbers, intact, strict=True):
+                if each != number or not kept:
+                    break
+                self._done[each] = self._earlier[each]
+                sample += self._earlier[each].samples
+                number += 1
+            else:
+                continue
+            break
+        return Start(number, sample)
+
+    async def _is_stored(self, record: ShardRecord) -> bool:
+        """Return whether the store has the recorded bytes: by their version, otherwise by their digest."""
+        transport, path = self._find(record.name)
+        try:
+            info = await transport.info(path)
+            if info.size != record.bytes or (info.etag is not None and info.etag == record.etag):
+                return info.size == record.bytes
+            digest = hashlib.sha256()
+            async with aclosing(transport.stream(path, chunk_size=4 << 20)) as chunks:
+                async for chunk in chunks:
+                    await self._pool.run(partial(digest.update, chunk))
+        except ObjectNotFound:
+            return False
+        return digest.hexdigest() == record.sha256
+
+    # ------------------------------------------------------------------------------------------------- the store
+
+    @property
+    def _is_mds(self) -> bool:
+        return self._names.format.name == "mds"
+
+    def _url(self, name: str) -> str:
+        return self._names.folder + name
+
+    def _find(self, name: str) -> tuple[Transport, str]:
+        return self._stores.find(self._url(name))
+
+    async def _put(self, name: str, data: bytes) -> None:
+        transport, path = self._find(name)
+        await transport.write(path, [data])
+
+    async def _delete(self, name: str) -> None:
+        transport, path = self._find(name)
+        await transport.delete(path)
+
+    async def aclose(self) -> None:
+        """End the threads; `write` does so, too."""
+        self._stopped = True
+        await self._pool.aclose()
