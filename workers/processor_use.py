@@ -27,6 +27,8 @@ def thread_delay() -> float:
 
 
 def _read_delay(fd: int) -> float:
+    if fd < 0:  # Windows has no `pread` either
+        return 0.0
     try:
         return int(os.pread(fd, 64, 0).split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
