@@ -60,6 +60,7 @@ async def write_shards(
     max_bytes: Size = "256MiB",
     max_samples: int | None = None,
     workers: int = 0,
+    multiprocessing_context: Any = None,
     columns: Any = None,
     overwrite: bool = False,
     buffer_bytes: Size = "1GiB",
@@ -74,7 +75,8 @@ async def write_shards(
     and digests; and for MDS ``index.json``, which MosaicML's readers need. Called again with the same arguments after
     it was killed, it keeps the shards that are complete and writes the others, byte for byte those of an undisturbed
     run. Of a map dataset it does not ask for the samples of the complete shards again; an iterable must give all
-    samples again, from the first, and those of the complete shards are compared.
+    samples again, from the first, and those of the complete shards are compared. When cancelled, it waits for the
+    sample that an iterable is computing.
 
     Args:
         samples: an iterable or asynchronous iterable of dictionaries, as `RemoteIterableDataset` gives them; or a map
@@ -88,7 +90,10 @@ async def write_shards(
         workers: processes that compute and encode the samples of a map dataset. 0: this process.
         columns: the types of MDS columns, by MosaicML's names (``{"image": "jpeg", "label": "int"}``), or of Parquet
             columns (a `pyarrow.Schema`, or a dictionary of pyarrow types). None: those of the first sample.
-        overwrite: delete the shards of these names first, also if another program wrote them.
+        multiprocessing_context: how these processes are started, as of a loader. Samples that come from an object
+            store, through this package, need ``"forkserver"`` or ``"spawn"``.
+        overwrite: delete the shards of these names first, also if another program wrote them, and those of a writer
+            that was killed: nothing is kept.
         buffer_bytes: of the shards in memory before compression: one that grows, and those that are being written,
             which are as many as fit, but at least one. Default ``"1GiB"``.
         transport: writes all shards; the URL is then a path below its root.
@@ -108,7 +113,7 @@ async def write_shards(
     limit, buffered = size("max_bytes", max_bytes), size("buffer_bytes", buffer_bytes)
     if max_samples is not None and (not isinstance(max_samples, int) or max_samples < 1):
         raise ValueError(f"max_samples should be a number of samples, at least 1, or None, but got {max_samples!r}")
-    source = _source(samples, workers)
+    source = _source(samples, workers, multiprocessing_context)
     stores = Stores(storage_options, transport=transport)
     try:
         encoder = await _encoder(names.format.name, columns, source)
@@ -144,13 +149,13 @@ def write_shards_sync(samples: Samples | MapDataset, url: str, **options: Any) -
     return run_in_thread(write_shards(samples, url, **options))
 
 
-def _source(samples: Any, workers: int) -> SampleSource | _MapSource:
+def _source(samples: Any, workers: int, context: Any) -> SampleSource | _MapSource:
     if not isinstance(workers, int) or workers < 0:
         raise ValueError(f"workers should be a number of processes, 0 for none, but got workers={workers!r}")
     iterable = hasattr(samples, "__iter__") or hasattr(samples, "__aiter__")
     is_map = hasattr(samples, "__getitem__") and hasattr(samples, "__len__") and not isinstance(samples, Mapping)
     if is_map and not isinstance(samples, IterableDataset) and (workers or not iterable):
-        return _MapSource(cast("MapDataset", samples), workers)
+        return _MapSource(cast("MapDataset", samples), workers, context)
     if not iterable:
         raise TypeError(f"samples is a {type(samples).__name__}: neither an iterable of samples nor a map dataset")
     if workers:
@@ -183,9 +188,10 @@ async def _encoder(name: str, columns: Any, source: SampleSource | _MapSource) -
 class _MapSource:
     """The samples of a map dataset, encoded by the workers of a loader."""
 
-    def __init__(self, dataset: MapDataset, workers: int) -> None:
+    def __init__(self, dataset: MapDataset, workers: int, context: Any) -> None:
         self._dataset = dataset
         self._workers = workers
+        self._context = context
         self.length = len(dataset)
 
     async def first(self) -> Any:
@@ -204,6 +210,7 @@ class _MapSource:
             batch_sampler=tasks,
             collate_fn=_Collate(encoder),
             num_workers=self._workers,
+            multiprocessing_context=self._context if self._workers else None,
         )
         async with loader, aclosing(cast("Any", aiter(loader))) as batches:
             async for data, sizes, keys, failure in batches:

@@ -11,17 +11,14 @@ no counter (macOS, no memory controller, a kernel before 4.13), memory is assume
 
 from __future__ import annotations
 
-import mmap
 import os
+import resource
 import sys
 from pathlib import Path
 
 from asyncloader.workers.memory.segment import memory_groups
 
-if sys.platform != "win32":
-    import resource
-
-_PAGE = mmap.PAGESIZE
+_PAGE = resource.getpagesize()
 
 
 class PrivateMemory:

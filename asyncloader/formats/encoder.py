@@ -131,6 +131,9 @@ class ShardEncoder(ABC):
 class RecordEncoder(ShardEncoder):
     """An encoder of a format whose shards are the samples' bytes, one after the other."""
 
+    keyed: ClassVar[bool] = False
+    """Whether a shard must not contain a ``__key__`` twice."""
+
     @abstractmethod
     def encode_sample(self, sample: Mapping[str, Any]) -> list[bytes | memoryview]:
         """Return the bytes of a sample, in pieces.
@@ -138,10 +141,6 @@ class RecordEncoder(ShardEncoder):
         Raises:
             BadSample: the format cannot hold it.
         """
-
-    def key_of(self, sample: Mapping[str, Any]) -> str | None:  # noqa: ARG002 - for formats with keys
-        """Return the key that a shard must not contain twice; None: the format has no keys."""
-        return None
 
     def batch(self) -> EncodedBatch:
         """Begin to encode samples, like `ShardEncoder.batch`."""
@@ -171,9 +170,11 @@ class _RecordBatch(EncodedBatch):
 
     def _add(self, sample: Mapping[str, Any]) -> None:
         found = self._encoder.encode_sample(sample)
-        size = sum(map(len, found))
-        if (key := self._encoder.key_of(sample)) is not None:
-            self._keys.append(key)
+        size = 0
+        for piece in found:
+            size += len(piece)
+        if self._encoder.keyed:
+            self._keys.append(sample["__key__"])
         self._pieces += found
         self._sizes.append(size)
         self.size += size

@@ -106,11 +106,13 @@ class MdsEncoder(RecordEncoder):
     def encode_sample(self, sample: Mapping[str, Any]) -> list[bytes | memoryview]:
         """Return a sample's bytes, like `RecordEncoder.encode_sample`."""
         plan = self._plan
-        if len(sample) - ("__key__" in sample) - ("__url__" in sample) != len(plan) or not plan.keys() <= sample.keys():
+        if len(sample) - ("__key__" in sample) - ("__url__" in sample) != len(plan):
             check_fields(sample, plan)
         values: list[bytes | memoryview] = [b""]
         sizes: list[int] = []
         for name, (encode, varies) in plan.items():
+            if name not in sample:
+                check_fields(sample, plan)
             value = encode(name, sample[name])
             values.append(value)
             if varies:

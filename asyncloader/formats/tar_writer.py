@@ -33,12 +33,8 @@ class TarEncoder(RecordEncoder):
     A value is bytes; a text, written as UTF-8; or, in a field whose name ends with ``json``, what `json.dumps` takes.
     """
 
+    keyed = True
     base_bytes = len(END)
-
-    def key_of(self, sample: Mapping[str, Any]) -> str:
-        """Return the sample's key, like `RecordEncoder.key_of`."""
-        key: str = sample["__key__"]
-        return key
 
     def encode_sample(self, sample: Mapping[str, Any]) -> list[bytes | memoryview]:
         """Return a sample's members, like `RecordEncoder.encode_sample`."""

@@ -79,7 +79,8 @@ class SampleSource:
         """End the thread, after the sample that it is waiting for, and close the iterable if it is a generator."""
         self._stopped = True
         try:
-            await self._in_thread(self._close)
+            # Also if the caller is cancelled: what a generator has opened must be closed in its thread.
+            await self._pool.finish(partial(self._context.run, self._close))
             close = getattr(self._async_iterator, "aclose", None)
             if close is not None:
                 await close()
@@ -114,22 +115,27 @@ class SampleSource:
 
     def _take(self, encoder: ShardEncoder) -> EncodedSamples:
         batch = encoder.batch()
-        while batch.size < BATCH_BYTES and batch.count < BATCH_SAMPLES and not self._stopped:
-            found = self._first or self._few()
-            if not found or not batch.add(found[0]):
+        if self._first and not batch.add(self._first.pop()):
+            return batch.finish()
+        for sample in self._iterate():
+            fits = batch.add(sample)
+            if not fits or batch.size >= BATCH_BYTES or batch.count >= BATCH_SAMPLES or self._stopped:
                 break
-            found.clear()
+        else:
+            self._ended = True
         return batch.finish()
 
     def _few(self) -> list[Any]:
         """Return the next sample in a list; an empty list at the end."""
+        for sample in self._iterate():
+            return [sample]
+        self._ended = True
+        return []
+
+    def _iterate(self) -> Iterator[Any]:
         if self._iterator is None:
             self._iterator = iter(cast("Iterable[Any]", self._samples))
-        try:
-            return [next(self._iterator)]
-        except StopIteration:
-            self._ended = True
-            return []
+        return self._iterator
 
     def _close(self) -> None:
         close = getattr(self._iterator, "close", None)

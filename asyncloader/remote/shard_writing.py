@@ -128,6 +128,10 @@ class ShardWriter:
             FileExistsError: the store has shards of these names that this writer would not continue.
             TransportError: the store cannot be read or written.
         """
+        transport, path = self._find(self._names.index_name)
+        if type(transport).write is Transport.write:
+            # Its error says that it is for reading only; a web server would first be asked for what it has.
+            await transport.write(path, [])
         index = await self._read_index()
         stored = await self._stored()
         start = Start(0, 0)

@@ -18,7 +18,7 @@ import pytest
 from typing_extensions import Buffer
 
 from asyncloader import RemoteIterableDataset, ShardWriteError, WrittenShard, write_shards, write_shards_sync
-from asyncloader.transports import AccessDenied, MemoryTransport, ObjectInfo, WriteFailed, file_writing
+from asyncloader.transports import MemoryTransport, ObjectInfo, WriteFailed, file_writing
 from asyncloader.transports.errors import TransportError
 
 FORMATS = ["tar", "tar.gz", "tgz", "jsonl", "jsonl.zst", "tfrecord", "mds", "mds.gz", "mds.zst", "parquet"]
@@ -119,6 +119,13 @@ async def test_workers_write_the_same_bytes(format: str, kind: type[Numbered], t
         }
     write_shards_sync(list(samples_of(format)), pattern(tmp_path / "list", format), **LIMIT)
     assert files_in(tmp_path / "list") == files_in(tmp_path / "a")
+
+
+async def test_workers_are_started_as_the_loader_s(tmp_path: Path) -> None:
+    """By a fork server, to which the dataset and the encoder are pickled."""
+    url = pattern(tmp_path, "mds")
+    shards = await write_shards(Numbered("mds"), url, workers=1, multiprocessing_context="forkserver", **LIMIT)
+    assert await write_shards(Numbered("mds"), url, **LIMIT) == shards
 
 
 async def test_what_mosaicml_wrote_is_written_again(tmp_path: Path) -> None:
@@ -466,42 +473,3 @@ async def test_two_writers_of_one_file(tmp_path: Path) -> None:
     await write_shards(samples_of("tar"), pattern(tmp_path / "b", "tar"), **LIMIT)
     expected = files_in(tmp_path / "b")
     assert all(data == expected[name] for name, data in files_in(tmp_path / "a").items() if name.startswith("train"))
-
-
-async def test_a_store_for_reading_only() -> None:
-    """It is refused before a sample is encoded."""
-    with pytest.raises((WriteFailed, AccessDenied), match="for reading only"):
-        await write_shards(samples_of("tar"), "x/train-{shard}.tar", transport=ReadOnly())
-
-
-class ReadOnly(MemoryTransport):
-    async def write(self, path: str, pieces: Sequence[Buffer]) -> ObjectInfo:
-        return await super(MemoryTransport, self).write(path, pieces)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"max_bytes": 0}, "max_bytes should be"),
-        ({"max_samples": 0}, "max_samples should be"),
-        ({"buffer_bytes": "x"}, "buffer_bytes should be"),
-        ({"workers": -1}, "workers should be"),
-        ({"workers": 2}, "samples is an iterable"),
-        ({"columns": {"a": "int"}}, "tar has none"),
-        ({"format": "jsonl"}, "does not end with the extension"),
-    ],
-)
-async def test_arguments_are_checked(options: dict[str, Any], text: str) -> None:
-    """Each is named, with its value."""
-    with pytest.raises(ValueError, match=text):
-        await write_shards(samples_of("tar"), "train-{shard}.tar", transport=MemoryTransport(), **options)
-
-
-async def test_samples_and_limits_are_checked() -> None:
-    """What is no source of samples; more than a format can hold; a first sample without a type."""
-    with pytest.raises(TypeError, match="neither an iterable of samples nor a map dataset"):
-        await write_shards(3, "train-{shard}.tar", transport=MemoryTransport())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="more than mds allows"):
-        await write_shards(samples_of("mds"), "{shard}.mds", transport=MemoryTransport(), max_bytes="4GiB")
-    with pytest.raises(ShardWriteError, match="sample 0 cannot be written: its field 'a' is a object"):
-        await write_shards([{"a": object()}], "{shard}.mds", transport=MemoryTransport())

@@ -1,0 +1,26 @@
+"""The benchmark of shard writers: it runs, and finds wrong content. No speed is asserted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import shard_writers
+
+
+def test_writers_are_measured_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both inputs, ours and the peer that is installed."""
+    shard_writers.main(["--rounds", "1", "--number", "400", "--large", "100000", "--folder", f"{tmp_path}/shards"])
+    found = capsys.readouterr().out
+    assert found.count("webdataset ShardWriter") == 2
+    assert found.count("ratio") >= 2
+
+
+def test_wrong_content_is_found(tmp_path: Path) -> None:
+    """A sample that differs in one byte."""
+    data = shard_writers.samples(5, 10)
+    expected = shard_writers.digest_of(iter(data))
+    data[3]["jpg"] = data[3]["jpg"][:-1] + bytes([data[3]["jpg"][-1] ^ 1])
+    with pytest.raises(AssertionError, match="has other samples"):
+        shard_writers.seconds(shard_writers.write_tar, data, tmp_path / "shards", expected)
