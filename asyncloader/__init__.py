@@ -224,13 +224,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if sys.platform == "win32" and name in ("AsyncDataLoader", "DataLoader", "StatefulDataLoader", "install"):
-        from asyncloader.errors import UnsupportedPlatform
+    if sys.platform == "win32" and name == "install":
+        from asyncloader.errors import NO_PROCESSES, UnsupportedPlatform
 
-        raise UnsupportedPlatform(
-            "asyncloader's workers need Unix sockets that pass file descriptors, which Windows does not have. "
-            "Use torch.utils.data.DataLoader here, or run under WSL."
-        )
+        raise UnsupportedPlatform(f"install() would give {NO_PROCESSES}")
     value = globals()[name] = getattr(_imported(_OWN.get(name, "torch.utils.data")), name)
     return value
 

@@ -132,7 +132,7 @@ class WorkerDied(LoaderError, RuntimeError):
 
     def _sentence(self) -> str:
         # The process's last output comes before the advice: the last line of an error is what a user reads.
-        trace = f"\nWhat it wrote last:\n{self.trace}\n" if self.trace else " "
+        trace = f"\n{'What it wrote last' if self.pid else 'It was here'}:\n{self.trace}\n" if self.trace else " "
         more = " ".join(filter(None, (self.reason, self.advice)))
         if not self.pid:
             return f"DataLoader worker {self.worker_id}, a thread, is lost.{trace}{more}".rstrip()
@@ -154,7 +154,7 @@ class TaskQuarantined(LoaderError, RuntimeError):
     Attributes:
         indices: the sampler's item for the batch: a list of indices, or one index; None for a stream.
         deaths: worker number, pid and exit code of each worker that it killed (see `WorkerDied`).
-        stderr: the last lines of the last worker's standard error; may be empty.
+        stderr: the last lines of the last worker's standard error, or the stack of a thread; may be empty.
         advice: further information, and what to do.
     """
 
@@ -183,8 +183,11 @@ class TaskQuarantined(LoaderError, RuntimeError):
             f"worker {worker} (pid {pid}, {ending(code)})" if pid else f"worker {worker} (a thread)"
             for worker, pid, code in self.deaths
         )
-        stderr = f"\nThe last lines of standard error:\n{self.stderr}\n" if self.stderr else " "
-        text = f"the task for {what} killed {len(self.deaths)} workers and is not tried again: {who}."
+        threads = not any(pid for _, pid, _ in self.deaths)
+        head = "The last was here" if threads else "The last lines of standard error"
+        stderr = f"\n{head}:\n{self.stderr}\n" if self.stderr else " "
+        verb = "took" if threads else "killed"
+        text = f"the task for {what} {verb} {len(self.deaths)} workers and is not tried again: {who}."
         return f"{text}{stderr}{self.advice}"
 
 
@@ -375,6 +378,13 @@ class ShardWriteError(LoaderError, ValueError):
 
 class UnsupportedPlatform(LoaderError, RuntimeError):
     """asyncloader does not support worker processes on this system."""
+
+
+NO_PROCESSES = (
+    "worker processes, which need Unix sockets that pass file descriptors. Windows does not have these. Use "
+    'num_workers=0 or workers="threads" (not tested on Windows itself), torch.utils.data.DataLoader, or WSL'
+)
+"""The end of an `UnsupportedPlatform` error's text."""
 
 
 class NeverIteratedWarning(UserWarning):

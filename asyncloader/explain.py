@@ -209,10 +209,14 @@ def _device(spec: LoaderSpec[Any], config: EpochConfig, statistics: Statistics) 
 
 def diagnose_run(spec: LoaderSpec[Any], statistics: Statistics) -> Diagnosis:
     """Judge what bounds a loader's run so far."""
+    from asyncloader.telemetry.counters import total
     from asyncloader.telemetry.diagnosis import diagnose
     from asyncloader.telemetry.run_figures import Run
 
     config = EpochConfig.of(spec)
+    blocks, in_threads = statistics.blocks(), start_method(config) == THREADS
+    # The process's CPU time has that of its worker threads.
+    of_workers = sum(total(block, "cpu_s") for worker, block in blocks.items() if worker >= 0) if in_threads else 0.0
     size = getattr(config.batch_sampler, "batch_size", None) if config.auto_collation else 1
     run = Run(
         batches=statistics.batches,
@@ -220,18 +224,19 @@ def diagnose_run(spec: LoaderSpec[Any], statistics: Statistics) -> Diagnosis:
         elapsed_s=statistics.elapsed_s,
         wait_s=statistics.wait_s,
         startup_s=statistics.startup_s,
-        main_cpu_s=statistics.main_cpu_s,
+        main_cpu_s=max(0.0, statistics.main_cpu_s - of_workers),
         ring_copies=statistics.ring_copies,
         oversize=statistics.oversize_batches,
         ring_needed=statistics.ring_needed,
         retirements=statistics.worker_retirements,
-        blocks=statistics.blocks(),
+        blocks=blocks,
         cpus=usable_cpus(),
         cpu_limit=cpu_limit(),
         others_cpu=statistics.others_cpu(),
         workers=config.num_workers,
         persistent=config.persistent_workers,
         forks=start_method(config) == "fork",
+        in_threads=in_threads,
         prefetch_factor=config.prefetch_factor,
         batch_size=size if isinstance(size, int) and size > 0 else 1,
         iterable=config.iterable,

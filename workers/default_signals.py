@@ -21,7 +21,11 @@ import threading
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
-_SYNCHRONOUS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
+_SYNCHRONOUS = {
+    getattr(signal, name)
+    for name in ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP")
+    if hasattr(signal, name)  # not all on Windows
+}
 """Sent for an instruction of the thread itself: while blocked, they would end the process without a trace."""
 
 

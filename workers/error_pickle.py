@@ -20,13 +20,13 @@ from asyncloader.workers.tracebacks import hide_our_frames
 
 def pickle_error(error: Exception, worker_id: int) -> bytes:
     """Pickle an error as the main process raises it: a `LoaderError` as it is, others in torch's wrapper."""
-    sent = caught_in(error, worker_id, "process")
+    sent = caught_in(error, worker_id, "process", f"pid {os.getpid()}")
     return pickle.dumps(sent) if isinstance(sent, LoaderError) else _pickled(sent)
 
 
-def caught_in(error: Exception, worker_id: int, kind: str) -> Any:
-    """Return the error of a worker that is this `kind` of thing as the consumer gets it, without its frames: a
-    `LoaderError` as it is, others in torch's wrapper.
+def caught_in(error: Exception, worker_id: int, kind: str, place: str) -> Any:
+    """Return the error of a worker that is this `kind` of thing, at this `place`, as the consumer gets it, without its
+    frames: a `LoaderError` as it is, others in torch's wrapper.
     """
     where = f"in DataLoader worker {kind} {worker_id}"
     notes = [] if isinstance(error, LoaderError) else take_notes(error)
@@ -38,7 +38,7 @@ def caught_in(error: Exception, worker_id: int, kind: str) -> Any:
         error.add_note(f"Raised {where}.\nOriginal {wrapper.exc_msg}")
         return error.with_traceback(None)
     # Kept apart from torch's text, whose last line must be the exception's own; `raise_worker_error` adds them.
-    wrapper.notes = [f"{note}, in worker {worker_id} (pid {os.getpid()})" for note in notes]
+    wrapper.notes = [f"{note}, in worker {worker_id} ({place})" for note in notes]
     return wrapper
 
 

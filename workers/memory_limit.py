@@ -11,14 +11,17 @@ no counter (macOS, no memory controller, a kernel before 4.13), memory is assume
 
 from __future__ import annotations
 
+import mmap
 import os
-import resource
 import sys
 from pathlib import Path
 
 from asyncloader.workers.memory.segment import memory_groups
 
-_PAGE = resource.getpagesize()
+if sys.platform != "win32":
+    import resource
+
+_PAGE = mmap.PAGESIZE
 
 
 class PrivateMemory:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from time import process_time
+from collections.abc import Callable
 
 from asyncloader.telemetry.counters import Recorder
 
@@ -17,7 +17,7 @@ _SCHEDULING = "/proc/thread-self/schedstat"
 def thread_delay() -> float:
     """Seconds that this thread was ready to run so far and waited for a CPU; 0 where the kernel does not count them."""
     try:
-        fd = os.open(_SCHEDULING, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(_SCHEDULING, os.O_RDONLY)
     except OSError:
         return 0.0
     try:
@@ -27,6 +27,8 @@ def thread_delay() -> float:
 
 
 def _read_delay(fd: int) -> float:
+    if fd < 0:  # Windows has no `pread` either
+        return 0.0
     try:
         return int(os.pread(fd, 64, 0).split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
@@ -34,25 +36,26 @@ def _read_delay(fd: int) -> float:
 
 
 class ProcessorUse:
-    """Measures this process from now on.
+    """Measures this process, or this thread, from now on.
 
     Args:
-        recorder: gets the CPU seconds of all threads, and the seconds that the calling thread was ready to run and
-            waited for a CPU, where the kernel counts these.
+        recorder: gets the CPU seconds, and the seconds that the calling thread was ready to run and waited for a CPU,
+            where the kernel counts these.
+        clock: `time.process_time`: the CPU seconds of all threads; `time.thread_time`: of the calling thread.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._begun = process_time()
+    def __init__(self, recorder: Recorder, clock: Callable[[], float]) -> None:
+        self._recorder, self._clock = recorder, clock
+        self._begun = clock()
         self._fd = -1
         with contextlib.suppress(OSError):
             # The path names the thread that opens it, and the open file stays that thread's, whichever thread reads it.
-            self._fd = os.open(_SCHEDULING, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(_SCHEDULING, os.O_RDONLY)
         self._delayed = _read_delay(self._fd)
 
     def record(self) -> None:
         """Write the current figures."""
-        self._recorder.put("cpu_s", process_time() - self._begun)
+        self._recorder.put("cpu_s", self._clock() - self._begun)
         self._recorder.put("delayed_s", _read_delay(self._fd) - self._delayed)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ are waited for is decided in `worker.py`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
@@ -86,7 +87,7 @@ class TaskRunner:
         self._draw_check = draw_check
         self._codec = codec
         self._time = recorder.time
-        self._processor_use = ProcessorUse(recorder) if draw_check is None and self._alone else None
+        self._processor_use = ProcessorUse(recorder, self._clock) if draw_check is None else None
         self._look_at = 0.0  # when to record it again
         self._starting = self._fresh = True  # no epoch has begun, no batch was made
         self._ready = perf_counter()
@@ -415,6 +416,8 @@ class TaskRunner:
                 self._record(sent, begin, fetched)
                 # Nothing was awaited since the fetch, so no other task has advanced the dataset.
                 self._answer(epoch, seq, written, encoded, reader.cursor(), self._cpu_time())
+        except asyncio.CancelledError:
+            raise  # the loop's own: one of the dataset's came as another error
         except self._caught as error:
             # Otherwise the task was voided, by a RESET or by the end of the dataset, while it ran.
             if epoch == self._epoch and not self._ended:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +24,9 @@ from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.delivery.numa import node_of
 from asyncloader.errors import DeviceUnavailable, PageLockError
 from asyncloader.workers.fetch.plain_context import plain_context
+
+if sys.platform != "win32":
+    import resource
 
 # CU_MEMHOSTREGISTER_PORTABLE: the memory is page-locked for the runtime, too, and for all devices.
 _PORTABLE = 0x01

@@ -17,7 +17,6 @@ The caller never has two calls in progress at a time.
 from __future__ import annotations
 
 import asyncio
-import resource
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -34,12 +33,15 @@ from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.threads import JobThreads
 from asyncloader.workers.memory.live_objects import LiveObjects
 
+if sys.platform != "win32":
+    import resource
+
 HOLD_SECONDS: Final = 1e-3
 """How long one batch, or ``async for`` over several, may hold up the loop. The way to the thread and back takes 60 to
 120 microseconds, a twentieth of this or more; and Python code in a thread keeps the loop waiting, too: for the GIL, up
 to 5 milliseconds (`sys.getswitchinterval`)."""
 
-_OF_THREAD: Final[int | None] = getattr(resource, "RUSAGE_THREAD", None)
+_OF_THREAD: Final[int | None] = None if sys.platform == "win32" else getattr(resource, "RUSAGE_THREAD", None)
 """None where the system does not count the waits of a thread (macOS): there the dataset is always called in the thread.
 """
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from asyncloader.errors import NoEffectWarning
+from asyncloader.errors import NO_PROCESSES, NoEffectWarning, UnsupportedPlatform
 from asyncloader.ranks.topology import check_group
 from asyncloader.samplers.distributed import ON_UNEVEN
 from asyncloader.sizes import optional_size
@@ -221,7 +221,9 @@ def _check_what_needs_a_device(options: Mapping[str, Any], _: bool) -> None:
         raise ValueError(f"{name} is about batches on a device, and needs device=, for example device='cuda'")
 
 
-def _check_threads(options: Mapping[str, Any], _: bool) -> None:
+def _check_workers(options: Mapping[str, Any], _: bool) -> None:
+    if sys.platform == "win32" and options["num_workers"] and options["workers"] != THREADS:
+        raise UnsupportedPlatform(f"num_workers={options['num_workers']} asks for {NO_PROCESSES}")
     if options["workers"] == THREADS and (context := options["multiprocessing_context"]) is not None:
         raise ValueError(
             f"workers={THREADS!r} and multiprocessing_context={context!r} exclude one another: threads are started in "
@@ -234,7 +236,7 @@ _AFTER: dict[str, Callable[[Mapping[str, Any], bool], None]] = {
     "rank": _check_rank,
     "on_uneven": _check_uneven_stream,
     "on_error": _check_refill,
-    "workers": _check_threads,
+    "workers": _check_workers,
     "static_buffers": _check_what_needs_a_device,
 }
 """The checks that follow an option's own: of its combinations with other options, and with the dataset."""

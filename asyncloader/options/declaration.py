@@ -52,6 +52,7 @@ from asyncloader.service.definition import Defined
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_stream
 from asyncloader.workers.fetch.error_notes import add_note
+from asyncloader.workers.source import THREADS
 
 OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Exception], Any]
 
@@ -322,6 +323,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         for check in checks_of(flat, defaults, iterable=is_iterable(self)):
             check()  # here, and not in a function of its own: the user's traceback is a frame shorter
         self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
+        self.check_worker_number_rationality()
         changed = [name for name in defaults if flat[name] != defaults[name]]
         changed += ["collate_fn"] * (flat["collate_fn"] is not None)
         unknown = isinstance(dataset, UnknownDataset)
@@ -380,20 +382,22 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         """Hook: called before workers start for an iterator of this loader."""
 
     def check_worker_number_rationality(self) -> None:
-        """Give torch's warning about too many workers, but also consider a container's CPU quota."""
-        if isinstance(self.dataset, RemoteDataset):
-            return  # its workers are logical ones, elsewhere
-        quota = cpu_quota()
-        if not self.num_workers or quota is None or quota >= affinity():
+        """Give torch's warning about too many workers, but also consider a container's CPU quota, and threads."""
+        options = vars(self).get("_asyncloader_options")
+        if options is None or isinstance(self.dataset, RemoteDataset):
+            return  # torch's constructor calls this before the options are known; or the workers are elsewhere
+        quota, most, limit = cpu_quota(), affinity(), ""
+        if quota is not None and quota < most:
+            most, limit = quota, " (the control group's CPU quota)"
+        kind = "threads" if options.workers == THREADS else "processes"
+        if kind == "processes" and not limit:
             super().check_worker_number_rationality()
-            return
-        if self.num_workers > quota:
+        elif self.num_workers > most:
             warnings.warn(
-                f"This DataLoader will create {self.num_workers} worker processes in total. Our suggested max number "
-                f"of worker in current system is {quota} (the control group's CPU quota), which is smaller than what "
-                "this DataLoader is going to create. Please be aware that excessive worker creation might get "
-                "DataLoader running slow or even freeze, lower the worker number to avoid potential slowness/freeze "
-                "if necessary.",
+                f"This DataLoader will create {self.num_workers} worker {kind} in total. Our suggested max number of "
+                f"worker in current system is {most}{limit}, which is smaller than what this DataLoader is going to "
+                "create. Please be aware that excessive worker creation might get DataLoader running slow or even "
+                "freeze, lower the worker number to avoid potential slowness/freeze if necessary.",
                 stacklevel=2,
             )
 

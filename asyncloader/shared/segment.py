@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import multiprocessing.context as context  # noqa: PLR0402 - pyright knows it by this name only
 import os
-import resource
+import sys
 import tempfile
 import weakref
 from multiprocessing import reduction
@@ -23,6 +23,9 @@ from typing import Any
 
 from asyncloader.errors import RingMemoryError
 from asyncloader.workers.memory import segment
+
+if sys.platform != "win32":
+    import resource
 
 _BUFFER = 1 << 20  # bytes that are buffered before they are written
 _STEP = 1 << 26  # most bytes that are reserved at a time for small writes

@@ -169,8 +169,9 @@ def _workers_trouble(run: Run) -> tuple[Bound, dict[str, float], str] | None:
     if run.held_up:
         transfer = run.mean("transfer")
         words = (
-            f"Finished batches lay {transfer * 1e3:.3g} ms before this process took note of them: its code holds the "
-            "GIL, or blocks the event loop, for so long at a time."
+            f"Finished batches lay {transfer * 1e3:.3g} ms before this process took note of them: "
+            f"{'its code or that of the samples' if run.in_threads else 'its code'} holds the GIL, or blocks the event "
+            "loop, for so long at a time."
         )
         return "consumer process", {"transfer_s": transfer}, words
     made = {worker: stage_times(block, "fetch") for worker, block in run.blocks.items() if worker >= 0}
@@ -245,6 +246,8 @@ def _less_often(run: Run) -> tuple[dict[str, Any], float]:
 
 def _change(run: Run, bound: Bound) -> tuple[dict[str, Any], float]:
     """Return the options to change, and the factor that this should gain."""
+    if run.in_threads and not _is_predictable_in_threads(run, bound):
+        return {}, 1.0
     if bound == "ring" and run.ring_needed:
         return {"ring_bytes": run.ring_needed}, ring_gain(run)
     if bound == "memory" and run.memory_limit is not None:
@@ -257,6 +260,11 @@ def _change(run: Run, bound: Bound) -> tuple[dict[str, Any], float]:
     if bound in ("snapshots", "sampler", "store", "shards", "slow worker", "ring", "memory", "order"):
         return {}, 1.0
     return faster(run)
+
+
+def _is_predictable_in_threads(run: Run, bound: Bound) -> bool:
+    """Whether it is known what other numbers of worker threads would do. How much of computing holds the GIL is not."""
+    return bound in ("snapshots", "overhead") or (bound == "fetch" and not run.gil_held and not run.threads)
 
 
 def _regardless_of_order(run: Run) -> tuple[int, float]:
@@ -290,6 +298,13 @@ def _advice(
         return f"{words} snapshot_every_n_steps=0 saves none; then a run can be resumed at the end of an epoch only."
     if bound == "startup" and run.epochs == 1 and not run.persistent:
         return f"{words} If more epochs follow, persistent_workers=True starts them once."
+    if run.in_threads and not _is_predictable_in_threads(run, bound):
+        held = (
+            "Code that holds the GIL gains nothing from more threads"
+            if run.gil_held
+            else ("More threads gain as much as the samples' code releases the GIL, which a trial shows")
+        )
+        return f"{words} {held}; worker processes have a GIL each."
     if run.iterable and bound in ("compute", "fetch"):
         number, gain = _regardless_of_order(run)
         if number == run.workers:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from asyncloader.telemetry.counters import Stage, StageTimes, stage_times, total
 
+_GIL_S = 1e-3  # a thread that holds the GIL is asked for it after 5 ms; a loop that need not wait is awake in 0.1 ms
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -21,7 +23,7 @@ class Run:
         elapsed_s: seconds of iterating.
         wait_s: of those, waited by the consumer.
         startup_s: of those, before the first batch of epochs that started workers.
-        main_cpu_s: CPU seconds of the consumer's process in that time.
+        main_cpu_s: CPU seconds of the consumer's process in that time, without those of worker threads.
         ring_copies: batches copied out of a ring.
         oversize: batches that did not fit into one.
         ring_needed: `ring_bytes` with which they would; 0: they do.
@@ -33,6 +35,7 @@ class Run:
         workers: `num_workers`.
         persistent: `persistent_workers`.
         forks: whether workers are forked.
+        in_threads: whether they are threads of the consumer's process, which share its GIL.
         prefetch_factor: None without workers.
         batch_size: samples in a batch, as far as known.
         iterable: whether the dataset is a stream: then the number of workers is part of its order.
@@ -62,6 +65,7 @@ class Run:
     workers: int
     persistent: bool = False
     forks: bool = True
+    in_threads: bool = False
     prefetch_factor: int | None = None
     batch_size: int = 1
     iterable: bool = False
@@ -99,6 +103,13 @@ class Run:
         """Whether this process's own code is in the way of the answers of workers."""
         transfer = self.mean("transfer")
         return transfer > 1e-3 and transfer > 0.3 * self.steady_s / max(1, self.batches)
+
+    @property
+    def gil_held(self) -> bool:
+        """Whether the event loop had to wait for the GIL beside worker threads: their code, or the consumer's, held it.
+        More threads would wait for it, too, and waiting for the GIL looks like waiting for a read.
+        """
+        return self.in_threads and self.mean("transfer") > _GIL_S
 
     @property
     def computing_share(self) -> float:

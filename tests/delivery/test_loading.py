@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Tuning
+from asyncloader.workers.memory import inline_collate
 from tests.delivery.fake import FakeMachine, installed
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, Augmented, Images, Numbers, Sized, UnevenStream
@@ -87,6 +88,23 @@ def test_other_datasets(kind: str, workers: int, dataset: Any) -> None:
     expected = collect(kind, dataset, batch_size=4, num_workers=workers)
     with installed():
         assert_same(collect(kind, dataset, batch_size=4, num_workers=workers, device="cpu"), expected)
+
+
+@SOME_KIND
+@pytest.mark.parametrize("in_order", [True, False])
+def test_worker_threads(kind: str, in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their batches come by page-locked copies, from memory that is used again only after that; no ring is locked."""
+    monkeypatch.setattr(inline_collate, "LARGE", 1)  # every batch lies in such memory
+    for dataset in (Numbers(22), AsyncNumbers(20)):
+        options: dict[str, Any] = {"batch_size": 3, "num_workers": 2, "in_order": in_order, "workers": "threads"}
+        expected = collect(kind, dataset, **options)
+        with installed() as machine:
+            got = collect(kind, dataset, device="cpu", **options)
+            assert set(machine.device.sources) == {"pinned"}
+            assert machine.locks == []
+        if not in_order:
+            got, expected = (sorted(batches, key=repr) for batches in (got, expected))
+        assert_same(got, expected)
 
 
 # -------------------------------------------------------------------------------------------- batch types

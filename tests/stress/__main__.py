@@ -31,13 +31,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="these seeds instead, joined by commas")
     parser.add_argument("--jobs", type=int, default=2, help="cases that run at a time (%(default)s)")
     parser.add_argument("--scenario", choices=list(SCENARIOS), help="draw this scenario for every seed")
+    parser.add_argument("--threads", action="store_true", help="worker threads in every case that can have them")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for a case (%(default)s)")
     parser.add_argument("--plant", choices=list(plants.PLANTS), help="plant this bug first: the runner must find it")
     parser.add_argument("--fail-fast", action="store_true", help="end with the first failure")
     parser.add_argument("--verbose", action="store_true", help="tell every case, and the logs of those that failed")
     parser.add_argument("--save", action="store_true", help=f"write {report.PAGE.relative_to(report.ROOT)}")
     options = parser.parse_args(arguments)
-    if options.save and (options.plant or options.scenario or options.only):
+    if options.save and (options.plant or options.scenario or options.threads or options.only):
         parser.error("--save is for a run of all that is drawn, without bugs of our own")
     return options
 
@@ -45,7 +46,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def chosen(options: argparse.Namespace) -> Iterator[Case]:
     """The cases to be run."""
     seeds = map(int, options.only.split(",")) if options.only else range(options.first, options.first + options.seeds)
-    return (draw(seed, options.scenario) for seed in seeds)
+    return (draw(seed, options.scenario, threads=options.threads) for seed in seeds)
 
 
 def tell(outcome: Outcome, options: argparse.Namespace) -> None:
@@ -57,6 +58,7 @@ def tell(outcome: Outcome, options: argparse.Namespace) -> None:
         say(f"     {problem}")
     if failed:
         more = f" --scenario '{options.scenario}'" if options.scenario else ""
+        more += " --threads" if options.threads else ""
         more += f" --plant '{options.plant}'" if options.plant else ""
         say(f"     python -m tests.stress --only {case.seed}{more} --verbose")
         if options.verbose or outcome.hung:

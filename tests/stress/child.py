@@ -84,7 +84,7 @@ def _undisturbed(case: Case, folder: Path, problems: list[str]) -> tuple[list[li
     changed: dict[str, Any] = {"loader": "sync", "method": "fork", "consumer": "fast", "persistent": False}
     orders: list[list[int]] = []
     if not case.streams:
-        orders = _orders(replace(case, faults=()), folder)
+        orders = _orders(replace(case, **changed, faults=()), folder)
         wrong = [order for order in orders if sorted(order) != list(range(case.length))]
         problems += [f"the undisturbed order is no permutation: {order}" for order in wrong]
     faults = tuple(case.having("raise"))
@@ -114,7 +114,7 @@ def _inline(case: Case, consumer: Consumer, dataset: Any) -> None:
     """Run the epochs without workers, unless the dataset is a stream."""
     changed: dict[str, Any] = {"in_order": True, "timeout": 0}
     if not case.streams:
-        changed |= {"num_workers": 0, "prefetch_factor": None, "multiprocessing_context": None}
+        changed |= {"num_workers": 0, "prefetch_factor": None, "multiprocessing_context": None, "workers": None}
         changed |= {"persistent_workers": False}
         for name in ("worker_timeout", "max_worker_restarts", "worker_memory_limit"):
             changed[name] = None
@@ -163,12 +163,18 @@ class _Run:
             self.consumer.problems.append(f"the runner failed: {traceback.format_exc()}")
 
     def _sync(self) -> None:
-        self._one_sync()
+        self._one_sync(self.case)
         if self.consumer.state is not None:
-            self._one_sync()
+            self._one_sync(self._next)
 
-    def _one_sync(self) -> None:
-        loader = make_loader(self.case, make_dataset(self.case, self.plan))
+    @property
+    def _next(self) -> Case:
+        """The case of the loader that resumes."""
+        case = self.case
+        return replace(case, method=case.goes_on or case.method, workers=case.goes_on_with or case.workers)
+
+    def _one_sync(self, case: Case) -> None:
+        loader = make_loader(case, make_dataset(self.case, self.plan))
         try:
             self.consumer.run_sync(loader)
         finally:
@@ -182,12 +188,12 @@ class _Run:
             runner.run(self._main())
 
     async def _main(self) -> None:
-        await self._one_async()
+        await self._one_async(self.case)
         if self.consumer.state is not None:
-            await self._one_async()
+            await self._one_async(self._next)
 
-    async def _one_async(self) -> None:
-        loader = make_loader(self.case, make_dataset(self.case, self.plan))
+    async def _one_async(self, case: Case) -> None:
+        loader = make_loader(case, make_dataset(self.case, self.plan))
         try:
             await self.consumer.run_async(loader)
         finally:
@@ -241,7 +247,11 @@ def _told(case: Case, run: _Run, last: Epoch) -> list[str]:
             f"{restarts:.0f} restarts {'with' if case.seeded else 'without'} seed=, and the warnings {lost}"
         )
     replaced = case.max_worker_restarts or (case.max_worker_restarts is None and case.seeded)
-    due = ["worker processes", *(["worker_timeout="] if case.worker_timeout and not replaced else [])]
+    kinds = {"threads" if method == "threads" else "processes" for method in (case.method, case.goes_on or case.method)}
+    due = [
+        *(f"worker {kind}" for kind in kinds),
+        *(["worker_timeout="] if case.worker_timeout and not replaced else []),
+    ]
     others = [text for text in run.warnings if text not in lost and not any(each in text for each in due)]
     problems += [f"warned: {text}" for text in others]
     if last.bad is not None and sorted(run.bad) != last.bad:

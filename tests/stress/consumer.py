@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.stress.faults import SECOND, kill_workers, limited
+from tests.stress.faults import LET_GO, SECOND, kill_workers, limited
 from tests.stress.schedule import KILLING, Case, Fault
 from tests.stress.workloads import Maker, content, samples_of
 
@@ -191,6 +191,7 @@ class Consumer:
 
     def finish(self) -> None:
         """End the consumer: check the batches that it hoarded, and drop all references."""
+        LET_GO.set()
         for _, limits in self._limits:
             limits.close()
         for event, batch in self._held:

@@ -11,7 +11,7 @@ import random
 import signal
 from dataclasses import replace
 
-from tests.stress.schedule import SLOT_BYTES, Case, Fault
+from tests.stress.schedule import KILLING, SLOT_BYTES, START, Case, Fault
 
 SIGNALS = [
     signal.SIGKILL,
@@ -148,6 +148,29 @@ def healing(rng: random.Random, case: Case, faults: list[Fault]) -> Case:
 
 def deaths(rng: random.Random, case: Case) -> list[Fault]:
     return own_deaths(rng, case, 3) if rng.random() < 0.65 else _outside_deaths(rng, case)
+
+
+def in_threads(rng: random.Random, case: Case) -> Case:
+    """The case with worker threads, which end in one way only: a call hangs, and they are given up."""
+    kept = tuple(fault for fault in case.faults if "worker" not in fault.kind and fault.at != START)
+    lost = len(case.faults) - len(kept)
+    if lost and not any(fault.kind in KILLING for fault in kept):
+        kept += tuple(own_deaths(rng, case, lost))
+    hangs = {id(fault): replace(fault, kind="hang in a thread", number=0) for fault in kept if fault.kind in KILLING}
+    case = replace(
+        case,
+        method="threads",
+        own_draws=True,
+        ring_bytes=None,
+        faults=tuple(hangs.get(id(fault), fault) for fault in kept),
+        worker_timeout=WORKER_TIMEOUT_S if hangs and not case.timeout else case.worker_timeout,
+    )
+    if case.leave != "resume":
+        return case
+    method = rng.choice(["threads", "fork"])
+    # A map dataset's state belongs to the loader, a stream's to its workers.
+    case = replace(case, goes_on=method, goes_on_with=0 if case.streams else rng.randint(1, 4))
+    return replace(case, method="fork") if method == "threads" and not hangs and rng.random() < 0.5 else case
 
 
 def task(case: Case, fault: Fault) -> tuple[int, int, int]:

@@ -15,11 +15,20 @@ import resource
 import select
 import signal
 import threading
+import weakref
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.stress.schedule import Fault
+
+LET_GO = threading.Event()
+"""Ends the calls that hang in a worker thread, which nothing else can end."""
+HANG_S = 6.0
+"""Seconds after which they end by themselves: more than a loader waits before it gives them up."""
+
+GIVEN_UP: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads that hung. What they do afterwards is of no consequence, so no fault may be spent on it."""
 
 SECOND = "second epoch"
 """A file of this name in the case's folder: the second epoch has begun."""
@@ -60,7 +69,7 @@ class FaultPlan:
     def visit(self, index: int) -> None:
         """The sample is being made: strike if it is to be struck."""
         faults = self._faults.get(index)
-        if faults is None:
+        if faults is None or threading.current_thread() in GIVEN_UP:
             return
         epoch = int(Path(self.folder, SECOND).exists())
         for number, fault in enumerate(faults):
@@ -100,6 +109,9 @@ def _strike(fault: Fault, index: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.kind == "hang":
         threading.Event().wait()
+    elif fault.kind == "hang in a thread":
+        LET_GO.wait(HANG_S)
+        GIVEN_UP.add(threading.current_thread())
     elif fault.kind == "hang in C":
         libc = ctypes.PyDLL(None)  # PyDLL keeps the GIL: no Python code runs in this process any more
         while True:

@@ -26,12 +26,12 @@ INTRO = """# Reliability
 The chaos runner checks the loaders' batches while workers die, hang and run out of memory. This page has the numbers of
 its last long run; `make chaos SEEDS=2000` repeats it, and writes the table below.
 
-Each seed draws one case: a map dataset, an asynchronous one, or a stream, with or without a state; 1 to 4 workers;
-batches from nothing to three slots' worth; torch mode or seeded mode; a consumer that is fast, slow, or keeps every
-batch; and faults, with the moments at which they strike. The case runs in a process of its own, with a deadline. The
-expected batches are computed beforehand, without the loader where possible: the order is a list, the content of each
-sample a function of its index, and in seeded mode the random numbers that samples draw are compared with those of an
-undisturbed run.
+Each seed draws one case: a map dataset, an asynchronous one, or a stream, with or without a state; 1 to 4 workers, in
+a sixth of the cases threads; batches from nothing to three slots' worth; torch mode or seeded mode; a consumer that is
+fast, slow, or keeps every batch; and faults, with the moments at which they strike. The case runs in a process of its
+own, with a deadline. The expected batches are computed beforehand, without the loader where possible: the order is a
+list, the content of each sample a function of its index, and in seeded mode the random numbers that samples draw are
+compared with those of an undisturbed run.
 
 A case is **wrong** if a batch is missing, comes twice, comes in another's place, or differs in a single bit, also later
 while it is held; if an error other than the expected one is raised; if a mapped segment, process, thread, descriptor or

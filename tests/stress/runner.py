@@ -106,7 +106,7 @@ def _seconds(case: Case, deadline: float) -> float:
     """Seconds that the case has."""
     if case.having("stop worker"):
         deadline += START_S
-    return deadline if case.method == "fork" else 2 * deadline
+    return deadline if case.method in ("fork", "threads") else 2 * deadline
 
 
 def _start(case: Case, seconds: float, prepare: Callable[[], object] | None) -> _Running:

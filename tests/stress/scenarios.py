@@ -10,20 +10,27 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 
-from tests.stress.draw import deaths, healing, killing, own_deaths, task, workload
+from tests.stress.draw import deaths, healing, in_threads, killing, own_deaths, task, workload
 from tests.stress.schedule import SLOT_BYTES, START, Case, Fault
 
 CANCELS = 4  # ways to cancel that `consumer.py` knows
 RAISED = 3  # kinds of errors that `faults.py` knows to raise
 
 
-def draw(seed: int, scenario: str | None = None) -> Case:
-    """The case of this seed; of this scenario, if one is given."""
+NOT_IN_THREADS = ("hail", "starved worker", "retired")
+"""Scenarios that are about processes: they are killed, and have limits of their own."""
+
+
+def draw(seed: int, scenario: str | None = None, *, threads: bool = False) -> Case:
+    """The case of this seed; of this scenario, if one is given, and with worker `threads`, where the scenario can."""
     rng = random.Random(f"asyncloader chaos {seed}")
     names = list(SCENARIOS)
     drawn = rng.choices(names, [SCENARIOS[name][0] for name in names])[0]
     name = scenario or drawn
-    return SCENARIOS[name][1](rng, workload(rng, seed, name))
+    case = SCENARIOS[name][1](rng, workload(rng, seed, name))
+    # From a generator of its own: the other cases stay as they are.
+    rng = random.Random(f"worker threads {seed}")
+    return in_threads(rng, case) if (rng.random() < 0.2 or threads) and name not in NOT_IN_THREADS else case
 
 
 def _calm(rng: random.Random, case: Case) -> Case:

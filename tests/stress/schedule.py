@@ -19,7 +19,7 @@ STRIDE = 1_000_000
 START = -1
 """In place of a sample: the start-up of a worker (its `worker_init_fn`)."""
 
-KILLING = ("kill", "exit", "grandchild", "stop", "hang", "hang in C")
+KILLING = ("kill", "exit", "grandchild", "stop", "hang", "hang in C", "hang in a thread")
 """Faults by which a worker ends itself, or is ended because it has stopped."""
 
 
@@ -33,10 +33,10 @@ class Fault:
 
     Args:
         kind: in a worker "kill" (by signal `number`), "exit" (with code `number`), "grandchild" (killed, but outlived
-            by a process of its own that holds all that it had open), "stop", "hang", "hang in C", "raise" (error
-            number `number`), "starve" (segments of `number` bytes at most from here on; -1: no more address space);
-            in the main process "kill worker", "kill all workers", "stop worker", "descriptors", "disk", "fork",
-            "cancel" (in the way `number`).
+            by a process of its own that holds all that it had open), "stop", "hang", "hang in C", "hang in a thread"
+            (for some seconds), "raise" (error number `number`), "starve" (segments of `number` bytes at most from here
+            on; -1: no more address space); in the main process "kill worker", "kill all workers", "stop worker",
+            "descriptors", "disk", "fork", "cancel" (in the way `number`).
         at: in a worker: the sample's place in the epoch's order, or in the worker's own stream; `START`: when it
             begins. In the main process: after so many batches of the epoch; -1: before it begins.
         epoch: 0 or 1.
@@ -71,7 +71,9 @@ class Case:
     scenario: str
     workload: str  # "map", "async", "stream", "async stream", "stateful"
     loader: str  # "sync", "asyncio", "uvloop"
-    method: str = "fork"
+    method: str = "fork"  # "fork", "forkserver", "spawn", "threads"
+    goes_on: str = ""  # the method of the loader that resumes; empty: the same
+    goes_on_with: int = 0  # its number of workers; 0: the same
     workers: int = 2
     length: int = 40  # samples of a map dataset
     shares: tuple[int, ...] = ()  # samples of each worker's stream
@@ -83,6 +85,7 @@ class Case:
     sample_bytes: int = 100  # the largest sample
     ring_bytes: int | None = None
     seeded: bool = True
+    own_draws: bool = False  # samples draw from generators of their own, not from the global ones
     in_order: bool = True
     persistent: bool = False
     epochs: int = 1

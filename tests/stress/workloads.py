@@ -65,7 +65,7 @@ class Maker:
             threading.Event().wait(LAG_S)  # a slow sample
         if case.ballast:
             self._ballast.append(bytearray(b"\1") * case.ballast)
-        return {"index": index, "data": content(index, self.nbytes(index)), "draws": _draws(own=own)}
+        return {"index": index, "data": content(index, self.nbytes(index)), "draws": _draws(own=own or case.own_draws)}
 
 
 def _draws(*, own: bool) -> torch.Tensor:
@@ -242,7 +242,8 @@ def options(case: Case) -> dict[str, Any]:
         "collate_fn": COLLATES[case.collate],
         "num_workers": case.workers,
         "prefetch_factor": case.prefetch,
-        "multiprocessing_context": case.method,
+        "multiprocessing_context": None if case.method == "threads" else case.method,
+        "workers": "threads" if case.method == "threads" else None,
         "in_order": case.in_order,
         "persistent_workers": case.persistent,
         "ring_bytes": case.ring_bytes,

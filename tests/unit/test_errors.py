@@ -202,6 +202,13 @@ def test_quarantine_names_indices_and_deaths() -> None:
     assert 'on_error="skip"' in text.splitlines()[-1]
 
 
+def test_quarantine_of_a_task_that_hung_threads() -> None:
+    """Threads are lost, not killed, and have a stack in place of standard error."""
+    text = str(TaskQuarantined([17], [(0, 0, None), (1, 0, None)], "a stack"))
+    assert "indices [17] took 2 workers and is not tried again: worker 0 (a thread), worker 1 (a thread)." in text
+    assert text.splitlines()[1:-1] == ["The last was here:", "a stack"]
+
+
 def test_quarantine_of_a_silent_task() -> None:
     """Without output the text does not mention it; a stream's task has no indices."""
     error = TaskQuarantined(None, [(0, 11, -9), (0, 12, None)])

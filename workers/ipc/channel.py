@@ -12,6 +12,7 @@ import array
 import asyncio
 import select
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,11 +22,12 @@ from asyncloader.workers.ipc.wire import MOST_FRAME, FrameSplitter
 
 _READ_BYTES = 1 << 16
 _MAX_FDS = 8
-_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+# Windows, where this module is imported but not used, lacks some of these.
+_ANCILLARY_BYTES = 0 if sys.platform == "win32" else socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _LOST = -1
 # As plain integers: an operation on the enumeration's members takes as long as a system call.
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # a program started by the user must not inherit our segments
-_WITHOUT_WAIT = _CLOEXEC | int(socket.MSG_DONTWAIT)
+_WITHOUT_WAIT = _CLOEXEC | int(getattr(socket, "MSG_DONTWAIT", 0))
 _TRUNCATED = int(socket.MSG_CTRUNC)
 
 

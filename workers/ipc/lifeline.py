@@ -18,12 +18,15 @@ Linux only. Elsewhere `hold` returns False, and only that thread ends the worker
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
+import sys
 
 from asyncloader.process_hooks import in_forked_child
+
+if sys.platform != "win32":
+    import fcntl
 
 
 class Lifeline:

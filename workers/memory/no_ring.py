@@ -13,6 +13,17 @@ from asyncloader.workers.memory.ring_manager import RingManager
 class NoRing(RingManager):
     """Counts the tasks of one worker. The memory of outstanding batches is bounded as that of a ring's would be."""
 
+    def __init__(
+        self,
+        credits: int,
+        ring_bytes: int | None,
+        reorder_window: int = 0,
+        workers: int = 1,
+        least_credits: int | None = None,
+    ) -> None:
+        del ring_bytes  # there is no ring that it could bound
+        super().__init__(credits, None, reorder_window, workers, least_credits)
+
     def replacement(self) -> Ring | None:
         """Return None."""
         return None

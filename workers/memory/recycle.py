@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
+import threading
 from collections import deque
 
 from asyncloader.workers.memory.layout import PAGE, align
@@ -24,12 +26,10 @@ _KEPT = 2
 
 
 class Recycler:
-    """Hands out blocks of private memory, and reuses each once its last view has died.
-
-    One thread at a time calls `take`; views may die in any thread.
-    """
+    """Hands out blocks of private memory, and reuses each once its last view has died. Any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []
         self._leases: dict[int, tuple[Lease, mmap.mmap]] = {}
         self._released: deque[Lease] = deque()
@@ -41,30 +41,32 @@ class Recycler:
         Raises:
             MemoryError: the system has no memory for the block.
         """
-        # The callback of a lease only appends, in whatever thread the last view dies. The blocks are freed here, in one
-        # thread.
-        while self._released:
-            self._free.append(self._leases.pop(self._released.popleft().slot)[1])
         wanted = align(nbytes, PAGE)
-        # Of the same size only: in a larger block a small batch would keep more memory than it needs.
-        memory = next((block for block in self._free if len(block) == wanted), None)
-        if memory is None:
-            memory = _allocate(wanted)
-        else:
-            self._free.remove(memory)
-        # The oldest go, such as those of a batch size that comes no more.
-        del self._free[:-_KEPT]
-        anchor = make_anchor(memory, 0, nbytes)
-        # A new number for each lease: a block that is used again has another lease than before.
-        self._count += 1
-        self._leases[self._count] = make_lease(anchor, self._released.append, self._count), memory
+        # The callback of a lease does not take it: it only appends, in whatever thread the last view dies, which may
+        # hold the lock at that moment.
+        with self._lock:
+            while self._released:
+                self._free.append(self._leases.pop(self._released.popleft().slot)[1])
+            # Of the same size only: in a larger block a small batch would keep more memory than it needs.
+            memory = next((block for block in self._free if len(block) == wanted), None)
+            if memory is None:
+                memory = _allocate(wanted)
+            else:
+                self._free.remove(memory)
+            # The oldest go, such as those of a batch size that comes no more.
+            del self._free[:-_KEPT]
+            anchor = make_anchor(memory, 0, nbytes)
+            # A new number for each lease: a block that is used again has another lease than before.
+            self._count += 1
+            self._leases[self._count] = make_lease(anchor, self._released.append, self._count), memory
         return anchor
 
 
 def _allocate(nbytes: int) -> mmap.mmap:
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # copied on write in a forked child
+    # Copied on write in a forked child; Windows has neither forks nor flags.
+    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     try:
-        memory = mmap.mmap(-1, nbytes, flags=private)
+        memory = mmap.mmap(-1, nbytes, **private)
     except OSError as error:
         raise MemoryError(f"no memory for a batch of {nbytes:,} bytes: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):

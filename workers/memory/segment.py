@@ -16,13 +16,15 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from asyncloader.errors import RING_ADVICE, RingMemoryError
+
+if sys.platform != "win32":
+    import resource
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
 _CHECKED_BYTES = 64 << 20

@@ -14,7 +14,7 @@ import contextlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from asyncloader.workers.ipc import wire
@@ -127,12 +127,10 @@ class ThreadChannel:
         """Return the frames that have come; none, or after the first has come (`wait`), if there are none."""
         # Before the queue is emptied: a frame that comes now rings again.
         self.bell.hush()
-        frames: list[tuple[int, bytes]] = []
-        if wait:
-            frames.append(self._inbox.get())
-        with contextlib.suppress(Empty):
-            while True:
-                frames.append(self._inbox.get_nowait())
+        inbox = self._inbox
+        frames = [inbox.get()] if wait else []
+        while not inbox.empty():  # nobody else takes from it
+            frames.append(inbox.get())
         if self.ended:
             return iter(())
         self.received += len(frames)

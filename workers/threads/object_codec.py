@@ -44,7 +44,7 @@ class ObjectCodec:
 
     def dump_error(self, error: Exception, worker_id: int) -> bytes:
         """Send an error as the consumer raises it, without its frames: see `error_pickle.caught_in`."""
-        return self.dumps(caught_in(error, worker_id, "thread"))
+        return self.dumps(caught_in(error, worker_id, "thread", "a thread"))
 
     def dump_records(self, records: Sequence[SkippedSample]) -> bytes:
         """Send the records of samples that raised."""

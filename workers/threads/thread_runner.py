@@ -18,7 +18,6 @@ from time import thread_time
 from typing import Any
 
 import torch
-from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.events import bare_index
 from asyncloader.telemetry.counters import Recorder, recording
@@ -26,7 +25,6 @@ from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory.codec import Encoded
 from asyncloader.workers.memory.collate import count_samples
-from asyncloader.workers.memory.inline_collate import inline_collate
 from asyncloader.workers.memory.ring import WorkerRing
 from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.threads.global_draws import GlobalDraws, Said
@@ -43,8 +41,8 @@ class ThreadTaskRunner(TaskRunner):
     """A `TaskRunner` in a thread of the consumer's process. Its batches stay in the memory where they are collated."""
 
     _alone = False
-    # In a thread, where they would end nothing but the thread.
-    _caught = (Exception, SystemExit, KeyboardInterrupt)
+    # All of them: in a thread they would end nothing but the thread.
+    _caught = (BaseException,)
     _clock = staticmethod(thread_time)
 
     def __init__(self, said: Said, *args: Any) -> None:
@@ -70,8 +68,6 @@ class ThreadTaskRunner(TaskRunner):
 
     def _make_collate(self, setup: WorkerSetup) -> Callable[[Any], Encoded]:
         collate_fn, auto, encode = setup.collate_fn, setup.auto_collation, self._encoder.encode
-        if collate_fn is torch_collate.default_collate:
-            collate_fn = inline_collate()
 
         def collate(data: Any) -> Encoded:
             self._samples = count_samples(data) if auto else 1

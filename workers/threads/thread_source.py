@@ -18,9 +18,12 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
+from torch.utils.data import default_collate
+
 from asyncloader.errors import WorkerDied, warn_aside
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.setup import WorkerSetup
+from asyncloader.workers.memory.inline_collate import inline_collate
 from asyncloader.workers.memory.no_ring import NoRing
 from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.source import THREADS, WorkerHandle
@@ -195,6 +198,8 @@ class ThreadWorkers:
 
     def __init__(self) -> None:
         self._said = Said()
+        # One for all: the memory of large batches that the consumer has dropped serves whichever worker comes next.
+        self._collate = inline_collate()
         self._pristine: Any = None  # what the workers' own datasets are copies of
 
     def make(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
@@ -207,6 +212,8 @@ class ThreadWorkers:
         if not shared and self._pristine is None:
             # A replacement gets what the first workers got, whatever the consumer has done to its object since.
             self._pristine = own_copy(setup.dataset)
+        if setup.collate_fn is default_collate:
+            setup = setup._replace(collate_fn=self._collate)
         for worker in workers:
             dataset = setup.dataset if shared else own_copy(self._pristine)
             yield ThreadWorker(worker, setup._replace(dataset=dataset), self._said)

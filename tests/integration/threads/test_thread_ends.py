@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 @KINDS
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, KeyError])
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, KeyError])
 @pytest.mark.parametrize("at", ["sample", "start"])
 def test_every_error_of_the_users_code_is_an_answer(kind: str, error: type[BaseException], at: str) -> None:
     """Whatever a dataset or `worker_init_fn` raises in its thread, the consumer gets it, and the worker goes on."""
@@ -89,7 +89,9 @@ def test_a_hung_thread_without_replacement_is_an_error_that_shows_its_stack() ->
     try:
         with (
             pytest.warns(NoEffectWarning),
-            pytest.raises(WorkerDied, match=r"(?s)worker \d, a thread, is lost.*hang_here.*cannot be killed"),
+            pytest.raises(
+                WorkerDied, match=r"(?s)worker \d, a thread, is lost\.\nIt was here:.*hang_here.*cannot be killed"
+            ),
         ):
             epoch("sync", Sealed(hang_here), recovery=recovery, **THREADED)
     finally:

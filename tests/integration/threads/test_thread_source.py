@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from asyncloader import AsyncDataLoader, DataLoader, Recovery, StatefulDataLoader
+from asyncloader import AsyncDataLoader, DataLoader, Recovery, StatefulDataLoader, sample_rng
 from asyncloader.errors import NoEffectWarning
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, Numbers, WholeBatches
@@ -201,6 +202,65 @@ def test_nothing_is_pickled(kind: str) -> None:
             run.step()
         got += run.rest()
     assert {id(batch[0]) for batch in got} == {id(each) for each in made}
+
+
+@pytest.mark.parametrize("first", [{}, {"num_workers": 3, "workers": "threads"}, {"num_workers": 1}])
+@pytest.mark.parametrize("then", [{}, {"num_workers": 2, "workers": "threads"}, {"num_workers": 2}])
+def test_a_seeded_epoch_goes_on_in_any_place(first: dict[str, Any], then: dict[str, Any]) -> None:
+    """In threads, processes or neither, and any number of them: the rest of the epoch, random numbers included."""
+    options: dict[str, Any] = {"seed": 9, "shuffle": True, "batch_size": 4}
+    dataset = Sealed(lambda index: [index, float(torch.rand((), generator=sample_rng().torch))], 40)
+    with DataLoader[Any](dataset, **options, **first, **_forked(first)) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        state = loader.state_dict()
+        rest = list(batches)
+        del batches
+    with DataLoader[Any](dataset, **options, **then, **_forked(then)) as other:
+        other.load_state_dict(state)
+        assert_same(list(other), rest, f"{first} and then {then}")
+
+
+def _forked(options: dict[str, Any]) -> dict[str, Any]:
+    """The start method for a dataset that does not travel."""
+    return {"multiprocessing_context": "fork"} if options and "workers" not in options else {}
+
+
+@pytest.mark.parametrize("outer", ["threads", "fork"])
+@pytest.mark.parametrize("inner", [{}, THREADED])
+def test_a_dataset_may_have_a_loader_of_its_own(outer: str, inner: dict[str, Any]) -> None:
+    """A loader within a worker gets its own answers of `get_worker_info`, and leaves the worker's as they are."""
+
+    def sample(index: int) -> list[int]:
+        outside: Any = get_worker_info()
+        with DataLoader[Any](Sealed(number, 4), generator=torch.Generator(), **inner) as loader:
+            inside = [int(batch) for batch in loader]
+        after: Any = get_worker_info()
+        assert (outside.id, outside.num_workers, outside.seed) == (after.id, after.num_workers, after.seed)
+        return [index, *(each - (0 if inner else outside.id) for each in inside)]
+
+    def number(index: int) -> int:
+        info: Any = get_worker_info()
+        return index * 10 + int(info.id)
+
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"} if outer == "fork" else THREADED
+    with DataLoader[Any](Sealed(sample, 6), collate_fn=same, **options) as loader:
+        got = [each for batch in loader for each in batch]
+    assert got == [[index, *([0, 11, 20, 31] if inner else [0, 10, 20, 30])] for index in range(6)]
+
+
+def test_an_error_names_the_thread_and_too_many_threads_are_called_threads() -> None:
+    """Neither the training process's pid nor processes are named."""
+    with pytest.warns(UserWarning, match="will create 77 worker threads in total"):
+        DataLoader(Numbers(3), num_workers=77, workers="threads")
+
+    def fail(index: int) -> int:
+        raise KeyError(index)
+
+    with pytest.raises(KeyError) as caught:
+        epoch("sync", Sealed(fail), **THREADED)
+    assert re.search(r"in worker 0 \(a thread\)$", "\n".join(caught.value.__notes__))
 
 
 def test_a_batch_is_freed_with_its_last_reference() -> None:

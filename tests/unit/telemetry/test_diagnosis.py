@@ -124,6 +124,30 @@ RUNS: dict[str, tuple[Run, str, dict[str, Any], str]] = {
         {},
         "snapshot_every_n_steps=0 saves none",
     ),
+    "worker threads that wait": (
+        run({"transfer": 1e-4}, worker(0.19, 0.2), worker(0.19, 0.2), in_threads=True),
+        "fetch",
+        {"num_workers": 16},
+        "up to",
+    ),
+    "worker threads that compute": (
+        run({"transfer": 1e-4}, worker(0.19, 9), worker(0.19, 9), in_threads=True),
+        "compute",
+        {},
+        "as the samples' code releases the GIL, which a trial shows; worker processes have a GIL each",
+    ),
+    "worker threads that wait for the GIL": (
+        run({"transfer": 6e-3}, worker(0.19, 5), worker(0.19, 5), in_threads=True),
+        "fetch",
+        {},
+        "gains nothing from more threads",
+    ),
+    "worker threads that wait for the GIL most of the time": (
+        run({"transfer": 0.06}, worker(0.19, 5), worker(0.19, 5), in_threads=True),
+        "consumer process",
+        {},
+        "its code or that of the samples holds the GIL",
+    ),
     "a store that fails": (
         run({}, worker(0.1, 0.5), worker(0.1, 0.5), retries=40.0, requests=140.0, retry_wait_s=10.0),
         "store",
