@@ -36,7 +36,6 @@ from asyncloader.transports.checks import (
     check_start,
 )
 from asyncloader.transports.errors import RangeOutOfBounds
-from asyncloader.transports.file_writing import delete_file, write_file
 from asyncloader.transports.page_cache import MOST_BYTES, NotCached, open_cached, pread_cached
 from asyncloader.transports.ranges import ReadPlan
 from asyncloader.transports.rooted_files import FileEntry, RootedFiles, os_errors
@@ -210,6 +209,8 @@ class LocalTransport(Transport):
         The bytes go to ``.NAME.partial`` beside it, which is renamed when the disk has them. A killed writer leaves
         that file, and the next writer of `path` uses it again.
         """
+        from asyncloader.transports.file_writing import write_file  # locks files as POSIX systems do
+
         stopped = threading.Event()
         writing = self._pool.submit(partial(write_file, self._files, path, pieces, stopped))
         try:
@@ -223,6 +224,8 @@ class LocalTransport(Transport):
 
     async def delete(self, path: str) -> None:
         """Delete a file, like `Transport.delete`."""
+        from asyncloader.transports.file_writing import delete_file  # as in `write`
+
         await self._pool.run(partial(delete_file, self._files, path))
 
     async def aclose(self) -> None:
