@@ -46,6 +46,7 @@ PURE = {
         "formats.parquet_pages",
         "formats.parquet_writer",
         "formats.push_parser",
+        "formats.rows",
         "formats.tar",
         "formats.tar_writer",
         "formats.tfrecord",

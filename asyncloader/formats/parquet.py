@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncloader.formats.base import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, base_name
+from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, ShardError, base_name
 from asyncloader.formats.parquet_file import Fetch, RangeFile, Windows
 from asyncloader.formats.parquet_pages import PageHeaders, PageLimits
+from asyncloader.formats.rows import Column, LocatedRows, Rows, RowTable
 
 TAIL_BYTES = 1 << 16
 """Bytes of a file's end that are read at once: most footers are smaller."""
@@ -217,7 +218,7 @@ def read_rows(
     max_sample_bytes: int = MAX_SAMPLE_BYTES,
     on_bad: OnBad | None = None,
     window_bytes: int = 8 << 20,
-) -> Iterator[list[Located]]:
+) -> Iterator[LocatedRows]:
     """Read rows ``[start, stop)``. Blocks while bytes are fetched: iterate in a thread.
 
     The key of a sample is the shard's name and the row's number, `resume` the number of the row after it. Columns named
@@ -383,55 +384,64 @@ class _Rows:
         self._max = max_sample_bytes
         self._on_bad = on_bad
 
-    def read(self, batch: Any, at: int, start: int, stop: int) -> Iterator[list[Located]]:
+    def read(self, batch: Any, at: int, start: int, stop: int) -> Iterator[LocatedRows]:
         """Yield the rows in ``[start, stop)`` of a batch whose first row is number `at`; then raise the first error."""
         first, after = max(start, at), min(stop, at + batch.num_rows)
         if first >= after:
             return
         batch = batch.slice(first - at, after - first)
-        out: list[Located] = []
-        fault: ShardError | None = None
-        try:
+        found: LocatedRows | None = None
+        # Otherwise a row is bad: read again, row by row, to find it and keep the others.
+        with suppress(Exception):
             # Row by row only if a row may be too large: the size of a slice takes long to compute.
             if batch.nbytes > self._max:
                 self._check_sizes(batch, first)
-            self._give(self._columns(batch), batch.num_rows, first, out)
-        except Exception:
-            # A row is bad: read again, row by row, to find it and keep the others.
-            fault = self._read_single_rows(batch, first, out)
-        if out:
-            yield out
-        if fault is not None:
-            raise fault
+            found = self._rows(batch, first)
+        if found is not None:
+            yield found
+        else:
+            yield from self._read_single_rows(batch, first)
 
-    def _columns(self, batch: Any) -> dict[str, list[Any]]:
-        return {name: values(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+    def _rows(self, batch: Any, first: int) -> LocatedRows:
+        columns = {name: values(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+        table = RowTable(columns, shard=self._name, url=self._footer.url, first=first)
+        return LocatedRows(Rows(table, range(batch.num_rows)), range(first + 1, first + batch.num_rows + 1))
 
-    def _give(self, columns: dict[str, list[Any]], rows: int, first: int, out: list[Located]) -> None:
-        names = list(columns)
-        table = zip(*columns.values(), strict=True) if names else iter([()] * rows)
-        for number, row in enumerate(table, first):
-            sample: Sample = dict(zip(names, row, strict=True))
-            sample["__key__"] = f"{self._name}:{number}"
-            sample["__url__"] = self._footer.url
-            out.append(Located(sample, number + 1))
+    def _read_single_rows(self, batch: Any, first: int) -> Iterator[LocatedRows]:
+        """Yield the good rows: those between two bad rows together.
 
-    def _read_single_rows(self, batch: Any, first: int, out: list[Located]) -> ShardError | None:
-        """Append the good rows to `out`; return the error that ends the shard, if any."""
+        Raises:
+            ShardError: a row is bad and cannot be skipped.
+        """
+        good = 0  # the first good row that is not returned yet
         for row in range(batch.num_rows):
-            alone = batch.slice(row, 1)
-            try:
-                self._check_sizes(alone, first + row)
-                self._give(self._columns(alone), 1, first + row, out)
-            except ShardError as error:
-                return error
-            except Exception as error:
-                bad = self._error(f"row {first + row:,} has a value with no Python form: {_text(error)}")
-                bad.resume = first + row + 1
-                bad.__cause__ = error
-                if self._on_bad is None:
-                    return bad
-                self._on_bad(bad)
+            bad = self._fault(batch.slice(row, 1), first + row)
+            if bad is None:
+                continue
+            if good < row:
+                yield self._rows(batch.slice(good, row - good), first + good)
+            if bad.resume is None or self._on_bad is None:
+                try:
+                    raise bad
+                finally:
+                    del bad  # its traceback refers to this frame
+            self._on_bad(bad)
+            good = row + 1
+        if good < batch.num_rows:
+            yield self._rows(batch.slice(good), first + good)
+
+    def _fault(self, row: Any, number: int) -> ShardError | None:
+        """Return the error of a row, if it is bad; with a position to resume at, if it can be skipped."""
+        try:
+            self._check_sizes(row, number)
+            self._rows(row, number)
+        except ShardError as error:
+            return error
+        except Exception as error:
+            bad = self._error(f"row {number:,} has a value with no Python form: {_text(error)}")
+            bad.resume = number + 1
+            bad.__cause__ = error
+            return bad
         return None
 
     def _check_sizes(self, batch: Any, first: int) -> None:
@@ -449,9 +459,10 @@ class _Rows:
         return ShardError(f"{message}, in the row group that begins here", url=self._footer.url, offset=self.place)
 
 
-def values(column: Any) -> list[Any]:
-    """Return a column's values, one per row: Python objects; for fixed-size lists of numbers, arrays of shape
-    ``(size,)``, each with its own memory; for fixed-shape tensors, arrays of their shape. A null is None.
+def values(column: Any) -> Column:
+    """Return a column's values, one per row: an array of its numbers; for fixed-size lists of numbers, an array with a
+    row of shape ``(size,)`` for each; for fixed-shape tensors, with a row of their shape. Of other types, and with a
+    null, which is None: a list of Python objects.
 
     Raises:
         Exception: a value has no Python form: text that is not UTF-8 (UnicodeDecodeError), a date beyond the year 9999.
@@ -461,20 +472,28 @@ def values(column: Any) -> list[Any]:
     if isinstance(kind, arrow.FixedShapeTensorType):
         if column.null_count:
             return list(column.to_pylist())
-        return [np.array(row, order="C") for row in column.to_numpy_ndarray()]
+        tensors = np.asarray(column.to_numpy_ndarray())
+        return tensors if tensors.ndim > 1 else [np.array(tensor) for tensor in tensors]
     if isinstance(kind, arrow.BaseExtensionType):
         return values(column.storage)
+    if _is_plain_number(arrow, kind) and not column.null_count:
+        return np.asarray(column)
     if not (arrow.types.is_fixed_size_list(kind) and _is_number(arrow, kind.value_type)):
         return list(column.to_pylist())
     items = column.flatten()  # without the null rows
     if items.null_count:
         return list(column.to_pylist())
     rows = np.asarray(items.to_numpy(zero_copy_only=False)).reshape(len(column) - column.null_count, kind.list_size)
-    # Copies: a row that is kept for long must not hold its whole batch.
     if not column.null_count:
-        return [row.copy() for row in rows]
+        return rows
+    # Copies: a row that is kept for long must not hold its whole batch.
     filled = iter(rows)
     return [next(filled).copy() if valid else None for valid in column.is_valid().to_pylist()]
+
+
+def _is_plain_number(arrow: Any, kind: Any) -> bool:
+    """Whether numpy's `tolist` makes the same Python numbers of them as pyarrow."""
+    return bool(arrow.types.is_integer(kind) or arrow.types.is_float32(kind) or arrow.types.is_float64(kind))
 
 
 def _is_number(arrow: Any, kind: Any) -> bool:

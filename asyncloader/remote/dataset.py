@@ -68,11 +68,12 @@ class RemoteIterableDataset(IterableDataset[Any]):
     """Samples from shards in a remote store: tar (WebDataset's naming), JSON lines, Parquet, MDS, TFRecord.
 
     A sample is a dictionary: ``__key__`` (str), ``__url__`` (str) and its fields, raw bytes unless the format decodes
-    them; the loader collates the results of its `decode`. Each sample is read once per epoch, on any number of workers;
-    every batch is full, except the last batch of the epoch. Several ranks share the samples evenly if the number in
-    each shard is known (MDS, Parquet). Otherwise they share the shards, and an epoch ends for all with the smallest
-    share: the rest of the other shares is not read (`on_uneven`), in each epoch other samples. Order, states and the
-    replacement of dead workers: see ``docs/explanation/order-and-resume-in-streams.md``.
+    them; the loader collates the results of its `decode`. Without `decode` and `collate_fn`, columns of Parquet become
+    the tensors of a batch as a whole, in a fraction of the time. Each sample is read once per epoch, on any number of
+    workers; every batch is full, except the last batch of the epoch. Several ranks share the samples evenly if the
+    number in each shard is known (MDS, Parquet). Otherwise they share the shards, and an epoch ends for all with the
+    smallest share: the rest of the other shares is not read (`on_uneven`), in each epoch other samples. Order, states
+    and the replacement of dead workers: see ``docs/explanation/order-and-resume-in-streams.md``.
 
     Use it with asyncloader's loaders, or iterate over it alone: ``async for sample in dataset``. Its worker processes
     are started by "forkserver" unless `multiprocessing_context` says otherwise.
@@ -298,7 +299,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     def _open(
         self, pins: Pins, shard: Shard, shard_range: CatalogRange, on_bad: OnBad
-    ) -> AsyncGenerator[list[Located], None]:
+    ) -> AsyncGenerator[Sequence[Located], None]:
         return read_shard_range(
             self._stores.here(),
             shard,

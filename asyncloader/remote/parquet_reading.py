@@ -20,8 +20,9 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from asyncloader.bridge import in_thread
-from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError
+from asyncloader.formats import MAX_SAMPLE_BYTES, OnBad, ShardError
 from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_footer, read_rows
+from asyncloader.formats.rows import LocatedRows
 from asyncloader.shielding import shielded, wait_until_done
 from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
 
@@ -54,7 +55,7 @@ async def read_parquet(
     on_bad: OnBad | None = None,
     read_ahead: int = 8 << 20,
     columns: Sequence[str] | None = None,
-) -> AsyncGenerator[list[Located], None]:
+) -> AsyncGenerator[LocatedRows, None]:
     """Read rows ``[start, stop)`` of a file, like `formats.parquet.read_rows`, but call `on_bad` in the loop.
 
     Raises:
@@ -76,7 +77,7 @@ async def read_parquet(
     )
 
     def step() -> Step:
-        batch: list[Located] | None = None
+        batch: LocatedRows | None = None
         fault: Exception | None = None
         try:
             batch = next(rows, None)
@@ -106,7 +107,7 @@ async def read_parquet(
 class Step(NamedTuple):
     """The result of one step of the thread: rows (None: no more), bad rows, and the error that ended it."""
 
-    batch: list[Located] | None
+    batch: LocatedRows | None
     bad_rows: list[ShardError]
     fault: Exception | None
 

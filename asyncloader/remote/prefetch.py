@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from time import monotonic
 
-from asyncloader.formats import Located, OnBad, ShardError
+from asyncloader.formats import Located, OnBad, Sample, ShardError
+from asyncloader.formats.rows import LocatedRows
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
 from asyncloader.shielding import wait_until_done
 from asyncloader.transports import TransportError
 
-Open = Callable[[Shard, CatalogRange, OnBad], AsyncGenerator[list[Located], None]]
+Open = Callable[[Shard, CatalogRange, OnBad], AsyncGenerator[Sequence[Located], None]]
 """Opens a range for reading; the callback receives the bad samples that are skipped."""
 
 MAX_PREFETCHED_RANGES = 16
@@ -43,13 +45,12 @@ class RangeReading:
 
     def __init__(self, open: Open, shard: Shard, shard_range: CatalogRange) -> None:
         self.shard_range = shard_range
-        self.found: deque[Located] = deque()
-        """Samples that were read and not taken yet."""
+        self._found: deque[Located] | LocatedRows = deque()  # read and not taken yet
         self.bad: deque[ShardError] = deque()
-        """Bad samples before, between and after the samples in `found`, with whose list they arrive."""
+        """Bad samples before, between and after the samples that `take` returns next, with which they arrive."""
         self._reported: list[ShardError] = []
         self._stream = open(shard, shard_range, self._reported.append)
-        self._begun: asyncio.Task[list[Located]] | None = None
+        self._begun: asyncio.Task[Sequence[Located]] | None = None
         self.outdated = False
         """The last error of `more` is a transport's error from before its call: the cause may have passed."""
 
@@ -58,8 +59,28 @@ class RangeReading:
         self._begun = asyncio.ensure_future(anext(self._stream))
         self._begun.add_done_callback(_retrieve_exception)
 
+    def take(self, most: int, limit: int | None) -> tuple[Sequence[Sample], Sequence[int]]:
+        """Return up to `most` of the next samples, and the positions after them; none if `more` must read some.
+
+        Args:
+            most: at least 1.
+            limit: only samples that end before this position. None: all.
+        """
+        found = self._found
+        if isinstance(found, LocatedRows):
+            number = most if limit is None else min(most, bisect_left(found.resumes, limit))
+            taken, self._found = found[:number], found[number:]
+            return taken.samples, taken.resumes
+        samples: list[Sample] = []
+        resumes: list[int] = []
+        while found and len(samples) < most and (limit is None or found[0].resume < limit):
+            sample, resume = found.popleft()
+            samples.append(sample)
+            resumes.append(resume)
+        return samples, resumes
+
     async def more(self) -> None:
-        """Read more samples: extends `found` and `bad`.
+        """Read more samples, after `take` has returned those before, and extend `bad`.
 
         Raises:
             StopAsyncIteration: the range has no more samples.
@@ -68,7 +89,8 @@ class RangeReading:
         begun, self._begun = self._begun, None
         called = monotonic()
         try:
-            self.found.extend(await (anext(self._stream) if begun is None else begun))
+            found = await (anext(self._stream) if begun is None else begun)
+            self._found = found if isinstance(found, LocatedRows) else deque(found)
         except TransportError as error:
             self.outdated = error.made_at < called
             raise
@@ -89,7 +111,7 @@ class RangeReading:
             await self._stream.aclose()
 
 
-def _retrieve_exception(begun: asyncio.Future[list[Located]]) -> None:
+def _retrieve_exception(begun: asyncio.Future[Sequence[Located]]) -> None:
     """Mark the exception as retrieved, so that asyncio does not log it: `more` raises it."""
     if not begun.cancelled():
         begun.exception()

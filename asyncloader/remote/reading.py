@@ -46,7 +46,7 @@ async def read_shard_range(
     read_ahead: int = READ_AHEAD,
     columns: Sequence[str] | None = None,
     pins: Pins | None = None,
-) -> AsyncGenerator[list[Located], None]:
+) -> AsyncGenerator[Sequence[Located], None]:
     """Read one range of a shard.
 
     Bytes are fetched ahead by a task, which starts and ends with the iteration. An iterator that is left before its end
@@ -65,7 +65,7 @@ async def read_shard_range(
         pins: the versions of the shards of which samples have been read; this shard's is added. None: any version.
 
     Yields:
-        Non-empty lists of samples, in the shard's order, each sample with the offset at which to continue after it.
+        Non-empty sequences of samples, in the shard's order, each sample with the offset at which to continue after it.
 
     Raises:
         ShardError: the shard violates its format or ends too early; raised after the samples before the error.
@@ -76,6 +76,7 @@ async def read_shard_range(
     if read_ahead < 1:
         raise ValueError(f"read_ahead must be at least 1 byte, got {read_ahead}")
     transport, path = stores.find(shard.url)
+    found: AsyncGenerator[Sequence[Located], None]
     with (Pins() if pins is None else pins).hold(transport, path, shard.url) as pin:
         bad: list[ShardError] = []
         if shard.format == PARQUET and reader is None:

@@ -13,15 +13,18 @@ epoch.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from asyncloader.errors import StateError, is_about_sample
 from asyncloader.formats import Sample
+from asyncloader.formats.rows import Rows
 from asyncloader.remote.assignment import ShardAssigner
+from asyncloader.remote.batch_rows import BatchRows
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
 from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
@@ -36,11 +39,53 @@ worker.
 """
 
 
-class TakenSample(NamedTuple):
-    """A sample, and the range that contains exactly this sample."""
+class SampleRun(NamedTuple):
+    """Samples that were read one after the other.
 
-    sample: Sample
-    shard_range: CatalogRange
+    Attributes:
+        samples: the samples.
+        resumes: the positions after them.
+        shard: index of their shard in the catalog.
+        start: where the range of the first sample begins.
+        sync: `start` may lie inside another sample.
+    """
+
+    samples: Sequence[Sample]
+    resumes: Sequence[int]
+    shard: int
+    start: int
+    sync: bool
+
+    def range(self, first: int, after: int) -> CatalogRange:
+        """Return the range that contains exactly the samples from `first` to before `after`."""
+        resumes = self.resumes
+        start, sync = (resumes[first - 1], False) if first else (self.start, self.sync)
+        return CatalogRange(self.shard, start, resumes[after - 1], sync)
+
+
+Taken: TypeAlias = tuple[SampleRun, int]
+"""A sample: its run, and its index there. Samples and ranges of their own for each would take longer than to read."""
+
+
+def ranges_of(taken: Iterable[Taken]) -> Iterator[CatalogRange]:
+    """Return the ranges of the samples, in order; one for those that follow each other in a run."""
+    run: SampleRun | None = None
+    first = after = 0
+    for each, index in taken:
+        if each is run and index == after:
+            after += 1
+            continue
+        if run is not None:
+            yield run.range(first, after)
+        run, first, after = each, index, index + 1
+    if run is not None:
+        yield run.range(first, after)
+
+
+def samples_of(taken: Sequence[Taken]) -> Sequence[Sample]:
+    """Return the samples, in order. Rows of tables are made later, when they are asked for."""
+    rows = [(run.samples.table, run.samples.within[index]) for run, index in taken if isinstance(run.samples, Rows)]
+    return BatchRows(rows) if len(rows) == len(taken) else [run.samples[index] for run, index in taken]
 
 
 def merge_ranges(shard_ranges: Iterable[CatalogRange]) -> list[CatalogRange]:
@@ -72,7 +117,7 @@ class WorkerStream:
         self._shards = shards
         self._open = open
         self._source = source
-        self._blocks: ShuffleBlocks[TakenSample] | None = None if not shuffle else ShuffleBlocks(shuffle, source.key)
+        self._blocks: ShuffleBlocks[Taken] | None = None if not shuffle else ShuffleBlocks(shuffle, source.key)
         self._batch = -1
         self._taken = 0  # assignments that were started
         self._asked: int | None = None  # the batch in which the next assignment was requested; None: not requested yet
@@ -87,7 +132,7 @@ class WorkerStream:
         self._fault: Exception | None = None  # reading the current range failed
         self._block: list[CatalogRange] = []  # the ranges that the shuffle buffer's blocks were filled from
         self._filling: list[CatalogRange] = []
-        self._carry: list[TakenSample] = []  # taken for a batch that failed; used for the next batch
+        self._carry: list[Taken] = []  # taken for a batch that failed; used for the next batch
         self._given: list[CatalogRange] = []  # returned for the current batch
         self._bad: list[CatalogRange] = []  # bad samples reported during the current batch
         self._lost: list[CatalogRange] = []  # ends of ranges that could not be read, found during the current batch
@@ -128,8 +173,8 @@ class WorkerStream:
             await self._refill(self._saved)
             self._saved = None
 
-    async def take(self, size: int) -> list[Sample]:
-        """Return `size` samples for the current batch; fewer only at the end of the epoch.
+    async def take(self, size: int) -> Sequence[Sample]:
+        """Return `size` samples for the current batch; fewer only at the end of the epoch. See `samples_of`.
 
         May be called again for the same batch, to replace samples that turned out to be bad, and after it has raised:
         samples that were taken before the error are kept for the next call.
@@ -171,16 +216,16 @@ class WorkerStream:
             raise
         if not out:
             raise StopAsyncIteration
-        self._given += (entry.shard_range for entry in out)
-        return [entry.sample for entry in out]
+        self._given += ranges_of(out)
+        return samples_of(out)
 
-    def _present(self, out: Iterable[TakenSample]) -> list[CatalogRange]:
+    def _present(self, out: Iterable[Taken]) -> list[CatalogRange]:
         """Return the ranges of the current batch, including `out`, with its bad samples at their positions.
 
         The unread ends of ranges come last: so a worker that cannot read them either does not lose the samples after
         them.
         """
-        shard_ranges = [*self._given, *(entry.shard_range for entry in out)]
+        shard_ranges = [*self._given, *ranges_of(out)]
         for bad in reversed(self._bad):
             behind = (
                 at
@@ -190,11 +235,12 @@ class WorkerStream:
             shard_ranges.insert(next(behind, len(shard_ranges)), bad)
         return merge_ranges(shard_ranges) + self._lost
 
-    async def _some(self, most: int) -> list[TakenSample]:
+    async def _some(self, most: int) -> list[Taken]:
         """Return 1 to `most` samples; none if all assigned ranges are read."""
         blocks = self._blocks
         if blocks is None:
-            return await self._pull(most)
+            run = await self._pull(most)
+            return [] if run is None else _each(run)
         blocks.begin(most)
         if not blocks.left:
             await self._fill(blocks, 0)
@@ -205,15 +251,15 @@ class WorkerStream:
         await self._fill(blocks, number)
         return blocks.take(number)
 
-    async def _fill(self, blocks: ShuffleBlocks[TakenSample], giving: int) -> None:
-        while (missing := blocks.missing(giving)) and (got := await self._pull(missing)):
-            blocks.filling += got
-            _extend(self._filling, (entry.shard_range for entry in got))
+    async def _fill(self, blocks: ShuffleBlocks[Taken], giving: int) -> None:
+        while (missing := blocks.missing(giving)) and (run := await self._pull(missing)):
+            blocks.filling += _each(run)
+            _extend(self._filling, [run.range(0, len(run.samples))])
 
     # ------------------------------------------------------------------------------------------------ reading
 
-    async def _pull(self, most: int) -> list[TakenSample]:
-        """Return 1 to `most` samples in the order of the ranges; none if all assignments are read and none is left."""
+    async def _pull(self, most: int) -> SampleRun | None:
+        """Return 1 to `most` samples in the order of the ranges; None if all assignments are read and none is left."""
         while not self._dry:
             if not self._todo:
                 await self._next_assignment()
@@ -222,8 +268,8 @@ class WorkerStream:
             if reading is None:
                 reading = self._reading = self._ahead.open(self._todo[0])
                 self._look_ahead()
-            if got := self._pull_found(reading, most):
-                return got
+            if run := self._pull_found(reading, most):
+                return run
             if self._fault is not None:
                 fault, self._fault = self._fault, None
                 if is_about_sample(fault):
@@ -252,27 +298,24 @@ class WorkerStream:
                 # The cancellation has ended the generator, too: the next call opens the range at the current position.
                 self._reading = None
                 raise
-        return []
+        return None
 
-    def _pull_found(self, reading: RangeReading, most: int) -> list[TakenSample]:
-        got: list[TakenSample] = []
-        found, bad = reading.found, reading.bad
+    def _pull_found(self, reading: RangeReading, most: int) -> SampleRun | None:
+        bad = reading.bad
         # Samples before the first bad sample are returned first, so that its error has its place in the order.
         limit = bad[0].resume if bad else None
         shard, start, stop, sync = self._todo[0]
-        while found and len(got) < most and (limit is None or found[0].resume < limit):
-            sample, resume = found.popleft()
-            got.append(TakenSample(sample, CatalogRange(shard, start, resume, sync)))
-            start, sync = resume, False
-        if got:
-            self._todo[0] = CatalogRange(shard, start, stop, sync)
+        samples, resumes = reading.take(most, limit)
+        if samples:
+            self._todo[0] = CatalogRange(shard, resumes[-1], stop, False)
             self._ask_near_end()
             self._look_ahead()
-        elif bad and limit is not None:
+            return SampleRun(samples, resumes, shard, start, sync)
+        if bad and limit is not None:
             self._bad.append(CatalogRange(shard, start, limit, sync))
             self._todo[0] = CatalogRange(shard, limit, stop, False)
             raise bad.popleft()
-        return got
+        return None
 
     async def _end_range(self) -> None:
         reading, self._reading = self._reading, None
@@ -362,7 +405,7 @@ class WorkerStream:
             "dry": self._dry,
             "over": self._over,
             "todo": [list(shard_range) for shard_range in self._todo],
-            "carry": _plain(merge_ranges([*kept, *(entry.shard_range for entry in self._carry)])),
+            "carry": _plain(merge_ranges([*kept, *ranges_of(self._carry)])),
             "blocks": None,
         }
         if blocks is not None:
@@ -403,19 +446,27 @@ class WorkerStream:
         filling = await self._read_again(saved["filling"])
         self._blocks.restore(saved["number"], saved["aim"], saved["given"], block, filling)
 
-    async def _read_again(self, shard_ranges: Iterable[Sequence[Any]]) -> list[TakenSample]:
-        entries: list[TakenSample] = []
+    async def _read_again(self, shard_ranges: Iterable[Sequence[Any]]) -> list[Taken]:
+        taken: list[Taken] = []
         for each in shard_ranges:
             shard_range = CatalogRange(*each)
-            stream = self._open(self._shards[shard_range.shard], shard_range, lambda _: None)
+            reading = RangeReading(self._open, self._shards[shard_range.shard], shard_range)
+            shard, start, _, sync = shard_range
             try:
-                async for found in stream:
-                    for sample, resume in found:
-                        entries.append(TakenSample(sample, shard_range._replace(stop=resume)))
-                        shard_range = shard_range._replace(start=resume, sync=False)
+                while True:
+                    await reading.more()
+                    samples, resumes = reading.take(sys.maxsize, None)
+                    taken += _each(SampleRun(samples, resumes, shard, start, sync))
+                    start, sync = resumes[-1], False
+            except StopAsyncIteration:
+                pass
             finally:
-                await stream.aclose()
-        return entries
+                await reading.aclose()
+        return taken
+
+
+def _each(run: SampleRun) -> list[Taken]:
+    return [(run, index) for index in range(len(run.samples))]
 
 
 def _catalog_range(fields: Sequence[Any]) -> CatalogRange:

@@ -12,9 +12,8 @@ the same time. For a plain blocking dataset, which could read nothing at that ti
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from functools import partial
 from time import perf_counter
@@ -90,7 +89,7 @@ class Decoder:
         return self.threads.call(self.call, sample, context)
 
     async def decode_each(
-        self, samples: Iterable[Any], contexts: Iterable[Context], *, until_failure: bool
+        self, samples: Sequence[Any], contexts: Iterable[Context], *, until_failure: bool
     ) -> list[Any]:
         """Return for each sample, in their order, the decoded sample or a `Failure`.
 
@@ -98,13 +97,13 @@ class Decoder:
         quick `decode`.
 
         Args:
-            samples: as read.
+            samples: as read. Each is taken out of the sequence in the thread that decodes it, which may make it.
             contexts: the context of each sample. Contexts of one batch must be different objects.
             until_failure: begin no samples after one has failed; then results behind the first failure mean nothing.
         """
-        left = deque(zip(itertools.count(), samples, contexts))
+        left = deque(enumerate(contexts))
         found: list[Any] = [None] * len(left)
-        work = partial(self._decode_some, left, found)
+        work = partial(self._decode_some, samples, left, found)
         if self.threads is None:
             work(until_failure)
             return found
@@ -120,15 +119,17 @@ class Decoder:
             await asyncio.gather(*jobs, return_exceptions=True)
         return found
 
-    def _decode_some(self, left: deque[tuple[int, Any, Context]], found: list[Any], until_failure: bool) -> None:
+    def _decode_some(
+        self, samples: Sequence[Any], left: deque[tuple[int, Context]], found: list[Any], until_failure: bool
+    ) -> None:
         """Decode samples until none is left. Several threads may run it."""
         while left:
             try:
-                number, sample, context = left.popleft()
+                number, context = left.popleft()
             except IndexError:  # another thread has taken the last
                 return
             try:
-                found[number] = context.run(self.call, sample)
+                found[number] = context.run(self.call, samples[number])
             except Exception as error:
                 found[number] = Failure(error)
                 if until_failure:

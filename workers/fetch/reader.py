@@ -14,8 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from time import perf_counter
 from typing import Any
+
+from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.errors import StateError, is_about_sample
 from asyncloader.telemetry.counters import Recorder, Stage
@@ -243,10 +246,11 @@ class DatasetReader:
         if cursor is not None:  # in torch mode samples are not counted: computed from full batches
             read = cursor.samples or (0 if seeding is not None else cursor.batches * (setup.batch_size or 1))
         stream: Any
-        kind = StreamFetcher
+        kind: Callable[..., StreamFetcher] = StreamFetcher
         if assigns_shards(self.dataset):
             assert self._assignments is not None
-            kind, stream = WorkerStreamFetcher, self.dataset.open_worker_stream(self._assignments.source(start))
+            stream = self.dataset.open_worker_stream(self._assignments.source(start))
+            kind = partial(WorkerStreamFetcher, by_column=setup.collate_fn is torch_collate.default_collate)
         else:
             stream = aiter(self.dataset) if self.asynchronous else iter(self.dataset)
         stream = self._bookmark.restore_iterator(stream, cursor)

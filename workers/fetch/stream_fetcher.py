@@ -147,7 +147,7 @@ class StreamFetcher:
             raise EndOfData
         return data if self._auto_collation else data[0]
 
-    async def _batch(self, size: int, records: list[SkippedSample]) -> list[Any] | None:
+    async def _batch(self, size: int, records: list[SkippedSample]) -> Sequence[Any] | None:
         """Return the next `size` samples; fewer where the stream ends or samples were dropped. None: it has ended.
 
         With an error policy, a sample that raises counts towards the size of its batch.
@@ -294,8 +294,10 @@ class WorkerStreamLike(Protocol):
         """After resuming: read the samples again that had been taken, but not returned."""
         ...
 
-    async def take(self, size: int) -> list[Any]:
-        """Return the next samples; fewer than `size` only at the end of the epoch."""
+    async def take(self, size: int) -> Sequence[Any]:
+        """Return the next samples; fewer than `size` only at the end of the epoch. The sequence may make each sample
+        when it is asked for.
+        """
         ...
 
     async def aclose(self) -> None:
@@ -304,7 +306,10 @@ class WorkerStreamLike(Protocol):
 
 
 class WorkerStreamFetcher(StreamFetcher):
-    """Reads batches from a worker stream. Arguments as for `StreamFetcher`.
+    """Reads batches from a worker stream. Arguments as for `StreamFetcher`, and:
+
+    Args:
+        by_column: `collate` takes samples that are known by column; otherwise it gets a list.
 
     A transport's error is no sample's: it is raised, whatever the error policy, takes no number and loses nothing. The
     next call goes on where reading stopped.
@@ -312,11 +317,12 @@ class WorkerStreamFetcher(StreamFetcher):
 
     dataset_iter: WorkerStreamLike
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, by_column: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._by_column = by_column
         self._kept: list[Any] = []
 
-    async def _batch(self, size: int, records: list[SkippedSample]) -> list[Any] | None:
+    async def _batch(self, size: int, records: list[SkippedSample]) -> Sequence[Any] | None:
         before = len(records)
         self.dataset_iter.next_batch()
         await self.dataset_iter.refill()  # an error here belongs to no sample, so no sample is dropped for it
@@ -327,7 +333,7 @@ class WorkerStreamFetcher(StreamFetcher):
             raise NoSamples
         return None
 
-    async def _filled(self, size: int, records: list[SkippedSample]) -> list[Any]:
+    async def _filled(self, size: int, records: list[SkippedSample]) -> Sequence[Any]:
         # Samples of a batch that could not be filled, because its shard could not be read, are the next batch's.
         data, self._kept = self._kept, []
         before = len(records)
@@ -356,14 +362,16 @@ class WorkerStreamFetcher(StreamFetcher):
                 continue
             self.ended = len(samples) < wanted
             first, self.samples = self.samples, self.samples + len(samples)
-            if self._maker.decoder is None:
-                data += samples
-            else:
+            if self._maker.decoder is not None:
                 await self._decode(self._maker.decoder, first, samples, data, records)
+            elif self._by_column and not data and (self.ended or len(samples) == size):
+                return samples
+            else:
+                data += samples
         return data
 
     async def _decode(
-        self, decoder: Decoder, first: int, samples: list[Any], data: list[Any], records: list[SkippedSample]
+        self, decoder: Decoder, first: int, samples: Sequence[Any], data: list[Any], records: list[SkippedSample]
     ) -> None:
         """Decode the samples concurrently, as far as there are threads; append them in their order."""
         contexts: list[Context] = []

@@ -21,10 +21,12 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.workers.memory.codec import Encoded, Encoder
+from asyncloader.workers.memory.columns import SampleColumns
 from asyncloader.workers.memory.columns import collate as collate_columns
 from asyncloader.workers.memory.leaves import dense_leaf, dense_view, has_code, torch_dtype
 
@@ -87,6 +89,8 @@ class Collator:
         for kind, function in self._private.items():
             torchs = function in (_TORCH_MAP.get(kind), _collate_tensor_private)
             self._map[kind] = (own.get(kind, function)) if torchs else self._with_private_map(function)
+        whole = all(self._map.get(kind) == own[kind] for kind in (int, float, np.ndarray))
+        self._array_numbers = self._numbers_of_array if whole else None
 
     def collate(self, samples: Sequence[Any]) -> Encoded:
         """Collate and encode.
@@ -103,8 +107,9 @@ class Collator:
     def _collate(self, samples: Sequence[Any]) -> Encoded:
         # `__getitems__` may return any object, so its truth value and its items are used only of a list or a tuple.
         straight = isinstance(samples, (list, tuple)) and bool(samples) and _only_stores_values(samples[0])
+        straight = straight or isinstance(samples, SampleColumns)
         try:
-            batch = collate_columns(samples, self._map if straight else self._private)
+            batch = collate_columns(samples, self._map if straight else self._private, self._array_numbers)
         except BaseException:
             self._encoder.discard()  # the leaves that were announced for a part of the batch
             raise
@@ -185,6 +190,15 @@ class Collator:
             return self._numbers(f"{len(batch)}q", batch, torch.int64)
         except struct.error:
             return torch.tensor(batch, device="cpu")
+
+    def _numbers_of_array(self, array: npt.NDArray[Any]) -> Any:
+        real = array.dtype.kind == "f"
+        kind, dtype = (np.float64, torch.float64) if real else (np.int64, torch.int64)
+
+        def write(memory: mmap.mmap, offset: int) -> None:
+            np.ndarray(array.shape, kind, memory, offset)[:] = array
+
+        return self._placeholder(array.shape, dtype, 8 * array.size, write)
 
     def _numbers(self, layout: str, batch: Sequence[Any], dtype: torch.dtype) -> Any:
         packed = struct.pack(layout, *batch)

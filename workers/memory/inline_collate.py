@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
@@ -51,10 +52,13 @@ def inline_collate() -> Callable[[Sequence[Any]], Any]:
 
     def collate(samples: Sequence[Any]) -> Any:
         functions: Any = dict(torch_collate.default_collate_fn_map)
+        whole = True
         for kind, torchs, own in ours:
-            if functions.get(kind) is torchs:  # else the user has registered another
+            if functions.get(kind) is torchs:
                 functions[kind] = own
-        return collate_columns(samples, functions)
+            else:  # the user has registered another
+                whole = False
+        return collate_columns(samples, functions, _numbers if whole else None)
 
     return collate
 
@@ -95,6 +99,16 @@ def _floats(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
         _view(out, out.shape, _FLOAT64)[:] = batch
         return out
     return torch_collate.collate_float_fn(batch, collate_fn_map=collate_fn_map)
+
+
+def _numbers(array: npt.NDArray[Any]) -> Any:
+    real = array.dtype.kind == "f"
+    out = _empty(array.shape, torch.float64 if real else torch.int64)
+    if out is None:
+        torchs = torch_collate.collate_float_fn if real else torch_collate.collate_int_fn
+        return torchs(array.tolist())
+    _view(out, array.shape, _FLOAT64 if real else _INT64)[:] = array
+    return out
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:

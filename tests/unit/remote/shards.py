@@ -108,7 +108,7 @@ def number_of(sample: dict[str, Any]) -> int:
     return int(sample["n"] if "n" in sample else sample["record"])
 
 
-async def drain(batches: AsyncGenerator[list[Located], None], into: list[Located]) -> None:
+async def drain(batches: AsyncGenerator[Sequence[Located], None], into: list[Located]) -> None:
     async with aclosing(batches) as lists:
         async for found in lists:
             assert found
