@@ -45,7 +45,8 @@ class Version(NamedTuple):
     Attributes:
         etag: the ``ETag`` header as sent, weak or strong; None if it is missing.
         modified: the ``Last-Modified`` header as sent; None if it is missing.
-        settled: whether `modified` is old enough that any later change would have a different date.
+        settled: whether `modified` is old enough that any later change would have a different date. False, too, beside
+            a strong ETag.
         size: bytes of the whole object, None if not stated.
     """
 
@@ -59,7 +60,8 @@ class Version(NamedTuple):
         """Read the version from a response's headers."""
         etag, modified = _field(headers, "ETag"), _field(headers, "Last-Modified")
         settled = False
-        if modified is not None and (date := headers.get("Date")):
+        # Not beside a strong ETag, which is the validator: to parse two dates takes as long as all else in an answer.
+        if modified is not None and not _is_strong(etag) and (date := headers.get("Date")):
             settled = _seconds_between(modified, date) >= _SETTLED_S
         return cls(etag, modified, settled, size)
 
@@ -68,7 +70,7 @@ class Version(NamedTuple):
         """The value for ``If-Range``: a strong ETag, or a date of modification that is old enough to be as strong (RFC
         9110 section 8.8.2.2), also beside a weak ETag; None if nothing proves that the bytes are equal.
         """
-        if self.etag is not None and not self.etag.startswith(("W/", "w/")):
+        if _is_strong(self.etag):
             return self.etag
         return self.modified if self.settled else None
 
@@ -100,6 +102,10 @@ class Version(NamedTuple):
         if self.etag is not None or other.etag is not None:
             return self.etag == other.etag
         return self.modified is not None and self.modified == other.modified
+
+
+def _is_strong(etag: str | None) -> bool:
+    return etag is not None and not etag.startswith(("W/", "w/"))
 
 
 def _field(headers: Headers, name: str) -> str | None:
@@ -141,14 +147,17 @@ def declared_digest(headers: Headers) -> tuple[str, bytes] | None:
     The first of ``Repr-Digest`` (RFC 9530; sha-256, sha-512), ``x-goog-hash`` (md5) and ``Content-MD5``. Google's
     digest is of the stored bytes: if Google decompresses them for the response, it is ignored.
     """
-    if match := _REPR_DIGEST.search(headers.get("Repr-Digest", "")):
+    # Most answers declare none.
+    if (declared := headers.get("Repr-Digest")) and (match := _REPR_DIGEST.search(declared)):
         name = match[1].replace("-", "")
         return _digest(name, match[2], 32 if name == "sha256" else 64)
-    stored = headers.get("x-goog-stored-content-encoding", "").strip().lower()
-    as_stored = stored in {"", "identity", headers.get("Content-Encoding", "").strip().lower()}
-    if as_stored and (match := _GOOGLE_MD5.search(headers.get("x-goog-hash", ""))):
-        return _digest("md5", match[1], 16)
-    return _digest("md5", headers.get("Content-MD5", "").strip(), 16)
+    if declared := headers.get("x-goog-hash"):
+        stored = headers.get("x-goog-stored-content-encoding", "").strip().lower()
+        as_stored = stored in {"", "identity", headers.get("Content-Encoding", "").strip().lower()}
+        if as_stored and (match := _GOOGLE_MD5.search(declared)):
+            return _digest("md5", match[1], 16)
+    declared = headers.get("Content-MD5")
+    return _digest("md5", declared.strip(), 16) if declared else None
 
 
 def safe_url(url: str) -> str:
