@@ -27,6 +27,7 @@ from asyncloader.errors import LoaderClosed, WorkerDied
 from asyncloader.process_hooks import at_exit
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
+from asyncloader.workers.held_tasks import HeldTasks
 from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Listener
@@ -102,6 +103,8 @@ class WorkerPool:
         )
         inherited = None if kept is None else kept.take(ring_options)
         self.rings = inherited or [source.ring_manager(*ring_options) for _ in range(setup.num_workers)]
+        # Several samples in flight are several tasks at work, so none waits for another. And a node is far away.
+        self.held = HeldTasks(self.rings, possible=not concurrent and source.start_method != "service")
         self._inboxes: list[Inbox] = []
         self._listener: Listener | None = None
         self._unwatch: Callable[[], object] | None = None
@@ -263,6 +266,7 @@ class WorkerPool:
         """Stop listening. In the loop's thread, or in any once the loop is closed. Idempotent."""
         loop, self._loop = self._loop, None
         self._listener = None
+        self.held.clear()
         unwatch, self._unwatch = self._unwatch, None
         if unwatch is not None:
             unwatch()
@@ -289,9 +293,22 @@ class WorkerPool:
     def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
         """Send a task, with a slot if any slot is free. `suspect`: capture the task's standard error."""
         process, manager = self.processes[worker], self.rings[worker]
+        # Now: the sampler may change it before a task that is held back is sent.
+        packed = process.dumps(index)
         # The worker reads its frames in order: the capture and a larger ring go before the task that uses them.
         if suspect and (stderr := process.suspected()) is not None:
             self._send(process, wire.pack(wire.SUSPECT), [stderr])
+        elif manager.large and self.held.hold(worker, epoch, seq, packed):
+            self.send_held()
+            return
+        self._send_task(worker, epoch, seq, packed)
+
+    def send_held(self) -> None:
+        """Send the tasks that were held back and need not wait any more."""
+        self.held.send(self._send_task)
+
+    def _send_task(self, worker: int, epoch: int, seq: int, packed: bytes) -> None:
+        process, manager = self.processes[worker], self.rings[worker]
         grown = manager.replacement()
         if grown is not None:
             assert grown.fd is not None
@@ -304,7 +321,10 @@ class WorkerPool:
         process.outstanding = len(manager.tasks)
         if self._watchdog is not None:
             self._watchdog.assigned(worker, seq)
-        self._send(process, wire.pack_task(epoch, seq, slot, number, perf_counter(), process.dumps(index)))
+        if manager.unneeded is not None:
+            self._send(process, wire.pack_trim(number, manager.unneeded))
+            manager.unneeded = None
+        self._send(process, wire.pack_task(epoch, seq, slot, number, perf_counter(), packed))
 
     def send_assignment(self, worker: int, epoch: int, number: int, answer: Any) -> None:
         """Answer the worker's request for assignment `number`."""

@@ -289,6 +289,8 @@ class TaskRunner:
             except RingMemoryError as error:
                 # The worker goes on: each batch gets a segment of its own, or this error if even that is too large.
                 _log.warning("worker %d cannot use its ring, and is slower without it: %s", self.worker_id, error)
+        elif kind == wire.TRIM and self._ring is not None and wire.unpack_trim(body)[0] == self._ring_number:
+            self._ring.trim(wire.unpack_trim(body)[1])
         elif kind == wire.RESET:
             self._reset(body)
         elif kind == wire.ASSIGNMENT:
@@ -484,10 +486,9 @@ class TaskRunner:
 
     def _record(self, sent: float, begin: float, fetched: float) -> None:
         """Record the stages of a task that was received at `begin` and had its batch at `fetched`."""
-        if self._fresh:  # it waited for the worker's start
-            self._fresh = False
-        else:
+        if not self._fresh:  # else it waited for the worker's start
             self._time("queue", begin - sent)
+        self._fresh = False
         now = perf_counter()
         self._time("write", now - fetched)
         if self._processor_use is not None and now >= self._look_at:

@@ -49,6 +49,7 @@ from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.fetch.threads import JobThreads
+from asyncloader.workers.held_tasks import HeldTasks
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.tracebacks import hide_our_frames
@@ -232,6 +233,8 @@ class AsyncLoaderIterator(Generic[B_co]):
                         if batch is not NO_BATCH:
                             return batch
                 elif items:
+                    if self.pool is not None and self.pool.held.holding:
+                        self._send_held(self.pool.held)
                     waited = perf_counter() - begin
                     # Nothing is awaited between this line and the delivery, or the start of a copy: a cancellation
                     # loses no batch.
@@ -254,10 +257,17 @@ class AsyncLoaderIterator(Generic[B_co]):
                     self._copying = (item, self._copies.call(self._consumer.open, item.outcome))
                 else:
                     self._statistics.waiting_since = begin
+                    held = None if self.pool is None else self.pool.held
                     try:
+                        if held is not None:
+                            held.awaiting += 1
+                            if held.holding:
+                                self._send_held(held)
                         await self._wait()
                     finally:
                         self._statistics.waiting_since = None
+                        if held is not None:
+                            held.awaiting -= 1
         except EndOfData:
             raise StopAsyncIteration from None
         except (StopIteration, StopAsyncIteration) as stop:  # from a worker, or of a plain sampler
@@ -287,6 +297,11 @@ class AsyncLoaderIterator(Generic[B_co]):
         if self._torch_iter._IterableDataset_len_called is not None:
             warn_over_length(self._torch_iter)
         return batch
+
+    def _send_held(self, held: HeldTasks) -> None:
+        if self._pipeline is not None:
+            held.reclaim()
+            self._pipeline.send_held()
 
     async def _wait(self) -> None:
         """Wait until an item may be ready. Raises if no item will come."""

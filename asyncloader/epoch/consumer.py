@@ -176,6 +176,8 @@ class Consumer:
                 self._opener, torch_pin(self._pin_device), self._statistics.recorder, put_from_thread
             )
             sink = self._stage.put
+        # A stage frees slots by itself, in its own thread.
+        pool.held.allow(self._stage is None)
         indices = None if self._source is None else self._source.read(self._progress)
         pipeline = Pipeline(
             pool,

@@ -198,6 +198,15 @@ class Pipeline(Listener):
         except Exception as error:
             self._fail(error)
 
+    def send_held(self) -> None:
+        """Send the tasks that were held back and need not wait any more. See `HeldTasks`."""
+        if self._closed:
+            return
+        try:
+            self._pool.send_held()
+        except Exception as error:
+            self._fail(error)
+
     def close(self) -> asyncio.Task[None] | None:
         """Stop at once. Returns the cancelled task that reads an async source, to be awaited; the next call: None."""
         self._stop()

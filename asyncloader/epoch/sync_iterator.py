@@ -39,6 +39,7 @@ from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
+from asyncloader.workers.held_tasks import HeldTasks
 from asyncloader.workers.pool import WorkerPool
 
 
@@ -217,6 +218,12 @@ class WorkerIterator(CountedNext):
             begin = perf_counter()
             taken = self._taken
             if not taken:
+                held = self._pool.held
+                # Before `holding` is read: see `HeldTasks`.
+                if self._queue.empty():
+                    held.awaiting = 1
+                if held.holding:
+                    self._send_held(held)
                 self._statistics.waiting_since = begin
                 # One call into C moves the item from the queue to the deque, so Ctrl-C cannot lose it.
                 try:
@@ -225,6 +232,7 @@ class WorkerIterator(CountedNext):
                     raise self._timed_out() from None
                 finally:
                     self._statistics.waiting_since = None
+                    held.awaiting = 0
             item = taken[0]
             # A request for a replacement: the top of the loop carries it out.
             if item is None:
@@ -254,6 +262,12 @@ class WorkerIterator(CountedNext):
             self._delivering, delivery.item, delivery.batch, delivery.error = None, None, None, None
             if batch is not NO_BATCH:
                 return batch
+
+    def _send_held(self, held: HeldTasks) -> None:
+        pipeline = self._pipeline
+        if pipeline is not None:  # else another thread has just closed it
+            held.reclaim()
+            self._bridge.call_soon(pipeline.send_held)
 
     def _drop_taken(self) -> None:
         """Discard the item whose delivery Ctrl-C interrupted. In the iterating thread."""

@@ -16,6 +16,7 @@ ended, the epoch was abandoned) are freed.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Self
 
 from asyncloader.errors import RingMemoryError
@@ -37,6 +38,12 @@ samples in flight of a megabyte each."""
 
 RUN_AHEAD_BYTES = 64 << 20
 """Memory per ring for batches that wait for an earlier batch, if the user set no `ring_bytes`."""
+
+LARGE_SLOT = 4 << 20
+"""Slots from this size on are worth saving."""
+
+TRY_TASKS, MOST_TRY_TASKS = 16, 4096
+"""Tasks after which a ring tries to do with one slot less; twice as many after each try that failed."""
 
 
 class RingManager:
@@ -82,6 +89,17 @@ class RingManager:
         """Size of the newest ring, also after it was closed."""
         self.tasks: dict[tuple[int, int], tuple[Ring, int] | None] = {}
         """The unanswered tasks, by epoch and number: the slot of each; None if it has no slot."""
+        self.large = False
+        """Whether the newest ring has large slots, so that it saves them."""
+        self.held: deque[tuple[int, int, bytes]] = deque()
+        """Tasks that were held back: epoch, number, pickled index. They have no slot, and were not sent."""
+        self.unneeded: int | None = None
+        """A slot of the ring that the worker should trim before its next task."""
+        # The batch that the consumer has, and one that is made meanwhile.
+        self._fewest = max(2, self._least_credits)
+        self._most_in_use = self._fewest  # slots that suffice, as far as is known
+        self._since = 0  # tasks since that changed
+        self._try_tasks = TRY_TASKS
         self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
         self._grown = True  # the first ring has to be sent
         self._inherited = False  # `ring` comes from an earlier worker, and has not been sent to this worker yet
@@ -126,6 +144,7 @@ class RingManager:
         self._number += 1
         self.ring = Ring(self._slots, self._slot_bytes, self._slots - HEADROOM, self._number)
         self.nbytes = self.ring.nbytes
+        self.large = self._slot_bytes >= LARGE_SLOT
         self._grown = False
         return self.ring
 
@@ -133,6 +152,30 @@ class RingManager:
         credits = self._slots - HEADROOM
         need = self._workers * credits * self._slot_bytes
         segment.check_room(need, f"{self._workers} rings for {credits} batches of {self._slot_bytes:,} bytes each")
+
+    @property
+    def full(self) -> bool:
+        """Whether the slots that suffice are in use, so that the next task had better wait for one. Only if `large`."""
+        ring = self.ring
+        return ring is not None and not self._grown and not ring.locked and ring.in_use >= self._most_in_use
+
+    def need_more(self) -> None:
+        """The consumer waits while a task of this worker was held back: let one slot more be in use from now on."""
+        self._most_in_use, self._since = self._most_in_use + 1, 0
+        self._try_tasks = min(2 * self._try_tasks, MOST_TRY_TASKS)
+
+    def _count_use(self, ring: Ring, slot: int) -> int | None:
+        """Count the use of a large slot. Returns a slot whose memory was not needed for a while, if one exists."""
+        ring.touched.add(slot)
+        self._since += 1
+        if (in_use := ring.in_use) > self._most_in_use:
+            self._most_in_use, self._since = in_use, 0
+        if self._since < self._try_tasks:
+            return None
+        # A slot that was left out since the try before. It had its memory until now: a try that failed cost nothing.
+        unneeded = ring.unneeded() if len(ring.touched) > self._most_in_use and not ring.locked else None
+        self._most_in_use, self._since = max(self._fewest, self._most_in_use - 1), 0
+        return unneeded
 
     def assign(self, epoch: int, seq: int) -> tuple[int, int]:
         """Return the ring number and the slot for a task; `wire.NO_SLOT` if no slot is free."""
@@ -143,6 +186,8 @@ class RingManager:
             self.tasks[epoch, seq] = None
             return ring.number, wire.NO_SLOT
         self.tasks[epoch, seq] = (ring, slot)
+        if self.large:
+            self.unneeded = self._count_use(ring, slot)
         return ring.number, slot
 
     def answered(self, epoch: int, seq: int, slot: int, nbytes: int) -> Ring | None:
@@ -192,6 +237,7 @@ class RingManager:
 
     def void(self) -> None:
         """Free the slots of all tasks: the worker will answer none of them."""
+        self.held.clear()
         for held in list(self.tasks.values()):
             if held is not None:
                 held[0].give_back(held[1])
@@ -210,6 +256,7 @@ class RingManager:
         replacement gets a new ring; the old one is freed with its last lease.
         """
         self.tasks.clear()
+        self.held.clear()
         self.ring = None
         self._grown = True
 
@@ -221,7 +268,7 @@ class RingManager:
         """
         self.void()
         successor = copy.copy(self)
-        successor.tasks = {}
+        successor.tasks, successor.held = {}, deque()
         successor._inherited = self.ring is not None and self.ring.locked and not self._grown
         # A ring that is not locked costs less to make again than to keep; a ring that is too small would be replaced
         # anyway.
@@ -236,3 +283,4 @@ class RingManager:
             self.ring.close_fd()
         self.ring = None
         self.tasks.clear()
+        self.held.clear()

@@ -96,6 +96,8 @@ class RemoteChannel:
             # A duplicate: the pool may close its own once the frame is sent.
             self._rings[number] = WorkerRing(os.dup(fds[0]), slots, slot_bytes)
             return True
+        if kind == wire.TRIM:
+            return True  # this would free the pages in the loop's thread, for milliseconds
         if kind != wire.TASK:
             return self._send(kind, body)
         epoch, task, slot, ring, _, index = wire.unpack_task(body)

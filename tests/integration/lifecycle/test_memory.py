@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
+import itertools
+import os
 import random
+import signal
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ import pytest
 import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, Tuning
+from asyncloader.workers.memory import ring_manager
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import Numbers, Sized
 from tests.helpers.frameworks import epoch
@@ -67,6 +73,68 @@ def test_batches_that_are_held_never_change(kind: str) -> None:
 
         run_async(run())
     assert len(held) > 50
+
+
+class Killed(Sized):
+    """Sized, whose worker is killed once, at a sample in the middle."""
+
+    def __init__(self, sizes: list[int], mark: Path) -> None:
+        super().__init__(sizes)
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 37 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kept", [1, 3, 9])
+@pytest.mark.parametrize("kind", BOTH)
+def test_tasks_that_wait_for_a_slot_are_made_in_the_end(
+    kind: str, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With slots that are all scarce: epochs that are abandoned or read to their end, and a worker that is killed amid
+    them, give every batch, also to a consumer that keeps more of them than there are slots.
+    """
+    monkeypatch.setattr(ring_manager, "LARGE_SLOT", 1)
+    monkeypatch.setattr(ring_manager, "TRY_TASKS", 2)
+    monkeypatch.setattr(ring_manager, "MOST_TRY_TASKS", 4)
+    dataset = Killed([30_000] * 80, tmp_path / "killed")
+    options: Any = {"num_workers": 2, "persistent_workers": True, "max_worker_restarts": 1, "seed": 3}
+    ends, seen = (3, 80, 80), deque[Any](maxlen=kept)
+
+    def check(position: int, batch: Any) -> None:
+        seen.append((position, batch))
+        for index, each in seen:
+            assert bool((each == index % 251).all()), f"batch {index} was overwritten"
+
+    counts: list[int] = []
+    if kind == "sync":
+        with DataLoader[Any](dataset, **options) as loader:
+            for end in ends:
+                position = 0
+                for batch in itertools.islice(loader, end):
+                    check(position, batch)
+                    position += 1
+                counts.append(position)
+    else:
+
+        async def run() -> None:
+            async with AsyncDataLoader[Any](dataset, **options) as loader:
+                for end in ends:
+                    position = 0
+                    async with contextlib.aclosing(aiter(loader)) as batches:
+                        async for batch in batches:
+                            check(position, batch)
+                            position += 1
+                            if position == end:
+                                break
+                    counts.append(position)
+
+        run_async(run())
+    assert counts == list(ends)
+    assert dataset.mark.exists()
 
 
 def test_any_kind_of_view_holds_the_slot() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import sys
 import threading
@@ -348,6 +349,39 @@ def test_worker_reserves_pages_on_first_use() -> None:
     assert allocated() == PAGE
     worker.offset(0, PAGE)
     assert allocated() == 2 * PAGE
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_REMOVE"), reason="Linux alone returns the pages of a mapping")
+def test_a_trimmed_slot_has_no_memory_until_it_is_used_again() -> None:
+    """Its pages are freed for both sides, the other slots' stay; its next use allocates them before it writes."""
+    ring = Ring(slots=5, slot_bytes=PAGE, credits=2)
+    assert ring.fd is not None
+    worker = WorkerRing(os.dup(ring.fd), ring.slots, ring.slot_bytes)
+    for slot in (1, 3):
+        start = worker.offset(slot, PAGE)
+        worker.memory[start : start + 4] = b"full"
+    worker.trim(3)
+    worker.trim(3)
+    worker.trim(4)  # never used
+    assert os.fstat(worker.fd).st_blocks * 512 == PAGE
+    assert ring.look(3, 4).raw == bytes(4)
+    assert ring.look(1, 4).raw == b"full"
+    worker.trim(3)  # the consumer's look has brought its page back, which the worker does not know of
+    worker.offset(3, PAGE)
+    assert os.fstat(worker.fd).st_blocks * 512 == 2 * PAGE
+
+
+def test_the_slot_that_rested_longest_is_unneeded() -> None:
+    """Of the slots that were used, the one that was freed first; none that is in use, or was never used."""
+    ring = Ring(slots=5, slot_bytes=PAGE, credits=2)
+    taken = [ring.take() for _ in range(3)]
+    assert (taken, ring.in_use) == ([0, 1, 2], 3)
+    ring.touched.update((0, 1, 2))
+    assert ring.unneeded() is None
+    ring.give_back(2)
+    ring.give_back(0)
+    assert ring.in_use == 1
+    assert [ring.unneeded() for _ in range(3)] == [2, 0, None]
 
 
 def test_oneoff_segment_lives_as_long_as_its_view() -> None:
