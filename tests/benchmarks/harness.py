@@ -184,42 +184,76 @@ def run_job(
         JobFailed: it ended with an error or took too long; the text has the end of its stderr.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        output, errors = Path(folder, "result.json"), Path(folder, "stderr")
-        command = [sys.executable, "-m", module, job.to_json(), str(output)]
         place = ROOT
         if job.tree:  # these benchmarks and that package: the two that the child imports from where it runs
             place = Path(folder)
             (place / "tests").symlink_to(ROOT / "tests")
             (place / "asyncloader").symlink_to(Path(job.tree) / "asyncloader")
-        with errors.open("wb") as stderr:
-            process = subprocess.Popen(
-                command,
-                cwd=place,
-                stdin=subprocess.DEVNULL,
-                stdout=stderr,
-                stderr=stderr,
-                start_new_session=True,
-            )
         samples: list[tuple[float, Memory]] = []
         done = threading.Event()
-        sampler = threading.Thread(target=_sample, args=(process.pid, samples, done))
-        if job.probe == "memory":
-            sampler.start()
+        samplers: list[threading.Thread] = []
+
+        def watch(pid: int) -> None:
+            if job.probe == "memory":
+                samplers.append(threading.Thread(target=_sample, args=(pid, samples, done)))
+                samplers[0].start()
+
         try:
-            code: int | str = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = f"none after {limit_s:.0f} s"
+            name = f"{job.probe} {job.workload} {job.loader} {job.start}"
+            return run_program(module, job.to_json(), name, Path(folder), place, limit_s, watch), samples
         finally:
             done.set()
-            if sampler.ident is not None:
+            for sampler in samplers:
                 sampler.join()
-            with contextlib.suppress(ProcessLookupError):  # the session's leftovers: some peers leave workers
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if code != 0 or not output.exists():
-            tail = errors.read_text(errors="replace")[-3000:]
-            raise JobFailed(f"{job.probe} {job.workload} {job.loader} {job.start}: exit code {code}\n{tail}")
-        return json.loads(output.read_text(encoding="utf-8")), samples
+
+
+def run_program(
+    module: str,
+    job: str,
+    name: str,
+    folder: Path,
+    place: Path = ROOT,
+    limit_s: float = LIMIT_S,
+    watch: Callable[[int], None] | None = None,
+) -> Any:
+    """Run a module in a process of its own, which gets a job and the name of the file for its result as JSON.
+
+    Args:
+        module: the program.
+        job: its first argument.
+        name: what the error calls it.
+        folder: a temporary one, for the files.
+        place: where it runs.
+        limit_s: the longest that it may take.
+        watch: called with the process's pid once it runs.
+
+    Raises:
+        JobFailed: it ended with an error or took too long; the text has the end of its stderr.
+    """
+    output, errors = folder / "result.json", folder / "stderr"
+    with errors.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, job, str(output)],
+            cwd=place,
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    try:
+        if watch is not None:
+            watch(process.pid)
+        code: int | str = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = f"none after {limit_s:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the session's leftovers: some peers leave workers
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if code != 0 or not output.exists():
+        tail = errors.read_text(errors="replace")[-3000:]
+        raise JobFailed(f"{name}: exit code {code}\n{tail}")
+    return json.loads(output.read_text(encoding="utf-8"))
 
 
 def _sample(pid: int, samples: list[tuple[float, Memory]], done: threading.Event) -> None:
