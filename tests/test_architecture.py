@@ -60,6 +60,7 @@ PURE = {
         "remote.shard_index",
         "remote.shard_splitting",
         "remote.shuffle",
+        "remote.stream_order",
         "samplers.batch_plan",
         "samplers.generators",
         "samplers.interleave",

@@ -101,7 +101,7 @@ def constructor() -> Count:
         (steady_batch, 55, 40),
         (second_iter, 204, 138),
         (partial(second_iter, seed=1), 362, 260),
-        (constructor, 73, 20),
+        (constructor, 74, 20),
     ],
     ids=["batch", "second iter", "second iter, seeded", "constructor"],
 )

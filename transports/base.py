@@ -343,11 +343,16 @@ class PinnedReader:
                     async for chunk in chunks:
                         self._streamed = True
                         yield chunk
-            except (ObjectNotFound, RangeOutOfBounds) as error:
+            except ObjectNotFound as error:
                 # An earlier stream returned bytes, so the object existed: it has changed, and is no bad sample.
                 if not streamed:
                     raise
                 raise changed_error(self.path) from error
+            except RangeOutOfBounds:
+                # The same if it is another version now. If not, it never had this range.
+                if streamed:
+                    await self.info()
+                raise
 
     @contextmanager
     def _errors(self) -> Generator[None, None, None]:

@@ -35,21 +35,18 @@ class HeldTasks:
     def __init__(self, rings: Sequence[RingManager], *, possible: bool = True) -> None:
         self._rings = rings
         self._possible = possible
-        self._allowed = False
+        self.wanted = False
+        """Whether tasks may be held back in this epoch: the consumer does as this module says. Set before the first."""
         self.holding = False
         """Whether a task is held back. Set in the loop's thread, read in any."""
         self.awaiting = 0
         """How many callers wait for the next batch."""
 
-    def allow(self, wanted: bool) -> None:
-        """Set whether tasks may be held back in this epoch: the consumer does as this module says. Before the first."""
-        self._allowed = wanted and self._possible
-
     def hold(self, worker: int, epoch: int, seq: int, packed: bytes) -> bool:
         """Hold the task back, if it had better wait. Call `send` if this returns True. In the loop's thread."""
         manager = self._rings[worker]
         # Behind a task that is held back every other waits, too: the worker gets its tasks in order.
-        if not self._allowed or not (manager.held or self._waits(manager)):
+        if not (self.wanted and self._possible) or not (manager.held or self._waits(manager)):
             return False
         manager.held.append((epoch, seq, packed))
         self.holding = True

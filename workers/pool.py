@@ -266,7 +266,8 @@ class WorkerPool:
         """Stop listening. In the loop's thread, or in any once the loop is closed. Idempotent."""
         loop, self._loop = self._loop, None
         self._listener = None
-        self.held.clear()
+        if self.held.holding:
+            self.held.clear()
         unwatch, self._unwatch = self._unwatch, None
         if unwatch is not None:
             unwatch()

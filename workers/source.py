@@ -20,7 +20,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from asyncloader.errors import WorkerDied
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers import shutdown
-from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.assignment_client import is_planned
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
 from asyncloader.workers.fetch.dataset_marks import changed_since, marks
 from asyncloader.workers.fetch.setup import WorkerSetup
@@ -299,7 +299,7 @@ class LocalWorkers:
             return
         # Datapipes are seeded, and datasets of ours plan, in the main process at each epoch; these changes do not
         # count, because the workers get the seeds and the plan.
-        ours = assigns_shards(dataset) or isinstance(dataset, MessagedDataset)
+        ours = isinstance(dataset, MessagedDataset) or is_planned(dataset)
         if not (isinstance(dataset, (IterDataPipe, MapDataPipe)) or ours):
             self._dataset, self._marks = dataset, marks(dataset)
 

@@ -177,7 +177,7 @@ class Consumer:
             )
             sink = self._stage.put
         # A stage frees slots by itself, in its own thread.
-        pool.held.allow(self._stage is None)
+        pool.held.wanted = self._stage is None
         indices = None if self._source is None else self._source.read(self._progress)
         pipeline = Pipeline(
             pool,

@@ -32,7 +32,7 @@ def worker_context(config: EpochConfig) -> Any:
     """
     if config.multiprocessing_context is not None:
         return config.multiprocessing_context
-    if config.assigns_shards and torch.multiprocessing.get_start_method() == "fork":
+    if config.planned and torch.multiprocessing.get_start_method() == "fork":
         return torch.multiprocessing.get_context("forkserver")
     return torch.multiprocessing
 
@@ -154,7 +154,7 @@ def _worker_source(config: EpochConfig) -> WorkerSource:
             worker_context(config),
             replaces=config.max_restarts > 0 or config.worker_memory_limit is not None,
             # The user did not choose the fork server: see `worker_context`.
-            passes_environ=config.assigns_shards and config.multiprocessing_context is None,
+            passes_environ=config.planned and config.multiprocessing_context is None,
         )
     # Not at the top: only a loader with such workers needs these.
     if config.workers == THREADS:
@@ -180,4 +180,5 @@ def make_scheduler(config: EpochConfig, first_worker: int) -> Scheduler:
         first_worker=first_worker,
         max_restarts=config.max_restarts,
         concurrent=config.concurrent,
+        lane_of=config.lane_of,
     )

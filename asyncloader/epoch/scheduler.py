@@ -28,6 +28,7 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from asyncloader.epoch.reassignment import Reassignment
@@ -75,6 +76,8 @@ class Scheduler:
         epoch: part of each task, to recognise answers of an abandoned epoch.
         max_restarts: how often each worker may be replaced.
         concurrent: whether a worker processes several tasks at a time (asynchronous datasets).
+        lane_of: with round robin, returns the lane of an index; the tasks of a lane go to the same worker, which reads
+            on where it stopped. None: the tasks themselves go round.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Scheduler:
         epoch: int = 0,
         max_restarts: int = 0,
         concurrent: bool = False,
+        lane_of: Callable[[Any], int] | None = None,
     ) -> None:
         if workers < 1 or credits < 1:
             raise ValueError(f"workers and credits must be at least 1, got workers={workers}, credits={credits}")
@@ -123,6 +127,7 @@ class Scheduler:
             concurrent=concurrent,
             any_worker=assignment == "least_loaded" and not iterable,
         )
+        self._lane_of = lane_of
         self._next_worker = first_worker  # round robin: the worker that gets the next task
         self._offers_ended = False
         self.over = False
@@ -228,6 +233,8 @@ class Scheduler:
                 f"{self._most - self._most_credits * self.workers} ahead"
             )
         self._asked -= 1
+        if self._lane_of is not None:
+            self._next_worker = self._lane_of(index) % self.workers
         worker = self._choose()
         if worker is None:
             return []  # every worker's copy of the iterable dataset has ended

@@ -1,7 +1,7 @@
 """Plans the shard assignment of an epoch before its workers start.
 
-Data path: options -> [shard_assignment: plan, assigner] -> pipeline. Does nothing for datasets whose shards are not
-assigned by the main process.
+Data path: options -> [shard_assignment: plan, assigner] -> pipeline. Of fixed streams it counts the
+samples; for datasets that the main process does not plan it does nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from asyncloader.samplers.position_source import PositionSource
 from asyncloader.state.progress import Progress
 from asyncloader.workers.fetch.assignment_client import AssignmentSource
 from asyncloader.workers.fetch.seeding import derive
@@ -38,6 +39,8 @@ async def open_assignment(
         ValueError, TransportError, ShardError: there are no shards, or they cannot be listed.
     """
     config = progress.config
+    if isinstance(config.source, PositionSource):
+        await config.source.plan()
     if not config.assigns_shards:
         return None, starts
     from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key

@@ -99,7 +99,7 @@ class WorkerIterator(CountedNext):
         base_seed, starts = self._progress.starts(
             self._config.num_workers, int(self._base_seed), shared_seed(self), new_workers=new_workers
         )
-        if not self._config.assigns_shards:
+        if not self._config.planned:
             return base_seed, starts
         # In a loop and a thread of its own, which have ended before a worker is forked.
         return base_seed, run_in_thread(open_assignment(self._progress, starts))[1]

@@ -36,6 +36,7 @@ from asyncloader.samplers.generators import (
     own_generator,
 )
 from asyncloader.samplers.index_stream import IndexStream
+from asyncloader.samplers.position_source import PositionSource
 from asyncloader.state.progress import Progress
 from asyncloader.workers.fetch.seeding import derive, draw_device
 
@@ -55,6 +56,9 @@ class TorchIterator(_BaseDataLoaderIter):
 
     def __init__(self, loader: LoaderSpec[Any], progress: Progress) -> None:
         self._draw(loader, progress, partial(super().__init__, loader))
+        if isinstance(progress.config.source, PositionSource):
+            # The order is the dataset's, by its epoch: another iterator may begin another while this one goes on.
+            self._dataset = progress.config.dataset.for_iterator()
 
     def _begin_order(self, loader: LoaderSpec[Any], progress: Progress, *, first_iter: bool = False) -> None:
         """Call torch's `_reset` for an epoch that begins at this position."""

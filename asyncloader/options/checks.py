@@ -279,10 +279,15 @@ def warn_without_effect(options: Mapping[str, Any], given: Collection[str], *, i
     """
     said_of = _said_of.get()
     asked = {name: options[name] for name in given if said_of is None or name in said_of}
-    if not asked:
+    if not asked and (options["seed"] is not None or not hasattr(options["dataset"], "streams")):
         return
     for text in _without_effect(options, asked, iterable):
         warnings.warn(text, NoEffectWarning, stacklevel=_frames_of_ours())
+
+
+def _has_streams(dataset: Any) -> bool:
+    """Whether it is a `RemoteIterableDataset` that asks for fixed streams."""
+    return getattr(dataset, "streams", None) is not None and assigns_shards(dataset)
 
 
 def _frames_of_ours() -> int:
@@ -303,6 +308,9 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
             "async does nothing for collate_fn, which is called, and not awaited: each batch would be a coroutine. "
             "Make it a plain function, and await in the dataset's own methods"
         )
+
+    if seed is None and _has_streams(dataset):
+        yield "the dataset's streams= does nothing without seed=, from which the order of fixed streams follows"
 
     of_workers = [name for name in ("worker_timeout", "worker_memory_limit", "max_worker_restarts") if asked.get(name)]
     threads = options["workers"] == THREADS

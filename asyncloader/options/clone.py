@@ -23,6 +23,7 @@ from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import DEFAULTS, OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec
 from asyncloader.options.objects import flattened, grouped
 from asyncloader.options.unknown_dataset import without_asking
+from asyncloader.samplers.positions import Positions
 from asyncloader.samplers.seeded import SeededSampler
 
 T = TypeVar("T")
@@ -127,6 +128,8 @@ def _order(loader: torch.utils.data.DataLoader[Any]) -> dict[str, Any]:
     sampler = loader.sampler
     if sampler is vars(loader).get("_asyncloader_shuffled", ...):
         return {"shuffle": True}
+    if isinstance(sampler, Positions):
+        return {}  # the dataset's own order, which the constructor chooses
     source = getattr(sampler, "data_source", None)
     if source is loader.dataset or source is _plain_dataset(loader.dataset):
         if type(sampler) is SequentialSampler:

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from torch.utils.data import _DatasetKind as DatasetKind
 from typing_extensions import TypeVar
 
+from asyncloader.bridge import run_in_thread
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.options.checks import (
@@ -45,11 +46,13 @@ from asyncloader.ranks.topology import RankGroupLike, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
 from asyncloader.samplers.distributed import OnUneven, rank_view
 from asyncloader.samplers.generators import DRAWING
+from asyncloader.samplers.position_source import PositionSource
+from asyncloader.samplers.positions import Positions
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.samplers.seeded_draws import with_seeded_draws
 from asyncloader.service.client.remote_dataset import RemoteDataset, UnknownDataset, locate
 from asyncloader.service.definition import Defined
-from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.assignment_client import assigns_shards, is_planned
 from asyncloader.workers.fetch.dataset_kinds import is_async_stream
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.source import THREADS
@@ -298,12 +301,21 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             dataset, given["shuffle"] = dataset.shuffled(), None
             arguments = {**arguments, "dataset": dataset, "shuffle": None}
             given["dataset"] = dataset
+        if hasattr(dataset, "fixed_streams") and is_planned(dataset):
+            if isinstance(given["sampler"], Positions):  # code that makes a loader of another's attributes gives it
+                given["sampler"] = None
+            # With a sampler of the user's torch's constructor raises its error, as for any iterable dataset.
+            ordered = given["sampler"] is None and given["batch_sampler"] is None and is_seed(given["seed"])
+            given["dataset"] = dataset = dataset.fixed_streams(given["seed"] if ordered else None)
+            arguments = {**arguments, "dataset": dataset}
+            if not assigns_shards(dataset):
+                given["sampler"], given["shuffle"] = Positions(dataset), None
         stream = is_async_stream(dataset)
         if stream:
             given["dataset"] = _StreamForTorch()  # so that torch checks the arguments as for an iterable dataset
         else:
             names = ("seed", "shuffle", "sampler", "batch_sampler")
-            sampler = default_sampler(dataset, *(arguments[name] for name in names))
+            sampler = default_sampler(dataset, *(given[name] for name in names))
             if sampler is not None:
                 given["sampler"], given["shuffle"] = sampler, None
             elif is_seed(arguments["seed"]) or arguments["seed"] is None:
@@ -368,9 +380,13 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
 
         Raises:
             TypeError: the number is unknown.
+            TransportError: the shards of fixed streams could not be counted, which the first call does.
             ServiceUnavailable: no node at `workers=` could be asked about the dataset, which the first call does.
         """
         ask_dataset(self)
+        source = self._index_sampler
+        if isinstance(source, PositionSource) and source.sampler.dataset.samples is None:
+            run_in_thread(source.plan())
         ranks = topology(self).world_size
         if ranks == 1 or not (is_iterable(self) and assigns_shards(self.dataset)):
             return super().__len__()

@@ -21,6 +21,7 @@ from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, O
 from asyncloader.ranks.topology import Topology, process_group, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
+from asyncloader.samplers.position_source import PositionSource
 from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_async_dataset
@@ -45,6 +46,10 @@ class EpochConfig:
     """Whether the dataset is iterated rather than indexed."""
     assigns_shards: bool
     """Whether the main process assigns the dataset's shards to the workers."""
+    planned: bool
+    """Whether the main process plans the dataset's epochs, and so reads from the store of its shards."""
+    lane_of: Callable[[Any], int] | None
+    """Which steps are best made by the same worker; None: any worker may make any."""
     concurrent: bool
     """Whether a copy of the dataset has several samples in flight, by awaiting them or in threads."""
     stateful: bool
@@ -138,12 +143,15 @@ class EpochConfig:
         concurrent = awaited or threads > 0
         least, here = loader.prefetch_factor or 1, topology(loader)
         source = index_sampler if isinstance(index_sampler, AsyncIndexSource) else None
+        positions = source if isinstance(source, PositionSource) else None
         sampler, batch_sampler = plain_sampler(loader), loader.batch_sampler
         every = ours.snapshot_every_n_steps or 0
         resolved: dict[str, Any] = {
             "dataset": dataset,
             "iterable": iterable,
             "assigns_shards": assigned,
+            "planned": assigned or positions is not None,
+            "lane_of": None if positions is None else positions.lane_of(loader.num_workers),
             "concurrent": concurrent,
             "concurrency": concurrency,
             "stateful": stateful,
@@ -153,7 +161,9 @@ class EpochConfig:
                 dataset,
                 getattr(batch_sampler, "batch_size", None) if batches else 1,
                 least=least,
-                concurrency=threads or concurrency if concurrent and not (iterable or stateful) else 0,
+                concurrency=threads or concurrency
+                if concurrent and not (iterable or stateful or positions is not None)
+                else 0,
                 threads=threads if batches else 0,
             ),
             "auto_collation": batches,
@@ -161,13 +171,15 @@ class EpochConfig:
             "sampler_ranks": replicas(sampler, batch_sampler),
             "index_sampler": index_sampler,
             "source": source,
-            "free": source is not None or (seeded and not iterable),
+            "free": positions is None and (source is not None or (seeded and not iterable)),
             "awaits_workers": loader._asyncloader_awaits_workers,
             "seeded": seeded,
             "topology": here,
             "even_ranks": here.world_size if seeded and not iterable else 1,
             "group": None if ours.group is None else process_group(ours.group),
-            "reorder_window": ours.reorder_window if seeded and loader.in_order and not iterable else 0,
+            "reorder_window": ours.reorder_window
+            if seeded and loader.in_order and not (iterable or positions is not None)
+            else 0,
             "exact": exact,
             # A worker stream is assigned the same shards again, so replaying it gives the same samples.
             "replays": not exact or assigned,

@@ -30,12 +30,16 @@ from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardE
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.discovery import find_shards
+from asyncloader.remote.fixed_streams import FixedStreams
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.rank_shares import EpochPlan, EpochShares, Stretch, part_left_out, sample_numbers, stretch_of
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
+from asyncloader.remote.sample_counts import Counted, count_shards
 from asyncloader.remote.shard_sizes import bytes_per_sample, sample_position, with_counts, with_edges, with_sizes
 from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, group_ranges
 from asyncloader.remote.stores import LoopStores, Stores, is_cached, scheme_of, strip_signature
+from asyncloader.remote.stream_blocks import Shards
+from asyncloader.remote.stream_order import LANES
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.sizes import Size, size
@@ -56,6 +60,8 @@ CUSTOM = ShardFormat("custom", None)
 
 _log = logging.getLogger("asyncloader")
 
+_LEAST_AHEAD = 1 << 18  # bytes that each of many streams fetches ahead, at least
+
 _LEFT_OUT = 0.02  # the part of the data that an epoch leaves out from which a warning is logged
 RAISED_WHEN_READ = (ObjectNotFound, ShardError)
 """Errors of a single shard, which do not fail the plan: they are raised when the shard is read, and `on_error` applies.
@@ -70,10 +76,11 @@ class RemoteIterableDataset(IterableDataset[Any]):
     A sample is a dictionary: ``__key__`` (str), ``__url__`` (str) and its fields, raw bytes unless the format decodes
     them; the loader collates the results of its `decode`. Without `decode` and `collate_fn`, columns of Parquet become
     the tensors of a batch as a whole, in a fraction of the time. Each sample is read once per epoch, on any number of
-    workers; every batch is full, except the last batch of the epoch. Several ranks share the samples evenly if the
-    number in each shard is known (MDS, Parquet). Otherwise they share the shards, and an epoch ends for all with the
-    smallest share: the rest of the other shares is not read (`on_uneven`), in each epoch other samples. Order, states
-    and the replacement of dead workers: see ``docs/explanation/order-and-resume-in-streams.md``.
+    workers; every batch is full, except the last batch of the epoch. Several ranks share the samples evenly with
+    `streams`, or if the number in each shard is known (MDS, Parquet). Otherwise they share the shards, and an epoch
+    ends for all with the smallest share: the rest of the other shares is not read (`on_uneven`), in each epoch other
+    samples. Order, states and the replacement of dead workers: see
+    ``docs/explanation/order-and-resume-in-streams.md``.
 
     Use it with asyncloader's loaders, or iterate over it alone: ``async for sample in dataset``. Its worker processes
     are started by "forkserver" unless `multiprocessing_context` says otherwise.
@@ -98,6 +105,11 @@ class RemoteIterableDataset(IterableDataset[Any]):
         read_ahead: bytes of a shard that each worker fetches ahead; default ``"8MiB"``.
         columns: the columns of Parquet to read; None: all.
         storage_options: keyword arguments for the transports that are opened (credentials, endpoint, retry).
+        streams: streams that each global batch is read from. With it, and the loader's ``seed=``, an epoch's batches
+            and their order depend neither on the number of workers nor of ranks, no rank leaves out samples, and a
+            state fits any of these numbers. Ranks up to this number that divide it read no byte twice. The samples of
+            shards without an index are counted before the first epoch, by reading them once. None: each worker reads a
+            stream of its own.
 
     Raises:
         ValueError: an argument is out of range, or incompatible with another.
@@ -118,11 +130,14 @@ class RemoteIterableDataset(IterableDataset[Any]):
         read_ahead: Size = READ_AHEAD,
         columns: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        streams: int | None = None,
     ) -> None:
         if not isinstance(shuffle_buffer, int) or shuffle_buffer < 0:
             raise ValueError(
                 f"shuffle_buffer should be a number of samples, 0 for none, but got shuffle_buffer={shuffle_buffer!r}"
             )
+        if streams is not None and (not isinstance(streams, int) or isinstance(streams, bool) or streams < 1):
+            raise ValueError(f"streams should be a number of at least 1, or None, but got streams={streams!r}")
         self.urls = urls if isinstance(urls, str | os.PathLike) else list(urls)
         self.format = format
         self.shuffle_buffer = shuffle_buffer
@@ -130,6 +145,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         self.max_sample_bytes = size("max_sample_bytes", max_sample_bytes)
         self.read_ahead = size("read_ahead", read_ahead)
         self.columns = columns
+        self.streams = streams
         self._stores = LoopStores(
             Stores(
                 storage_options,
@@ -146,6 +162,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         self._parts: tuple[int, int] | None = None  # the number of ranges that this plan asked for, and of ranks
         self._counts: npt.NDArray[np.int64] | None = None  # samples in each of its ranges, if known
         self._logged = False  # the part that the ranks' shares leave out
+        self._all_counted: list[Counted] | None = None  # of the shards of `_listed`, for fixed streams
 
     def __repr__(self) -> str:
         found = "" if self._listed is None else f", {len(self._listed)} shards"
@@ -185,12 +202,20 @@ class RemoteIterableDataset(IterableDataset[Any]):
         return other
 
     async def __aenter__(self) -> Self:
-        self._stores.enter()
+        self.enter()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.leave()
+
+    def enter(self) -> None:
+        """Begin to read in the running loop."""
+        self._stores.enter()
+
+    async def leave(self) -> None:
+        """Stop reading in the running loop. Raises the errors of `Stores.aclose`."""
         await self._stores.leave()
 
     def __len__(self) -> int:
@@ -228,6 +253,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
         return run_in_thread(self._estimate())
 
     # ---------------------------------------------------------------------------------------- for the loaders
+
+    def fixed_streams(self, seed: int | None) -> FixedStreams | Self:
+        """Return the dataset as a loader with this seed reads it: with a number of `streams`, as `FixedStreams`."""
+        return self if seed is None or self.streams is None else FixedStreams(self, seed)
 
     async def plan(self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> EpochPlan:
         """Return the assignments of this rank in an epoch, in the order in which its workers get them.
@@ -297,17 +326,53 @@ class RemoteIterableDataset(IterableDataset[Any]):
         assert self._shards is not None
         return WorkerStream(self._shards, partial(self._open, Pins()), source, self.shuffle_buffer)
 
+    async def counted(self) -> Sequence[Counted]:
+        """Return what is known of the samples of each shard; counts those that no index counts, once.
+
+        Raises:
+            TransportError: a shard cannot be counted, and the error is not about its samples.
+            The errors of `find_shards`.
+        """
+        if self._all_counted is None:
+            async with aclosing(self._own_stores()) as stores:
+                shards = await with_counts(await self._find(stores), stores, leave=RAISED_WHEN_READ)
+                self._counted_shards = shards
+                found = [Counted(shard.samples or 0) for shard in shards]
+                unknown = [at for at, shard in enumerate(shards) if shard.samples is None]
+                await count_shards(
+                    [shards[at] for at in unknown],
+                    partial(self._open_from, stores, Pins(), self.read_ahead),
+                    lambda number, counted: found.__setitem__(unknown[number], counted),
+                )
+                self._all_counted = found
+        return self._all_counted
+
+    def counted_shards(self, counted: Sequence[Counted]) -> Shards:
+        """Return how the streams of one epoch are read in the running loop, which must have been entered."""
+        stores, ahead = self._stores.here(), max(_LEAST_AHEAD, self.read_ahead // LANES)
+
+        async def position(shard: Shard, number: int) -> int:
+            return await sample_position(shard, number, stores)
+
+        assert self._listed is not None
+        return Shards(self._listed, counted, partial(self._open_from, stores, Pins(), ahead), position)
+
     def _open(
         self, pins: Pins, shard: Shard, shard_range: CatalogRange, on_bad: OnBad
     ) -> AsyncGenerator[Sequence[Located], None]:
+        return self._open_from(self._stores.here(), pins, self.read_ahead, shard, shard_range, on_bad)
+
+    def _open_from(
+        self, stores: Stores, pins: Pins, read_ahead: int, shard: Shard, shard_range: CatalogRange, on_bad: OnBad
+    ) -> AsyncGenerator[Sequence[Located], None]:
         return read_shard_range(
-            self._stores.here(),
+            stores,
             shard,
             shard_range,
             max_sample_bytes=self.max_sample_bytes,
             on_bad=on_bad,
             reader=self.format if shard.format == CUSTOM and callable(self.format) else None,
-            read_ahead=self.read_ahead,
+            read_ahead=read_ahead,
             columns=self.columns,
             pins=pins,
         )
@@ -421,8 +486,8 @@ def _log_left_out(part: float, shards: int, ranks: int) -> None:
     if part >= _LEFT_OUT:
         _log.warning(
             "%d ranks share %d shards unevenly: an epoch ends for all with the smallest share, so each epoch leaves "
-            "out about %.0f%% of the samples (on_uneven='drop'), other ones each time. Write shards of equal size "
-            "whose number is a multiple of the ranks', or many more shards",
+            "out about %.0f%% of the samples (on_uneven='drop'), other ones each time. With streams= of the dataset "
+            "and seed= of the loader none is left out",
             ranks,
             shards,
             100 * part,

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, Sampler
 from asyncloader.ranks.topology import Topology
 from asyncloader.samplers.distributed import Cutter, RankView, Share
 from asyncloader.samplers.index_stream import StateLog
+from asyncloader.samplers.positions import Positions
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.plain_calls import check_plain
 
@@ -48,6 +49,7 @@ class ReadingPosition(Protocol):
     every: int
     drained: dict[str, Any] | None
     view: RankView | None
+    total: int | None
 
     @property
     def first_step(self) -> int:
@@ -92,7 +94,7 @@ class AsyncIndexSource:
     def __len__(self) -> int:
         return len(RankView(self.sampler, self.share))
 
-    def first_log(self, every: int) -> StateLog | None:
+    def first_log(self, every: int, /) -> StateLog | None:
         """Return the state log of a sampler that begins an epoch; None if the sampler has no state."""
         log = StateLog(every, None)
         return log if is_stateful(self.sampler) and log.note(0, self.sampler) else None
@@ -170,10 +172,16 @@ async def _drain(sampler: Any, saved: dict[str, Any]) -> None:
 def as_async_source(index_sampler: Any) -> AsyncIndexSource | None:
     """Return the async source for a loader's index sampler; None for a plain sampler."""
     if type(index_sampler) is BatchSampler and is_async_sampler(index_sampler.sampler):
-        return AsyncIndexSource(index_sampler.sampler, index_sampler.batch_size, index_sampler.drop_last)
-    if is_async_sampler(index_sampler):
-        return AsyncIndexSource(index_sampler, None, False)
-    return None
+        sampler, size, drop_last = index_sampler.sampler, index_sampler.batch_size, index_sampler.drop_last
+    elif is_async_sampler(index_sampler):
+        sampler, size, drop_last = index_sampler, None, False
+    else:
+        return None
+    if isinstance(sampler, Positions):
+        from asyncloader.samplers.position_source import PositionSource  # which imports this module
+
+        return PositionSource(sampler, size, drop_last)
+    return AsyncIndexSource(sampler, size, drop_last)
 
 
 def feedback_target(spec: Any) -> Callable[..., Any]:

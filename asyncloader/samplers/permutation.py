@@ -123,12 +123,12 @@ class Permutation:
     def _forward(self, cells: Cells) -> Cells:
         row, column = np.divmod(cells, self._columns)
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
-            row = (row + _hash(column, even) % self._rows) % self._rows
-            column = (column + _hash(row, odd) % self._columns) % self._columns
+            row = (row + hashed(column, even) % self._rows) % self._rows
+            column = (column + hashed(row, odd) % self._columns) % self._columns
         return row * self._columns + column
 
 
-def _hash(values: Cells, key: np.uint64) -> Cells:
+def hashed(values: Cells, key: np.uint64) -> Cells:
     """Return a hash of each value under the key."""
     # Overflow wraps, as in SplitMix64.
     mixed = values + key

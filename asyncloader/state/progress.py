@@ -56,7 +56,8 @@ class Progress:
         self._restored = clock.restored
         self._expects = expects
         self._resumed = resumed
-        self._total = total
+        self.total = total
+        """Number of steps in the epoch; None if unknown."""
         self.every = every
         self._finished = False
         self._touched = False
@@ -143,7 +144,7 @@ class Progress:
         """The number of batches that were delivered without a gap, in words."""
         if self._finished:
             return "finished"
-        return f"{self._step}{'' if self._total is None else f' of {self._total}'} batches delivered"
+        return f"{self._step}{'' if self.total is None else f' of {self.total}'} batches delivered"
 
     @property
     def iterates_itself(self) -> bool:
@@ -292,7 +293,7 @@ class Progress:
         if log is not None:
             log.forget(self._step)
         # Also without a further `next()`: a loop that stops after the last batch has completed the epoch.
-        if self._step == self._total:
+        if self._step == self.total:
             self._complete()
 
     def _mark(self, task: int, worker: int, cursor: PackedCursor | None) -> None:

@@ -272,16 +272,23 @@ def check_workers(workers: dict[str, Any], num_workers: int, rank: int, world_si
     Raises:
         StateError: the number of workers differs, or it is another rank's state.
     """
+    of_shards = "leases" in workers
+    instead = ". A RemoteIterableDataset with streams= has states that fit any number of workers and ranks"
     if (workers["rank"], workers["world_size"]) != (rank, world_size):
         raise StateError(
             f"the state is that of rank {workers['rank']} of {workers['world_size']}, but this is rank {rank} of "
             f"{world_size}: where a rank stands in its own stream is of no use to another. Save and load one state a "
-            "rank, with as many ranks"
+            f"rank, with as many ranks{instead if of_shards else ''}"
         )
     if workers["num_workers"] != num_workers:
+        why = (
+            f"each worker goes on with the shards that were assigned to it{instead}"
+            if of_shards
+            else "each worker has read its own copy of the dataset, and only as many can go on"
+        )
         raise StateError(
             f"the state was saved with num_workers={workers['num_workers']}, but this loader has "
-            f"num_workers={num_workers}: each worker has read its own copy of the dataset, and only as many can go on"
+            f"num_workers={num_workers}: {why}"
         )
 
 

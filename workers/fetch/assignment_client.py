@@ -23,6 +23,11 @@ def assigns_shards(dataset: Any) -> bool:
     return has_method(dataset, "open_worker_stream")
 
 
+def is_planned(dataset: Any) -> bool:
+    """Return whether the main process plans the dataset's epochs, for which it reads from the store of its shards."""
+    return has_method(dataset, "open_worker_stream") or has_method(dataset, "plan_streams")
+
+
 class AssignmentReply(NamedTuple):
     """The reply to a request.
 

@@ -77,6 +77,13 @@ def shard_and_key(sample: Any) -> str | None:
     return f"{key[:_MOST_KEY]!r} of {sample.get('__url__')!r}"
 
 
+def note_shard(error: BaseException, sample: Any) -> None:
+    """Note on an error of a sample which one of a shard it is, if it is one's."""
+    where = shard_and_key(sample)
+    if where is not None:
+        add_note(error, f"while reading sample {where}")
+
+
 def note_stream_sample(error: BaseException, number: int, worker: int | None, where: str | None = None) -> None:
     """Note on an error which sample of a stream raised it; `number` counts from 0 in the worker's stream. `where`: see
     `shard_and_key`.

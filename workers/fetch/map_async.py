@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from asyncloader.workers.fetch.data_end import not_the_end
-from asyncloader.workers.fetch.error_notes import add_note, describe_batch
+from asyncloader.workers.fetch.decoding import Decoder, Failure
+from asyncloader.workers.fetch.error_notes import add_note, describe_batch, note_shard, shard_and_key
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest
 from asyncloader.workers.fetch.sample_errors import SkippedSample
@@ -59,6 +60,8 @@ class AsyncMapFetcher(MapFetcher):
         )
         if maker.decoder is None and not (maker.seeding is None and _holds_awaitables(samples)):
             return samples
+        if maker.decoder is not None and not _holds_awaitables(samples):
+            return await self._decode_batch(maker.decoder, index, first, list(samples))
         pending = list(samples)
         try:
             return await self._limiter.gather(
@@ -70,6 +73,23 @@ class AsyncMapFetcher(MapFetcher):
             for sample in pending:
                 if inspect.iscoroutine(sample):
                     sample.close()  # not awaited because of an error; a no-op for the others
+
+    async def _decode_batch(self, decoder: Decoder, index: Any, first: int | None, samples: list[Any]) -> list[Any]:
+        contexts: list[Context] = []
+        for item in range(len(samples)):
+            # In the current context, of which the next line takes a copy for this sample's decoding.
+            self._maker.seed(self._maker.position(first, item))
+            contexts.append(copy_context())
+        found = await decoder.decode_each(samples, contexts, until_failure=True)
+        failed = next((item for item, result in enumerate(found) if isinstance(result, Failure)), None)
+        if failed is None:
+            return found
+        try:
+            self._maker.note(found[failed].error, self._request(index, first, failed))
+            note_shard(found[failed].error, samples[failed])
+            raise found[failed].error
+        finally:
+            found.clear()  # it refers to errors, whose tracebacks refer to this frame
 
     async def _await_batch(self, index: Any, first: int | None) -> Any:
         self._maker.seed_batch(first)
@@ -84,7 +104,7 @@ class AsyncMapFetcher(MapFetcher):
             return sample
         # After the await, so that decoding begins with the sample's own random numbers, whatever reading drew.
         self._maker.seed(position)
-        return await self._maker.decoder.decode(sample)
+        return await self._maker.decode_async(self._maker.decoder, sample)
 
     async def _each(
         self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[SkippedSample]
@@ -123,10 +143,14 @@ class AsyncMapFetcher(MapFetcher):
         return coroutine
 
     async def _make_tolerant(self, request: SampleRequest, records: list[SkippedSample]) -> Any:
+        maker, sample = self._maker, None
         try:
-            return await self._maker.make_async(request.index, request.position)
+            sample = await maker.get_async(request.index, request.position)
+            return sample if maker.decoder is None else await maker.decode_async(maker.decoder, sample)
         except Exception as error:
-            return await self._maker.on_error(request, error, records)
+            # A sample of a shard is named by that: its index may mean nothing to the user.
+            where = shard_and_key(sample)
+            return await maker.on_error(request if where is None else request._replace(index=where), error, records)
 
 
 def _holds_awaitables(samples: Any) -> bool:

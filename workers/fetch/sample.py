@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from asyncloader.errors import is_about_sample
 from asyncloader.workers.fetch.dataset_kinds import fetches_samples
 from asyncloader.workers.fetch.decoding import Decoder
-from asyncloader.workers.fetch.error_notes import add_note, describe_sample, note_stream_sample
+from asyncloader.workers.fetch.error_notes import add_note, describe_sample, note_shard, note_stream_sample
 from asyncloader.workers.fetch.sample_errors import SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding
 
@@ -120,11 +120,22 @@ class SampleMaker:
 
     async def make_async(self, index: Any, position: int | None) -> Any:
         """Make a sample of an asynchronous dataset, as `make`. Call it in a task, and so a context, of its own."""
+        sample = await self.get_async(index, position)
+        return sample if self.decoder is None else await self.decode_async(self.decoder, sample)
+
+    async def get_async(self, index: Any, position: int | None) -> Any:
+        """Return the sample of an index as an asynchronous dataset gives it. In a task of its own, as `make_async`."""
         self.seed(position)
         sample = self.dataset[index]
-        if inspect.isawaitable(sample):
-            sample = await sample
-        return sample if self.decoder is None else await self.decoder.decode(sample)
+        return await sample if inspect.isawaitable(sample) else sample
+
+    async def decode_async(self, decoder: Decoder, sample: Any) -> Any:
+        """Decode a sample, and note on an error which one of a shard it is."""
+        try:
+            return await decoder.decode(sample)
+        except Exception as error:
+            note_shard(error, sample)
+            raise
 
     def decode(self, sample: Any, position: int | None) -> Any:
         """Decode a sample that was read with others of its batch."""

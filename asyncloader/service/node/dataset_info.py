@@ -18,9 +18,11 @@ from asyncloader.workers.fetch.dataset_state import is_stateful
 def dataset_info_of(dataset: Any) -> DatasetInfo:
     """Look at a dataset."""
     iterable = isinstance(dataset, IterableDataset) or is_async_stream(dataset)
-    if assigns_shards(dataset):  # its length would cost a look into each of its shards
-        return DatasetInfo(True, None, True, is_stateful(dataset), getattr(dataset, "shuffle_buffer", 0))
     problem = ""
+    if assigns_shards(dataset):  # its length would cost a look into each of its shards
+        if getattr(dataset, "streams", None) is not None:
+            problem = "a service does not read fixed streams: leave streams= out, or read them without workers="
+        return DatasetInfo(True, None, True, is_stateful(dataset), getattr(dataset, "shuffle_buffer", 0), problem)
     try:
         length = len(dataset)  # pyright: ignore[reportArgumentType] - or the error says that it has none
     except (TypeError, NotImplementedError):  # the two ways in which datasets say that they have none

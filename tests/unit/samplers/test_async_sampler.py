@@ -56,6 +56,7 @@ class ReadPosition:
     every: int = 1
     log: StateLog | None = None
     view: RankView | None = None
+    total: int | None = None
     steps: list[int] = field(default_factory=list)
 
     def pulled(self, task: int, step: int) -> None:

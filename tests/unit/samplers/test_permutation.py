@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from asyncloader.samplers.permutation import LARGEST, Cells, Indices, Permutation, _hash
+from asyncloader.samplers.permutation import LARGEST, Cells, Indices, Permutation, hashed
 from tests.pairwise import quickly
 
 
@@ -22,8 +22,8 @@ def inverse(permutation: Permutation, elements: Indices) -> Indices:
         rows, columns = permutation._rows, permutation._columns
         row, column = np.divmod(cells, columns)
         for even, odd in zip(permutation._keys[-2::-2], permutation._keys[::-2], strict=True):
-            column = (column + columns - _hash(row, odd) % columns) % columns
-            row = (row + rows - _hash(column, even) % rows) % rows
+            column = (column + columns - hashed(row, odd) % columns) % columns
+            row = (row + rows - hashed(column, even) % rows) % rows
         return row * columns + column
 
     return permutation._walk(permutation._exchange(elements), backward)

@@ -26,7 +26,7 @@ class Epoch:
     def __init__(self, workers: int, credits: int) -> None:
         self.managers = [RingManager(credits, None) for _ in range(workers)]
         self.held = HeldTasks(self.managers)
-        self.held.allow(True)
+        self.held.wanted = True
         self.credits = credits
         self.inboxes: list[deque[tuple[int, int]]] = [deque() for _ in range(workers)]  # number, slot
         self.sent: list[list[int]] = [[] for _ in range(workers)]
@@ -193,7 +193,7 @@ def test_memory_that_a_burst_took_comes_back() -> None:
 def test_small_slots_and_other_consumers_hold_nothing() -> None:
     """Neither where the consumer does not take part, nor where slots are small."""
     with epoch(1, 2) as each:
-        each.held.allow(False)
+        each.held.wanted = False
         each.work(0)
         each.work(0)
         each.ask()

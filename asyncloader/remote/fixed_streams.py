@@ -1,0 +1,225 @@
+"""`FixedStreams`: the samples of counted shards as a map dataset, whose indices are positions in an epoch's order.
+
+Data path: sampler -> positions -> [fixed_streams: stream_order -> stream_blocks] -> collate.
+
+The main process counts the samples (`plan_streams`); the copy in each worker computes the epoch's order from the
+counts, and reads the streams that its positions lie in. So a loader treats it as any map dataset in seeded mode: its
+state is a number of batches, which does not depend on workers or ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from asyncloader.formats import Sample
+from asyncloader.remote.sample_counts import Counted
+from asyncloader.remote.stream_blocks import Element, StreamBlocks, copied
+from asyncloader.remote.stream_order import LANES, BlockPart, StreamOrder
+from asyncloader.shielding import wait_until_done
+from asyncloader.workers.fetch.seeding import derive
+
+if TYPE_CHECKING:
+    from asyncloader.remote.dataset import RemoteIterableDataset
+
+_READERS = 2  # per stream: one that goes on, and one for positions elsewhere (substitutes of bad samples)
+
+
+class StreamsPlan(NamedTuple):
+    """What an epoch's order depends on, besides its number.
+
+    Attributes:
+        counted: of each shard.
+        batch: samples in a global batch.
+        digest: of the shards' names and counts.
+    """
+
+    counted: Sequence[Counted]
+    batch: int
+    digest: str
+
+
+class FixedStreams(Dataset[Any]):
+    """The samples of a `RemoteIterableDataset` at positions of an epoch's order. Made by a loader with ``seed=``.
+
+    Args:
+        source: the shards, with a number of `streams`.
+        seed: the loader's.
+    """
+
+    def __init__(self, source: RemoteIterableDataset, seed: int) -> None:
+        self.source = source
+        self.seed = seed
+        self.epoch = 0
+        self._planned: list[StreamsPlan] = []  # shared with the copies of the iterators; one plan, or none yet
+        self._forget()
+
+    def _forget(self) -> None:
+        self._order: StreamOrder | None = None  # of the present epoch, once it is needed
+        self._readers: dict[int, list[StreamBlocks]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._shards: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source, "seed": self.seed, "epoch": self.epoch, "_planned": self._planned}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def fixed_streams(self, seed: int | None) -> FixedStreams | RemoteIterableDataset:
+        """Return the dataset for another loader, as `RemoteIterableDataset.fixed_streams`."""
+        return self.source.fixed_streams(seed)
+
+    def for_iterator(self) -> Self:
+        """Return a copy with an epoch and readers of its own."""
+        return copy.copy(self)
+
+    def shuffled(self) -> RemoteIterableDataset:
+        """See `RemoteIterableDataset.shuffled`."""
+        return self.source.shuffled()
+
+    def __repr__(self) -> str:
+        return f"<FixedStreams of {self.source!r}, streams={self.source.streams}>"
+
+    # ----------------------------------------------------------------------------- in the main process
+
+    async def plan_streams(self, batch: int) -> None:
+        """Count the samples, unless that was done. `batch`: samples in a global batch.
+
+        Raises:
+            TransportError: a shard cannot be counted, and the error is not about its samples.
+            The errors of `find_shards`.
+        """
+        counted = await self.source.counted()
+        digest = hashlib.blake2b(digest_size=16)
+        for name, each in zip(self.source.shard_urls, counted, strict=True):
+            digest.update(f"{name}\n{each.samples}\n".encode(errors="surrogatepass"))
+        self._planned[:] = [StreamsPlan(counted, batch, digest.hexdigest())]
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples in an epoch; None before `plan_streams`."""
+        return sum(each.samples for each in self._planned[0].counted) if self._planned else None
+
+    @property
+    def lanes(self) -> int:
+        """Global batches in a row that are read from different streams."""
+        return LANES
+
+    def described(self) -> dict[str, Any]:
+        """Return what must be the same where a state is loaded. The digest is None before `plan_streams`."""
+        source = self.source
+        return {
+            "streams": source.streams,
+            "shuffle_buffer": source.shuffle_buffer,
+            "shuffle_shards": source.shuffle_shards,
+            "shards": self._planned[0].digest if self._planned else None,
+        }
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next positions. Readers of the epoch before are closed with the next call."""
+        if epoch != self.epoch:
+            self.epoch, self._order = epoch, None
+
+    # ---------------------------------------------------------------------------------- in a worker
+
+    async def __aenter__(self) -> Self:
+        self.source.enter()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._close_readers()
+        finally:
+            await self.source.leave()
+
+    async def __getitem__(self, position: int) -> Sample:
+        """Return the sample at a position. See `__getitems__`."""
+        (sample,) = await self.__getitems__([position])
+        return sample
+
+    async def __getitems__(self, positions: Sequence[int]) -> list[Sample]:
+        """Return the samples at these positions of the epoch's order. Quick for positions that follow one another.
+
+        Raises:
+            ShardError, ObjectNotFound: a sample cannot be read.
+            TransportError: the store cannot be read.
+            IndexError: the epoch has no such position.
+        """
+        order = self._present_order()
+        parts = list(order.parts_of(positions))
+        # Each block once: the last batch may come back to one.
+        readers = {part[:2]: self._reader(order, part) for part in {part[:2]: part for part in parts}.values()}
+        try:
+            # All of them, before the first is waited for: they are loaded at the same time.
+            there = {place: reader.found(place[1]) for place, reader in readers.items()}
+            found = {place: elements or await readers[place].block(place[1]) for place, elements in there.items()}
+        finally:
+            for place, reader in readers.items():
+                self._release(place[0], reader)
+        samples: list[Element] = []
+        for stream, block, start, stop in parts:
+            samples += found[stream, block][start:stop]
+        for sample in samples:
+            if isinstance(sample, Exception):
+                raise copied(sample)
+        return samples  # type: ignore[return-value]
+
+    def _present_order(self) -> StreamOrder:
+        if self._order is None:
+            (plan,) = self._planned  # the loader plans the streams before its workers start
+            for readers in self._readers.values():  # of the epoch before
+                for reader in readers:
+                    self._close_soon(reader)
+            self._readers = {}
+            source = self.source
+            self._shards = source.counted_shards(plan.counted)
+            self._order = StreamOrder(
+                np.fromiter((each.samples for each in plan.counted), np.int64, len(plan.counted)),
+                plan.batch,
+                source.streams or 1,
+                source.shuffle_buffer,
+                derive(self.seed, "streams", self.epoch),
+                shuffle_shards=source.shuffle_shards,
+            )
+        return self._order
+
+    def _reader(self, order: StreamOrder, part: BlockPart) -> StreamBlocks:
+        """Return the reader of the part's stream that has its block or comes to it soon, else a new one. The caller
+        must `_release` it.
+        """
+        readers = self._readers.setdefault(part.stream, [])
+        at = next((at for at, reader in enumerate(readers) if reader.serves(part.block)), None)
+        reader = StreamBlocks(order, part.stream, part.block, self._shards) if at is None else readers.pop(at)
+        readers.append(reader)  # the newest last
+        reader.users += 1
+        return reader
+
+    def _release(self, stream: int, reader: StreamBlocks) -> None:
+        reader.users -= 1
+        readers = self._readers.get(stream, [])
+        while len(readers) > _READERS and (idle := next((each for each in readers if not each.users), None)):
+            readers.remove(idle)
+            self._close_soon(idle)
+
+    def _close_soon(self, reader: StreamBlocks) -> None:
+        closing = asyncio.create_task(reader.aclose(), name="asyncloader-close-stream")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _close_readers(self) -> None:
+        for readers in self._readers.values():
+            for reader in readers:
+                self._close_soon(reader)
+        self._readers, self._order = {}, None
+        await wait_until_done(list(self._closing))

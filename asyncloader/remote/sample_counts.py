@@ -1,0 +1,127 @@
+"""Counts the samples of shards, and notes where reading can begin inside them.
+
+Data path: discovery, shard_sizes -> [sample_counts] -> stream_order.
+
+MDS and Parquet have their numbers in an index or a footer. Shards of other formats are read once, whole; meanwhile the
+offsets of some samples are noted, so that reading can begin there later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from time import monotonic
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncloader.errors import is_about_sample
+from asyncloader.formats import ShardError
+from asyncloader.remote.catalog import Shard
+from asyncloader.remote.prefetch import Open
+from asyncloader.remote.shard_splitting import CatalogRange
+from asyncloader.transports.base import gather_all
+
+MARKS = 32
+"""Most noted offsets in a shard: a reader that begins between two of them reads up to a 32nd of the shard in vain."""
+
+_MARK_BYTES = 1 << 15  # distance of the first offsets; doubled when there are too many
+
+SHARDS = 8
+"""Shards that are read at the same time."""
+
+_LOG_AFTER_S = 10.0
+
+_log = logging.getLogger("asyncloader")
+
+
+class Mark(NamedTuple):
+    """Sample `number` of a shard begins at `offset`, in the units of `CatalogRange.start`."""
+
+    number: int
+    offset: int
+
+
+class Counted(NamedTuple):
+    """What is known of a shard's samples.
+
+    Attributes:
+        samples: their number. A bad sample counts, as does the end of a shard that cannot be read: whoever reads it
+            gets the error.
+        marks: where reading can begin, ascending: the numbers of samples, and their offsets. None: at the beginning.
+    """
+
+    samples: int
+    marks: npt.NDArray[np.int64] | None = None
+
+    def before(self, number: int) -> Mark:
+        """Return the last mark at or before a sample."""
+        if self.marks is None or not (at := int(np.searchsorted(self.marks[0], number, side="right"))):
+            return Mark(0, 0)
+        return Mark(*self.marks[:, at - 1].tolist())
+
+    def after(self, number: int) -> Mark | None:
+        """Return the first mark at or after a sample; None: the shard's end."""
+        if self.marks is None or (at := int(np.searchsorted(self.marks[0], number))) == self.marks.shape[1]:
+            return None
+        return Mark(*self.marks[:, at].tolist())
+
+
+async def count_shards(shards: Sequence[Shard], open: Open, found: Callable[[int, Counted], None]) -> None:
+    """Count the samples of shards by reading them, several at a time.
+
+    Args:
+        shards: the shards.
+        open: opens a shard.
+        found: called with the index of each shard that was counted, and its count.
+
+    Raises:
+        TransportError: a shard cannot be read, and the error is not about its samples.
+    """
+    began, done, logged = monotonic(), 0, False
+    waiting = iter(enumerate(shards))
+
+    async def work() -> None:
+        nonlocal done, logged
+        for number, shard in waiting:
+            found(number, await _count(shard, open))
+            done += 1
+            if not logged and monotonic() - began > _LOG_AFTER_S:
+                logged = True
+                _log.warning(
+                    "counting the samples of %d shards, which have no index: %d counted after %.0f s. Each is read "
+                    "once, whole, before the first batch",
+                    *(len(shards), done, monotonic() - began),
+                )
+
+    await gather_all(work() for _ in range(min(SHARDS, len(shards))))
+
+
+async def _count(shard: Shard, open: Open) -> Counted:
+    bad: list[ShardError] = []
+    marks: list[Mark] = []
+    samples = last = 0
+    distance = _MARK_BYTES
+    try:
+        async with aclosing(open(shard, CatalogRange(0), bad.append)) as batches:
+            async for batch in batches:
+                # Bad samples are in the order of the good ones, as whoever reads them later finds them.
+                samples += len(batch) + len(bad)
+                end = max(batch[-1].resume, *(error.resume or 0 for error in bad), 0)
+                bad.clear()
+                if end >= last + distance:
+                    marks.append(Mark(samples, end))
+                    if len(marks) > MARKS:
+                        del marks[::2]
+                        distance *= 2
+                    last = marks[-1].offset
+                await asyncio.sleep(0)  # the reader of a shard in memory has nothing to wait for
+        samples += len(bad)
+    except Exception as error:
+        if not is_about_sample(error):
+            raise
+        samples += len(bad) + 1
+    return Counted(samples, np.array(marks, np.int64).T.copy() if marks else None)

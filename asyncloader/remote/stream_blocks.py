@@ -1,0 +1,258 @@
+"""Reads one stream, block by block, each in its own order.
+
+Data path: stream_order -> [stream_blocks: prefetch -> segments -> blocks] -> fixed_streams.
+
+`read_segments` reads the samples of a stream from any of its samples on. `StreamBlocks` collects them in blocks: the
+blocks are read one after the other, and the block after the one that was asked for last is read ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+from itertools import islice
+
+from asyncloader.errors import is_about_sample
+from asyncloader.formats import Sample, ShardError
+from asyncloader.remote.catalog import PARQUET, Shard
+from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
+from asyncloader.remote.sample_counts import Counted
+from asyncloader.remote.shard_splitting import CatalogRange
+from asyncloader.remote.stream_order import Block, Segment, StreamOrder
+from asyncloader.shielding import shielded, wait_until_done
+
+Element = Sample | Exception
+"""A sample, or the error by which it could not be read."""
+
+OPEN_AHEAD = 2 << 20
+"""The next shard of a stream is opened when at most this number of bytes of the current one is left. A worker reads
+many streams: each round trip is one of many."""
+
+_KEPT = 2  # blocks before the newest that are kept: two batches in progress may be of neighbouring blocks
+
+
+class Shards:
+    """The shards of an epoch, and how they are read.
+
+    Args:
+        shards: the catalog.
+        counted: what is known of each shard's samples.
+        open: opens a range of a shard.
+        position: returns the position of a sample of an MDS shard.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        counted: Sequence[Counted],
+        open: Open,
+        position: Callable[[Shard, int], Awaitable[int]],
+    ) -> None:
+        self.shards = shards
+        self.open = open
+        self._counted = counted
+        self._position = position
+
+    async def begin(self, segment: Segment) -> tuple[CatalogRange, int]:
+        """Return the range to read for a segment, and the number of samples in it that come before the segment."""
+        shard = self.shards[segment.shard]
+        if not segment.first:
+            return self.whole(segment), 0
+        if shard.format == PARQUET:
+            return self.whole(segment)._replace(start=segment.first), 0
+        if shard.mds is not None:
+            return self.whole(segment)._replace(start=await self._position(shard, segment.first)), 0
+        mark = self._counted[segment.shard].before(segment.first)
+        return self.whole(segment)._replace(start=mark.offset), segment.first - mark.number
+
+    def whole(self, segment: Segment) -> CatalogRange:
+        """Return the range from the shard's beginning to the first known position at or after the segment's end."""
+        stop = segment.first + segment.size
+        if self.shards[segment.shard].format == PARQUET:
+            return CatalogRange(segment.shard, 0, stop)
+        mark = self._counted[segment.shard].after(stop)
+        return CatalogRange(segment.shard, 0, None if mark is None else mark.offset)
+
+
+async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGenerator[list[Element], None]:
+    """Read segments one after the other. Segments after the first begin at their shard's beginning.
+
+    Yields:
+        Non-empty lists of samples in order. A sample that cannot be read is replaced by its error.
+
+    Raises:
+        TransportError: the store cannot be read, and the error is not about the samples.
+    """
+    ahead = RangePrefetcher(shards.shards, shards.open, OPEN_AHEAD)
+    next_few = list(islice(segments, 4))
+    first = True
+    async with aclosing(ahead):
+        while next_few:
+            segment = next_few.pop(0)
+            next_few += islice(segments, 1)
+            shard_range, skip = await shards.begin(segment) if first else (shards.whole(segment), 0)
+            first = False
+            reading = ahead.open(shard_range)
+            ahead.look(shard_range, map(shards.whole, next_few))
+            read = _read_segment(reading, shards.shards[segment.shard], segment, skip)
+            async with aclosing(reading), aclosing(read) as found:
+                async for elements in found:
+                    yield elements
+
+
+async def _read_segment(
+    reading: RangeReading, shard: Shard, segment: Segment, skip: int
+) -> AsyncGenerator[list[Element], None]:
+    left = segment.size
+    while left:
+        found = _taken(reading, skip + left)
+        if not found:
+            try:
+                await reading.more()
+            except StopAsyncIteration:
+                if not reading.bad:
+                    why = f"the shard has fewer samples than were counted: {left} are missing; it was replaced, or cut"
+                    yield [ShardError(why, url=shard.url) for _ in range(left)]
+                    return
+            except Exception as error:
+                if not is_about_sample(error):
+                    raise
+                yield [copied(error) for _ in range(left)]
+                return
+            continue
+        skipped = min(skip, len(found))
+        skip -= skipped
+        left -= len(found) - skipped
+        if len(found) > skipped:
+            yield found[skipped:]
+
+
+def _taken(reading: RangeReading, most: int) -> list[Element]:
+    """Take what was read, at most `most` samples and errors, in their order in the shard."""
+    bad = reading.bad
+    taken: list[Element] = []
+    while len(taken) < most:
+        samples, _ = reading.take(most - len(taken), bad[0].resume if bad else None)
+        taken += samples
+        if not samples:
+            if not bad:
+                break
+            taken.append(bad.popleft())
+    return taken
+
+
+def copied(error: Exception) -> Exception:
+    """Return an error of its own to raise: a raised error collects notes and frames."""
+    try:
+        return copy.copy(error).with_traceback(None)
+    except Exception:  # a user's class
+        return error
+
+
+class StreamBlocks:
+    """Reads the blocks of one stream in order, from one on. Several calls of `block` may wait at a time.
+
+    Args:
+        order: of the epoch.
+        stream: which one.
+        block: at which to begin.
+        shards: how shards are read.
+    """
+
+    def __init__(self, order: StreamOrder, stream: int, block: Block, shards: Shards) -> None:
+        self._order = order
+        self._stream = stream
+        self._shards = shards
+        self._next = block
+        self._near = order.parts
+        self.users = 0
+        """Calls that use this reader now; it must not be closed while there are any."""
+        self._ended = False
+        self._blocks: dict[int, list[Element]] = {}
+        self._elements: AsyncGenerator[list[Element], None] | None = None
+        self._read: list[Element] = []  # behind the last block that is complete
+        self._loading: asyncio.Task[None] | None = None
+
+    def serves(self, block: Block) -> bool:
+        """Whether a block is there, or comes soon: a global batch may need as many blocks in a row as it has parts."""
+        return block.number in self._blocks or (self._comes(block) and block.number <= self._next.number + self._near)
+
+    def found(self, block: Block) -> list[Element] | None:
+        """Return the samples of a block, arranged; None: it, or a block before it, is being loaded from now on."""
+        found = self._blocks.get(block.number)
+        if found is None or self._next.number <= block.number + 1:
+            self._begin()
+        if found is not None:
+            while len(self._blocks) > 1 and (oldest := next(iter(self._blocks))) <= block.number - _KEPT:
+                del self._blocks[oldest]
+        return found
+
+    async def block(self, block: Block) -> list[Element]:
+        """Return the samples of a block, arranged.
+
+        Raises:
+            TransportError: the store cannot be read. The next call tries again.
+        """
+        while (found := self.found(block)) is None:
+            if not self._comes(block):
+                # It was dropped, for another call that is farther.
+                again = StreamBlocks(self._order, self._stream, block, self._shards)
+                async with aclosing(again):
+                    return await again.block(block)
+            loading = self._loading
+            assert loading is not None
+            try:
+                await shielded(loading)
+            finally:
+                del loading  # its error refers to this frame
+        return found
+
+    def _comes(self, block: Block) -> bool:
+        return not self._ended and block.number >= self._next.number
+
+    def _begin(self) -> None:
+        """Begin to load the next block, unless that is being done, or there is none."""
+        if not self._ended and (self._loading is None or self._loading.done()):
+            self._loading = asyncio.create_task(self._load(), name="asyncloader-block")
+            self._loading.add_done_callback(_retrieve)
+
+    async def _load(self) -> None:
+        block, read = self._next, self._read
+        if self._elements is None:
+            read.clear()
+            self._elements = read_segments(self._shards, self._order.segments(self._stream, block.first))
+        try:
+            while len(read) < block.size:
+                read += await anext(self._elements)
+        except BaseException:
+            # Ended by the error, or by a cancellation: reading begins anew, at this block.
+            self._elements = None
+            raise
+        order = self._order.arranged(self._stream, block)
+        self._blocks[block.number] = [read[place] for place in order]
+        del read[: block.size]
+        after = self._order.block_after(self._stream, block)
+        if after is None:
+            self._ended = True
+        else:
+            self._next = after
+
+    async def aclose(self) -> None:
+        """Stop reading."""
+        loading, self._loading = self._loading, None
+        if loading is not None and not loading.done():
+            loading.cancel()
+            await wait_until_done([loading])
+        elements, self._elements = self._elements, None
+        self._blocks.clear()
+        self._read.clear()
+        if elements is not None:
+            await elements.aclose()
+
+
+def _retrieve(loading: asyncio.Task[None]) -> None:
+    """Mark the error as retrieved, so that asyncio does not log it: a block that is asked for raises it."""
+    if not loading.cancelled():
+        loading.exception()

@@ -1,0 +1,200 @@
+"""Says which sample is at each position of an epoch's order, and which stream it is read from. Pure.
+
+Data path: sample_counts -> [stream_order] -> stream_blocks -> fixed_streams.
+
+The samples of all shards are counted, so the order of an epoch is a function of the counts, the global batch, the
+number of streams and a key; workers and ranks have no part in it. The shards, in the epoch's order, are one sequence of
+samples. It is cut into `LANES` lanes, and each lane into `parts` streams:
+
+    global batch    0  1  2  3  4  5  6  7  8  9 ...     LANES = 8
+    lane            0  1  2  3  4  5  6  7  0  1 ...
+
+    a global batch  [ part 0 | part 1 | part 2 | ... ]   part s comes from stream s of the batch's lane
+
+A worker that makes the batches of a lane, for a rank that has some of the parts, so reads streams that no other reads,
+each from its beginning to its end. Any other division of the work gives the same batches: a stream is then read by more
+than one process, each of which skips the samples of the others. The samples after the last full global batch are a
+stream of their own.
+
+Within its stream a sample moves by less than a block: a stream is cut into blocks, each in a random order of its own
+(see `remote.shuffle`). The first blocks are smaller, so that the first batch waits only for its own samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncloader.samplers.permutation import Permutation, hashed
+from asyncloader.workers.fetch.seeding import derive
+
+LANES = 8
+"""Global batches in a row that are read from different streams. Workers whose number divides it share them evenly."""
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's: the numbers that it hashes in turn
+
+
+class StreamRun(NamedTuple):
+    """Consecutive samples of a stream, from number `first` on."""
+
+    stream: int
+    first: int
+    size: int
+
+
+class Block(NamedTuple):
+    """A stretch of a stream that is shuffled, and read, as one: its number, its first sample, its samples."""
+
+    number: int
+    first: int
+    size: int
+
+
+class BlockPart(NamedTuple):
+    """Consecutive samples of a stream's block, as it is arranged: ``[start, stop)``."""
+
+    stream: int
+    block: Block
+    start: int
+    stop: int
+
+
+class Segment(NamedTuple):
+    """Consecutive samples of a shard, from number `first` on."""
+
+    shard: int
+    first: int
+    size: int
+
+
+class StreamOrder:
+    """The order of one epoch.
+
+    Args:
+        counts: samples in each shard.
+        batch: samples in a global batch, at least 1.
+        parts: streams that a global batch is read from; at most `batch` of them are used.
+        buffer: samples of a lane that are shuffled together, about; 0: samples are not shuffled.
+        key: seed of the orders.
+        shuffle_shards: whether the shards are read in a random order.
+    """
+
+    def __init__(
+        self, counts: npt.NDArray[np.int64], batch: int, parts: int, buffer: int, key: int, *, shuffle_shards: bool
+    ) -> None:
+        if batch < 1 or parts < 1 or buffer < 0:
+            raise ValueError(f"no order of batch={batch}, parts={parts}, buffer={buffer}")
+        self.batch = batch
+        self.parts = min(parts, batch)
+        self._buffer = 0 if not buffer else max(1, -(-buffer // self.parts))
+        self._key = key
+        shards = np.arange(len(counts), dtype=np.int64)
+        self._shards = Permutation(len(counts), derive(key, "shards"))(shards) if shuffle_shards else shards
+        self._ends = np.cumsum(counts[self._shards])
+        self.total = int(self._ends[-1]) if len(counts) else 0
+        """Samples in the epoch."""
+        self._steps, self._rest = divmod(self.total, batch)
+        self._bounds = [batch * part // self.parts for part in range(self.parts + 1)]
+
+    def parts_of(self, positions: Sequence[int]) -> Iterator[BlockPart]:
+        """Return where the samples at these positions of the order are found, in the same order."""
+        for stream, first, size in self.runs(positions):
+            at, stop = first, first + size
+            while at < stop:
+                block = self.block_at(stream, at)
+                end = min(stop, block.first + block.size)
+                yield BlockPart(stream, block, at - block.first, end - block.first)
+                at = end
+
+    def runs(self, positions: Sequence[int]) -> Iterator[StreamRun]:
+        """Return the samples at these positions of the order, as runs of consecutive ones."""
+        at, end = 0, len(positions)
+        while at < end:
+            run = self._run(positions[at])
+            count = 1
+            while count < run.size and at + count < end and positions[at + count] == positions[at] + count:
+                count += 1
+            yield run._replace(size=count)
+            at += count
+
+    def _run(self, position: int) -> StreamRun:
+        """Return the run from a position to the end of its part."""
+        if not 0 <= position < self.total:
+            raise IndexError(f"position {position} is out of range for an epoch of {self.total} samples")
+        step, within = divmod(position, self.batch)
+        if step == self._steps:
+            return StreamRun(LANES * self.parts, within, self._rest - within)
+        turn, lane = divmod(step, LANES)
+        part = within * self.parts // self.batch
+        while self._bounds[part + 1] <= within:
+            part += 1
+        first, stop = self._bounds[part], self._bounds[part + 1]
+        return StreamRun(lane * self.parts + part, turn * (stop - first) + within - first, stop - within)
+
+    def _turns(self, lane: int) -> int:
+        """Return the number of global batches that a lane has."""
+        return (self._steps - lane + LANES - 1) // LANES
+
+    def stretch(self, stream: int) -> tuple[int, int]:
+        """Return where a stream begins in the sequence of all samples, and its number of samples."""
+        lane, part = divmod(stream, self.parts)
+        if lane == LANES:
+            return self._steps * self.batch, self._rest
+        turns = self._turns(lane)
+        before = self.batch * (self._steps // LANES * lane + min(lane, self._steps % LANES))
+        first, stop = self._bounds[part], self._bounds[part + 1]
+        return before + turns * first, turns * (stop - first)
+
+    # -------------------------------------------------------------------------------------------- blocks
+
+    def block_at(self, stream: int, first: int) -> Block:
+        """Return the block that has sample `first` of a stream."""
+        number, start, size = 0, 0, self._first_block(stream)
+        most = self._buffer or size
+        while size < most and start + size <= first:
+            number, start, size = number + 1, start + size, min(2 * size, most)
+        if size >= most:
+            more = (first - start) // size
+            number, start = number + more, start + more * size
+        return Block(number, start, min(size, self.stretch(stream)[1] - start))
+
+    def block_after(self, stream: int, block: Block) -> Block | None:
+        """Return the block that follows; None after the last."""
+        first = block.first + block.size
+        return None if first >= self.stretch(stream)[1] else self.block_at(stream, first)
+
+    def arranged(self, stream: int, block: Block) -> list[int]:
+        """Return the order in which a block's samples are delivered: for each place, the sample's number in it."""
+        if not self._buffer:
+            return list(range(block.size))
+        # Sorted by a hash of 64 bits each, in which no two places of a block are alike. For some hundred places this
+        # takes a tenth of the time of a `Permutation`, which finds single places of a large one.
+        key = np.uint64(derive(self._key, "block", stream, block.number))
+        hashes = hashed(np.arange(1, block.size + 1, dtype=np.uint64) * _STEP, key)
+        order: list[int] = np.argsort(hashes, kind="stable").tolist()
+        return order
+
+    def _first_block(self, stream: int) -> int:
+        part = stream % self.parts
+        each = self._bounds[part + 1] - self._bounds[part]
+        return min(each, self._buffer) if self._buffer else each
+
+    # -------------------------------------------------------------------------------------------- segments
+
+    def segments(self, stream: int, first: int) -> Iterator[Segment]:
+        """Return the rest of a stream, from its sample `first` on, as segments of shards."""
+        begin, size = self.stretch(stream)
+        at, end = begin + first, begin + size
+        # The first shard that ends after `at`: shards without samples are passed over.
+        place = int(np.searchsorted(self._ends, at, side="right"))
+        while at < end:
+            stop = int(self._ends[place])
+            if stop > at:
+                shard = int(self._shards[place])
+                start = int(self._ends[place - 1]) if place else 0
+                yield Segment(shard, at - start, min(stop, end) - at)
+                at = min(stop, end)
+            place += 1

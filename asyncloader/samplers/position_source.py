@@ -1,0 +1,65 @@
+"""Makes a rank's steps of a dataset's own order, once the number of its samples is known.
+
+Data path: positions -> [position_source] -> scheduler.
+
+The number is known when the main process has planned the first epoch, so the steps are read as those of an async
+sampler. They are computed from any step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
+
+from asyncloader.events import PositionedIndex
+from asyncloader.samplers.async_sampler import AsyncIndexSource, ReadingPosition
+from asyncloader.samplers.distributed import RankView
+from asyncloader.samplers.index_stream import StateLog
+from asyncloader.samplers.positions import Positions
+from asyncloader.samplers.seeded import SeededSampler
+
+
+class PositionSource(AsyncIndexSource):
+    """The scheduler's source of steps for `Positions`."""
+
+    sampler: Positions
+
+    def lane_of(self, workers: int) -> Callable[[PositionedIndex], int]:
+        """Return a function that says which lane a step belongs to. More workers than lanes make each in turn."""
+        lanes = self.sampler.dataset.lanes
+        return partial(_lane, self.batch, lanes * max(1, workers // lanes))
+
+    @property
+    def batch(self) -> int:
+        """Samples in a global batch."""
+        return (self.share.batch_size or 1) * self.share.topology.world_size
+
+    def first_log(self, _: int, /) -> StateLog | None:
+        """Return None: the state is noted by `read`, once the shards are known."""
+        return None
+
+    async def plan(self) -> None:
+        """Count the samples, unless that was done. Errors as `plan_streams`."""
+        await self.sampler.dataset.plan_streams(self.batch)
+
+    async def read(self, position: ReadingPosition) -> AsyncIterator[Any]:
+        """Yield the indices from a position on. See `AsyncIndexSource.read`."""
+        saved = position.saved_sampler
+        await self.plan()
+        if saved is not None:
+            self.sampler.load_state_dict(saved["sampler"])
+        position.log = StateLog(0, None)
+        position.log.note(0, self.sampler)
+        view = position.view = RankView(SeededSampler(self.sampler, 0, shuffle=False), self.share)
+        position.total = len(view)
+        first, task = position.first_step, 0
+        for step, item in enumerate(view.iter_from(first), first):
+            if step not in position.skipped:
+                position.pulled(task, step)
+                task += 1
+                yield item
+
+
+def _lane(batch: int, lanes: int, index: PositionedIndex) -> int:
+    return index.position // batch % lanes

@@ -1,0 +1,335 @@
+"""Fixed streams: the same global batches on any workers and ranks, in every format, also after a resume or a death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
+from asyncloader.errors import NoEffectWarning, ShardError, StateError
+from asyncloader.transports import ObjectNotFound
+from tests.helpers.http_store import serving as serving_http
+from tests.helpers.running import run_async
+from tests.integration.remote.test_formats_and_ways import FORMATS, SIZES, UNLUCKY, write
+from tests.service.definitions import fields_of, unlucky_fields_of
+
+pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+
+GLOBAL = 6
+TOTAL = sum(SIZES)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards of a format."""
+    made = tmp_path_factory.mktemp("shards")
+    write(made, request.param)
+    return made
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tar shards."""
+    made = tmp_path_factory.mktemp("tar")
+    write(made, "tar")
+    return made
+
+
+def loader_of(
+    folder: Path | list[str],
+    *,
+    kind: Any = DataLoader,
+    world_size: int = 1,
+    streams: int = 2,
+    buffer: int = 5,
+    **options: Any,
+) -> Any:
+    urls = folder if isinstance(folder, list) else f"{folder}/"
+    dataset = RemoteIterableDataset(
+        urls, shuffle_buffer=buffer, streams=streams, cache_dir=options.pop("cache_dir", None)
+    )
+    given = {"seed": 3, "decode": fields_of, "world_size": world_size, "rank": 0 if world_size > 1 else None}
+    if world_size == 1:
+        given["world_size"] = None
+    return kind(dataset, **{"batch_size": GLOBAL // world_size} | given | options)
+
+
+def numbers(batches: Sequence[Any]) -> list[list[int]]:
+    return [batch_numbers.tolist() for batch_numbers, _ in batches]
+
+
+def epochs_of(folder: Path, count: int = 2, **options: Any) -> list[list[list[int]]]:
+    with loader_of(folder, **options) as loader:
+        return [numbers(list(loader)) for _ in range(count)]
+
+
+async def epochs_awaited(folder: Path, count: int = 2, **options: Any) -> list[list[list[int]]]:
+    async with loader_of(folder, kind=AsyncDataLoader, **options) as loader:
+        return [numbers([batch async for batch in loader]) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[list[int]]]:
+    """The global batches of two epochs, read without workers."""
+    found = epochs_of(folder)
+    for epoch in found:
+        assert sorted(number for batch in epoch for number in batch) == [*range(TOTAL)]
+        assert [len(batch) for batch in epoch] == [GLOBAL] * (TOTAL // GLOBAL) + [TOTAL % GLOBAL]
+    assert found[0] != found[1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workers", "way"),
+    [
+        (0, "asyncio"),
+        (0, "uvloop"),
+        (1, "forkserver"),
+        (2, "spawn"),
+        (3, "fork"),
+        (5, "threads"),
+        (2, "threads, asyncio"),
+        (2, "persistent"),
+        (11, "threads"),
+    ],
+)
+def test_any_workers(folder: Path, workers: int, way: str, expected: list[list[list[int]]]) -> None:
+    """However many workers there are, and however they are started, the batches are equal."""
+    options: dict[str, Any] = {"num_workers": workers}
+    if "threads" in way:
+        options["workers"] = "threads"
+    elif way == "persistent":
+        options["persistent_workers"] = True
+    elif workers:
+        options["multiprocessing_context"] = way
+    if "asyncio" in way or way == "uvloop":
+        assert run_async(epochs_awaited(folder, **options), "uvloop" if way == "uvloop" else "asyncio") == expected
+    else:
+        assert epochs_of(folder, **options) == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_any_ranks(folder: Path, ranks: int, expected: list[list[list[int]]]) -> None:
+    """The batches of the ranks, joined, are the global batches; the last one, padded, has all samples that are left."""
+    at: list[dict[str, Any]] = [{"num_workers": 0}, {"num_workers": 1, "workers": "threads"}]
+    found = [epochs_of(folder, world_size=ranks, rank=rank, on_uneven="pad", **at[rank % 2]) for rank in range(ranks)]
+    for epoch, whole in enumerate(expected):
+        joined = [[n for rank in found for n in rank[epoch][step]] for step in range(len(whole))]
+        assert joined[:-1] == whole[:-1]
+        assert (len(joined[-1]), {*joined[-1]}) == (GLOBAL, {*whole[-1]})
+
+
+@pytest.mark.parametrize("step", [0, 1, 4, TOTAL // GLOBAL])
+def test_resumed_elsewhere(folder: Path, step: int, expected: list[list[list[int]]]) -> None:
+    """A state of any rank fits other numbers of workers and ranks, which go on at the next global batch."""
+    states = []
+    for rank in range(2):
+        with loader_of(
+            folder, world_size=2, rank=rank, num_workers=rank, workers="threads" if rank else None
+        ) as loader:
+            batches = iter(loader)
+            for _ in range(step):
+                next(batches)
+            states.append(json.dumps(loader.state_dict() | {"world_size": None}))
+    assert states[0] == states[1] or not step  # before the first batch a rank may not have counted yet
+    for state in states:
+        with loader_of(folder, num_workers=3, workers="threads") as loader:
+            loader.load_state_dict(json.loads(state))
+            assert numbers(list(loader)) == expected[0][step:]
+            assert numbers(list(loader)) == expected[1]
+
+
+def test_a_worker_that_is_killed(shards: Path) -> None:
+    """Its replacement goes on with its streams."""
+    whole = epochs_of(shards, 1)[0]
+    with loader_of(shards, num_workers=2) as loader:
+        batches = iter(loader)
+        found = [next(batches) for _ in range(2)]
+        os.kill(batches._workers[0].pid, signal.SIGKILL)
+        assert numbers([*found, *batches]) == whole
+
+
+def test_from_a_cache(folder: Path, tmp_path: Path, expected: list[list[list[int]]]) -> None:
+    """Counting fills the cache: no epoch requests data from the store."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    async def run() -> None:
+        async with serving_http() as store:
+            for name, data in files.items():
+                store.put(name, data, etag='"v1"')
+            urls = [f"{store.url}/{name}" for name in (["index.json"] if "index.json" in files else sorted(files))]
+            async with loader_of(urls, kind=AsyncDataLoader, cache_dir=str(tmp_path)) as loader:
+                assert numbers([batch async for batch in loader]) == expected[0]
+                store.asked.clear()
+                assert numbers([batch async for batch in loader]) == expected[1]
+                assert {asked.method for asked in store.asked} <= {"HEAD"}
+
+    run_async(run())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_raises(folder: Path, workers: int, expected: list[list[list[int]]]) -> None:
+    """It is left out of its batch, and named by its shard and key."""
+    with loader_of(folder, num_workers=workers, decode=unlucky_fields_of, on_error="skip") as loader:
+        found = numbers(list(loader))
+        (skipped,) = loader.skipped_samples
+    assert found == [[number for number in batch if number != UNLUCKY] for batch in expected[0]]
+    assert str(folder) in skipped.index
+    options: dict[str, Any] = {"num_workers": workers, "decode": unlucky_fields_of}
+    with loader_of(folder, **options) as loader, pytest.raises(ValueError, match="unlucky") as raised:
+        list(loader)
+    assert any(note.startswith(f"while reading sample {skipped.index}") for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_that_is_cut_off(folder: Path, workers: int, tmp_path: Path) -> None:
+    """All other shards are read, and the loss is recorded."""
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        damaged = path.name.startswith(("s1.", "shard.00001"))
+        (tmp_path / path.name).write_bytes(data[: len(data) - len(data) // 4] if damaged else data)
+    with loader_of(tmp_path, num_workers=workers) as loader, pytest.raises(ShardError, match=r"s1\.|shard\.00001"):
+        list(loader)
+    with loader_of(tmp_path, num_workers=workers, on_error="skip") as loader:
+        found = [number for batch in numbers(list(loader)) for number in batch]
+        assert loader.skipped_samples
+    others = {*range(SIZES[0]), *range(sum(SIZES[:2]), TOTAL)}
+    assert others <= {*found} < {*range(TOTAL)}
+    assert len(found) == len({*found})
+
+
+@pytest.fixture
+def copied(shards: Path, tmp_path: Path) -> Path:
+    """Shards that a test may change."""
+    for path in shards.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def test_a_shard_that_is_missing_or_empty(copied: Path) -> None:
+    """A missing shard counts as one bad sample, an empty one as none."""
+    (copied / "s2.tar").unlink()
+    (copied / "s1.tar").write_bytes(bytes(10240))
+    urls = [f"{copied}/s{number}.tar" for number in range(4)]
+    with loader_of(urls) as loader, pytest.raises(ObjectNotFound, match=r"s2\.tar"):
+        list(loader)
+    with loader_of(urls, on_error="skip", num_workers=1) as loader:
+        found = sorted(number for batch in numbers(list(loader)) for number in batch)
+    assert found == [*range(SIZES[0]), *range(sum(SIZES[:3]), TOTAL)]
+
+
+def test_no_samples_at_all(tmp_path: Path) -> None:
+    """Shards without samples give epochs without batches."""
+    (tmp_path / "s0.tar").write_bytes(bytes(10240))
+    assert epochs_of(tmp_path) == [[], []]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_that_shrinks_after_it_was_counted(copied: Path, workers: int) -> None:
+    """Each missing sample is an error that says so; no other sample takes its place."""
+    short = (copied / "s1.tar").read_bytes()  # 9 samples in the place of 11
+    with loader_of(copied, num_workers=workers, on_error="skip", buffer=0, shuffle=False) as loader:
+        whole = numbers(list(loader))
+        (copied / "s3.tar").write_bytes(short)
+        again = numbers(list(loader))
+        assert "fewer samples than were counted" in loader.skipped_samples[-1].error
+    assert len(whole) == len(again)
+    for before, after in zip(whole, again, strict=True):
+        assert [n for n in before if n < TOTAL - SIZES[3]] == [n for n in after if n in before and n < TOTAL - SIZES[3]]
+    assert len([n for batch in whole for n in batch]) - len([n for batch in again for n in batch]) == 2
+
+
+def test_two_iterators_of_one_loader(shards: Path) -> None:
+    """An epoch that ends within another one leaves that one's order alone."""
+    whole, after = epochs_of(shards, 2)
+    with loader_of(shards) as loader:
+        outer: list[Any] = []
+        for batch in loader:
+            outer.append(batch)
+            if len(outer) == 2:
+                assert numbers(list(loader)) == whole
+        assert numbers(outer) == whole
+        assert numbers(list(loader)) in (after, whole)
+
+
+def test_length(folder: Path) -> None:
+    """The length counts the samples, if that was not done."""
+    with loader_of(folder) as loader:
+        assert len(loader) == -(-TOTAL // GLOBAL)
+    with loader_of(folder, drop_last=True) as loader:
+        assert len(loader) == len(list(loader)) == TOTAL // GLOBAL
+
+
+def test_single_samples(shards: Path) -> None:
+    """Without batches every step is a sample."""
+    dataset = RemoteIterableDataset(f"{shards}/", streams=4)
+    with DataLoader[Any](dataset, batch_size=None, seed=3, decode=fields_of, num_workers=1) as loader:
+        assert sorted(number for number, _ in loader) == [*range(TOTAL)]
+
+
+def changed(state: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return state | {"sampler": state["sampler"] | {"sampler": state["sampler"]["sampler"] | fields}}
+
+
+def first_after(loader: Any, state: Any) -> Any:
+    loader.load_state_dict(state)
+    return next(iter(loader))
+
+
+def test_states_that_do_not_fit(shards: Path, copied: Path) -> None:
+    """The error says what differs."""
+    with loader_of(shards) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+
+    def refused(match: str, given: Any = state, **options: Any) -> None:
+        with loader_of(options.pop("folder", shards), **options) as other, pytest.raises(StateError, match=match):
+            first_after(other, given)
+
+    refused("saved with streams=2, but this dataset has streams=3", streams=3)
+    refused("saved with shuffle_buffer=5, but this dataset has shuffle_buffer=9", buffer=9)
+    refused("saved of other shards", folder=copied)
+    refused("batch_size", batch_size=7)
+    refused("seed", seed=4)
+    refused("streams='a'", changed(state, streams="a"))
+    refused("saved of other shards", changed(state, shards=["x"]))
+    refused("streams", state | {"sampler": state["sampler"] | {"sampler": [1]}})
+
+
+def test_arguments(shards: Path) -> None:
+    """What cannot be is refused, and what does nothing is warned of."""
+    for streams in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ValueError, match="streams should be a number of at least 1"):
+            RemoteIterableDataset(f"{shards}/", streams=streams)  # type: ignore[arg-type]
+    dataset = RemoteIterableDataset(f"{shards}/", streams=2)
+    with pytest.warns(NoEffectWarning, match="streams= does nothing without seed="):
+        DataLoader(dataset)
+    with pytest.raises(ValueError, match="expected unspecified sampler"):
+        DataLoader(dataset, seed=3, sampler=[1])
+    with pytest.raises(ValueError, match="refill"):
+        DataLoader(dataset, seed=3, on_error="refill")
+
+
+def test_clones(shards: Path) -> None:
+    """A clone has its own seed; without one it reads the streams of workers."""
+    with loader_of(shards) as loader, loader.clone(seed=4) as other, loader.clone(seed=None) as plain:
+        assert numbers(list(other)) == epochs_of(shards, 1, seed=4)[0] != numbers(list(loader))
+        assert sorted(n for batch in numbers(list(plain)) for n in batch) == [*range(TOTAL)]
+
+
+@pytest.fixture
+def leaving(shards: Path) -> Iterator[Any]:
+    with loader_of(shards, num_workers=0) as loader:
+        yield loader
+
+
+def test_left_early(leaving: Any) -> None:
+    """An iterator that is dropped leaves no reader behind; the next begins the epoch anew."""
+    first = [next(iter(leaving)) for _ in range(3)]
+    assert numbers(first)[0] == numbers(first)[1] == numbers(first)[2]
