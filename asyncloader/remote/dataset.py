@@ -108,8 +108,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
         streams: streams that each global batch is read from. With it, and the loader's ``seed=``, an epoch's batches
             and their order depend neither on the number of workers nor of ranks, no rank leaves out samples, and a
             state fits any of these numbers. Ranks up to this number that divide it read no byte twice. The samples of
-            shards without an index are counted before the first epoch, by reading them once. None: each worker reads a
-            stream of its own.
+            shards without an index are counted before the first epoch, for which each rank reads them once. None: each
+            worker reads a stream of its own.
 
     Raises:
         ValueError: an argument is out of range, or incompatible with another.

@@ -38,11 +38,13 @@ class StreamsPlan(NamedTuple):
     Attributes:
         counted: of each shard.
         batch: samples in a global batch.
+        samples: in all shards.
         digest: of the shards' names and counts.
     """
 
     counted: Sequence[Counted]
     batch: int
+    samples: int
     digest: str
 
 
@@ -98,16 +100,19 @@ class FixedStreams(Dataset[Any]):
             TransportError: a shard cannot be counted, and the error is not about its samples.
             The errors of `find_shards`.
         """
+        if self._planned and self._planned[0].batch == batch:
+            return
         counted = await self.source.counted()
         digest = hashlib.blake2b(digest_size=16)
         for name, each in zip(self.source.shard_urls, counted, strict=True):
             digest.update(f"{name}\n{each.samples}\n".encode(errors="surrogatepass"))
-        self._planned[:] = [StreamsPlan(counted, batch, digest.hexdigest())]
+        samples = sum(each.samples for each in counted)
+        self._planned[:] = [StreamsPlan(counted, batch, samples, digest.hexdigest())]
 
     @property
     def samples(self) -> int | None:
         """Number of samples in an epoch; None before `plan_streams`."""
-        return sum(each.samples for each in self._planned[0].counted) if self._planned else None
+        return self._planned[0].samples if self._planned else None
 
     @property
     def lanes(self) -> int:

@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
@@ -81,23 +80,27 @@ async def count_shards(shards: Sequence[Shard], open: Open, found: Callable[[int
     Raises:
         TransportError: a shard cannot be read, and the error is not about its samples.
     """
-    began, done, logged = monotonic(), 0, False
+    done = 0
     waiting = iter(enumerate(shards))
 
     async def work() -> None:
-        nonlocal done, logged
+        nonlocal done
         for number, shard in waiting:
             found(number, await _count(shard, open))
             done += 1
-            if not logged and monotonic() - began > _LOG_AFTER_S:
-                logged = True
-                _log.warning(
-                    "counting the samples of %d shards, which have no index: %d counted after %.0f s. Each is read "
-                    "once, whole, before the first batch",
-                    *(len(shards), done, monotonic() - began),
-                )
 
-    await gather_all(work() for _ in range(min(SHARDS, len(shards))))
+    def report() -> None:
+        _log.warning(
+            "the samples of %d shards, which have no index, are counted before the first batch, by reading each once: "
+            "%d counted after %.0f s",
+            *(len(shards), done, _LOG_AFTER_S),
+        )
+
+    timer = asyncio.get_running_loop().call_later(_LOG_AFTER_S, report)
+    try:
+        await gather_all(work() for _ in range(min(SHARDS, len(shards))))
+    finally:
+        timer.cancel()
 
 
 async def _count(shard: Shard, open: Open) -> Counted:

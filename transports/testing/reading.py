@@ -175,6 +175,17 @@ class ReadingConformance(TransportSubject):
             assert (caught.value.path, caught.value.size) in {("a", len(CONTENT)), ("a", None)}
             check_bytes(await transport.read("a"), CONTENT)
 
+    async def test_a_pinned_object_that_never_had_the_range(self) -> None:
+        """Past the end of an object that was read before, and is the same, is an error of the range: it has not
+        changed.
+        """
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            pinned = transport.pinned("a")
+            check_bytes(b"".join(await drain(pinned.stream())), CONTENT)
+            with pytest.raises(RangeOutOfBounds, match="'a'"):
+                await drain(pinned.stream(start=len(CONTENT) + 1))
+
     async def test_stream_from_before_the_beginning_is_an_error(self) -> None:
         """A negative start of a stream is not counted from the end."""
         async with self.make() as transport:

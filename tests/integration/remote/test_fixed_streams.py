@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
 from asyncloader.errors import NoEffectWarning, ShardError, StateError
-from asyncloader.transports import ObjectNotFound
+from asyncloader.transports import MemoryTransport, ObjectNotFound, ReadFailed
 from tests.helpers.http_store import serving as serving_http
 from tests.helpers.running import run_async
 from tests.integration.remote.test_formats_and_ways import FORMATS, SIZES, UNLUCKY, write
@@ -321,6 +321,49 @@ def test_clones(shards: Path) -> None:
     with loader_of(shards) as loader, loader.clone(seed=4) as other, loader.clone(seed=None) as plain:
         assert numbers(list(other)) == epochs_of(shards, 1, seed=4)[0] != numbers(list(loader))
         assert sorted(n for batch in numbers(list(plain)) for n in batch) == [*range(TOTAL)]
+
+
+class Failing(MemoryTransport):
+    """Fails to read while it is told to."""
+
+    fails = False
+
+    async def read_ranges(self, path: str, ranges: Any) -> Sequence[bytes]:
+        if self.fails:
+            raise ReadFailed("the store is away", path=path)
+        return await super().read_ranges(path, ranges)
+
+    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+        if self.fails:
+            raise ReadFailed("the store is away", path=path)
+        async for chunk in super().stream(path, start=start, chunk_size=chunk_size):
+            yield chunk
+
+
+def test_a_store_that_is_away(shards: Path) -> None:
+    """A batch that could not be read is an error; those after it come, and a state from before has it again."""
+    store = Failing({path.name: path.read_bytes() for path in shards.iterdir()})
+    urls = sorted(path.name for path in shards.iterdir())
+
+    def make() -> Any:
+        dataset = RemoteIterableDataset(urls, transport=store, shuffle_buffer=5, streams=2)
+        return DataLoader(dataset, batch_size=GLOBAL, seed=3, decode=fields_of)
+
+    with make() as loader:
+        whole = numbers(list(loader))
+    with make() as loader:
+        batches = iter(loader)
+        found = numbers([next(batches)])
+        store.fails = True
+        with pytest.raises(ReadFailed, match="the store is away"):
+            found.extend(batch for each in batches for batch in numbers([each]))
+        state = loader.state_dict()
+        store.fails = False
+        after = numbers(list(batches))
+    assert found + after == whole[: len(found)] + whole[len(found) + 1 :]
+    with make() as loader:
+        loader.load_state_dict(state)
+        assert found + numbers(list(loader)) == whole
 
 
 @pytest.fixture
