@@ -143,9 +143,9 @@ class LoaderOptions(Generic[T_co, B_co]):
             group: Instead of `rank` and `world_size`: the torch.distributed process group, or the `DeviceMesh` of one
                 dimension, whose ranks get different samples, with `seed`; for example `mesh["dp"]`.
             on_uneven: What to do with samples that the ranks cannot share evenly at the epoch's end: `"drop"` leaves
-                out fewer than `world_size` (of a stream whose shards have no known number of samples: all that the
-                smallest share lacks), `"repeat"` repeats fewer than `world_size`, `"pad"` fills every rank's last
-                batch to `batch_size`, on one rank too, `"error"` raises.
+                out fewer than `world_size` (of shards without a known number of samples, and without `streams=`: all
+                that the smallest share lacks), `"repeat"` repeats fewer than `world_size`, `"pad"` fills every rank's
+                last batch to `batch_size`, on one rank too, `"error"` raises.
             concurrency: Samples of a map dataset that each worker (without workers: this process) fetches at a time,
                 over all its outstanding batches; `None`: 256 where they are awaited, else one after the other. A
                 blocking dataset has a thread for each, and must be safe to call from several; with `1` it is read

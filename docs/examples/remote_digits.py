@@ -4,7 +4,8 @@
 
 1. scikit-learn's digits are written as tar files, and a local store serves them late (`slow_store.py`).
 2. A process trains on them: `RemoteIterableDataset` in an `AsyncDataLoader`. It saves its state every few batches.
-3. The same again, but the process is killed half-way, without warning, and a new one goes on from the last state.
+3. The same again, but the process is killed half-way, without warning, and a new one goes on from the last state, with
+   another number of workers.
 4. Both runs have trained on each sample once in every epoch, in the same order, and end with the same weights.
 """
 
@@ -39,6 +40,8 @@ SIDE = 16  # pixels
 BATCH_SIZE = 64
 EPOCHS = 12
 WORKERS = 2
+WORKERS_LATER = 1  # after the kill
+STREAMS = 4  # with them the batches do not depend on the number of workers
 SHARDS = 8
 LATENCY_MS = 30
 SAVE_EVERY = 10  # batches
@@ -140,7 +143,7 @@ def make_step(network: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-async def train(store: str, state_file: Path, saved: dict[str, Any] | None, epochs: int) -> None:
+async def train(store: str, state_file: Path, saved: dict[str, Any] | None, epochs: int, workers: int) -> None:
     """Train from the state `saved` on, if there is one. Each batch is told of by a line of JSON on standard output."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -149,9 +152,10 @@ async def train(store: str, state_file: Path, saved: dict[str, Any] | None, epoc
     step = make_step(network, optimizer)
     seen: list[list[int]] = []  # for each epoch the keys of the samples, in the order of the training
 
-    dataset = RemoteIterableDataset(f"{store}/train-{{0..{SHARDS - 1}}}.tar", shuffle_buffer=256)
+    urls = f"{store}/train-{{0..{SHARDS - 1}}}.tar"
+    dataset = RemoteIterableDataset(urls, shuffle_buffer=256, streams=STREAMS)
     async with AsyncDataLoader[Batch](
-        dataset, batch_size=BATCH_SIZE, num_workers=WORKERS, persistent_workers=True, seed=SEED, decode=decode
+        dataset, batch_size=BATCH_SIZE, num_workers=workers, persistent_workers=True, seed=SEED, decode=decode
     ) as loader:
         batches = 0
         if saved is not None:
@@ -223,9 +227,10 @@ class Bar:
             print()
 
 
-def run_training(store: str, state_file: Path, bar: Bar, kill_at: int | None = None) -> int:
+def run_training(store: str, state_file: Path, bar: Bar, workers: int, kill_at: int | None = None) -> int:
     """Train in a process of its own, which is killed after so many batches; gives the batches it began with."""
     command = [sys.executable, __file__, "--train", store, str(state_file), "--epochs", str(bar.epochs)]
+    command += ["--workers", str(workers)]
     resumed = 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -298,14 +303,14 @@ def show_and_compare(folder: Path, epochs: int) -> int:
 
         print("training without interruption")
         began = time.perf_counter()
-        run_training(store, whole, bar)
+        run_training(store, whole, bar, WORKERS)
         print(f"  took {time.perf_counter() - began:.1f} s, with the start of all processes\n")
 
         print(f"the same, killed after {kill_at} batches")
-        run_training(store, killed, bar, kill_at)
+        run_training(store, killed, bar, WORKERS, kill_at)
         bar.interrupt()
-        print("killed. A new process goes on")
-        resumed = run_training(store, killed, bar)
+        print(f"killed. A new process goes on, with {WORKERS_LATER} worker instead of {WORKERS}")
+        resumed = run_training(store, killed, bar, WORKERS_LATER)
         print(f"  it went on from batch {resumed}; the {kill_at - resumed} after it were trained again\n")
 
         return 0 if compare(read_state(whole), read_state(killed), epochs) else 1
@@ -332,13 +337,14 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the tar files (%(default)s)")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="(%(default)s)")
     parser.add_argument("--train", nargs=2, metavar=("STORE", "STATE"), help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=WORKERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is None:
         return show_and_compare(options.folder, options.epochs)
     with new_runner() as runner:
         store, state_file = options.train[0], Path(options.train[1])
         saved = read_state(state_file) if state_file.exists() else None
-        runner.run(train(store, state_file, saved, options.epochs))
+        runner.run(train(store, state_file, saved, options.epochs, options.workers))
     return 0
 
 
