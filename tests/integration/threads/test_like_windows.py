@@ -4,7 +4,10 @@ from which those modules and functions were removed, and which calls itself win3
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+import pytest
 
 from tests.helpers.running import run_script
 
@@ -68,6 +71,9 @@ print("trained")
 """
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="newer standard libraries import what they think Windows has, which is not here"
+)
 def test_epochs_without_what_windows_lacks(tmp_path: Path) -> None:
     """Map, async and iterable datasets and large batches, by all three loaders, in torch and seeded mode, with no
     workers and with threads; worker processes and `install` are refused with an error that says what to do.
