@@ -348,11 +348,19 @@ class PinnedReader:
                 if not streamed:
                     raise
                 raise changed_error(self.path) from error
-            except RangeOutOfBounds:
-                # The same if it is another version now. If not, it never had this range.
-                if streamed:
-                    await self.info()
+            except RangeOutOfBounds as error:
+                # The same, unless it is proven to be the object of before, which then never had this range.
+                if streamed and not await self._is_unchanged():
+                    raise changed_error(self.path) from error
                 raise
+
+    async def _is_unchanged(self) -> bool:
+        """Whether the object is of the version whose bytes have been returned, as far as versions show."""
+        try:
+            info = await self.info()
+        except ObjectNotFound:
+            return False
+        return info.etag is not None and info.etag == self.etag
 
     @contextmanager
     def _errors(self) -> Generator[None, None, None]:

@@ -35,7 +35,7 @@ from asyncloader.transports.checks import (
     check_size,
     check_start,
 )
-from asyncloader.transports.errors import RangeOutOfBounds
+from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds
 from asyncloader.transports.page_cache import MOST_BYTES, NotCached, open_cached, pread_cached
 from asyncloader.transports.ranges import ReadPlan
 from asyncloader.transports.rooted_files import FileEntry, RootedFiles, os_errors
@@ -352,6 +352,14 @@ class _PinnedFile(PinnedReader):
                     self._compare(status)
                 if chunk:
                     yield chunk
+
+    async def _is_unchanged(self) -> bool:
+        # By the file's status, which also a file has that is too new for a version. Raises if it differs.
+        try:
+            await self.info()
+        except ObjectNotFound:
+            return False
+        return True
 
     def _compare(self, status: os.stat_result) -> None:
         self._status = first = self._status or status

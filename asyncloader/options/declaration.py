@@ -297,19 +297,22 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         """Check the arguments, and set the attributes."""
         dataset, given = arguments["dataset"], dict(arguments)
         check_num_workers(given["num_workers"])
+        if isinstance(given["sampler"], Positions):  # of a loader from whose attributes this one is made
+            given["sampler"] = None
+        if hasattr(dataset, "plan_streams") and is_planned(dataset):
+            dataset = given["dataset"] = dataset.source
+            arguments = {**arguments, "dataset": dataset}
         if given["shuffle"] and hasattr(dataset, "shuffled") and assigns_shards(dataset):
             dataset, given["shuffle"] = dataset.shuffled(), None
             arguments = {**arguments, "dataset": dataset, "shuffle": None}
             given["dataset"] = dataset
-        if hasattr(dataset, "fixed_streams") and is_planned(dataset):
-            if isinstance(given["sampler"], Positions):  # code that makes a loader of another's attributes gives it
-                given["sampler"] = None
+        if hasattr(dataset, "fixed_streams") and assigns_shards(dataset) and is_seed(given["seed"]):
             # With a sampler of the user's torch's constructor raises its error, as for any iterable dataset.
-            ordered = given["sampler"] is None and given["batch_sampler"] is None and is_seed(given["seed"])
-            given["dataset"] = dataset = dataset.fixed_streams(given["seed"] if ordered else None)
-            arguments = {**arguments, "dataset": dataset}
+            if given["sampler"] is None and given["batch_sampler"] is None:
+                dataset = dataset.fixed_streams(given["seed"])
             if not assigns_shards(dataset):
-                given["sampler"], given["shuffle"] = Positions(dataset), None
+                given |= {"dataset": dataset, "sampler": Positions(dataset), "shuffle": None}
+                arguments = {**arguments, "dataset": dataset}
         stream = is_async_stream(dataset)
         if stream:
             given["dataset"] = _StreamForTorch()  # so that torch checks the arguments as for an iterable dataset

@@ -254,9 +254,9 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     # ---------------------------------------------------------------------------------------- for the loaders
 
-    def fixed_streams(self, seed: int | None) -> FixedStreams | Self:
+    def fixed_streams(self, seed: int) -> FixedStreams | Self:
         """Return the dataset as a loader with this seed reads it: with a number of `streams`, as `FixedStreams`."""
-        return self if seed is None or self.streams is None else FixedStreams(self, seed)
+        return self if self.streams is None else FixedStreams(self, seed)
 
     async def plan(self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> EpochPlan:
         """Return the assignments of this rank in an epoch, in the order in which its workers get them.

@@ -76,17 +76,9 @@ class FixedStreams(Dataset[Any]):
         self.__dict__.update(state)
         self._forget()
 
-    def fixed_streams(self, seed: int | None) -> FixedStreams | RemoteIterableDataset:
-        """Return the dataset for another loader, as `RemoteIterableDataset.fixed_streams`."""
-        return self.source.fixed_streams(seed)
-
     def for_iterator(self) -> Self:
         """Return a copy with an epoch and readers of its own."""
         return copy.copy(self)
-
-    def shuffled(self) -> RemoteIterableDataset:
-        """See `RemoteIterableDataset.shuffled`."""
-        return self.source.shuffled()
 
     def __repr__(self) -> str:
         return f"<FixedStreams of {self.source!r}, streams={self.source.streams}>"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import http.client
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
@@ -66,11 +66,18 @@ class BucketStore(HttpStore):
         return ObjectStoreTransport(f"{scheme}://bucket/root", **given)
 
 
+Bucket = TypeVar("Bucket", bound=BucketStore)
+
+
+def serving_bucket() -> AbstractAsyncContextManager[BucketStore]:
+    """Run an empty bucket."""
+    return serving_store(BucketStore())
+
+
 @asynccontextmanager
-async def serving_bucket() -> AsyncGenerator[BucketStore]:
+async def serving_store(store: Bucket) -> AsyncGenerator[Bucket]:
     """Run a bucket on a free port; at the end all connections to it are closed, at both ends."""
-    store = BucketStore()
-    app = web.Application(handler_args={"access_log": None})
+    app = web.Application(handler_args={"access_log": None}, client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", store.handle)
     before = sockets()
     runner = web.AppRunner(app, shutdown_timeout=1.0)

@@ -16,21 +16,14 @@ from asyncloader.errors import NoEffectWarning, ShardError, StateError
 from asyncloader.transports import MemoryTransport, ObjectNotFound, ReadFailed
 from tests.helpers.http_store import serving as serving_http
 from tests.helpers.running import run_async
-from tests.integration.remote.test_formats_and_ways import FORMATS, SIZES, UNLUCKY, write
+from tests.helpers.shards_of_formats import SIZES, write
 from tests.service.definitions import fields_of, unlucky_fields_of
 
 pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 GLOBAL = 6
+UNLUCKY = 13  # see `unlucky_fields_of`
 TOTAL = sum(SIZES)
-
-
-@pytest.fixture(scope="module", params=FORMATS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shards of a format."""
-    made = tmp_path_factory.mktemp("shards")
-    write(made, request.param)
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -317,10 +310,15 @@ def test_arguments(shards: Path) -> None:
 
 
 def test_clones(shards: Path) -> None:
-    """A clone has its own seed; without one it reads the streams of workers."""
+    """A clone has its own seed, and is shuffled where the loader is not; without a seed it reads the streams of
+    workers.
+    """
     with loader_of(shards) as loader, loader.clone(seed=4) as other, loader.clone(seed=None) as plain:
         assert numbers(list(other)) == epochs_of(shards, 1, seed=4)[0] != numbers(list(loader))
         assert sorted(n for batch in numbers(list(plain)) for n in batch) == [*range(TOTAL)]
+    with loader_of(shards, buffer=0) as in_order, loader_of(shards, buffer=0, shuffle=True) as shuffled:
+        clone = in_order.clone(shuffle=True)
+        assert numbers(list(clone)) == numbers(list(shuffled)) != numbers(list(in_order))
 
 
 class Failing(MemoryTransport):

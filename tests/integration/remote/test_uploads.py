@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from itertools import count
 from urllib.parse import unquote
 
@@ -15,7 +13,15 @@ from asyncloader import RemoteIterableDataset, write_shards
 from asyncloader.transports import AccessDenied, RetryPolicy, WriteFailed
 from asyncloader.transports.object_store_upload import PART_BYTES
 from tests.helpers.http_store import Asked, Fault, status
-from tests.helpers.object_stores import KEYS, BucketStore, moto_server, sockets, sockets_closed, warm_up
+from tests.helpers.object_stores import (
+    KEYS,
+    BucketStore,
+    moto_server,
+    serving_store,
+    sockets,
+    sockets_closed,
+    warm_up,
+)
 from tests.integration.remote.test_write_shards import LIMIT, NUMBER, same, sample_of, samples_of
 
 pytestmark = pytest.mark.network
@@ -69,25 +75,6 @@ class UploadStore(BucketStore):
         return web.Response(headers={"ETag": self.objects[path].etag or ""})
 
 
-@asynccontextmanager
-async def serving_uploads() -> AsyncGenerator[UploadStore]:
-    store = UploadStore()
-    app = web.Application(handler_args={"access_log": None}, client_max_size=1 << 30)
-    app.router.add_route("*", "/{path:.*}", store.handle)
-    before = sockets()
-    runner = web.AppRunner(app, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        store.url = f"http://{host}:{port}"
-        yield store
-    finally:
-        store.ending.set()
-        await runner.cleanup()
-        await sockets_closed(before)
-
-
 async def cut(store: object, request: web.Request) -> web.StreamResponse:
     """Break the connection in the middle of the body."""
     await request.content.read(1000)
@@ -108,7 +95,7 @@ FAULTS: list[list[Fault]] = [
 @pytest.mark.parametrize("reached", [False, True])
 async def test_a_failed_request_is_sent_again(size: int, faults: list[Fault], reached: bool) -> None:
     """In one request or in parts; before and after the store has answered for the first time."""
-    async with serving_uploads() as store:
+    async with serving_store(UploadStore()) as store:
         store.faults[PATH].extend(faults)
         async with store.transport() as transport:
             if reached:
@@ -121,7 +108,7 @@ async def test_a_failed_request_is_sent_again(size: int, faults: list[Fault], re
 
 async def test_a_refused_upload() -> None:
     """It is about writing, and not sent again."""
-    async with serving_uploads() as store:
+    async with serving_store(UploadStore()) as store:
         async with store.transport() as transport:
             for size in (10, len(DATA)):
                 store.faults[PATH].append(status(403))
@@ -136,7 +123,7 @@ async def test_a_refused_upload() -> None:
 
 async def test_a_store_that_stays_out() -> None:
     """The last failure is raised, and nothing is visible."""
-    async with serving_uploads() as store:
+    async with serving_store(UploadStore()) as store:
         store.faults[PATH].extend([status(503)] * 1000)
         retry = RetryPolicy(budget_s=0.1, first_delay_s=0.01, cap_s=0.02)
         async with store.transport(retry=retry) as transport:
@@ -147,7 +134,7 @@ async def test_a_store_that_stays_out() -> None:
 
 async def test_a_cancelled_upload_is_not_visible() -> None:
     """In the middle of its parts."""
-    async with serving_uploads() as store:
+    async with serving_store(UploadStore()) as store:
         parts = asyncio.Event()
 
         async def hold(_: object, request: web.Request) -> None:
