@@ -30,6 +30,8 @@ OPEN_AHEAD = 2 << 20
 """The next shard of a stream is opened when at most this number of bytes of the current one is left. A worker reads
 many streams: each round trip is one of many."""
 
+_ERRORS = 1024  # in a list
+
 _KEPT = 2  # blocks before the newest that are kept: two batches in progress may be of neighbouring blocks
 
 
@@ -92,8 +94,17 @@ async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGen
         while next_few:
             segment = next_few.pop(0)
             next_few += islice(segments, 1)
-            shard_range, skip = await shards.begin(segment) if first else (shards.whole(segment), 0)
-            first = False
+            try:
+                shard_range, skip = await shards.begin(segment) if first else (shards.whole(segment), 0)
+            except Exception as error:
+                if not is_about_sample(error):
+                    raise
+                # The shard's samples alone: the stream goes on at the beginning of the next shard.
+                for errors in _repeated(error, segment.size):
+                    yield errors
+                continue
+            finally:
+                first = False
             reading = ahead.open(shard_range)
             ahead.look(shard_range, map(shards.whole, next_few))
             read = _read_segment(reading, shards.shards[segment.shard], segment, skip)
@@ -114,12 +125,14 @@ async def _read_segment(
             except StopAsyncIteration:
                 if not reading.bad:
                     why = f"the shard has fewer samples than were counted: {left} are missing; it was replaced, or cut"
-                    yield [ShardError(why, url=shard.url) for _ in range(left)]
+                    for errors in _repeated(ShardError(why, url=shard.url), left):
+                        yield errors
                     return
             except Exception as error:
                 if not is_about_sample(error):
                     raise
-                yield [copied(error) for _ in range(left)]
+                for errors in _repeated(error, left):
+                    yield errors
                 return
             continue
         skipped = min(skip, len(found))
@@ -127,6 +140,12 @@ async def _read_segment(
         left -= len(found) - skipped
         if len(found) > skipped:
             yield found[skipped:]
+
+
+def _repeated(error: Exception, count: int) -> Iterator[list[Element]]:
+    """Yield an error for each of so many samples, some at a time: a damaged index may promise any number."""
+    for first in range(0, count, _ERRORS):
+        yield [copied(error)] * min(_ERRORS, count - first)
 
 
 def _taken(reading: RangeReading, most: int) -> list[Element]:
