@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
     from asyncloader.options.objects import DeviceOptions, Recovery, Tuning
     from asyncloader.remote.dataset import RemoteIterableDataset
+    from asyncloader.remote.random_access.dataset import RemoteMapDataset, index_shards, index_shards_sync
     from asyncloader.remote.shard_writing import WrittenShard
     from asyncloader.samplers.async_sampler import AsyncSampler
     from asyncloader.samplers.by_length import BucketBatchSampler, TokenBudgetBatchSampler
@@ -111,6 +112,7 @@ _OWN = {
     "RanksDisagree": "asyncloader.errors",
     "Recovery": "asyncloader.options.objects",
     "RemoteIterableDataset": "asyncloader.remote.dataset",
+    "RemoteMapDataset": "asyncloader.remote.random_access.dataset",
     "RingMemoryError": "asyncloader.errors",
     "SeededSampler": "asyncloader.samplers.seeded",
     "Service": "asyncloader.service.protocol.address",
@@ -133,6 +135,8 @@ _OWN = {
     "WorkerDied": "asyncloader.errors",
     "WrittenShard": "asyncloader.remote.shard_writing",
     "definition": "asyncloader.service.definition",
+    "index_shards": "asyncloader.remote.random_access.dataset",
+    "index_shards_sync": "asyncloader.remote.random_access.dataset",
     "install": "asyncloader.integrations.install",
     "register_batch_type": "asyncloader.service.protocol.batch_types",
     "sample_rng": "asyncloader.workers.fetch.seeding",
@@ -172,6 +176,7 @@ __all__ = [
     "RanksDisagree",
     "Recovery",
     "RemoteIterableDataset",
+    "RemoteMapDataset",
     "RingMemoryError",
     "Sampler",
     "SeededSampler",
@@ -208,6 +213,8 @@ __all__ = [
     "functional_datapipe",
     "get_worker_info",
     "guaranteed_datapipes_determinism",
+    "index_shards",
+    "index_shards_sync",
     "install",
     "non_deterministic",
     "random_split",

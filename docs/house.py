@@ -28,7 +28,7 @@ FLOORS = [
     "workers.fetch ranks transports.testing",
     "samplers shared workers",
     "delivery remote service workers.threads",
-    "service.protocol",
+    "remote.random_access service.protocol",
     "service.client service.node",
     "service.placement",
     "options",

@@ -55,6 +55,8 @@ PURE = {
         "remote.assignment_state",
         "remote.braces",
         "remote.catalog",
+        "remote.random_access.index_file",
+        "remote.random_access.sample_parsing",
         "remote.rank_shares",
         "remote.shard_cutting",
         "remote.shard_index",

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import shutil
 import stat
@@ -27,7 +28,8 @@ import tempfile
 import threading
 import time
 import zlib
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 
 from asyncloader.transports.cache_layout import (
     MARKER,
@@ -101,6 +103,20 @@ class CacheEntry:
                     if same_file(self._descriptor, self._path):
                         os.unlink(self._path)
                 raise EntryLost(f"reading {self._path} failed: {error}") from error
+
+    @contextmanager
+    def mapped(self) -> Generator[memoryview]:
+        """Return the object's bytes, mapped from the file, for the time of a ``with`` block.
+
+        Raises:
+            OSError: the file cannot be mapped.
+        """
+        with mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) as whole:
+            view = memoryview(whole)[: self.size]
+            try:
+                yield view
+            finally:
+                view.release()
 
     def close(self) -> None:
         """Close the file, after a read in progress."""

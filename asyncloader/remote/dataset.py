@@ -12,7 +12,6 @@ import copy
 import hashlib
 import logging
 import os
-import pickle
 import warnings
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -461,15 +460,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             return counted
 
     def _own_stores(self) -> Stores:
-        """Return stores for another loop than the reading loop: a transport belongs to one loop at a time."""
-        template = self._stores.template
-        if template.transport is None:
-            return template.fresh()  # not pickled: options may hold functions
-        try:
-            copy: Stores = pickle.loads(pickle.dumps(template))
-        except (pickle.PicklingError, AttributeError, TypeError):
-            return template.fresh()  # not picklable: the dataset has no workers, and this loop is the reading loop
-        return copy
+        return self._stores.template.for_another_loop()
 
 
 def _warn_without_effect(urls: Any, cache_dir: Any, cache_bytes: Size | None, cache_revalidate: bool) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import re
 import weakref
 from collections.abc import Mapping
@@ -126,6 +127,16 @@ class Stores:
         same = Stores.__new__(Stores)
         vars(same).update(vars(self), _open={})
         return same
+
+    def for_another_loop(self) -> Stores:
+        """Return stores for another loop than the one that reads: a transport belongs to one loop at a time."""
+        if self._transport is None:
+            return self.fresh()  # not pickled: options may hold functions
+        try:
+            copy: Stores = pickle.loads(pickle.dumps(self))
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return self.fresh()  # not picklable: the dataset has no workers, and this loop is the reading loop
+        return copy
 
     @property
     def transport(self) -> Transport | None:

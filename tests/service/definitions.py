@@ -379,6 +379,12 @@ def unlucky_fields_of(sample: Any) -> tuple[int, str]:
     return number, fields
 
 
+@asyncloader.definition
+def mapped_files(folder: str) -> Any:
+    """The samples of shards of any format, each by its number."""
+    return asyncloader.RemoteMapDataset(f"{folder}/"), {"decode": fields_of}
+
+
 def number_of(sample: Any) -> float:
     """Return the sample's number plus a random part."""
     return int(sample["n"]) + float(torch.rand((), generator=asyncloader.sample_rng().torch))

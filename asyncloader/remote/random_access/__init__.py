@@ -1,0 +1,1 @@
+"""Samples of remote shards by their number: which shard, which bytes, and how they are read."""

@@ -1,0 +1,251 @@
+"""Files that the processes of one host make once and read together: indexes of samples, and decoded chunks.
+
+Data path: indexing, chunks -> [host_files: cache_store] -> shard_reader, in every process of the host.
+
+With a `cache_dir` they lie in that cache, and count towards its limit (indexes, which are small, do not). Otherwise,
+and for objects without a version, in a folder of this dataset, which lives as long as the process that made it.
+
+A file is made under a lock, so that one process makes it and the others wait; they wait in a thread, because nothing
+else says when another process has ended. The kernel releases the lock when its process ends, however it ends. A file
+appears whole or not at all (`cache_store`).
+"""
+
+# Names are strings, as in `cache_store`.
+# ruff: noqa: PTH103, PTH112, PTH118, PTH208
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from asyncloader.bridge import in_thread
+from asyncloader.errors import warn_aside
+from asyncloader.transports.blocking import BlockingPool
+from asyncloader.transports.cache_layout import hash_key, storable_etag
+from asyncloader.transports.cache_store import CacheStore
+from asyncloader.transports.cache_usage import CacheCounts
+from asyncloader.transports.file_lock import try_lock, unlock, wait_for_lock
+from asyncloader.transports.regular_file import open_regular
+
+_R = TypeVar("_R")
+
+_LOCKS = 1 << 10  # files of locks: two files with the same lock are made one after the other
+
+_WAIT_S = 60.0
+"""Longest wait for another process that makes a file. It may have been stopped: then the file is made here, too."""
+
+_PREFIX = "asyncloader-samples-"
+
+
+class FileName(NamedTuple):
+    """Names a file: what it is of, and the version.
+
+    Attributes:
+        what: the URL and what is made of it.
+        version: of the object; None: it has none, and the file is of use to this dataset alone.
+        small: an index, which does not count towards the limit.
+    """
+
+    what: str
+    version: str | None
+    small: bool = False
+
+
+class HostFiles:
+    """The files of one dataset. Pickles as their place: the copies in worker processes read and make the same files.
+
+    Args:
+        cache_dir: of the dataset; None: the files lie in a folder of their own.
+        limit: the most bytes of decoded chunks. None: no limit in a `cache_dir`; otherwise half of the space that was
+            free.
+    """
+
+    def __init__(self, cache_dir: str | None, limit: int | None) -> None:
+        self._cache_dir = cache_dir
+        self._limit = limit
+        self._private: str | None = None
+        self._stores: dict[str, CacheStore] = {}
+        self._making: dict[int, threading.Lock] = {}  # by pid: a fork must not inherit a locked lock
+        self._warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_cache_dir": self._cache_dir, "_limit": self._limit, "_private": self._private}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_cache_dir"], state["_limit"])  # type: ignore[misc]
+        self._private = state["_private"]
+
+    def prepare(self) -> None:
+        """Make the folder that copies of this object share. Blocks for a moment."""
+        self._own_folder()
+
+    async def use(
+        self,
+        name: FileName,
+        make: Callable[[], Awaitable[bytes]],
+        use: Callable[[memoryview], _R],
+        pool: BlockingPool,
+    ) -> _R:
+        """Return the result of `use`, called in a thread with the bytes of a file, which is made if it is missing.
+
+        Args:
+            name: of the file.
+            make: makes its bytes, in the running loop. Called once per host, unless the file does not fit.
+            use: its result must not refer to the bytes.
+            pool: the threads.
+
+        Raises:
+            The errors of `make` and `use`.
+        """
+        key, version = hash_key(name.what), name.version or "none"
+        store = await pool.run(partial(self._store, name))
+        if store is None:
+            return await pool.run(partial(use, memoryview(await make())))
+        found = await pool.run(partial(_use_entry, store, key, version, use))
+        if found is not None:
+            return found[0]
+        async with _locked(store.directory, key):
+            # Made by another process meanwhile?
+            found = await pool.run(partial(_use_entry, store, key, version, use))
+            if found is not None:
+                return found[0]
+            data = await make()
+            await pool.run(partial(self._put, store, key, version, data))
+        return await pool.run(partial(use, memoryview(data)))
+
+    def _put(self, store: CacheStore, key: str, version: str, data: bytes) -> None:
+        limit = store.usage.limit
+        text = None
+        try:
+            store.put(key, version, data)
+            if limit is not None and len(data) > limit // 2:
+                text = f"a decoded chunk has {len(data):,} bytes, and all of them may have {limit:,}"
+        except OSError as error:
+            text = f"{store.directory!r} cannot be written to: {error}"
+        if text is not None and not self._warned:
+            self._warned = True
+            advice = "chunks are decoded again and again. Raise cache_bytes=, or choose another cache_dir="
+            warn_aside(f"{text}: {advice}", RuntimeWarning)
+
+    def _store(self, name: FileName) -> CacheStore | None:
+        kept = self._cache_dir is not None and name.version is not None and storable_etag(name.version)
+        folder = self._cache_dir if kept else self._own_folder()
+        if folder is None:
+            return None
+        path = os.path.join(folder, "asyncloader-sample-indexes") if name.small else folder
+        store = self._stores.get(path)
+        if store is None:
+            limit = None if name.small else self._limit
+            if not kept and limit is None and not name.small:
+                limit = max(1, shutil.disk_usage(folder).free // 2)
+            store = self._stores[path] = CacheStore(path, limit, CacheCounts())
+        return store
+
+    def _own_folder(self) -> str | None:
+        """Return the folder of this dataset; made here, unless the process that it was made in shares this host."""
+        with self._making.setdefault(os.getpid(), threading.Lock()):
+            if self._private is None or not os.path.isdir(self._private):
+                with suppress(OSError):
+                    _sweep()
+                try:
+                    folder = tempfile.mkdtemp(prefix=_PREFIX)
+                    lock = open_regular(os.path.join(folder, "owner"), os.O_RDWR | os.O_CREAT)
+                except OSError:
+                    return None
+                try_lock(lock)
+                # Kept open: the lock says that a process of this dataset lives, also in a forked worker.
+                weakref.finalize(self, _remove_own, folder, lock, os.getpid())
+                self._private, self._stores = folder, {}
+            return self._private
+
+
+def _use_entry(store: CacheStore, key: str, version: str, use: Callable[[memoryview], _R]) -> tuple[_R] | None:
+    try:
+        entry = store.open(key, version)
+    except OSError:
+        return None
+    if entry is None:
+        return None
+    try:
+        with entry.mapped() as view:
+            return (use(view),)
+    finally:
+        entry.close()
+
+
+def _remove_own(folder: str, lock: int, pid: int) -> None:
+    """Remove the folder at the end of the process that made it; a forked child's copy does nothing."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _sweep() -> None:
+    """Remove the folders of processes that were killed."""
+    base = tempfile.gettempdir()
+    for name in os.listdir(base):
+        folder = os.path.join(base, name)
+        if not name.startswith(_PREFIX) or os.lstat(folder).st_uid != os.geteuid():
+            continue
+        with suppress(OSError):
+            lock = open_regular(os.path.join(folder, "owner"), os.O_RDWR)
+            try:
+                if try_lock(lock):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+@asynccontextmanager
+async def _locked(directory: str, key: str) -> AsyncGenerator[None]:
+    """Hold the lock of a file that is being made; without it, if another process has held it for too long."""
+    lock = _Lock(os.path.join(directory, "asyncloader-locks"), f"{int(key[:8], 16) % _LOCKS:04}")
+    try:
+        # In a thread of its own, which ends when the lock is there, also if nobody waits any more.
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(_WAIT_S):
+                await in_thread(lock.acquire)
+        yield
+    finally:
+        lock.release()
+
+
+class _Lock:
+    """A lock on a file, which one thread acquires and another releases, maybe before it is acquired."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._guard = threading.Lock()
+        self._descriptor = -1
+        self._released = False
+
+    def acquire(self) -> None:
+        os.makedirs(self._folder, 0o700, exist_ok=True)
+        descriptor = open_regular(os.path.join(self._folder, self._name), os.O_RDWR | os.O_CREAT)
+        try:
+            wait_for_lock(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        with self._guard:
+            self._descriptor = descriptor
+        if self._released:  # set before `release` looks for the descriptor: one of the two sees the other
+            self.release()
+
+    def release(self) -> None:
+        self._released = True
+        with self._guard:
+            descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            # Also for a child that was forked meanwhile, and has the descriptor.
+            unlock(descriptor)
+            os.close(descriptor)
