@@ -72,6 +72,9 @@ if TYPE_CHECKING:
     from asyncloader.integrations.install import install
     from asyncloader.loader import DataLoader
     from asyncloader.options.objects import DeviceOptions, Recovery, Tuning
+    from asyncloader.packing.collate import PackSequences
+    from asyncloader.packing.sampler import PackingSampler
+    from asyncloader.packing.sequence_rows import SequenceRows
     from asyncloader.remote.dataset import RemoteIterableDataset
     from asyncloader.remote.random_access.dataset import RemoteMapDataset, index_shards, index_shards_sync
     from asyncloader.remote.shard_writing import WrittenShard
@@ -108,6 +111,8 @@ _OWN = {
     "MixtureSampler": "asyncloader.samplers.mixture",
     "NeverIteratedWarning": "asyncloader.errors",
     "NoEffectWarning": "asyncloader.errors",
+    "PackSequences": "asyncloader.packing.collate",
+    "PackingSampler": "asyncloader.packing.sampler",
     "PageLockError": "asyncloader.errors",
     "RanksDisagree": "asyncloader.errors",
     "Recovery": "asyncloader.options.objects",
@@ -115,6 +120,7 @@ _OWN = {
     "RemoteMapDataset": "asyncloader.remote.random_access.dataset",
     "RingMemoryError": "asyncloader.errors",
     "SeededSampler": "asyncloader.samplers.seeded",
+    "SequenceRows": "asyncloader.packing.sequence_rows",
     "Service": "asyncloader.service.protocol.address",
     "ServiceUnavailable": "asyncloader.errors",
     "ShardError": "asyncloader.errors",
@@ -171,6 +177,8 @@ __all__ = [
     "MixtureSampler",
     "NeverIteratedWarning",
     "NoEffectWarning",
+    "PackSequences",
+    "PackingSampler",
     "PageLockError",
     "RandomSampler",
     "RanksDisagree",
@@ -180,6 +188,7 @@ __all__ = [
     "RingMemoryError",
     "Sampler",
     "SeededSampler",
+    "SequenceRows",
     "SequentialSampler",
     "Service",
     "ServiceUnavailable",

@@ -27,7 +27,7 @@ FLOORS = [
     "telemetry events bridge formats transports workers.memory never_iterated",
     "workers.fetch ranks transports.testing",
     "samplers shared workers",
-    "delivery remote service workers.threads",
+    "delivery packing remote service workers.threads",
     "remote.random_access service.protocol",
     "service.client service.node",
     "service.placement",

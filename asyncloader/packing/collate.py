@@ -1,0 +1,122 @@
+"""`PackSequences`: makes a batch of packed rows.
+
+Data path: worker: dataset -> [collate] -> codec -> ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncloader.packing.fields import join, token_fields
+from asyncloader.packing.sequence_rows import Sequences
+
+_MADE = ("position_ids", "cu_seqlens", "max_seqlen")
+_PADDING = {"labels": -100}
+
+
+class PackSequences:
+    """A `collate_fn` that joins the sequences of a batch of rows, as attention over variable lengths takes them.
+
+    A row is a list of sequences. A sequence is a tensor, an array or a list of tokens; or a mapping of such fields
+    (`tokens`, `labels`, a mask of the loss), each with an element for each token along its first axis. Types stay:
+    ``uint16`` gives ``torch.uint16``. Other fields of a mapping (a name, a number) become a list with the value of each
+    sequence. Sequences without tokens are left out.
+
+    A batch is a dictionary of
+
+    - the fields, joined: tensors of shape ``(tokens, ...)``, with `pad_to` ``(rows, pad_to, ...)``. The field is
+      ``"tokens"`` if sequences are not mappings;
+    - ``position_ids``: int64, ``(tokens,)`` or ``(rows, pad_to)``: 0, 1, 2, ... for each sequence;
+    - ``cu_seqlens``: int32, ``(sequences + 1,)``: 0, and the end of each sequence, counted over all rows;
+    - ``max_seqlen``: int, tokens of the longest sequence.
+
+    Args:
+        pad_to: pad rows to this number of tokens. A row's padding counts as one more sequence in `position_ids`,
+            `cu_seqlens` and `max_seqlen`, so that attention is defined everywhere. Default: no padding, and the rows of
+            a batch lie one behind the other.
+        pad_values: value of the padding in each field. Default: -100 in ``"labels"``, 0 elsewhere.
+
+    Raises:
+        TypeError: a sequence has no field of tokens.
+        ValueError: fields differ in length, or sequences in their fields; or a row has more than `pad_to` tokens, or
+            the batch 2**31 or more.
+    """
+
+    def __init__(self, *, pad_to: int | None = None, pad_values: Mapping[str, float] | None = None) -> None:
+        if pad_to is not None and pad_to < 1:
+            raise ValueError(f"pad_to should be positive, but got pad_to={pad_to}")
+        self.pad_to = pad_to
+        self.pad_values = {**_PADDING, **(pad_values or {})}
+
+    def __call__(self, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Return the batch of these rows, one or more; or of a single row, as ``batch_size=None`` gives it."""
+        rows = [rows] if isinstance(rows, Sequences) else rows
+        sequences = list(chain.from_iterable(rows))
+        fields = [token_fields(sequence) for sequence in sequences]
+        lengths = np.fromiter((len(next(iter(each.values()))) for each in fields), np.int64, len(fields))
+        row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        filled = np.flatnonzero(lengths).tolist() or [0]
+        batch = _joined([sequences[number] for number in filled], [fields[number] for number in filled])
+        lengths, row_of = lengths[filled], row_of[filled]
+        if self.pad_to is None:
+            return batch | layout(lengths)
+        padding = self.pad_to - np.bincount(row_of, lengths, len(rows)).astype(np.int64)
+        if padding.min() < 0:
+            raise ValueError(
+                f"row {np.argmin(padding)} of the batch has {self.pad_to - padding.min()} tokens, which is more than "
+                f"pad_to={self.pad_to}"
+            )
+        counts = np.bincount(row_of, minlength=len(rows))
+        made = layout(np.insert(lengths, np.cumsum(counts), padding))
+        made["position_ids"] = made["position_ids"].reshape(len(rows), self.pad_to)
+        sizes = (self.pad_to - padding).tolist()
+        for name in fields[filled[0]]:
+            value = batch[name]
+            padded = value.new_full((len(rows), self.pad_to, *value.shape[1:]), self.pad_values.get(name, 0))
+            # Row by row: torch cannot index all of the types that it can copy.
+            for row, part in zip(padded, value.split(sizes), strict=True):
+                row[: len(part)] = part
+            batch[name] = padded
+        return batch | made
+
+
+def _joined(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of all sequences, and lists of the other values."""
+    names = fields[0].keys()
+    for number, each in enumerate(fields):
+        if each.keys() != names:
+            raise ValueError(
+                f"all sequences of a batch should have the same fields, but sequence {number} of it has "
+                f"{sorted(each)}, and the first {sorted(names)}"
+            )
+    batch: dict[str, Any] = {}
+    if isinstance(sequences[0], Mapping):
+        made = set(_MADE) & sequences[0].keys()
+        if made:
+            raise ValueError(f"a sequence has the field {min(made)!r}, which packing makes: rename it, or leave it out")
+        others = [name for name in sequences[0] if name not in names]
+        batch = {name: [sequence[name] for sequence in sequences] for name in others}
+    return batch | {name: join([each[name] for each in fields]) for name in names}
+
+
+def layout(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Return `position_ids`, `cu_seqlens` and `max_seqlen` of sequences of these lengths, of which 0 count as none.
+
+    Raises:
+        ValueError: there are 2**31 tokens or more.
+    """
+    lengths = lengths[lengths > 0]
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    if ends[-1] >= 1 << 31:
+        raise ValueError(f"a batch has {ends[-1]} tokens, but cu_seqlens is int32")
+    return {
+        "position_ids": torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)),
+        "cu_seqlens": torch.from_numpy(ends.astype(np.int32)),
+        "max_seqlen": int(lengths.max(initial=0)),
+    }

@@ -1,0 +1,223 @@
+"""A sampler that packs sequences of known lengths into rows of at most `max_tokens` tokens.
+
+Data path: plan -> [sampler] -> scheduler -> pool -> worker. It uses only the lengths; workers read the sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import index
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler
+
+from asyncloader.packing.bin_packing import STRATEGIES, Strategy
+from asyncloader.packing.plan import PackingPlan
+from asyncloader.packing.sequence_rows import Row
+from asyncloader.samplers.permutation import Permutation
+from asyncloader.samplers.surviving import Restarting
+
+OnTooLong = Literal["error", "skip", "truncate", "split"]
+_CHOICES: tuple[str, ...] = get_args(OnTooLong)
+_CUTTING = ("wrap", "best_fit_wrap")
+
+_ROWS_PER_WINDOW, _LEAST_WINDOW = 100, 1000
+
+
+class PackingSampler(Sampler[Row]):
+    """Rows of sequences of known lengths, of at most `max_tokens` tokens together. A row is a sample of `SequenceRows`.
+
+    The order of (seed, epoch) is cut into windows, and the sequences of a window are packed. What is left over, less
+    than a row, is packed with the next window. A window's rows are shuffled among themselves. Every token comes once in
+    an epoch. The rows are a function of the arguments and the epoch alone: the same in every process, and an iteration
+    can begin with any row, for which the windows before it are packed once (about 1 s for a million sequences).
+
+    A row is a tuple of indices. Where sequences may be cut (`slices`), it is a tuple of slices
+    ``(index, start, stop)``: tokens `start` to `stop` of a sequence.
+
+    Sequences without tokens are left out.
+
+    Args:
+        lengths: tokens of each sequence of the dataset, in its order: integers, 0 or more, shape ``(sequences,)``.
+            Copied.
+        max_tokens: most tokens of a row.
+        seed: 0 to 2**64 - 1.
+        strategy:
+            ``"first_fit"``: each sequence goes to the first row of the window that has room for it.
+            ``"best_fit"`` (default): the longest sequences first, each to the fullest row that has room for it.
+            ``"wrap"``: the sequences one after the other, cut where a row is full. All rows are full but the last.
+            ``"best_fit_wrap"``: as ``"best_fit"``; then some sequences are cut to fill all rows but the last.
+        domains: label of each sequence, integers or strings, shape ``(sequences,)``: a row has sequences of one domain
+            only. Default: all sequences are of one domain.
+        on_too_long: for a sequence of more than `max_tokens` tokens: ``"error"`` raises, ``"skip"`` leaves it out of
+            every epoch and counts it in `skipped`, ``"truncate"`` takes its first `max_tokens` tokens, and ``"split"``
+            cuts it into rows and a rest that is packed. Default: ``"split"`` for the two strategies that cut sequences,
+            else ``"error"``.
+        shuffle: False takes the sequences in the order of the dataset, and a window's rows in the order in which they
+            were begun. Default True.
+        drop_last: leave out what is left over after the last window: of each domain, one row that is not full. Default
+            False.
+        window: sequences that are packed together. A larger window fills rows better. Default: about 100 rows by the
+            mean length, and at least 1,000 sequences.
+
+    Raises:
+        TypeError: lengths are not integers.
+        ValueError: a sequence is too long; or a length, a number, or an option is out of range.
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        max_tokens: int,
+        seed: int,
+        *,
+        strategy: Strategy = "best_fit",
+        domains: npt.ArrayLike | None = None,
+        on_too_long: OnTooLong | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        window: int | None = None,
+    ) -> None:
+        Permutation(0, seed)  # checks the seed
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy should be one of {STRATEGIES}, but got strategy={strategy!r}")
+        if on_too_long not in (None, *_CHOICES):
+            raise ValueError(f"on_too_long should be one of {_CHOICES}, but got on_too_long={on_too_long!r}")
+        self.max_tokens = check_positive("max_tokens", max_tokens)
+        self.seed = index(seed)
+        self.strategy: Strategy = strategy
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.epoch = 0
+        cutting = strategy in _CUTTING
+        rule = on_too_long or ("split" if cutting else "error")
+        self.slices = cutting or rule in ("truncate", "split")
+        """Whether rows consist of slices, and not of indices."""
+        given = _checked(lengths)
+        labels = None if domains is None else _numbered(domains, len(given))
+        too_long = given > self.max_tokens
+        number = int(np.count_nonzero(too_long))
+        if number and rule == "error":
+            raise ValueError(_too_long(given, int(np.argmax(too_long)), number, self.max_tokens))
+        self.skipped = number if rule == "skip" else 0
+        """Number of sequences that are left out because they are too long."""
+        kept = np.flatnonzero((given > 0) & ~too_long) if rule == "skip" else np.flatnonzero(given)
+        if rule == "truncate":
+            given = np.minimum(given, self.max_tokens)
+        self._kept = None if len(kept) == len(given) else kept.astype(np.min_scalar_type(len(given)))
+        if self._kept is not None:
+            given, labels = given[kept], None if labels is None else labels[kept]
+        self._lengths = given.astype(np.min_scalar_type(int(given.max())) if len(given) else np.uint8)
+        self._domains = labels
+        mean = int(given.sum(dtype=np.int64)) // len(given) if len(given) else 1
+        if window is None:
+            self.window = max(_LEAST_WINDOW, _ROWS_PER_WINDOW * self.max_tokens // mean)
+        else:
+            self.window = check_positive("window", window)
+        self._planned: PackingPlan | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, 0 to 2**64 - 1. Nothing else changes the epoch.
+
+        Raises:
+            ValueError: the epoch is out of range.
+        """
+        Permutation(0, self.seed, epoch)
+        self.epoch = index(epoch)
+
+    def __len__(self) -> int:
+        """The exact number of rows of the present epoch. It may differ from epoch to epoch."""
+        return len(self._plan())
+
+    def __iter__(self) -> Iterator[Row]:
+        return self.iter_from(0)
+
+    def iter_from(self, start: int) -> Iterator[Row]:
+        """Return the present epoch's rows from number `start` on.
+
+        Raises:
+            ValueError: `start` is not between 0 and the number of rows.
+        """
+        plan = self._plan()
+        if not plan.has(start):
+            raise ValueError(f"start should be between 0 and {len(plan)}, but got start={start}")
+        return Restarting(lambda row: self._from(plan, row), start)
+
+    def _from(self, plan: PackingPlan, start: int) -> Iterator[Row]:
+        for row in plan.rows_from(start):
+            indices = row[:, 0] if self._kept is None else self._kept[row[:, 0]]
+            if self.slices:
+                yield tuple(zip(indices.tolist(), row[:, 1].tolist(), row[:, 2].tolist(), strict=True))
+            else:
+                yield tuple(indices.tolist())
+
+    def _plan(self) -> PackingPlan:
+        """Return the present epoch's plan. It is kept, because it has the counts of its windows' rows."""
+        seed = self.seed if self.shuffle else None
+        plan = self._planned
+        if plan is None or (plan.seed, plan.epoch, plan.drop_last) != (seed, self.epoch, self.drop_last):
+            plan = PackingPlan(
+                self._lengths,
+                self._domains,
+                self.max_tokens,
+                self.strategy,
+                self.window,
+                self.drop_last,
+                seed,
+                self.epoch,
+            )
+            self._planned = plan
+        return plan
+
+    def __repr__(self) -> str:
+        return (
+            f"<PackingSampler of {len(self._lengths)}, max_tokens={self.max_tokens}, strategy={self.strategy!r}, "
+            f"seed={self.seed}, epoch={self.epoch}, shuffle={self.shuffle}, drop_last={self.drop_last}>"
+        )
+
+
+def check_positive(name: str, value: int) -> int:
+    """Return a checked number as an int of Python's: products of numpy's would overflow.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is below 1.
+    """
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise TypeError(f"{name} should be an integer, but got {name}={value!r}")
+    if value < 1:
+        raise ValueError(f"{name} should be positive, but got {name}={value}")
+    return index(value)
+
+
+def _checked(lengths: npt.ArrayLike) -> npt.NDArray[np.integer]:
+    given = np.asarray(lengths)
+    if given.ndim != 1:
+        raise ValueError(f"lengths should have one axis, one length a sequence, but got shape {given.shape}")
+    if not given.size:
+        return np.zeros(0, np.uint8)
+    if not np.issubdtype(given.dtype, np.integer):
+        raise TypeError(f"lengths should be integers, but got {given.dtype}")
+    shortest = int(np.argmin(given))
+    if given[shortest] < 0:
+        raise ValueError(f"lengths should be 0 or more, but sequence {shortest} has length {given[shortest]}")
+    return given
+
+
+def _numbered(domains: npt.ArrayLike, number: int) -> npt.NDArray[np.integer]:
+    """Return the number of each sequence's domain."""
+    labels = np.asarray(domains)
+    if labels.shape != (number,):
+        raise ValueError(f"domains should have one label a sequence, shape ({number},), but got shape {labels.shape}")
+    names, numbers = np.unique(labels, return_inverse=True)
+    return numbers.astype(np.min_scalar_type(len(names)))
+
+
+def _too_long(lengths: npt.NDArray[np.integer], first: int, number: int, max_tokens: int) -> str:
+    return (
+        f"sequence {first} has {lengths[first]} tokens, which is more than max_tokens={max_tokens}; {number} of "
+        f"{len(lengths)} sequences are too long, and the longest has {lengths.max()}. Raise max_tokens, or choose "
+        'on_too_long="truncate", "split" or "skip".'
+    )

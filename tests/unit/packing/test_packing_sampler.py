@@ -1,0 +1,226 @@
+"""`PackingSampler`: every token once, rows that are the same in every process, and any row found again."""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader import PackingSampler
+from asyncloader.packing.bin_packing import STRATEGIES
+from tests.unit.samplers.length_samplers import SEEDS, some_lengths
+
+ANY = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def row_of(batch: Any, lengths: Any) -> list[tuple[int, int, int]]:
+    """The row's slices; of whole sequences, too."""
+    return [(each, 0, int(lengths[each])) if isinstance(each, int) else each for each in batch]
+
+
+def fill(sampler: PackingSampler, lengths: Any) -> float:
+    return float(np.sum(lengths) / (sampler.max_tokens * len(sampler)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], list[str] | None, dict[str, Any]]:
+    lengths = draw(st.lists(st.integers(0, 60), max_size=120))
+    domains = draw(st.none() | st.lists(st.sampled_from("abc"), min_size=len(lengths), max_size=len(lengths)))
+    options = {
+        "max_tokens": draw(st.integers(1, 80)),
+        "seed": draw(SEEDS),
+        "strategy": draw(st.sampled_from(STRATEGIES)),
+        "on_too_long": draw(st.sampled_from(["skip", "truncate", "split"])),
+        "shuffle": draw(st.booleans()),
+        "drop_last": draw(st.booleans()),
+        "window": draw(st.none() | st.integers(1, 130)),
+    }
+    return lengths, domains, options
+
+
+@settings(deadline=None)
+@given(cases(), SEEDS)
+def test_every_token_once(case: tuple[list[int], list[str] | None, dict[str, Any]], epoch: int) -> None:
+    """Each token is in one row; no row is empty, too long, or of two domains; and little is left out at the end."""
+    lengths, domains, options = case
+    sampler = PackingSampler(lengths, domains=domains, **options)
+    sampler.set_epoch(epoch)
+    most, rule = sampler.max_tokens, options["on_too_long"]
+    wanted = {
+        (index, at)
+        for index, length in enumerate(lengths)
+        if rule != "skip" or length <= most
+        for at in range(min(length, most) if rule == "truncate" else length)
+    }
+    rows = [row_of(batch, lengths) for batch in sampler]
+    tokens = [(index, at) for row in rows for index, start, stop in row for at in range(start, stop)]
+    assert len(tokens) == len(set(tokens))
+    assert all(0 < sum(stop - start for _, start, stop in row) <= most for row in rows)
+    assert all(start < stop for row in rows for _, start, stop in row)
+    if domains is not None:
+        assert all(len({domains[index] for index, _, _ in row}) == 1 for row in rows)
+    left_out = wanted - set(tokens)
+    assert set(tokens) <= wanted
+    assert len(left_out) <= (sampler.drop_last and len(set(domains or "a")) * (most - 1))
+    if options["strategy"] in ("wrap", "best_fit_wrap") and options["drop_last"]:
+        assert len(tokens) == len(rows) * most
+    for row in rows:  # the slices of a sequence in a row are in its order
+        assert all(one[0] != other[0] or one[2] <= other[1] for at, one in enumerate(row) for other in row[at + 1 :])
+
+
+@settings(deadline=None)
+@given(cases(), st.lists(st.floats(0, 1), min_size=1, max_size=3))
+def test_the_rest_of_an_epoch_from_any_row(
+    case: tuple[list[int], list[str] | None, dict[str, Any]], places: list[float]
+) -> None:
+    """`iter_from(k)` is the epoch without its first k rows, and `len` their number; so also in a fresh copy."""
+    lengths, domains, options = case
+    sampler = PackingSampler(lengths, domains=domains, **options)
+    rows = list(sampler)
+    assert len(sampler) == len(rows)
+    for start in {0, len(rows), *(round(place * len(rows)) for place in places)}:
+        assert list(sampler.iter_from(start)) == rows[start:]
+        assert list(PackingSampler(lengths, domains=domains, **options).iter_from(start)) == rows[start:]
+    for start in (-1, len(rows) + 1):
+        with pytest.raises(ValueError, match=f"between 0 and {len(rows)}, but got start={start}"):
+            PackingSampler(lengths, domains=domains, **options).iter_from(start)
+
+
+@ANY
+def test_many_windows(strategy: Any) -> None:
+    """Also of more windows than those at which what was left over is remembered, any row is found again."""
+    lengths = some_lengths(5000)
+    sampler = PackingSampler(lengths, 2000, 1, strategy=strategy, domains=lengths % 3, window=20)
+    assert sampler._plan().windows == 250
+    rows = list(sampler)
+    for start in range(0, len(rows), 31):
+        assert next(PackingSampler.iter_from(sampler, start)) == rows[start]
+    fresh = PackingSampler(lengths, 2000, 1, strategy=strategy, domains=lengths % 3, window=20)
+    assert list(fresh.iter_from(len(rows) // 2)) == rows[len(rows) // 2 :]
+
+
+@ANY
+def test_rows_are_a_function_of_seed_and_epoch(strategy: Any) -> None:
+    """Separate objects agree; epochs and seeds differ; an iterator stays in its epoch; a copy keeps its epoch."""
+    lengths = some_lengths(3000)
+    one = PackingSampler(lengths, 2000, 1, strategy=strategy)
+    first = list(one)
+    begun = iter(one)
+    got = [next(begun)]
+    one.set_epoch(1)
+    second = list(one)
+    assert second != first
+    assert list(pickle.loads(pickle.dumps(one))) == second
+    assert [*got, *begun] == first
+    assert list(PackingSampler(torch.tensor(lengths), 2000, 1, strategy=strategy)) == first
+    assert list(PackingSampler(lengths.tolist(), 2000, 2, strategy=strategy)) != first
+
+
+def test_in_order() -> None:
+    """Without a shuffle `wrap` is the dataset, cut where rows are full; every epoch is the same."""
+    sampler = PackingSampler([3, 0, 4, 2], 5, 0, strategy="wrap", shuffle=False)
+    for epoch in (0, 3):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == [((0, 0, 3), (2, 0, 2)), ((2, 2, 4), (3, 0, 2))]
+    sampler = PackingSampler([5, 3, 4, 2, 6], 7, 0, strategy="first_fit", shuffle=False)
+    assert list(sampler) == [(0, 3), (1, 2), (4,)]
+    sampler.drop_last = True
+    assert list(sampler) == [(0, 3), (1, 2)]
+
+
+def test_rows_are_nearly_full() -> None:
+    """With the default window, on lengths like those of texts, best fit beats first fit, and wraps are full."""
+    lengths = some_lengths(20_000)
+    fills = {
+        strategy: fill(PackingSampler(lengths, 2048, 1, strategy=strategy), lengths)  # type: ignore[arg-type]
+        for strategy in STRATEGIES
+    }
+    assert fills["first_fit"] > 0.99
+    assert fills["best_fit"] > fills["first_fit"]
+    assert fills["wrap"] == fills["best_fit_wrap"] > 0.999
+
+
+def test_rare_domains_fill_rows() -> None:
+    """What is left over of a domain waits for the next window: few sequences of each of many domains fill rows, too."""
+    lengths = some_lengths(20_000)
+    domains = np.arange(20_000) % 50
+    sampler = PackingSampler(lengths, 2048, 1, domains=domains, window=500)
+    assert fill(sampler, lengths) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rule", "rows"),
+    [
+        ("best_fit", "skip", [(2, 0)]),
+        ("best_fit", "truncate", [((1, 0, 6),), ((2, 0, 3), (0, 0, 2))]),
+        ("best_fit", "split", [((1, 0, 6),), ((1, 6, 9), (2, 0, 3)), ((0, 0, 2),)]),
+        ("wrap", None, [((0, 0, 2), (1, 0, 4)), ((1, 4, 9), (2, 0, 1)), ((2, 1, 3),)]),
+        ("wrap", "skip", [((0, 0, 2), (2, 0, 3))]),
+    ],
+)
+def test_too_long(strategy: Any, rule: Any, rows: list[Any]) -> None:
+    """A sequence of 9 tokens among others of 2 and 3, in rows of 6."""
+    sampler = PackingSampler([2, 9, 3], 6, 0, strategy=strategy, on_too_long=rule, shuffle=False)
+    assert list(sampler) == rows
+    assert sampler.skipped == (rule == "skip")
+
+
+def test_too_long_is_an_error() -> None:
+    """Without a rule, the error names the first sequence, and says how many there are."""
+    message = r"sequence 1 has 9 tokens, which is more than max_tokens=6; 2 of 3 sequences are too long.*longest has 12"
+    with pytest.raises(ValueError, match=message):
+        PackingSampler([2, 9, 12], 6, 0)
+    with pytest.raises(ValueError, match=message):
+        PackingSampler([2, 9, 12], 6, 0, strategy="wrap", on_too_long="error")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lengths": [3, -4]}, ValueError, "lengths should be 0 or more, but sequence 1 has length -4"),
+        ({"lengths": [3.5]}, TypeError, "lengths should be integers, but got float64"),
+        ({"lengths": [[1, 2]]}, ValueError, r"one length a sequence, but got shape \(1, 2\)"),
+        ({"domains": [1, 2]}, ValueError, r"one label a sequence, shape \(3,\), but got shape \(2,\)"),
+        ({"max_tokens": 0}, ValueError, "max_tokens should be positive, but got max_tokens=0"),
+        ({"max_tokens": 2.5}, TypeError, r"max_tokens should be an integer, but got max_tokens=2\.5"),
+        ({"window": 0}, ValueError, "window should be positive, but got window=0"),
+        ({"strategy": "worst_fit"}, ValueError, "got strategy='worst_fit'"),
+        ({"on_too_long": "cut"}, ValueError, "got on_too_long='cut'"),
+        ({"seed": -1}, ValueError, "seed=-1"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    """Bad arguments are refused; the error has the value."""
+    arguments: dict[str, Any] = {"lengths": [1, 2, 3], "max_tokens": 8, "seed": 0}
+    with pytest.raises(error, match=message):
+        PackingSampler(**(arguments | options))
+    with pytest.raises(ValueError, match=f"epoch={2**64}"):
+        PackingSampler([1], 8, 0).set_epoch(2**64)
+
+
+@ANY
+def test_nothing_to_pack(strategy: Any) -> None:
+    """No sequences, or none with a token, make no rows."""
+    for lengths in ([], [0, 0]):
+        sampler = PackingSampler(lengths, 8, 0, strategy=strategy, domains=lengths)
+        assert list(sampler) == []
+        assert len(sampler) == 0
+        assert "PackingSampler of 0" in repr(sampler)
+
+
+def test_memory_is_that_of_a_window() -> None:
+    """For a million sequences, an epoch's first row takes less than 2 MB beside two bytes per length."""
+    sampler = PackingSampler(some_lengths(1_000_000), 2048, 1, window=4000)
+    tracemalloc.start()
+    try:
+        next(iter(sampler))
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+    assert sampler._lengths.nbytes == 2_000_000
