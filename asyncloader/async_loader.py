@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -40,6 +41,14 @@ from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
+from asyncloader.state.single_steps import (
+    begin_at,
+    check_step,
+    loader_without_workers,
+    no_step,
+    places_of,
+    without_steps,
+)
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
@@ -49,6 +58,7 @@ from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import DeviceTransfer
+    from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
 
@@ -266,6 +276,26 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     def feedback(self, *args: Any, **kwargs: Any) -> None:
         """Call the sampler's `feedback`, as `DataLoader.feedback`. Call it where the loader is iterated."""
         feedback_target(self._spec)(*args, **kwargs)
+
+    async def batch_at(self, step: int, *, epoch: int | None = None, rank: int | None = None) -> B_co:
+        """Make the batch of any step; see `DataLoader.batch_at`."""
+        epoch = self.epoch if epoch is None else epoch
+        other: AsyncDataLoader[T_co, B_co] = loader_without_workers(self._spec, AsyncDataLoader, rank)
+        with self._keeper.lent_dataset(self._spec):
+            async with other:
+                begin_at(other, epoch, step)
+                async for batch in other:
+                    check_step(other.state_dict(), epoch, step)
+                    return batch
+        raise no_step(epoch, step)
+
+    def where(self, index: int, *, epoch: int | None = None) -> list[Place]:
+        """In which batches of which ranks a sample comes; see `DataLoader.where`."""
+        return places_of(self._spec, index, self.epoch if epoch is None else epoch)
+
+    def skip(self, steps: Iterable[int]) -> None:
+        """Leave out steps of the epoch that the next ``aiter()`` begins or resumes; see `DataLoader.skip`."""
+        self.load_state_dict(without_steps(self._spec, self.state_dict(), steps))
 
     @OverridableProperty
     def epoch(self) -> int:

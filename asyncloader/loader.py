@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
 import torch
@@ -36,6 +36,14 @@ from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.state.checkpoint import StateKeeper
+from asyncloader.state.single_steps import (
+    begin_at,
+    check_step,
+    loader_without_workers,
+    no_step,
+    places_of,
+    without_steps,
+)
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
@@ -43,6 +51,7 @@ from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.tracebacks import hide_our_frames
 
 if TYPE_CHECKING:
+    from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
 
@@ -196,6 +205,62 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             state.bridge.run(_call(target, args, kwargs))
         finally:
             state.bridge.release()
+
+    def batch_at(self, step: int, *, epoch: int | None = None, rank: int | None = None) -> B_co:
+        """Make the batch of a step, with all random numbers, without reading those before it. Seeded mode only.
+
+        It is read in this process, without workers, and is not moved to a device. The loader's iterators and its
+        position stay as they are.
+
+        Args:
+            step: the batch's number in the epoch, from 0.
+            epoch: the epoch's number. Default: `epoch`.
+            rank: the rank that gets the batch. Default: this one.
+
+        Raises:
+            IndexError: the epoch has fewer batches.
+            LookupError: all samples of the batch were skipped.
+            ValueError: there is no such rank; or the batches do not follow from epoch and step: torch mode, a dataset
+                that is iterated or has a state, a sampler without ``iter_from(start)``.
+        """
+        epoch, state = self.epoch if epoch is None else epoch, self._asyncloader_state
+        other: DataLoader[T_co, B_co] = loader_without_workers(self, DataLoader, rank)
+        with state.keeper.lent_dataset(self), other:
+            begin_at(other, epoch, step)
+            for batch in other:
+                check_step(other.state_dict(), epoch, step)
+                return batch
+        raise no_step(epoch, step)
+
+    def where(self, index: int, *, epoch: int | None = None) -> list[Place]:
+        """Find the batches of all ranks in which a sample comes: a list of (step, rank, number in the batch). Seeded
+        mode only.
+
+        Takes under a millisecond for a dataset of any size whose order the loader computes (`shuffle`). The indices of
+        another sampler are read up to the end, without their samples.
+
+        Args:
+            index: the sample's index in the dataset.
+            epoch: the epoch's number. Default: `epoch`.
+
+        Raises:
+            ValueError: as in `batch_at`; or the samples have no indices (RemoteIterableDataset).
+        """
+        return places_of(self, index, self.epoch if epoch is None else epoch)
+
+    def skip(self, steps: Iterable[int]) -> None:
+        """Leave out steps of the epoch that the next ``iter()`` begins or resumes, without reading them. States that
+        are saved then leave them out, too. Seeded mode only; to be called on every rank.
+
+        Args:
+            steps: numbers of batches in the epoch, from 0.
+
+        Raises:
+            IndexError: the epoch has fewer batches.
+            ValueError: a step is not a number from 0 on, or the batches do not follow from epoch and step (see
+                `batch_at`).
+        """
+        self.load_state_dict(without_steps(self, self.state_dict(), steps))
 
     @OverridableProperty
     def epoch(self) -> int:

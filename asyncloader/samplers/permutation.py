@@ -94,6 +94,21 @@ class Permutation:
         """
         return self._exchange(self._walk(self._check(positions), self._forward))
 
+    def positions(self, elements: npt.ArrayLike) -> Indices:
+        """Return the positions of these elements in the shuffled order: the inverse of the permutation.
+
+        Args:
+            elements: integers in [0, n), of any shape.
+
+        Returns:
+            int64, of the same shape.
+
+        Raises:
+            TypeError: the elements are not integers.
+            IndexError: an element is out of range.
+        """
+        return self._walk(self._exchange(self._check(elements)), self._backward)
+
     def _check(self, values: npt.ArrayLike) -> Indices:
         given = np.asarray(values)
         if not given.size:
@@ -125,6 +140,14 @@ class Permutation:
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
             row = (row + hashed(column, even) % self._rows) % self._rows
             column = (column + hashed(row, odd) % self._columns) % self._columns
+        return row * self._columns + column
+
+    def _backward(self, cells: Cells) -> Cells:
+        row, column = np.divmod(cells, self._columns)
+        for even, odd in zip(self._keys[-2::-2], self._keys[::-2], strict=True):
+            # The side is added, because these numbers have no sign.
+            column = (column + self._columns - hashed(row, odd) % self._columns) % self._columns
+            row = (row + self._rows - hashed(column, even) % self._rows) % self._rows
         return row * self._columns + column
 
 

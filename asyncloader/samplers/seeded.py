@@ -6,7 +6,8 @@ Data path: [seeded] -> scheduler -> pool -> worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from operator import index
+from operator import index as as_index
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ class SeededSampler(Sampler[int]):
     def __init__(self, data_source: Sized, seed: int, *, shuffle: bool = True) -> None:
         Permutation(0, seed)  # checks the seed
         self.data_source = data_source
-        self.seed = index(seed)
+        self.seed = as_index(seed)
         self.shuffle = shuffle
         self.epoch = 0
 
@@ -49,7 +50,7 @@ class SeededSampler(Sampler[int]):
             ValueError: the epoch is out of range.
         """
         Permutation(0, self.seed, epoch)
-        self.epoch = index(epoch)
+        self.epoch = as_index(epoch)
 
     def __len__(self) -> int:
         return len(self.data_source)
@@ -72,6 +73,16 @@ class SeededSampler(Sampler[int]):
     def order(self) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
         """Return the present epoch's order as a function from positions to indices, int64 arrays of any shape."""
         return Permutation(len(self.data_source), self.seed, self.epoch) if self.shuffle else _identity
+
+    def positions_of(self, index: Any) -> list[int]:
+        """Return the positions of an index in the present epoch's order, in O(1): one, or none if there is no such
+        index.
+        """
+        size = len(self.data_source)
+        if isinstance(index, bool) or not isinstance(index, int | np.integer) or not 0 <= index < size:
+            return []
+        order = Permutation(size, self.seed, self.epoch)
+        return [int(order.positions(index) if self.shuffle else index)]
 
     def __repr__(self) -> str:
         return f"<SeededSampler of {len(self)}, seed={self.seed}, epoch={self.epoch}, shuffle={self.shuffle}>"

@@ -10,7 +10,8 @@ layout and checks states that come from outside.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -67,6 +68,14 @@ class StateKeeper:
     def set_epoch(self, spec: LoaderSpec[Any], epoch: int) -> None:
         """Set the epoch of the next iterator. See `DataLoader.set_epoch`."""
         self._clock_of(EpochConfig.of(spec)).set(epoch)
+
+    @contextmanager
+    def lent_dataset(self, spec: LoaderSpec[Any]) -> Generator[None]:
+        """Within it, another loader reads the same dataset, in an epoch of its own."""
+        try:
+            yield
+        finally:
+            self._clock_of(EpochConfig.of(spec)).set_dataset_again()
 
     @property
     def place(self) -> str:

@@ -108,6 +108,11 @@ class EpochClock:
             # The value may come from a single sampler: the others, and the dataset, get the same.
             self.set(self.value)
 
+    def set_dataset_again(self) -> None:
+        """Set the dataset to this loader's epoch, after another loader has set its own."""
+        if self._dataset is not None and self.sets_dataset:
+            set_dataset_epoch(self._dataset, self.value)
+
     def completed(self, epoch: int) -> None:
         """Advance after an iterator delivered all of this epoch, unless the user has set another. Idempotent."""
         if self.value != epoch:

@@ -11,22 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from asyncloader.samplers.permutation import LARGEST, Cells, Indices, Permutation, hashed
+from asyncloader.samplers.permutation import LARGEST, Permutation
 from tests.pairwise import quickly
-
-
-def inverse(permutation: Permutation, elements: Indices) -> Indices:
-    """The positions of these elements: each round is undone, from the last to the first."""
-
-    def backward(cells: Cells) -> Cells:
-        rows, columns = permutation._rows, permutation._columns
-        row, column = np.divmod(cells, columns)
-        for even, odd in zip(permutation._keys[-2::-2], permutation._keys[::-2], strict=True):
-            column = (column + columns - hashed(row, odd) % columns) % columns
-            row = (row + rows - hashed(column, even) % rows) % rows
-        return row * columns + column
-
-    return permutation._walk(permutation._exchange(elements), backward)
 
 
 def assert_bijection(n: int, seed: int, epoch: int = 0) -> None:
@@ -37,13 +23,13 @@ def assert_bijection(n: int, seed: int, epoch: int = 0) -> None:
     seen[elements] = True
     assert elements.dtype == np.int64
     assert seen.all()
-    assert np.array_equal(inverse(permutation, elements), positions)
+    assert np.array_equal(permutation.positions(elements), positions)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("step", quickly([1, 13], 13))
 def test_every_small_size(step: int) -> None:
-    """Each element occurs once, and `inverse` finds its position, for every size up to 4,096."""
+    """Each element occurs once, and its position is found, for every size up to 4,096."""
     for n in range(0, 4097, step):
         assert_bijection(n, seed=n * 7919, epoch=n % 3)
 
@@ -68,14 +54,14 @@ def test_large_sizes_near_powers_of_two(n: int) -> None:
 
 @pytest.mark.parametrize("n", [*(2**power + delta for power in range(25, 41, 3) for delta in (-1, 0, 1)), LARGEST])
 def test_huge_sizes_by_sampling(n: int) -> None:
-    """At a thousand positions `inverse` undoes the permutation and the reverse; different positions differ."""
+    """At a thousand positions `positions` undoes the permutation and the reverse; different positions differ."""
     permutation = Permutation(n, seed=n)
     positions = np.unique(np.random.default_rng(n).integers(0, n, 1000))
     elements = permutation(positions)
     assert ((elements >= 0) & (elements < n)).all()
     assert len(np.unique(elements)) == len(positions)
-    assert np.array_equal(inverse(permutation, elements), positions)
-    assert np.array_equal(permutation(inverse(permutation, positions)), positions)
+    assert np.array_equal(permutation.positions(elements), positions)
+    assert np.array_equal(permutation(permutation.positions(positions)), positions)
 
 
 def test_the_order_is_for_ever() -> None:
