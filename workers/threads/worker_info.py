@@ -12,6 +12,7 @@ returns, None in the main process. When the last worker thread has ended, the fu
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.process_hooks import in_forked_child
@@ -108,7 +110,14 @@ def install_thread_info(worker_id: int, setup: WorkerSetup, seed: int, dataset: 
 def info_here() -> Any:
     """Return the answer of `get_worker_info` in the current context."""
     held = _here.get()
-    return torch_worker._worker_info if held is None else held.now()
+    if held is None:
+        return torch_worker._worker_info
+    # Two frames above: the caller of `get_worker_info`. torch stacks the tensors of a collate function in a file in
+    # /dev/shm if it is told that there is a worker, for a batch that must leave its process. This batch stays.
+    return None if sys._getframe(2).f_code is _STACKING else held.now()
+
+
+_STACKING = torch_collate.collate_tensor_fn.__code__
 
 
 def _get_worker_info() -> Any:

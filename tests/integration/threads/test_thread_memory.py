@@ -45,6 +45,28 @@ class Alive:
             assert self._changed.wait_for(lambda: self.made >= made, PATIENCE_S)
 
 
+class Tensors(Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"small": torch.tensor(index), "larger": torch.full((50_000,), float(index))}
+
+
+def own_collate(samples: list[Any]) -> Any:
+    """A user's function."""
+    return torch.utils.data.default_collate(samples)
+
+
+@pytest.mark.parametrize("collate", [None, own_collate])
+def test_batches_are_in_the_memory_of_the_process(collate: Any) -> None:
+    """torch's functions make no file in /dev/shm for a batch that stays in this process, whoever calls them."""
+    with DataLoader[Any](Tensors(), batch_size=3, num_workers=2, workers="threads", collate_fn=collate) as loader:
+        batches = list(loader)
+    assert [batch["larger"][:, 0].tolist() for batch in batches] == [batch["small"].tolist() for batch in batches]
+    assert not any(leaf.is_shared() for batch in batches for leaf in batch.values())
+
+
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 2), (4, 1)])
 def test_no_more_batches_exist_than_were_asked_for(
     workers: int, prefetch: int, monkeypatch: pytest.MonkeyPatch
