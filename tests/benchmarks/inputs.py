@@ -16,13 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from . import days, inputs_report, sections
 from .harness import ROOT, JobFailed, Results, attempt
 from .inputs_data import INPUTS
-from .inputs_plan import LATENCY, PEERS, REFERENCE, ROWS
+from .inputs_plan import ANY_ORDER, LATENCY, MODULES, PEERS, REFERENCE, ROWS
+from .inputs_video import ffmpeg_libraries
 from .plan import TORCH, Job
 from .remote_store import running_store
 
@@ -42,6 +44,8 @@ def measure(name: str, rounds: int, *, quick: bool, log: Callable[[str], None]) 
         folder = Path(place)
         batches = INPUTS[name].make(folder, row.quick if quick else row.samples)
         (folder / "batches.json").write_text(json.dumps(batches), encoding="utf-8")
+        if name == "videos":
+            stack.enter_context(ffmpeg_libraries(folder))
         store = f"{stack.enter_context(running_store(folder))}/{LATENCY}" if name == "shards" else ""
 
         def run(loader: str, step: float = 0.0) -> dict[str, Any]:
@@ -55,21 +59,29 @@ def measure(name: str, rounds: int, *, quick: bool, log: Callable[[str], None]) 
 
         def read(loader: str, step: float = 0.0) -> dict[str, Any]:
             output = run(loader, step)
-            if output["checksum"] != wanted:
+            if output["checksum"] != wanted["any_order" if loader in ANY_ORDER else "checksum"]:
                 raise JobFailed(f"{name}: {loader} delivered other content than the files have")
             return output
 
-        wanted = run(REFERENCE)["checksum"]
+        wanted = run(REFERENCE)
+        loaders = [loader for loader in row.loaders[1:] if not missing(MODULES.get(loader, "asyncloader"))]
+        for loader in row.loaders[1:]:
+            if loader not in loaders:
+                log(f"{name}, {loader}: not run, {MODULES[loader]} is not installed")
         for number in range(rounds):
             began = time.monotonic()
             step = read(TORCH)["step"]
             for loader in row.limits:
                 run(loader)
-            others = row.loaders[1:]
-            for loader in others if number % 2 == 0 else reversed(others):
+            for loader in loaders if number % 2 == 0 else reversed(loaders):
                 read(loader, step)
             log(f"{name}: round {number + 1} of {rounds} in {time.monotonic() - began:.0f} s")
     return results
+
+
+def missing(*modules: str) -> list[str]:
+    """Those of these modules that are not installed."""
+    return [module for module in modules if find_spec(module) is None]
 
 
 def save(name: str, results: Results, command: str, page: Path = PAGE) -> None:
@@ -84,7 +96,8 @@ def save(name: str, results: Results, command: str, page: Path = PAGE) -> None:
 def main(arguments: list[str]) -> int:
     """Measure and print the tables; the exit code: 2 if a measurement failed."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}", description="Measure loaders on JPEG files, tokens, tables and shards."
+        prog=f"python -m {MODULE}",
+        description="Measure loaders on photos, tokens, videos, tables, texts and shards.",
     )
     parser.add_argument("--quick", action="store_true", help="1 round over few samples instead of 3")
     parser.add_argument("--rounds", type=int, help="interleaved rounds (3; 1 with --quick)")
@@ -101,6 +114,9 @@ def main(arguments: list[str]) -> int:
         print(text, file=sys.stderr, flush=True)
 
     for name in names:
+        if absent := missing(*ROWS[name].needs):
+            log(f"{name}: not run, {' and '.join(absent)} not installed")
+            continue
         try:
             results = measure(name, options.rounds or (1 if options.quick else 3), quick=options.quick, log=log)
         except JobFailed as failure:

@@ -26,6 +26,7 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
+from . import inputs_video
 from .workloads import Checksum
 
 Batch = dict[str, Any]
@@ -43,6 +44,8 @@ GROUP = 4 * TABLE_ROWS  # rows of a row group
 FILES = 16
 """Different tables; more files are links to them."""
 IN_SHARD = 32
+TEXTS, LINES, LENGTH = 64, 2048, 512
+"""Samples in a batch of texts, lines in a file, and bytes of a text in a sample."""
 
 
 # ------------------------------------------------------------------------------------------------------- images
@@ -260,6 +263,43 @@ def _make_table(folder: Path, samples: int) -> list[list[int]]:
     return []
 
 
+# --------------------------------------------------------------------------------------------------------- lines
+
+
+def text_sample(line: Batch) -> Batch:
+    """A sample of a parsed line: its number, and the first bytes of its text with zeros behind them."""
+    content = line["text"].encode()[:LENGTH]
+    data = np.zeros(LENGTH, np.uint8)
+    data[: len(content)] = np.frombuffer(content, np.uint8)
+    return {"id": line["id"], "text": data}
+
+
+class Lines(IterableDataset[Batch]):
+    """The lines of JSON files, one after the other; each worker reads every n-th file."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = files
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        for path in self.files if worker is None else self.files[worker.id :: worker.num_workers]:
+            with path.open("rb") as file:
+                for line in file:
+                    yield text_sample(json.loads(line))
+
+
+def _make_lines(folder: Path, samples: int) -> list[list[int]]:
+    draw = np.random.default_rng(SEED)
+    for number in range(samples // LINES):
+        lengths = draw.lognormal(6.5, 0.8, LINES).clip(64, 8000).astype(int)
+        letters = draw.integers(97, 123, int(lengths.sum()), np.uint8).tobytes().decode()
+        with (folder / f"{number:04}.jsonl").open("w", encoding="utf-8") as file:
+            for place, end in enumerate(lengths.cumsum().tolist()):
+                text = letters[end - lengths[place] : end]
+                file.write(json.dumps({"id": LINES * number + place, "text": text, "source": "letters"}) + "\n")
+    return []
+
+
 # -------------------------------------------------------------------------------------------------------- shards
 
 
@@ -334,6 +374,10 @@ INPUTS = {
     "columns": Input(
         _make_table, lambda folder: TableBatches(table_files(folder)), lambda batch: float(batch["categories"].sum())
     ),
+    "lines": Input(_make_lines, lambda folder: Lines(line_files(folder)), lambda batch: float(batch["text"].sum())),
+    "videos": Input(
+        inputs_video.make, inputs_video.Episodes, lambda batch: float(batch["frames"][:, -1, 1, 120, 160].sum())
+    ),
     "shards": Input(
         _make_shards, lambda folder: sorted(folder.glob("*.tar")), lambda batch: float(batch["label"].sum())
     ),
@@ -343,6 +387,21 @@ INPUTS = {
 def table_files(folder: Path) -> list[Path]:
     """The Parquet files, in their order."""
     return sorted(folder.glob("*.parquet"))
+
+
+def line_files(folder: Path) -> list[Path]:
+    """The files of JSON lines, in their order."""
+    return sorted(folder.glob("*.jsonl"))
+
+
+class Endless(Iterable[Any]):
+    """The items, again and again."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.cycle(self.items)
 
 
 class Fingerprint:
@@ -366,10 +425,10 @@ class Fingerprint:
         return f"{self._total:x}" if self._stream else str(self._checksum)
 
 
-def reference(row: str, folder: Path, batches: list[list[int]]) -> str:
-    """The checksum of an epoch, read without a loader."""
+def reference(row: str, folder: Path, batches: list[list[int]], *, any_order: bool = False) -> str:
+    """The checksum of an epoch, read without a loader; of samples in any order for a stream, or with `any_order`."""
     given = INPUTS[row]
-    fingerprint = Fingerprint(stream=not batches)
+    fingerprint = Fingerprint(stream=any_order or not batches)
     dataset = given.dataset(folder)
     if row == "shards":
         samples = (member_sample(member) for path in dataset for member in members(path.read_bytes()))

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import http.client
 import importlib
-import itertools
 import json
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,15 +26,34 @@ from .inputs_data import (
     IMAGES,
     INPUTS,
     TABLE_ROWS,
+    TEXTS,
     Batch,
+    Endless,
     Input,
+    Lines,
     TableBatches,
     Windows,
+    line_files,
     member_sample,
     members,
+    row_sample,
     table_files,
+    text_sample,
 )
-from .inputs_plan import DECODING, GRAIN, NODES, SPDL_ASYNC, STATEFUL, THREADS, WORKERS
+from .inputs_peers import OWN_FORMATS, open_own_format
+from .inputs_plan import (
+    DECODING,
+    ELASTIC,
+    GRAIN,
+    NODES,
+    OUR_THREADS,
+    SPDL_ASYNC,
+    STATEFUL,
+    STREAMS,
+    THREADS,
+    VARIANTS,
+    WORKERS,
+)
 from .peers import IN_FLIGHT, Stream
 from .plan import ASYNC, OURS, TORCH
 from .remote_clients import open_session
@@ -93,16 +111,20 @@ def open_input(name: str, row: str, folder: Path, url: str) -> Any:
         url: of the store that has the shards; for that row alone.
     """
     given, batches = INPUTS[row], read_batches(folder)
+    if name in OWN_FORMATS:
+        return open_own_format(name, row, folder, batches)
+    if row in ("table", "lines", "shards") and name in (*OURS, *VARIANTS):
+        return _open_ours_remote(name, row, folder, url)
     if row == "shards":
         return _open_shards(name, shard_urls(folder, url))
     dataset = given.dataset(folder)
-    if row == "table" and name in OURS:
-        return _open_ours_table(name, folder)
-    if name in (TORCH, STATEFUL, *OURS):
+    if name in (TORCH, STATEFUL, *OURS, *VARIANTS):
         options: dict[str, Any] = {"num_workers": WORKERS, "persistent_workers": True}
+        if name == OUR_THREADS:
+            options["workers"] = "threads"
         if not batches:
-            return _module(name)(dataset, batch_size=TABLE_ROWS if row == "table" else None, **options)
-        loader = _module(name)(dataset, batch_sampler=_Endless(batches), collate_fn=given.collate, **options)
+            return _module(name)(dataset, batch_size=BATCH_SIZES.get(row), **options)
+        loader = _module(name)(dataset, batch_sampler=Endless(batches), collate_fn=given.collate, **options)
         return AsyncStream(len(batches), loader) if name == ASYNC else Stream(len(batches), loader)
     if row == "columns":
         return COLUMN_PEERS[name](dataset, table_files(folder))
@@ -125,7 +147,7 @@ def _module(name: str) -> Any:
         return torch.utils.data.DataLoader
     if name == STATEFUL:
         return importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
-    return getattr(importlib.import_module("asyncloader"), name)
+    return getattr(importlib.import_module("asyncloader"), name.partition(",")[0])
 
 
 # ----------------------------------------------------------------------------------- batches of numbered samples
@@ -133,7 +155,7 @@ def _module(name: str) -> Any:
 
 def _nodes(fetch: Fetch, batches: list[list[int]]) -> Any:
     nodes = importlib.import_module("torchdata.nodes")
-    source = nodes.IterableWrapper(_Endless(batches))
+    source = nodes.IterableWrapper(Endless(batches))
     mapper = nodes.ParallelMapper(source, fetch, num_workers=WORKERS, method="process")
     return Stream(len(batches), nodes.Loader(nodes.Prefetcher(mapper, prefetch_factor=IN_FLIGHT)))
 
@@ -150,7 +172,7 @@ def _grain(fetch: Fetch, batches: list[list[int]]) -> Any:
 
 def _threads(fetch: Fetch, batches: list[list[int]]) -> Any:
     spdl = importlib.import_module("spdl.pipeline")
-    builder = spdl.PipelineBuilder().add_source(_Endless(batches))
+    builder = spdl.PipelineBuilder().add_source(Endless(batches))
     builder = builder.pipe(fetch, concurrency=WORKERS, output_order="input")
     return _running(builder.add_sink(IN_FLIGHT).build(num_threads=WORKERS), len(batches))
 
@@ -160,40 +182,39 @@ def _running(pipeline: Any, batches: int) -> Stream:
     return Stream(batches, pipeline.get_iterator(), keep=pipeline)
 
 
-class _Endless(Iterable[Any]):
-    """The items, again and again."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.cycle(self.items)
-
-
 MAP_PEERS: dict[str, Callable[[Fetch, list[list[int]]], Any]] = {NODES: _nodes, GRAIN: _grain, THREADS: _threads}
 
 
 # -------------------------------------------------------------------------------------------------------- tables
 
 
-def _open_ours_table(name: str, folder: Path) -> Any:
+def _open_ours_remote(name: str, row: str, folder: Path, url: str) -> Any:
     from asyncloader.remote.dataset import RemoteIterableDataset
 
-    from .inputs_data import row_sample
-
+    files, decode = REMOTE[row]
+    elastic = name == ELASTIC
     return _module(name)(
-        RemoteIterableDataset(table_files(folder)),
-        batch_size=TABLE_ROWS,
+        RemoteIterableDataset(files(folder, url), streams=STREAMS if elastic else None),
+        batch_size=BATCH_SIZES[row],
         num_workers=WORKERS,
         persistent_workers=True,
-        decode=row_sample,
+        decode=decode,
+        seed=0 if elastic else None,
     )
+
+
+BATCH_SIZES = {"table": TABLE_ROWS, "lines": TEXTS, "shards": IMAGES}
+REMOTE: dict[str, tuple[Callable[[Path, str], Sequence[str | Path]], Callable[[Batch], Batch]]] = {
+    "table": (lambda folder, _: table_files(folder), row_sample),
+    "lines": (lambda folder, _: line_files(folder), text_sample),
+    "shards": (shard_urls, member_sample),
+}
 
 
 def _nodes_columns(dataset: TableBatches, files: list[Path]) -> Any:
     nodes = importlib.import_module("torchdata.nodes")
     mapper = nodes.ParallelMapper(
-        nodes.IterableWrapper(_Endless(files)), dataset.read, num_workers=WORKERS, method="process"
+        nodes.IterableWrapper(Endless(files)), dataset.read, num_workers=WORKERS, method="process"
     )
     batches = sum(1 for _ in dataset)
     return Stream(batches, nodes.Loader(nodes.Prefetcher(nodes.Unbatcher(mapper), prefetch_factor=IN_FLIGHT)))
@@ -201,7 +222,7 @@ def _nodes_columns(dataset: TableBatches, files: list[Path]) -> Any:
 
 def _threads_columns(dataset: TableBatches, files: list[Path]) -> Any:
     spdl = importlib.import_module("spdl.pipeline")
-    builder = spdl.PipelineBuilder().add_source(_Endless(files))
+    builder = spdl.PipelineBuilder().add_source(Endless(files))
     builder = builder.pipe(dataset.read, concurrency=WORKERS, output_order="input").disaggregate()
     return _running(builder.add_sink(IN_FLIGHT).build(num_threads=WORKERS), sum(1 for _ in dataset))
 
@@ -218,16 +239,6 @@ COLUMN_PEERS: dict[str, Callable[[TableBatches, list[Path]], Any]] = {
 def _open_shards(name: str, urls: list[str]) -> Any:
     if name == SPDL_ASYNC:
         return _spdl_shards(urls)
-    if name in OURS:
-        from asyncloader.remote.dataset import RemoteIterableDataset
-
-        return _module(name)(
-            RemoteIterableDataset(urls),
-            batch_size=IMAGES,
-            num_workers=WORKERS,
-            persistent_workers=True,
-            decode=member_sample,
-        )
     webdataset = importlib.import_module("webdataset")
     samples = webdataset.WebDataset(urls, shardshuffle=False).map(member_sample)
     batched = samples.batched(IMAGES, collation_fn=default_collate)
@@ -246,7 +257,7 @@ def _spdl_shards(urls: list[str]) -> Any:
             content: bytes = await answer.read()
             return content
 
-    builder = spdl.PipelineBuilder().add_source(_Endless(urls)).pipe(fetch, concurrency=2 * FETCHES)
+    builder = spdl.PipelineBuilder().add_source(Endless(urls)).pipe(fetch, concurrency=2 * FETCHES)
     builder = builder.pipe(lambda shard: list(members(shard))).disaggregate()
     builder = builder.pipe(member_sample, concurrency=WORKERS, output_order="input").aggregate(IMAGES)
     return _running(builder.pipe(default_collate).add_sink(IN_FLIGHT).build(num_threads=WORKERS + 1), len(urls))
@@ -301,6 +312,8 @@ def _bare_work(name: str, row: str, folder: Path, url: str, part: int) -> Callab
         return lambda: _bare_shards(shard_urls(folder, url)[part::WORKERS])
     if row in ("table", "columns"):
         return lambda: (len(batch["id"]) for batch in TableBatches(table_files(folder)[part::WORKERS]))
+    if row == "lines":
+        return lambda: (_done(sample) for sample in Lines(line_files(folder)[part::WORKERS]))
     dataset, batches = INPUTS[row].dataset(folder), read_batches(folder)[part::WORKERS]
     if name == DECODING:
         return lambda: (_decode(dataset.files[number]) for batch in batches for number in batch)

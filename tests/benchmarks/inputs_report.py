@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 
 from .harness import Results
-from .inputs_plan import LATENCY, ROWS, WORKERS
+from .inputs_plan import LATENCY, ROWS, STREAMS, VARIANTS, WORKERS
 from .plan import OURS, TORCH
 
 TITLE = "## Inputs as people have them"
@@ -32,7 +32,7 @@ def table(name: str, results: Results) -> str:
         median = results.median(rate, loader)
         ratio, low, high = results.ratio(rate, loader, TORCH)
         beside = results.ratio(stepped, loader, TORCH)[0]
-        ours = loader in OURS
+        ours = loader in (*OURS, *VARIANTS)
         cells = (
             f"`{loader}`" if ours else loader,
             f"{median:,.0f}",
@@ -82,11 +82,22 @@ METHOD = f"""\
 - *With a step*: the consumer waits after each batch for as long as torch takes for a batch without a step. *Step runs*
   is the share of the time in which it does so: 100% is a loader that no step waits for.
 - Images are decoded by Pillow, whose decoder is libjpeg-turbo, and transformed in the steps of torchvision's
-  transforms. torchvision itself cannot be imported beside a build of torch for CPUs, SPDL's decoder not without FFmpeg.
+  transforms. torchvision itself cannot be imported beside a build of torch for CPUs.
 - All but the streams of torch, webdataset and ours read an endless repetition of the epoch, so that no figure has the
   start of an epoch in it. Of streams, the epochs are some seconds long.
 - For nodes, Grain and SPDL the element is the list of a batch's samples. SPDL has no worker processes but threads in
-  the main process. Grain moves arrays, the others tensors.
+  the main process, as turboloader's `MapDataLoader`. Grain moves arrays, the others tensors.
 - Shards are read by webdataset in torch's loader, by `RemoteIterableDataset` in ours, and by SPDL's asynchronous
   pipeline with aiohttp. Parquet is read by pyarrow: row by row by a dataset of torch's, and by `RemoteIterableDataset`
-  in ours; whole batches by the same dataset in all loaders."""
+  in ours; whole batches by the same dataset in all loaders.
+- `streams={STREAMS}` is ours with an order that depends on no number of workers or ranks; with it comes a seed for each
+  sample. `workers='threads'` is ours with {WORKERS} threads instead of processes.
+- Hugging Face datasets: an Arrow table on disk in torch's loader, or files streamed. LitData: photos in chunks of its
+  own format, in an order of its own, and the files as they are. Zephon: its default runner, threads; batches are
+  collated by the consumer, as it gives records out.
+- Video clips are H.264 of 30 frames a second with a key frame every second frame, as LeRobot writes them; torchcodec
+  decodes them in all loaders but the one with SPDL's decoder, and the frames of both are equal to the bit. Both find
+  FFmpeg in PyAV's wheel; torchcodec is 0.13, as later wheels of the package index need CUDA's libraries.
+- Not run: dataloader-rs, whose wheels begin at Python 3.13, so that it cannot be beside the others; LitData, Zephon and
+  turboloader in rows whose batches they cannot give: windows at random places, batches by length, shards from a store
+  of plain HTTP; turboloader's own decoding of tar files, whose crops are others than the ones that all draw."""
