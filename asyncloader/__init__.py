@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from asyncloader.remote.random_access.dataset import RemoteMapDataset, index_shards, index_shards_sync
     from asyncloader.remote.shard_writing import WrittenShard
     from asyncloader.samplers.async_sampler import AsyncSampler
+    from asyncloader.samplers.balance import Balance
     from asyncloader.samplers.by_length import BucketBatchSampler, TokenBudgetBatchSampler
     from asyncloader.samplers.mixture import MixtureSampler
     from asyncloader.samplers.seeded import SeededSampler
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
 _OWN = {
     "AsyncDataLoader": "asyncloader.async_loader",
     "AsyncSampler": "asyncloader.samplers.async_sampler",
+    "Balance": "asyncloader.samplers.balance",
     "BucketBatchSampler": "asyncloader.samplers.by_length",
     "DataLoader": "asyncloader.loader",
     "DeviceOptions": "asyncloader.options.objects",
@@ -154,6 +156,7 @@ _OWN = {
 __all__ = [
     "AsyncDataLoader",
     "AsyncSampler",
+    "Balance",
     "BatchSampler",
     "BucketBatchSampler",
     "ChainDataset",

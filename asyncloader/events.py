@@ -19,10 +19,18 @@ if TYPE_CHECKING:
 
 
 class PositionedIndex(NamedTuple):
-    """An index, or a list of indices, with the global position of its first sample. Used in seeded mode."""
+    """An index, or a list of indices, with the global position of its first sample. Used in seeded mode.
 
-    position: int
+    A tuple has the position of each sample, where they are not neighbours in the order.
+    """
+
+    position: int | tuple[int, ...]
     index: Any
+
+    @property
+    def first(self) -> int:
+        """The position of the first sample."""
+        return self.position[0] if isinstance(self.position, tuple) else self.position
 
 
 def bare_index(index: Any) -> Any:

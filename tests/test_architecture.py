@@ -66,6 +66,7 @@ PURE = {
         "remote.shard_splitting",
         "remote.shuffle",
         "remote.stream_order",
+        "samplers.balance",
         "samplers.batch_plan",
         "samplers.generators",
         "samplers.interleave",

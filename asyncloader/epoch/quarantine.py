@@ -46,7 +46,11 @@ class Quarantine:
         if self._on_error == "raise":
             raise error
         indices: Sequence[Any] = index if self._batched else [index]
-        positions = [None if first is None else first + offset * self._replicas for offset in range(len(indices))]
+        positions: Sequence[int | None] = (
+            first
+            if isinstance(first, tuple)
+            else [None if first is None else first + offset * self._replicas for offset in range(len(indices))]
+        )
         # Without the standard error, for which the record has a field of its own.
         brief = TaskQuarantined(error.indices, error.deaths, advice=error.advice)
         text = f"{type(brief).__name__}: {brief}"[:ERROR_CHARACTERS]

@@ -18,9 +18,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.data import BatchSampler
 
 from asyncloader.errors import NO_PROCESSES, NoEffectWarning, UnsupportedPlatform
 from asyncloader.ranks.topology import check_group
+from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import ON_UNEVEN
 from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
@@ -132,6 +134,7 @@ CHECKS: dict[str, Check] = {
     "decode": lambda _, value: check_decode(value, 0),
     "decode_threads": lambda _, value: check_decode(None, value),
     "group": lambda _, value: check_group(value),
+    "balance": _should_be("a Balance or None", lambda value: isinstance(value, Balance)),
     "seed": _should_be("an integer between 0 and 2**64 - 1 or None", _optional(is_seed)),
     "world_size": _should_be("a positive integer", _optional(_integer(1))),
     "rank": _anything,
@@ -158,7 +161,7 @@ CHECKS: dict[str, Check] = {
 # ------------------------------------------------------------------------------------- several options together
 
 
-def _check_what_needs_a_seed(options: Mapping[str, Any], _: bool) -> None:
+def _check_what_needs_a_seed(options: Mapping[str, Any], iterable: bool) -> None:
     seed, rank, world_size, group = options["seed"], options["rank"], options["world_size"], options["group"]
     if seed is not None and options["generator"] is not None:
         raise ValueError(
@@ -181,6 +184,8 @@ def _check_what_needs_a_seed(options: Mapping[str, Any], _: bool) -> None:
         )
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank and world_size go together, but got rank={rank!r} and world_size={world_size!r}")
+    if options["balance"] is not None:
+        _check_balance(options, iterable)
 
 
 def _check_rank(options: Mapping[str, Any], _: bool) -> None:
@@ -196,6 +201,25 @@ def _check_uneven_stream(options: Mapping[str, Any], iterable: bool) -> None:
             f"on_uneven={on_uneven!r} needs a map dataset: samples of a stream cannot be fetched a second time. "
             "Use on_uneven='drop' or 'error'"
         )
+
+
+def _check_balance(options: Mapping[str, Any], iterable: bool) -> None:
+    balance, dataset = options["balance"], options["dataset"]
+    if options["seed"] is None:
+        raise ValueError("balance= needs seed=, from which each rank computes the whole global batch; give a seed")
+    if iterable or hasattr(dataset, "plan_streams"):
+        raise ValueError(
+            "balance= needs a map dataset: the lengths of a stream's samples are not known before they are read"
+        )
+    if options["batch_sampler"] is not None and type(options["batch_sampler"]) is not BatchSampler:
+        raise ValueError(
+            "balance= needs batch_size=: the batches of a batch_sampler are divided among the ranks as they are. "
+            "BucketBatchSampler and TokenBudgetBatchSampler have ranks=, which puts similar batches in a step"
+        )
+    if options["batch_size"] is None:
+        raise ValueError("balance= needs batch_size=: single samples leave nothing to balance")
+    if options["workers"] is None and hasattr(dataset, "__len__") and len(balance) != len(dataset):
+        raise ValueError(f"balance= has {len(balance)} lengths, but the dataset has {len(dataset)} samples")
 
 
 def _check_refill(options: Mapping[str, Any], iterable: bool) -> None:

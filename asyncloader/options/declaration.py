@@ -44,6 +44,7 @@ from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery,
 from asyncloader.options.unknown_dataset import DEPENDING, AskedAttribute, Unknown, ask_dataset
 from asyncloader.ranks.topology import RankGroupLike, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
+from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import OnUneven, rank_view
 from asyncloader.samplers.generators import DRAWING
 from asyncloader.samplers.position_source import PositionSource
@@ -96,6 +97,7 @@ class LoaderOptions(Generic[T_co, B_co]):
         world_size: int | None = None,
         group: RankGroupLike = None,
         on_uneven: OnUneven = "drop",
+        balance: Balance | None = None,
         concurrency: int | None = None,
         decode: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
@@ -146,6 +148,8 @@ class LoaderOptions(Generic[T_co, B_co]):
                 out fewer than `world_size` (of shards without a known number of samples, and without `streams=`: all
                 that the smallest share lacks), `"repeat"` repeats fewer than `world_size`, `"pad"` fills every rank's
                 last batch to `batch_size`, on one rank too, `"error"` raises.
+            balance: The lengths of the dataset's samples, as a `Balance`, with `seed`: the ranks divide the samples of
+                each global batch so that their batches cost the same; `None`: in the order of the global batch.
             concurrency: Samples of a map dataset that each worker (without workers: this process) fetches at a time,
                 over all its outstanding batches; `None`: 256 where they are awaited, else one after the other. A
                 blocking dataset has a thread for each, and must be safe to call from several; with `1` it is read
@@ -183,6 +187,7 @@ class LoaderOptions(Generic[T_co, B_co]):
             self.group: RankGroupLike = group
             self.on_uneven: OnUneven = on_uneven  # named, because pyright would infer `str` for the literals
             self.on_error: OnError = on_error
+            self.balance = balance
             self.max_worker_restarts, self.workers, self.device = max_worker_restarts, workers, device
             self.recovery, self.tuning, self.device_options = recovery, tuning, device_options
         self._asyncloader_construct(arguments)

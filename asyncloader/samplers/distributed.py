@@ -30,6 +30,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from asyncloader.events import PositionedIndex
 from asyncloader.ranks.topology import Topology, topology
+from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.generators import samplers_within
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.samplers.surviving import Groups, Restarting
@@ -59,7 +60,8 @@ class Share(NamedTuple):
     """The rules by which a sampler's items become a rank's batches.
 
     `batch_size` is None if each item is a step's index. `replicas` is above 1 for a sampler that shards by itself and
-    returns only the items of a rank: its item i has the global position ``i * replicas + replica``.
+    returns only the items of a rank: its item i has the global position ``i * replicas + replica``. `balance` divides
+    each global batch by cost, instead of in the order of its items.
     """
 
     batch_size: int | None
@@ -69,6 +71,7 @@ class Share(NamedTuple):
     of_batches: bool = False
     replicas: int = 1
     replica: int = 0
+    balance: Balance | None = None
 
 
 class Tail(NamedTuple):
@@ -144,11 +147,12 @@ class Cutter:
         first, rank = self._step * self.stride, self._share.topology.rank
         if len(group) == self.stride:
             self._step += 1
-            mine = rank * self._each
-            return add_position(self._share, first + mine, group[mine : mine + self._each])
+            return part_of(self._share, first, group)
         each, self.dropped, self.repeated = tail_of(len(group), self._share)
         if not each:
             return None
+        if not self.repeated:
+            return part_of(self._share, first, group[: each * self._share.topology.world_size])
         mine = rank * each
         filling = min(each, max(0, mine + each - len(group)))
         if filling:
@@ -156,6 +160,20 @@ class Cutter:
         # Repeated items come from the beginning of this group, and may repeat it more than once.
         filled = list(itertools.islice(itertools.cycle(group), len(group) + self.repeated))
         return add_position(self._share, first + mine, filled[mine : mine + each])
+
+
+def part_of(share: Share, first: int, group: list[Any]) -> PositionedIndex:
+    """Return a rank's part of items that all ranks share evenly; `first` is the number of the first item.
+
+    Raises:
+        The errors of `Balance.costs`.
+    """
+    rank, ranks = share.topology
+    if share.balance is None:
+        each = len(group) // ranks
+        return add_position(share, first + rank * each, group[rank * each : (rank + 1) * each])
+    mine = share.balance.deal(group, ranks)[rank]
+    return PositionedIndex(tuple([first + offset for offset in mine]), [group[offset] for offset in mine])
 
 
 def add_position(share: Share, first: int, items: list[Any]) -> PositionedIndex:
@@ -225,13 +243,19 @@ class RankView:
         stride, each = cutter.stride, self.share.batch_size or 1
         rank, batched = self.share.topology.rank, self.share.batch_size is not None
         full = size // stride
-        steps_a_block = max(1, _BLOCK // each)
+        balanced = self.share.balance is not None
+        # All ranks' items, where they are divided by cost.
+        begin, end = (0, stride) if balanced else (rank * each, (rank + 1) * each)
+        steps_a_block = max(1, _BLOCK // (end - begin))
         for first in range(step, full, steps_a_block):
             steps = np.arange(first, min(first + steps_a_block, full), dtype=np.int64)
-            positions = steps[:, None] * stride + np.arange(rank * each, (rank + 1) * each, dtype=np.int64)
-            for begin, row in zip(positions[:, 0].tolist(), order(positions).tolist(), strict=True):
+            positions = steps[:, None] * stride + np.arange(begin, end, dtype=np.int64)
+            for at, row in zip(positions[:, 0].tolist(), order(positions).tolist(), strict=True):
+                if balanced:
+                    yield part_of(self.share, at, row)
+                    continue
                 # `add_position` without its call, whose time would show: no sampler has shared these indices before.
-                yield PositionedIndex(begin, row if batched else row[0])
+                yield PositionedIndex(at, row if batched else row[0])
         if step <= full:
             last = Cutter(self.share, full)
             item = last.cut(order(np.arange(full * stride, size, dtype=np.int64)).tolist())
@@ -284,13 +308,21 @@ def rank_view(spec: Any, index_sampler: Any) -> RankView:
     sampler = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
     own = replicas(sampler)
     batched = type(index_sampler) is BatchSampler
+    here = topology(spec) if own is None else Topology(0, 1)
+    balance = spec._asyncloader_options.balance
+    if balance is not None and own is not None:
+        raise ValueError(
+            f"balance= needs the whole order, of which {type(sampler).__name__} gives only this rank's part. Leave "
+            "sharding to the loader: give it a sampler of all samples, or shuffle=True"
+        )
     share = Share(
         batch_size=index_sampler.batch_size if batched else None,
         drop_last=bool(index_sampler.drop_last) if batched else False,
-        topology=topology(spec) if own is None else Topology(0, 1),
+        topology=here,
         on_uneven=spec._asyncloader_options.on_uneven,
         of_batches=of_batches,
         replicas=1 if own is None else own.world_size,
         replica=0 if own is None else own.rank,
+        balance=None if here.world_size == 1 else balance,
     )
     return RankView(sampler, share)

@@ -7,9 +7,11 @@ positions are found by reading its indices, which fetches no data.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
-from asyncloader.samplers.distributed import Share, tail_of
+from asyncloader.ranks.topology import Topology
+from asyncloader.samplers.distributed import RankView, Share, tail_of
 from asyncloader.samplers.seeded import SeededSampler
 
 
@@ -47,7 +49,20 @@ def places(sampler: Any, share: Share, index: Any) -> list[Place]:
         items = sampler.positions_of(index)
     else:
         items = [item for item, each in enumerate(sampler) if each == index]
-    return sorted(place for item in items for place in _shares(share, size, item))
+    in_order = sorted(place for item in items for place in _shares(share, size, item))
+    if share.balance is None:
+        return in_order
+    steps = sorted({place.step for place in in_order})
+    return [place for step in steps for place in _dealt(sampler, share, step, index)]
+
+
+def _dealt(sampler: Any, share: Share, step: int, index: Any) -> Iterator[Place]:
+    """Yield each place of a sample in a step whose samples are divided by cost."""
+    ranks = share.topology.world_size
+    for rank in range(ranks):
+        view = RankView(sampler, share._replace(topology=Topology(rank, ranks)))
+        for batch in islice(view.iter_from(step), 1):
+            yield from (Place(step, rank, number) for number, each in enumerate(batch.index) if each == index)
 
 
 def _shares(share: Share, size: int, item: int) -> Iterator[Place]:

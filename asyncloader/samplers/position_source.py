@@ -62,4 +62,4 @@ class PositionSource(AsyncIndexSource):
 
 
 def _lane(batch: int, lanes: int, index: PositionedIndex) -> int:
-    return index.position // batch % lanes
+    return index.first // batch % lanes

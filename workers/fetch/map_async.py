@@ -31,6 +31,7 @@ from asyncloader.workers.fetch.error_notes import add_note, describe_batch, note
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest
 from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.fetch.seeding import BatchPosition
 
 
 class AsyncMapFetcher(MapFetcher):
@@ -53,7 +54,7 @@ class AsyncMapFetcher(MapFetcher):
             and inspect.iscoroutinefunction(getattr(type(maker.dataset), "__getitem__", None))
         )
 
-    async def _batch(self, index: Any, first: int | None) -> Any:
+    async def _batch(self, index: Any, first: BatchPosition | None) -> Any:
         maker = self._maker
         (samples,) = await self._limiter.gather(
             lambda _, __: self._await_batch(index, first), 1, lambda _, error: add_note(error, describe_batch(index))
@@ -74,7 +75,9 @@ class AsyncMapFetcher(MapFetcher):
                 if inspect.iscoroutine(sample):
                     sample.close()  # not awaited because of an error; a no-op for the others
 
-    async def _decode_batch(self, decoder: Decoder, index: Any, first: int | None, samples: list[Any]) -> list[Any]:
+    async def _decode_batch(
+        self, decoder: Decoder, index: Any, first: BatchPosition | None, samples: list[Any]
+    ) -> list[Any]:
         contexts: list[Context] = []
         for item in range(len(samples)):
             # In the current context, of which the next line takes a copy for this sample's decoding.
@@ -91,7 +94,7 @@ class AsyncMapFetcher(MapFetcher):
         finally:
             found.clear()  # it refers to errors, whose tracebacks refer to this frame
 
-    async def _await_batch(self, index: Any, first: int | None) -> Any:
+    async def _await_batch(self, index: Any, first: BatchPosition | None) -> Any:
         self._maker.seed_batch(first)
         samples = self._maker.dataset.__getitems__(index)
         samples = await samples if inspect.isawaitable(samples) else samples
@@ -107,7 +110,11 @@ class AsyncMapFetcher(MapFetcher):
         return await self._maker.decode_async(self._maker.decoder, sample)
 
     async def _each(
-        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[SkippedSample]
+        self,
+        indices: Sequence[Any],
+        first: BatchPosition | None,
+        failure: Exception | None,
+        records: list[SkippedSample],
     ) -> list[Any]:
         maker = self._maker
         if maker.handler is None:

@@ -27,6 +27,7 @@ from asyncloader.workers.fetch.dataset_kinds import fetches_batches
 from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample, note_collation
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
+from asyncloader.workers.fetch.seeding import BatchPosition
 
 
 class MapFetcher:
@@ -83,7 +84,7 @@ class MapFetcher:
             NoSamples: all of them were dropped.
         """
         maker = self._maker
-        first: int | None = None
+        first: BatchPosition | None = None
         if maker.seeding is not None:
             first, index = index
         records = [] if records is None else records
@@ -118,7 +119,7 @@ class MapFetcher:
     def collated(self, index: Any, samples: Any) -> Any:
         """Collate what `samples` returned for this index."""
         seeding = self._maker.seeding
-        first = 0
+        first: BatchPosition = 0
         if seeding is not None:
             first, index = index
         try:
@@ -129,28 +130,31 @@ class MapFetcher:
 
     # -------------------------------------------------------------------------------- how samples are made: one by one
 
-    async def _batch(self, index: Any, first: int | None) -> Any:
+    async def _batch(self, index: Any, first: BatchPosition | None) -> Any:
         """Return the samples of a batch, decoded, by the dataset's `__getitems__`."""
         samples = self._get_batch(index, first)
         return samples if self._maker.decoder is None else self._decoded(index, first, samples)
 
     async def _each(
-        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[SkippedSample]
+        self,
+        indices: Sequence[Any],
+        first: BatchPosition | None,
+        failure: Exception | None,
+        records: list[SkippedSample],
     ) -> list[Any]:
         """Return the samples in the order of the indices, with `DROPPED` for those that were dropped.
 
         Args:
             indices: one of each sample.
-            first: position of the first sample; None in torch mode.
+            first: position of the first sample, or of each; None in torch mode.
             failure: the error of the whole batch, if the sample that raised it is unknown.
             records: gets the samples that raised.
         """
-        maker, position = self._maker, first
+        maker = self._maker
         samples = []
         try:
             for item, index in enumerate(indices):
-                if first is not None:
-                    position = maker.position(first, item)
+                position = maker.position(first, item)
                 if failure is None:
                     try:
                         sample = maker.make(index, position)
@@ -163,7 +167,7 @@ class MapFetcher:
             failure = None  # it refers to this frame
         return samples
 
-    def _request(self, indices: Any, first: int | None, item: int) -> SampleRequest:
+    def _request(self, indices: Any, first: BatchPosition | None, item: int) -> SampleRequest:
         """Describe the sample that is this item of a batch."""
         try:
             index = indices[item]
@@ -171,7 +175,7 @@ class MapFetcher:
             index = None
         return SampleRequest(index, self._maker.position(first, item), item if self._auto_collation else None)
 
-    def _get_batch(self, index: Any, first: int | None) -> Any:
+    def _get_batch(self, index: Any, first: BatchPosition | None) -> Any:
         self._maker.seed_batch(first)
         try:
             samples = self._maker.dataset.__getitems__(index)
@@ -182,7 +186,7 @@ class MapFetcher:
             add_note(error, describe_batch(index))
             raise
 
-    def _decoded(self, indices: Any, first: int | None, samples: Any) -> list[Any]:
+    def _decoded(self, indices: Any, first: BatchPosition | None, samples: Any) -> list[Any]:
         decoded = []
         for item, sample in enumerate(samples):
             try:
@@ -213,14 +217,18 @@ class MapFetcher:
             add_note(error, _describe_last(index, indices))
             raise
 
-    def _seeded_samples(self, first: int, index: Any) -> Any:
+    def _seeded_samples(self, first: BatchPosition, index: Any) -> Any:
         maker = self._maker
         if not self._auto_collation:
-            return self._one(index, first)
+            return self._one(index, maker.position(first, 0))
         if self._batched_get:
             samples = self._get_batch(index, first)
             return samples if maker.decoder is None else self._decoded(index, first, samples)
         assert maker.seeding is not None
+        if isinstance(first, tuple):
+            return [
+                self._one(one, position, item) for item, (one, position) in enumerate(zip(index, first, strict=True))
+            ]
         make, step, position = maker.make, maker.seeding.replicas, first
         samples = []
         for one in index:
@@ -233,11 +241,11 @@ class MapFetcher:
             position += step
         return samples
 
-    def _one(self, index: Any, position: int | None) -> Any:
+    def _one(self, index: Any, position: int | None, item: int | None = None) -> Any:
         try:
             return self._maker.make(index, position)
         except Exception as error:
-            add_note(error, describe_sample(index, None, position))
+            add_note(error, describe_sample(index, item, position))
             raise
 
 

@@ -24,6 +24,7 @@ from asyncloader.workers.fetch.error_notes import add_note, describe_batch
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.fetch.seeding import BatchPosition
 from asyncloader.workers.fetch.threads import JobThreads
 
 
@@ -43,7 +44,7 @@ class ThreadMapFetcher(MapFetcher):
         self._threads = threads
         self._decode_threads = None if maker.decoder is None else maker.decoder.threads
 
-    async def _batch(self, index: Any, first: int | None) -> Any:
+    async def _batch(self, index: Any, first: BatchPosition | None) -> Any:
         maker = self._maker
         batch = _ThreadBatch(self._threads, 1)
         try:
@@ -62,7 +63,11 @@ class ThreadMapFetcher(MapFetcher):
         return await self._results(decoding, jobs, index, first)
 
     async def _each(
-        self, indices: Sequence[Any], first: int | None, failure: Exception | None, records: list[SkippedSample]
+        self,
+        indices: Sequence[Any],
+        first: BatchPosition | None,
+        failure: Exception | None,
+        records: list[SkippedSample],
     ) -> list[Any]:
         maker = self._maker
         # A list for each sample, because threads append to them: joined in the end, the records are in the order of the
@@ -99,7 +104,7 @@ class ThreadMapFetcher(MapFetcher):
             del error  # it refers to this frame
 
     async def _results(
-        self, batch: _ThreadBatch, jobs: Sequence[Callable[[], None]], indices: Any, first: int | None
+        self, batch: _ThreadBatch, jobs: Sequence[Callable[[], None]], indices: Any, first: BatchPosition | None
     ) -> list[Any]:
         try:
             return await batch.results(jobs)

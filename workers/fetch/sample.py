@@ -21,7 +21,7 @@ from asyncloader.workers.fetch.dataset_kinds import fetches_samples
 from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.error_notes import add_note, describe_sample, note_shard, note_stream_sample
 from asyncloader.workers.fetch.sample_errors import SampleErrorHandler, SkippedSample
-from asyncloader.workers.fetch.seeding import EpochSeeding
+from asyncloader.workers.fetch.seeding import BatchPosition, EpochSeeding
 
 T = TypeVar("T")
 
@@ -90,19 +90,21 @@ class SampleMaker:
 
     # ------------------------------------------------------------------------------------------------- seeding
 
-    def position(self, first: int | None, item: int) -> int | None:
+    def position(self, first: BatchPosition | None, item: int) -> int | None:
         """Return the position of a batch's sample, given that of its first sample; None in torch mode."""
-        return None if first is None or self.seeding is None else first + item * self.seeding.replicas
+        if first is None or self.seeding is None:
+            return None
+        return first[item] if isinstance(first, tuple) else first + item * self.seeding.replicas
 
     def seed(self, position: int | None) -> None:
         """In seeded mode: give the sample at this position its own random numbers, in the current context."""
         if self.seeding is not None and position is not None:
             self.seeding.samples.sample(position)
 
-    def seed_batch(self, first: int | None) -> None:
+    def seed_batch(self, first: BatchPosition | None) -> None:
         """In seeded mode: seed the code that makes a whole batch, by the position of its first sample."""
         if self.seeding is not None and first is not None:
-            self.seeding.samples.batch(first)
+            self.seeding.samples.batch(first[0] if isinstance(first, tuple) else first)
 
     # -------------------------------------------------------------------------------------------------- making
 

@@ -21,13 +21,16 @@ import hashlib
 import random
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from asyncloader.errors import warn_aside
 from asyncloader.workers.fetch.plain_context import plain_context
+
+BatchPosition: TypeAlias = int | tuple[int, ...]
+"""The position of a batch's first sample, whose followers are its neighbours in the order; or of each sample."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -267,8 +270,9 @@ class EpochSeeding:
         self._check = check
         self._keeps_generators = keeps_generators
 
-    def collated(self, collate: Callable[[Any], Any], first: int, samples: Any) -> Any:
-        """Collate these samples; the first has position `first`."""
+    def collated(self, collate: Callable[[Any], Any], position: BatchPosition, samples: Any) -> Any:
+        """Collate these samples, which have this position."""
+        first = position[0] if isinstance(position, tuple) else position
         if self._check is not None:
             # Before collation seeds the generators, which would hide what the samples drew.
             self._check.check()

@@ -71,10 +71,14 @@ def test_skip_leaves_out_the_batch_and_records_each_sample() -> None:
         assert record.traceback == "last words"
 
 
-@pytest.mark.parametrize(("replicas", "positions"), [(1, [40, 41, 42]), (4, [40, 44, 48])])
-def test_records_have_the_samples_positions(replicas: int, positions: list[int]) -> None:
-    """In seeded mode each record has the sample's position in the global order, of which this rank has every n-th."""
-    _, records = settled(PositionedIndex(40, [3, 4, 5]), "skip", replicas=replicas)
+@pytest.mark.parametrize(
+    ("first", "replicas", "positions"), [(40, 1, [40, 41, 42]), (40, 4, [40, 44, 48]), ((40, 47, 49), 1, [40, 47, 49])]
+)
+def test_records_have_the_samples_positions(first: Any, replicas: int, positions: list[int]) -> None:
+    """In seeded mode each record has the sample's position in the global order, of which this rank has every n-th, or
+    the samples that `balance` gave it.
+    """
+    _, records = settled(PositionedIndex(first, [3, 4, 5]), "skip", replicas=replicas)
     assert [record.position for record in records] == positions
     assert [record.index for record in records] == [3, 4, 5]
     assert dropped_count(records) == 3

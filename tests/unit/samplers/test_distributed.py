@@ -65,7 +65,7 @@ def views(sampler: Any, batch_size: int | None, ranks: int, rule: OnUneven, **mo
     return [RankView(sampler, share(batch_size, ranks, rank, rule, **more)) for rank in range(ranks)]
 
 
-def steps(view: RankView) -> list[PositionedIndex]:
+def steps(view: RankView) -> list[Any]:
     """The view's steps, without the call of `len` that ``list(view)`` makes."""
     return [*view.iter_from(0)]
 
@@ -191,7 +191,7 @@ def test_whole_batches_are_dealt_out() -> None:
     items = [[0], [1, 2], [3, 4, 5], [], [6]]
     shares = [steps(view) for view in views(items, None, 2, "repeat", of_batches=True)]
     assert [[placed.index for placed in one] for one in shares] == [[[0], [3, 4, 5], [6]], [[1, 2], [], [6]]]
-    assert [placed.position // BATCH_STRIDE for placed in shares[1]] == [1, 3, 5]
+    assert [placed.first // BATCH_STRIDE for placed in shares[1]] == [1, 3, 5]
 
 
 TAILS: dict[tuple[OnUneven, int], Tail] = {

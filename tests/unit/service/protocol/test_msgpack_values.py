@@ -63,7 +63,7 @@ PLAIN = st.recursive(
         | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
         | st.builds(Point, inner, inner)
         | st.builds(Boxed, inner)
-        | st.builds(PositionedIndex, st.integers(), inner)
+        | st.builds(PositionedIndex, st.integers() | st.lists(st.integers()).map(tuple), inner)
     ),
     max_leaves=20,
 )
