@@ -33,6 +33,8 @@ PURE = {
         "errors",
         "events",
         "formats",
+        "formats.arrow_chunk",
+        "formats.arrow_values",
         "formats.base",
         "formats.compressed",
         "formats.compressing",

@@ -111,12 +111,15 @@ class CacheEntry:
         Raises:
             OSError: the file cannot be mapped.
         """
-        with mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) as whole:
-            view = memoryview(whole)[: self.size]
-            try:
-                yield view
-            finally:
+        whole = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        view = memoryview(whole)[: self.size]
+        try:
+            yield view
+        finally:
+            # An error may refer to the bytes by its frames: then they are unmapped when it is dropped.
+            with suppress(BufferError):
                 view.release()
+                whole.close()
 
     def close(self) -> None:
         """Close the file, after a read in progress."""

@@ -10,19 +10,17 @@ another thread serves. pyarrow is imported when the first Parquet file is read.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from asyncloader.formats.arrow_values import pyarrow, values
 from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, ShardError, base_name
 from asyncloader.formats.parquet_file import Fetch, RangeFile, Windows
 from asyncloader.formats.parquet_pages import PageHeaders, PageLimits
-from asyncloader.formats.rows import Column, LocatedRows, Rows, RowTable
+from asyncloader.formats.rows import LocatedRows, Rows, RowTable
 
 TAIL_BYTES = 1 << 16
 """Bytes of a file's end that are read at once: most footers are smaller."""
@@ -45,20 +43,6 @@ MOST_VALUES = 64 << 20
 
 STEP_BYTES = 4 << 20
 MOST_ROWS = 1024
-
-
-def pyarrow() -> tuple[Any, Any]:
-    """Import ``pyarrow`` and ``pyarrow.parquet``, without their types: their stubs differ by version.
-
-    Raises:
-        ImportError: pyarrow is not installed.
-    """
-    try:
-        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise ImportError(
-            f"Parquet shards need pyarrow, which cannot be imported ({error}): pip install 'asyncloader[parquet]'"
-        ) from error
 
 
 class RowGroup(NamedTuple):
@@ -246,6 +230,35 @@ def read_rows(
         ImportError: pyarrow is not installed.
         Exception: the error of `fetch`.
     """
+    found = RecordBatchRows(footer.url, max_sample_bytes, on_bad)
+    batches = read_batches(
+        footer,
+        fetch,
+        start=start,
+        stop=stop,
+        columns=columns,
+        max_sample_bytes=max_sample_bytes,
+        window_bytes=window_bytes,
+    )
+    for batch, at, found.place in batches:
+        yield from found.read(batch, at, start, footer.rows if stop is None else stop)
+
+
+def read_batches(
+    footer: Footer,
+    fetch: Fetch,
+    *,
+    start: int,
+    stop: int | None,
+    columns: Sequence[str] | None,
+    max_sample_bytes: int,
+    window_bytes: int,
+) -> Iterator[tuple[Any, int, int]]:
+    """Read the record batches that contain rows ``[start, stop)``, as `read_rows` does; its arguments and errors.
+
+    Yields:
+        A record batch, the number of its first row, and the offset of its row group.
+    """
     if start < 0 or (stop is not None and stop < 0):
         raise ValueError(f"start={start} and stop={stop} are numbers of rows: 0 or more")
     if max_sample_bytes < 1:
@@ -262,12 +275,11 @@ def read_rows(
         if footer.edges[number] < stop and max(start, footer.edges[number]) < footer.edges[number + 1]
     ]
     groups = _Groups(footer, fetch, columns, max(max_sample_bytes, LARGEST_PAGE), window_bytes)
-    found = _Rows(footer, max_sample_bytes, on_bad)
     following: tuple[RowGroup, Windows] | None = None
     for position, number in enumerate(numbers):
         group, windows = following or groups.begin(number)
         following = None
-        found.place = group.chunks[0][0] if group.chunks else footer.end
+        place = group.chunks[0][0] if group.chunks else footer.end
         # The next group's windows are fetched while this group is decoded, if memory allows.
         if windows.whole and position + 1 < len(numbers):
             # An error of the next group is raised when that group is decoded.
@@ -279,7 +291,7 @@ def read_rows(
                 # Row numbers are keys and positions to resume at: extra rows would shift those of all later rows.
                 if at + batch.num_rows > group.first + group.rows:
                     raise footer.error(f"row group {number} has more rows than the {group.rows:,} that it claims")
-                yield from found.read(batch, at, start, stop)
+                yield batch, at, place
                 at += batch.num_rows
                 if at >= stop:
                     break
@@ -290,7 +302,7 @@ def read_rows(
             if groups.file.failure is not None:
                 raise groups.file.failure from None
             raise ShardError(
-                f"row group {number} is damaged, after row {at:,}: {_text(error)}", url=footer.url, offset=found.place
+                f"row group {number} is damaged, after row {at:,}: {_text(error)}", url=footer.url, offset=place
             ) from error
         if at < min(stop, group.first + group.rows):
             raise footer.error(f"row group {number} has {at - group.first:,} rows, and claims {group.rows:,}")
@@ -359,7 +371,7 @@ class _Groups:
     def batches(self, group: RowGroup, windows: Windows) -> Iterator[Any]:
         """Decode a row group to record batches of the wanted columns."""
         self.file.windows = [windows]
-        # Batches of about `STEP_BYTES` by the file's metadata, which `_Rows` does not trust: it compares decoded sizes.
+        # Batches of about `STEP_BYTES` by the metadata, which `RecordBatchRows` does not trust: it compares sizes.
         size = max(1, group.uncompressed // max(group.rows, 1))
         for batch in self._batches(group.number, max(1, min(MOST_ROWS, STEP_BYTES // size))):
             # pyarrow takes "a.b" for field b of column a, too.
@@ -373,14 +385,14 @@ class _Groups:
         return batches
 
 
-class _Rows:
+class RecordBatchRows:
     """Turns record batches into samples. `place` is the offset of their row group, for errors."""
 
     place = 0
 
-    def __init__(self, footer: Footer, max_sample_bytes: int, on_bad: OnBad | None) -> None:
-        self._footer = footer
-        self._name = base_name(footer.url)
+    def __init__(self, url: str, max_sample_bytes: int, on_bad: OnBad | None) -> None:
+        self._url = url
+        self._name = base_name(url)
         self._max = max_sample_bytes
         self._on_bad = on_bad
 
@@ -404,7 +416,7 @@ class _Rows:
 
     def _rows(self, batch: Any, first: int) -> LocatedRows:
         columns = {name: values(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
-        table = RowTable(columns, shard=self._name, url=self._footer.url, first=first)
+        table = RowTable(columns, shard=self._name, url=self._url, first=first)
         return LocatedRows(Rows(table, range(batch.num_rows)), range(first + 1, first + batch.num_rows + 1))
 
     def _read_single_rows(self, batch: Any, first: int) -> Iterator[LocatedRows]:
@@ -456,48 +468,7 @@ class _Rows:
                 raise self._error(f"row {first + row:,} takes {size:,} bytes, more than max_sample_bytes={self._max:,}")
 
     def _error(self, message: str) -> ShardError:
-        return ShardError(f"{message}, in the row group that begins here", url=self._footer.url, offset=self.place)
-
-
-def values(column: Any) -> Column:
-    """Return a column's values, one per row: an array of its numbers; for fixed-size lists of numbers, an array with a
-    row of shape ``(size,)`` for each; for fixed-shape tensors, with a row of their shape. Of other types, and with a
-    null, which is None: a list of Python objects.
-
-    Raises:
-        Exception: a value has no Python form: text that is not UTF-8 (UnicodeDecodeError), a date beyond the year 9999.
-    """
-    arrow, _ = pyarrow()
-    kind = column.type
-    if isinstance(kind, arrow.FixedShapeTensorType):
-        if column.null_count:
-            return list(column.to_pylist())
-        tensors = np.asarray(column.to_numpy_ndarray())
-        return tensors if tensors.ndim > 1 else [np.array(tensor) for tensor in tensors]
-    if isinstance(kind, arrow.BaseExtensionType):
-        return values(column.storage)
-    if _is_plain_number(arrow, kind) and not column.null_count:
-        return np.asarray(column)
-    if not (arrow.types.is_fixed_size_list(kind) and _is_number(arrow, kind.value_type)):
-        return list(column.to_pylist())
-    items = column.flatten()  # without the null rows
-    if items.null_count:
-        return list(column.to_pylist())
-    rows = np.asarray(items.to_numpy(zero_copy_only=False)).reshape(len(column) - column.null_count, kind.list_size)
-    if not column.null_count:
-        return rows
-    # Copies: a row that is kept for long must not hold its whole batch.
-    filled = iter(rows)
-    return [next(filled).copy() if valid else None for valid in column.is_valid().to_pylist()]
-
-
-def _is_plain_number(arrow: Any, kind: Any) -> bool:
-    """Whether numpy's `tolist` makes the same Python numbers of them as pyarrow."""
-    return bool(arrow.types.is_integer(kind) or arrow.types.is_float32(kind) or arrow.types.is_float64(kind))
-
-
-def _is_number(arrow: Any, kind: Any) -> bool:
-    return bool(arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind))
+        return ShardError(f"{message}, in the row group that begins here", url=self._url, offset=self.place)
 
 
 def _text(error: Exception) -> str:

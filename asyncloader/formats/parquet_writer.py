@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import Buffer
 
+from asyncloader.formats.arrow_values import pyarrow
 from asyncloader.formats.encoder import (
     RESERVED,
     BadSample,
@@ -25,7 +26,6 @@ from asyncloader.formats.encoder import (
     ShardEncoder,
     check_fields,
 )
-from asyncloader.formats.parquet import pyarrow
 
 GROUP_BYTES = 16 << 20
 """Approximate bytes of a row group: what a reader holds at a time, and the least part that it can be given."""

@@ -14,7 +14,16 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeAlias, cast
 
-from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, ShardError, ShardRange, ShardReader, open_reader
+from asyncloader.formats import (
+    MAX_SAMPLE_BYTES,
+    CompressedReader,
+    Located,
+    OnBad,
+    ShardError,
+    ShardRange,
+    ShardReader,
+    open_reader,
+)
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.prefetch import StreamBuffer
@@ -95,7 +104,8 @@ async def read_shard_range(
         else:
             part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)
             if reader is not None:
-                shard_reader, packed = reader(shard.url, part), False
+                shard_reader = reader(shard.url, part)
+                packed = isinstance(shard_reader, CompressedReader)
             else:
                 packed = (shard.format.compression if shard.mds is None else shard.mds.compression) is not None
                 shard_reader = open_reader(

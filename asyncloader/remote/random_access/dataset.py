@@ -36,34 +36,40 @@ from asyncloader.transports.blocking import BlockingPool
 
 
 class RemoteMapDataset(Dataset[Any]):
-    """The samples of shards in a remote store as a map dataset: tar (WebDataset's naming), JSON lines, MDS, TFRecord.
+    """The samples of shards in a remote store as a map dataset: tar (WebDataset's naming), JSON lines, Parquet, MDS,
+    TFRecord.
 
     ``len(dataset)`` is the number of samples, ``await dataset[i]`` one of them, ``await dataset.__getitems__(indices)``
     several, with one request for those that lie close together. A sample is the dictionary that `RemoteIterableDataset`
     reads: ``__key__`` (str), ``__url__`` (str) and its fields. Samples are numbered in the order of the shards.
 
     A loader shuffles all samples with its ``shuffle=True``, and everything that it promises of map datasets holds: with
-    ``seed=`` the same batches on any workers and ranks, states of a few numbers. It reads as many samples at a time as
-    a batch has; larger batches and more workers have more requests in flight.
+    ``seed=`` the same batches on any workers and ranks, states of a few numbers.
 
-    MDS has tables of its samples. A shard of another format is read once, whole, when the length is first asked for,
-    unless an index lies in the `cache_dir`, or beside the shard (`index_shards`). An index in the cache that is of
-    another version of the shard is made again; one beside the shard is refused with a `ShardError`.
+    MDS has tables of its samples, Parquet of its row groups. A shard of another format is read once, whole, when the
+    length is first asked for, unless an index lies in the `cache_dir`, or beside the shard (`index_shards`). An index
+    in the cache that is of another version of the shard is made again; one beside the shard is refused with a
+    `ShardError`.
+
+    A compressed shard, and a row group of Parquet, can only be decoded whole: one process of the host does it, and all
+    of them read the result from a file. With random access to many of them, their files must fit into `cache_bytes`, or
+    they are decoded again and again. A compressed shard may have 4 GiB after decompression.
 
     A bad sample has a number, too: reading it raises its `ShardError`, and the loader's `on_error` applies. One number
-    stands for all that cannot be read of a shard.
+    stands for all that cannot be read of a shard. Of a compressed shard that is damaged, no sample can be read.
 
     Use it with asyncloader's loaders, or alone; within ``async with dataset`` connections are kept open. `prepare` does
     in the running loop what ``len()`` waits for.
 
     Args:
-        urls, format, transport, storage_options, cache_revalidate, read_ahead: as of `RemoteIterableDataset`; `format`
-            may not be a function.
-        cache_dir: directory in which the shards are cached in blocks of 1 MiB, with their indexes. None: the shards are
-            not cached, and the indexes lie in a directory for temporary files until this process ends.
+        urls, transport, columns, storage_options, cache_revalidate, read_ahead: as of `RemoteIterableDataset`.
+        format: as there, but no function.
+        cache_dir: directory in which shards are cached in blocks of 1 MiB, with decoded shards and row groups, and
+            indexes. None: shards are not cached, and decoded ones and indexes lie in a directory for temporary files
+            until the process that made the dataset ends. Processes of several hosts each need their own.
         cache_bytes: maximum size of that directory, in bytes or as a text (``"200GB"``), without the indexes, which
-            have 4 bytes for each sample. None: no limit.
-        max_sample_bytes: refuse a sample with more bytes; default ``"1GiB"``.
+            have 4 bytes for each sample. None: no limit; of a temporary directory, half of the space that is free.
+        max_sample_bytes: refuse a sample with more (decompressed) bytes; default ``"1GiB"``.
 
     Raises:
         ValueError: an argument is out of range, or incompatible with another.
@@ -81,6 +87,7 @@ class RemoteMapDataset(Dataset[Any]):
         cache_revalidate: bool = True,
         max_sample_bytes: Size = MAX_SAMPLE_BYTES,
         read_ahead: Size = READ_AHEAD,
+        columns: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if callable(format) and not isinstance(format, ShardFormat):
@@ -92,19 +99,15 @@ class RemoteMapDataset(Dataset[Any]):
         self.format = format
         self.max_sample_bytes = size("max_sample_bytes", max_sample_bytes)
         self.read_ahead = size("read_ahead", read_ahead)
-        if cache_dir is None:
-            for name, given in {
-                "cache_bytes": cache_bytes is not None,
-                "cache_revalidate": not cache_revalidate,
-            }.items():
-                if given:
-                    warnings.warn(f"{name}= does nothing without cache_dir=", NoEffectWarning, stacklevel=2)
+        self.columns = columns
+        if cache_dir is None and not cache_revalidate:
+            warnings.warn("cache_revalidate= does nothing without cache_dir=", NoEffectWarning, stacklevel=2)
         self._stores = LoopStores(
             Stores(
                 storage_options,
                 transport=transport,
                 cache_dir=cache_dir if transport is None else None,
-                cache_bytes=cache_bytes,
+                cache_bytes=None if cache_dir is None else cache_bytes,
                 cache_revalidate=cache_revalidate,
             )
         )
@@ -152,8 +155,6 @@ class RemoteMapDataset(Dataset[Any]):
         stores, pool = self._stores.template.for_another_loop(), BlockingPool("indexes", THREADS)
         async with aclosing(stores), aclosing(pool):
             shards = await find_shards(self.urls, stores, self.format)
-            for shard in shards:
-                _check_format(shard.url, shard.format, mds=shard.mds)
             await in_thread(self._files.prepare)
             indexer = Indexer(
                 stores, self._files, pool, max_sample_bytes=self.max_sample_bytes, read_ahead=self.read_ahead
@@ -209,6 +210,7 @@ class RemoteMapDataset(Dataset[Any]):
                     self._files,
                     max_sample_bytes=self.max_sample_bytes,
                     read_ahead=self.read_ahead,
+                    columns=self.columns,
                 )
             yield entered.reader
         finally:
@@ -240,12 +242,6 @@ class _LoopReader:
     def __init__(self) -> None:
         self.reader: ShardsReader | None = None
         self.users = 0
-
-
-def _check_format(url: str, format: ShardFormat, *, mds: Any) -> None:
-    compressed = format.compression if mds is None else mds.compression
-    if format.name == "parquet" or compressed is not None:
-        raise ValueError(f"{url!r} is compressed, or Parquet: read it by a RemoteIterableDataset")
 
 
 async def index_shards(

@@ -93,6 +93,7 @@ class HostFiles:
         make: Callable[[], Awaitable[bytes]],
         use: Callable[[memoryview], _R],
         pool: BlockingPool,
+        slots: asyncio.Semaphore,
     ) -> _R:
         """Return the result of `use`, called in a thread with the bytes of a file, which is made if it is missing.
 
@@ -101,6 +102,7 @@ class HostFiles:
             make: makes its bytes, in the running loop. Called once per host, unless the file does not fit.
             use: its result must not refer to the bytes.
             pool: the threads.
+            slots: how many files are made at a time.
 
         Raises:
             The errors of `make` and `use`.
@@ -108,11 +110,14 @@ class HostFiles:
         key, version = hash_key(name.what), name.version or "none"
         store = await pool.run(partial(self._store, name))
         if store is None:
-            return await pool.run(partial(use, memoryview(await make())))
+            async with slots:
+                data = await make()
+            return await pool.run(partial(use, memoryview(data)))
         found = await pool.run(partial(_use_entry, store, key, version, use))
         if found is not None:
             return found[0]
-        async with _locked(store.directory, key):
+        # The slot first: who waits for one holds no lock that others wait for.
+        async with slots, _locked(store.directory, key):
             # Made by another process meanwhile?
             found = await pool.run(partial(_use_entry, store, key, version, use))
             if found is not None:

@@ -84,7 +84,7 @@ class Indexer:
         self._pool = pool
         self._max = max_sample_bytes
         self._ahead = read_ahead
-        self._reading = asyncio.Semaphore(READ_AT_ONCE)
+        self.slots = asyncio.Semaphore(READ_AT_ONCE)
         self.read = 0
         """Shards that were read."""
 
@@ -141,10 +141,7 @@ class Indexer:
 
         async def make() -> bytes:
             found = await self.beside(shard, info)
-            if found is None:
-                async with self._reading:
-                    found = await self.make(shard, info)
-            return dump_index(found)
+            return dump_index(await self.make(shard, info) if found is None else found)
 
         what = f"{name_of(shard)}\0samples\0{format_name(shard.format)}\0{self._max}"
 
@@ -154,10 +151,10 @@ class Indexer:
             except ValueError:
                 return None
 
-        index = await self._files.use(FileName(what, info.etag, small=True), make, use, self._pool)
+        index = await self._files.use(FileName(what, info.etag, small=True), make, use, self._pool, self.slots)
         if index is None or (index.size, index.etag, index.format) != (*info, format_name(shard.format)):
             # Whatever is kept there, it is none of ours.
-            async with self._reading:
+            async with self.slots:
                 return await self.make(shard, info)
         return index
 
@@ -297,7 +294,7 @@ async def index_all(shards: Sequence[Shard], stores: Stores, indexer: Indexer) -
                 return
         except ShardError:
             pass  # of another version: it is made again
-        async with indexer._reading:
+        async with indexer.slots:
             index = await indexer.make(shard, info)
         if not index.whole:
             raise ShardError(
