@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from asyncloader.workers.fetch.dataset_state import Stateful
     from asyncloader.workers.fetch.sample_errors import SkippedSample
     from asyncloader.workers.fetch.seeding import sample_rng
+    from asyncloader.workers.fetch.worker_resource import worker_resource
     from asyncloader.writing import write_shards, write_shards_sync
 
 _OWN = {
@@ -149,6 +150,7 @@ _OWN = {
     "register_batch_type": "asyncloader.service.protocol.batch_types",
     "sample_rng": "asyncloader.workers.fetch.seeding",
     "share": "asyncloader.shared.share",
+    "worker_resource": "asyncloader.workers.fetch.worker_resource",
     "write_shards": "asyncloader.writing",
     "write_shards_sync": "asyncloader.writing",
 }
@@ -235,6 +237,7 @@ __all__ = [
     "runtime_validation_disabled",
     "sample_rng",
     "share",
+    "worker_resource",
     "write_shards",
     "write_shards_sync",
 ]

@@ -107,6 +107,7 @@ PURE = {
         "workers.fetch.dataset_marks",
         "workers.fetch.dataset_state",
         "workers.fetch.error_notes",
+        "workers.fetch.handle_table",
         "workers.fetch.mocks",
         "workers.fetch.plain_calls",
         "workers.fetch.plain_context",

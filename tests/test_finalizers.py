@@ -26,6 +26,7 @@ BOUNDED = {
     "Bridge.wait_for_releases: thread.join": "its argument",
     "FetchPlace.close: self._thread.join": "its argument, which at exit is a deadline that all have in common",
     "JobThreads.join: thread.join": "its argument",
+    "Handles._settle: self._lock.acquire": "not at all: it does not block",
     "_settle: time.sleep": "a twentieth of a second",
     # Processes end by themselves once they are asked to, whatever the threads of this process do.
     "hang_up: poll.poll": "five seconds",

@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import logging
 import os
-import warnings
 from collections.abc import Callable
 from time import perf_counter, process_time
 from typing import Any
@@ -25,7 +24,7 @@ from asyncloader.errors import LoaderError, RingMemoryError
 from asyncloader.events import bare_index
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
-from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation
+from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_state import PackedCursor, is_stateful
 from asyncloader.workers.fetch.error_notes import add_note, note_collation
@@ -167,19 +166,20 @@ class TaskRunner:
                 self._start_error = self._dump_start_error(error)
 
     async def close(self) -> None:
-        """Exit the dataset's context, in bounded time."""
-        if self._context is None:
-            return
-        error = await self._context.close()
-        if error is not None:
-            warnings.warn(
-                f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=1
-            )
+        """Exit the dataset's context, and close what its code has opened, in bounded time."""
+        warn_of_exit(None if self._context is None else await self._context.close())
+        if self._reader is not None:
+            await self._reader.aclose_resources()
+
+    def close_reader(self) -> None:
+        """End a blocking dataset's threads, and close what its code has opened. Nothing may be fetched afterwards."""
+        if self._reader is not None:
+            self._reader.close_resources()
+            self._reader.close()
 
     def release(self) -> None:
         """Let go of the dataset, its threads, the ring and all descriptors: the collector would come late."""
-        if self._reader is not None:
-            self._reader.close()
+        self.close_reader()
         if self._processor_use is not None:
             self._processor_use.close()
         self._forget_suspect()

@@ -89,7 +89,10 @@ def worker_main(
             serve_async(AsyncTaskLoop.of(runner))
         else:
             # No event loop: it would cost time for every batch, and could overlap nothing.
-            _serve_blocking(runner)
+            try:
+                _serve_blocking(runner)
+            finally:
+                runner.close_reader()
     except ConnectionError:
         pass  # the main process closed its end
     finally:

@@ -23,7 +23,7 @@ import torch
 from asyncloader.bridge import in_thread
 from asyncloader.delivery.stage import use_current_device
 from asyncloader.epoch.consumer import NO_BATCH
-from asyncloader.epoch.inline import InlineEpoch, warn_of_exit
+from asyncloader.epoch.inline import InlineEpoch
 from asyncloader.epoch.inline_prefetch import mark_retrieved
 from asyncloader.epoch.thread_or_loop import HOLD_SECONDS, FetchPlace
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
@@ -34,7 +34,7 @@ from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled
+from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_state import PackedCursor

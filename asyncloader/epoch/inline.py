@@ -11,7 +11,6 @@ fast enough to be read on the event loop (`thread_or_loop.py`).
 from __future__ import annotations
 
 import asyncio
-import warnings
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from time import perf_counter, thread_time
@@ -134,6 +133,7 @@ class InlineEpoch:
             if self.progress.outdated:
                 progress = self._keeper.begin(self._loader, self._config)
                 torch_iter = self._base()
+                self.reader.close()
                 torch_iter._begin_order(self._loader, progress)
                 self._begin(progress, torch_iter)
             self._fresh = False
@@ -384,12 +384,6 @@ def _pulled(torch_iter: TorchIterator) -> tuple[int | None, Any]:
         return torch_iter.pull()
     except StopIteration:
         raise EndOfData from None
-
-
-def warn_of_exit(error: BaseException | None) -> None:
-    """Warn of an error of the dataset's `__aexit__`. All batches were delivered, so it is not raised."""
-    if error is not None:
-        warnings.warn(f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
 
 
 def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: Recorder) -> DatasetReader:

@@ -149,6 +149,7 @@ class BatchPrefetcher:
         if pending:
             # Their code may use the dataset's context, which exits below.
             await asyncio.wait(pending)
+        await self._reader.aclose_resources()
         self._reader.close()
         return await self._context.close()
 

@@ -24,7 +24,7 @@ import torch
 
 from asyncloader.bridge import Bridge, join_all
 from asyncloader.epoch.consumer import NO_BATCH
-from asyncloader.epoch.inline import InlineEpoch, warn_of_exit
+from asyncloader.epoch.inline import InlineEpoch
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed
 from asyncloader.options.declaration import LoaderSpec
@@ -32,7 +32,7 @@ from asyncloader.process_hooks import at_exit
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.fetch.context import UnexpectedCancellation
+from asyncloader.workers.fetch.context import UnexpectedCancellation, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.live_objects import LiveObjects
@@ -124,8 +124,11 @@ class SyncInlineIterator(CountedNext):
     def _release(self) -> None:
         # Taken out first: a second call, as of the finalizer, must not release the bridge again.
         bridge, self._bridge = self._bridge, None
-        if bridge is None or os.getpid() != self._owner:
+        if os.getpid() != self._owner:
             return  # in a forked child nothing of it runs
+        if bridge is None:
+            self._epoch.reader.resources.close()
+            return
         if bridge.in_loop_thread:  # the loop's own thread cannot wait for the loop
             bridge.release_soon(_close_and_warn, self._epoch)
             return
@@ -152,6 +155,8 @@ class SyncInlineIterator(CountedNext):
         bridge, self._bridge = self._bridge, None
         if bridge is not None:
             bridge.release_soon(_close_and_warn, self._epoch)
+        else:
+            self._epoch.reader.resources.close()
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         # The attributes are missing if `__init__` raised before they were set.

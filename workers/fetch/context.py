@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import warnings
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from asyncloader.shielding import shielded
 from asyncloader.workers.fetch.mocks import has_special_method
+from asyncloader.workers.fetch.resource_scope import ResourceScope, current_scope
 
 EXIT_SECONDS = 1.5
 """Seconds that `__aexit__` may take. A worker that was asked to end is terminated after two seconds."""
@@ -62,13 +64,17 @@ class DatasetContext:
         dataset: the dataset.
         before: awaited first, and once: what `worker_init_fn` returned; None: nothing.
         after: its `aclose` is awaited before the dataset's context exits; None: nothing.
+        resources: gets what `__aenter__` opens by `worker_resource`.
     """
 
-    def __init__(self, dataset: Any, before: Any = None, after: Any = None) -> None:
+    def __init__(
+        self, dataset: Any, before: Any = None, after: Any = None, resources: ResourceScope | None = None
+    ) -> None:
         self._managers = context_managers(dataset)
         if after is not None:
             self._managers.append(contextlib.aclosing(after))
         self._before = before
+        self._resources = resources
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[None] | None = None
@@ -110,6 +116,7 @@ class DatasetContext:
             await shielded(opened)
 
     async def _hold(self, opened: asyncio.Future[None], leave: asyncio.Event) -> None:
+        current_scope.set(self._resources)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 with UnexpectedCancellation("the dataset's"):
@@ -174,6 +181,12 @@ class _Failed:
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+
+def warn_of_exit(error: BaseException | None) -> None:
+    """Warn of an error of the dataset's `__aexit__`. All batches were delivered, so it is not raised."""
+    if error is not None:
+        warnings.warn(f"the dataset's __aexit__ raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
 
 
 class UnexpectedCancellation:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _SHOWN = 8
-_STARTS = ("while fetching ", "while reading ", "while collating ", "while calling ")
+_STARTS = ("while fetching ", "while reading ", "while collating ", "while calling ", "while opening ")
 _ADVICE = {  # by what torch's default collation says
     "<class 'coroutine'>": "a dataset whose samples are awaited needs an `async def __getitem__`",
     "found <class": "samples of this type need a collate_fn",

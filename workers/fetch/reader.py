@@ -34,6 +34,7 @@ from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
 from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.plain_context import plain_context
+from asyncloader.workers.fetch.resource_scope import ResourceScope, current_scope
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, SampleSeeder, global_generators_kept
@@ -76,6 +77,11 @@ class DatasetReader:
         self._setup = setup
         self._alone = alone
         self.dataset = dataset
+        self.resources = ResourceScope()
+        """What the dataset's code opens by `worker_resource`."""
+        if in_worker:
+            # Also for the code that runs before the first fetch, and after it: `worker_init_fn`, above all.
+            current_scope.set(self.resources)
         self._time = time = Recorder().time if time is None else time
         self._collate = _TimedCollate(collate, time)
         self._stage: Stage = "first_read" if in_worker else "fetch"  # of the next fetch
@@ -132,7 +138,7 @@ class DatasetReader:
         if self.asynchronous:
             self._accept_draws()
             return
-        with self._generators():
+        with self._generators(), self.resources.here():
             self._open(start)
             with self._skipping(start) as batches:
                 for _ in batches:
@@ -145,7 +151,8 @@ class DatasetReader:
         """Return the context to hold open while reading; an empty one for a blocking dataset."""
         if not self.asynchronous:
             return DatasetContext(None)
-        return DatasetContext(self.dataset, before, self if assigns_shards(self.dataset) else None)
+        after = self if assigns_shards(self.dataset) else None
+        return DatasetContext(self.dataset, before, after, self.resources)
 
     async def _begin_async(self, start: EpochStart) -> None:
         # The stream of the epoch before may still be reading ahead.
@@ -301,17 +308,22 @@ class DatasetReader:
         if self._setup.iterable:
             index = self._stream_index
         began = perf_counter()
-        # Tested here, and not by an empty context: entering a context for every batch takes longer.
-        if self._setup.seeded is None:
-            batch = self._fetcher.fetch(index, records)
-        else:
-            with self._generators():
+        token = current_scope.set(self.resources)
+        try:
+            # Tested here, and not by an empty context: entering a context for every batch takes longer.
+            if self._setup.seeded is None:
                 batch = self._fetcher.fetch(index, records)
+            else:
+                with self._generators():
+                    batch = self._fetcher.fetch(index, records)
+        finally:
+            current_scope.reset(token)
         self._record(began)
         return batch
 
     async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
-        """Return the batch of an index, from an asynchronous dataset. See `fetch`."""
+        """Return the batch of an index, from an asynchronous dataset. See `fetch`. In a task of its own."""
+        current_scope.set(self.resources)
         if not self._setup.iterable:
             if not self._ready:
                 # For the beginning alone: batches of a map dataset are fetched at the same time.
@@ -347,27 +359,47 @@ class DatasetReader:
         return result
 
     async def samples(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
-        """Return what `collated` makes the batch of, for callers that collate later. Asynchronous map datasets only."""
+        """Return what `collated` makes the batch of, for callers that collate later. Asynchronous map datasets only. In
+        a task of its own.
+        """
+        current_scope.set(self.resources)
         if not self._ready:
             async with self._lock:
                 await self._ensure_begun()
         return await self._timed(self._fetcher.samples(index, records))
 
     def collated(self, index: Any, samples: Any) -> Any:
-        """Collate what `samples` returned for this index."""
+        """Collate what `samples` returned for this index. In a task of its own."""
+        current_scope.set(self.resources)
         return self._fetcher.collated(index, samples)
 
     async def aclose(self) -> None:
         """Stop reading, and `close`. No fetch may be in progress."""
         await self._close_worker_stream()
+        await self.aclose_resources()
         self.close()
+
+    async def aclose_resources(self) -> None:
+        """Close what the dataset's code has opened by `worker_resource`. No fetch may be in progress."""
+        await self.resources.aclose(getattr(self._fetcher, "dataset_iter", None))
+
+    def close_resources(self) -> None:
+        """Close what a blocking dataset's code has opened by `worker_resource`. Nothing may be fetched afterwards."""
+        if self.resources.used:
+            # A generator may have stopped within the context of such an object. It ends when it is freed.
+            self._fetcher = None
+            self._bookmark = Bookmark(self.dataset, 0)
+            self.resources.close()
 
     async def _close_worker_stream(self) -> None:
         if isinstance(self._fetcher, WorkerStreamFetcher):
             await self._fetcher.dataset_iter.aclose()
 
     def close(self) -> None:
-        """Let the threads end, without waiting. Nothing may be fetched afterwards."""
+        """Let the threads end, without waiting, and close what the dataset's code has opened. Nothing may be fetched
+        afterwards.
+        """
+        self.resources.close()
         for threads in (self._threads, self._decode_threads):
             if threads is not None:
                 threads.close()

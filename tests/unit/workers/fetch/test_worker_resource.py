@@ -1,0 +1,362 @@
+"""`worker_resource` by itself: who gets which object, when it is closed, and what errors say."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from asyncloader import worker_resource
+from asyncloader.workers.fetch.resource_scope import ResourceScope, current_scope
+from asyncloader.workers.fetch.worker_resource import AsyncWorkerResource
+from tests.helpers.forking import fork
+
+
+class Log:
+    """Opens and closes objects, which are lists with their key, and counts those that are open."""
+
+    def __init__(self) -> None:
+        self.open = self.most = 0
+        self.events: list[str] = []
+        self.lock = threading.Lock()
+
+    def opener(self, key: str) -> list[str]:
+        with self.lock:
+            self.open += 1
+            self.most = max(self.most, self.open)
+            self.events.append(f"+{key}")
+        return [key]
+
+    def closer(self, value: list[str]) -> None:
+        assert value, "closed twice"
+        with self.lock:
+            self.open -= 1
+            self.events.append(f"-{value.pop()}")
+
+    async def opener_async(self, key: str) -> list[str]:
+        await asyncio.sleep(0)
+        return self.opener(key)
+
+    async def closer_async(self, value: list[str]) -> None:
+        await asyncio.sleep(0)
+        self.closer(value)
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture(autouse=True)
+def scope() -> Iterator[ResourceScope]:
+    """Give each test a scope of its own, as a worker has."""
+    made = ResourceScope()
+    token = current_scope.set(made)
+    yield made
+    current_scope.reset(token)
+    made.close()
+
+
+def test_kept_used_again_and_closed_in_order(log: Log, scope: ResourceScope) -> None:
+    """The least recently used is closed before another is opened; the rest at the end, which may be repeated."""
+    files = worker_resource(log.opener, log.closer, max=2)
+    for key in "abacab":
+        with files(key) as file:
+            assert file == [key]
+    assert log.events == ["+a", "+b", "-b", "+c", "-c", "+b"]
+    scope.close()
+    scope.close()
+    assert log.events[6:] == ["-a", "-b"]
+    assert log.most == 2
+
+
+def test_in_use_is_not_closed(log: Log, scope: ResourceScope) -> None:
+    """More than `max` may be in use, and they outlive the end of the scope until they are given back."""
+    files = worker_resource(log.opener, log.closer, max=1)
+    with ExitStack() as stack:
+        held = [stack.enter_context(files(key)) for key in "aab"]
+        scope.close()
+        assert held == [["a"], ["a"], ["b"]]
+        assert held[0] is not held[1]
+    assert log.events == ["+a", "+a", "+b", "-b", "-a", "-a"]
+
+
+def test_shared_objects(log: Log) -> None:
+    """With `shared` all users of a key have one object."""
+    files = worker_resource(log.opener, log.closer, max=1, shared=True)
+    with files("a") as first, files("a") as second, files("b"):
+        assert first is second
+    assert log.events == ["+a", "+b", "-b"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_threads(log: Log, scope: ResourceScope, shared: bool) -> None:
+    """Eight threads never have a closed object, nor, unless it is shared, another thread's."""
+    files = worker_resource(log.opener, log.closer, max=3, shared=shared)
+    users: dict[int, int] = {}
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        current_scope.set(scope)
+        for step in range(300):
+            key = "abcde"[(seed * 7 + step * step) % 5]
+            with files(key) as file:
+                users[id(file)] = users.get(id(file), 0) + 1
+                if file != [key] or (users[id(file)] > 1 and not shared):
+                    wrong.append(f"{key}: {file}")
+                users[id(file)] -= 1
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert log.most <= 8  # threads in use; max where fewer are
+    assert log.open <= 3
+    scope.close()
+    assert log.open == 0
+
+
+def test_shared_objects_are_opened_once_and_errors_are_not_shared(scope: ResourceScope) -> None:
+    """Who waits for an object that cannot be opened tries for itself, and gets an error of its own."""
+    begun, go, calls = threading.Event(), threading.Event(), []
+
+    def opener(key: str) -> str:
+        calls.append(key)
+        begun.set()
+        go.wait(30)
+        if len(calls) == 1:
+            raise OSError("not this time")
+        return key
+
+    files = worker_resource(opener, shared=True)
+    results: list[Any] = []
+
+    def use() -> None:
+        current_scope.set(scope)
+        try:
+            with files("a") as value:
+                results.append(value)
+        except OSError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    threads[0].start()
+    begun.wait(30)
+    for thread in threads[1:]:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(str(each) for each in results) == ["a", "a", "not this time"]
+    assert len(calls) == 2
+
+
+def test_errors_name_the_key(log: Log, scope: ResourceScope) -> None:
+    """What `open` raises reaches the caller, and takes no place; what `close` raises is a warning."""
+
+    def opener(key: str) -> Any:
+        if key == "bad":
+            raise FileNotFoundError("no such video")
+        return log.opener(key)
+
+    def closer(value: list[str]) -> None:
+        raise OSError("disk full")
+
+    files = worker_resource(opener, closer, max=1)
+    with pytest.raises(FileNotFoundError, match="no such video") as caught, files("bad"):
+        pass
+    assert "while opening 'bad' by " in caught.value.__notes__[0]
+    with files("a"):
+        pass
+    with pytest.warns(RuntimeWarning, match="closing 'a', which .* had opened, raised OSError: disk full"), files("b"):
+        pass
+    with pytest.warns(RuntimeWarning, match="closing 'b'"):
+        scope.close()
+
+
+def test_the_objects_own_close() -> None:
+    """Without `close` the object's own method is called; an object without one is dropped."""
+    closed = []
+
+    class File:
+        def close(self) -> None:
+            closed.append(self)
+
+    files = worker_resource(lambda key: File() if key else object(), max=1)
+    for key in (1, 0, 1, 0):
+        with files(key):
+            pass
+    assert len(closed) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"open": "a.mp4"}, TypeError, "open must be a function, not 'a.mp4'"),
+        ({"open": open, "close": 3}, TypeError, "close must be a function"),
+        ({"open": open, "max": 0}, ValueError, "at least 1, not 0"),
+        ({"open": open, "max": True}, ValueError, "not True"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
+    """Refused at once, with the value."""
+    with pytest.raises(error, match=said):
+        worker_resource(**arguments)
+
+
+def test_misuse(log: Log) -> None:
+    """What would hang, leak or await nothing raises instead."""
+    files: Any = worker_resource(lambda key: files(key).__enter__(), shared=True)
+    with pytest.raises(RuntimeError, match="would wait for itself"), files("a"):
+        pass
+    late: Any = worker_resource(lambda key: (log.opener_async(key),)[0])
+    with pytest.raises(TypeError, match="give worker_resource an `async def`"), late("a"):
+        pass
+    once = worker_resource(log.opener)("a")
+    with once, pytest.raises(RuntimeError, match="in use"), once:
+        pass
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_have_nothing_open(again: Callable[[Any], Any]) -> None:
+    """Only the functions and numbers travel."""
+    make: Any = worker_resource
+    files = make(os.listdir, len, max=3)
+    with files("/") as names:
+        other = again(files)
+        with other("/") as others:
+            assert others == names
+            assert others is not names
+    assert repr(other) == repr(files) == "<WorkerResource of listdir, max=3>"
+
+
+def test_a_fork_shares_nothing(log: Log, scope: ResourceScope) -> None:
+    """A child opens its own objects, and neither closes nor frees those of its parent, also those in use."""
+    freed = []
+
+    class File:
+        def __init__(self) -> None:
+            self.pid = os.getpid()
+
+        def __del__(self) -> None:
+            if self.pid != os.getpid():
+                freed.append(self.pid)
+
+        def close(self) -> None:
+            assert self.pid == os.getpid()
+
+    files: Any = worker_resource(lambda key: File(), max=2)
+    with files("b"):
+        pass
+
+    def child() -> None:
+        with files("b") as mine:
+            assert mine.pid == os.getpid()
+        lease.__exit__(None, None, None)
+        scope.close()
+        gc.collect()
+        assert not freed
+
+    lease = files("a")
+    with lease as parents:
+        fork(child).wait()
+        assert parents.pid == os.getpid()
+
+
+def test_a_generator_freed_by_the_collector(log: Log, scope: ResourceScope) -> None:
+    """It gives its object back wherever the collector runs: in the middle of a change of the table, too."""
+    files = worker_resource(log.opener, log.closer, max=1)
+
+    def reading() -> Iterator[int]:
+        with files("a"):
+            yield 1
+
+    for _ in range(50):
+        stream = reading()
+        next(stream)
+        cycle: list[Any] = [stream]
+        cycle.append(cycle)
+        del stream, cycle
+        with files("b"):
+            handles = next(iter(files._handles.values()))
+            with handles._lock:  # as if the collector ran there
+                gc.collect()
+    scope.close()
+    assert log.open == 0
+    assert log.most <= 3
+
+
+# ---------------------------------------------------------------------------------------------------- asynchronous
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_tasks(log: Log, scope: ResourceScope, shared: bool) -> None:
+    """Forty tasks at once, some of which are cancelled at any await, leave nothing open and nothing half closed."""
+    files = worker_resource(log.opener_async, log.closer_async, max=3, shared=shared)
+    assert isinstance(files, AsyncWorkerResource)
+
+    async def use(number: int) -> None:
+        key = "abcde"[number % 5]
+        async with files(key) as file:
+            assert file == [key]
+            await asyncio.sleep(0)
+            assert file == [key]
+
+    for turns in range(8):
+        tasks = [asyncio.ensure_future(use(number)) for number in range(40)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in tasks[::3]:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [each for each in done if isinstance(each, Exception)]
+    assert log.most <= 40
+    await scope.aclose(None)
+    assert log.open == 0
+
+
+async def test_asynchronous_errors(log: Log, scope: ResourceScope) -> None:
+    """As those of plain functions; and a close that does not end is not waited for."""
+
+    async def opener(key: str) -> list[str]:
+        if key == "bad":
+            raise OSError("no such video")
+        return log.opener(key)
+
+    async def closer(value: list[str]) -> None:
+        raise OSError("disk full")
+
+    files = worker_resource(opener, closer, max=1)
+    with pytest.raises(OSError, match="no such video") as caught:
+        async with files("bad"):
+            pass
+    assert "while opening 'bad' by " in caught.value.__notes__[0]
+    async with files("a"):
+        pass
+    with pytest.warns(RuntimeWarning, match="closing 'a'.*disk full"):
+        await scope.aclose(None)
+
+
+def test_another_loop(log: Log) -> None:
+    """Objects end with their loop: the next loop opens its own. While the first still runs, a second is refused."""
+    files = worker_resource(log.opener_async, log.closer, max=2)
+
+    async def use() -> list[str]:
+        async with files("a") as file:
+            return file
+
+    assert asyncio.run(use()) is not asyncio.run(use())
+    with asyncio.Runner() as one, asyncio.Runner() as other:
+        one.run(use())
+        with pytest.raises(RuntimeError, match="another event loop"):
+            other.run(use())
