@@ -88,6 +88,8 @@ if TYPE_CHECKING:
     from asyncloader.service.protocol.address import Service
     from asyncloader.service.protocol.batch_types import register_batch_type
     from asyncloader.shared.share import SharedDict, SharedList, share
+    from asyncloader.sources.megatron import MegatronTokens
+    from asyncloader.sources.tokens import TokenFile
     from asyncloader.stateful_loader import StatefulDataLoader
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric, MetricSample
@@ -109,6 +111,7 @@ _OWN = {
     "LoaderClosed": "asyncloader.errors",
     "LoaderError": "asyncloader.errors",
     "LoaderTimeout": "asyncloader.errors",
+    "MegatronTokens": "asyncloader.sources.megatron",
     "Metric": "asyncloader.telemetry.metrics",
     "MetricSample": "asyncloader.telemetry.metrics",
     "MixtureSampler": "asyncloader.samplers.mixture",
@@ -138,6 +141,7 @@ _OWN = {
     "StatefulRandomSampler": "asyncloader.samplers.stateful",
     "TaskQuarantined": "asyncloader.errors",
     "TokenBudgetBatchSampler": "asyncloader.samplers.by_length",
+    "TokenFile": "asyncloader.sources.tokens",
     "TooManySkippedSamples": "asyncloader.errors",
     "Tuning": "asyncloader.options.objects",
     "UnsupportedPlatform": "asyncloader.errors",
@@ -177,6 +181,7 @@ __all__ = [
     "LoaderError",
     "LoaderTimeout",
     "MapDataPipe",
+    "MegatronTokens",
     "Metric",
     "MetricSample",
     "MixtureSampler",
@@ -213,6 +218,7 @@ __all__ = [
     "TaskQuarantined",
     "TensorDataset",
     "TokenBudgetBatchSampler",
+    "TokenFile",
     "TooManySkippedSamples",
     "Tuning",
     "UnsupportedPlatform",

@@ -26,7 +26,7 @@ FLOORS = [
     "errors cpus process_hooks shielding sizes version workers.ipc",
     "telemetry events bridge formats transports workers.memory never_iterated",
     "workers.fetch ranks transports.testing",
-    "samplers shared workers",
+    "samplers shared sources workers",
     "delivery packing remote service workers.threads",
     "remote.random_access service.protocol",
     "service.client service.node",

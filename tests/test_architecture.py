@@ -88,6 +88,7 @@ PURE = {
         "service.protocol.shard_plan",
         "shared.builder",
         "shared.layout",
+        "sources.megatron_index",
         "state.batch_change",
         "state.epoch_counter",
         "state.schema",

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Counts:
 
 
 @contextmanager
-def using() -> Iterator[None]:
+def using() -> Generator[None]:
     Counts.add(users=1)
     try:
         yield

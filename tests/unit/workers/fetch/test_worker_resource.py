@@ -164,7 +164,7 @@ def test_shared_objects_are_opened_once_and_errors_are_not_shared(scope: Resourc
 def test_errors_name_the_key(log: Log, scope: ResourceScope) -> None:
     """What `open` raises reaches the caller, and takes no place; what `close` raises is a warning."""
 
-    def opener(key: str) -> Any:
+    def opener(key: str) -> list[str]:
         if key == "bad":
             raise FileNotFoundError("no such video")
         return log.opener(key)
@@ -219,7 +219,7 @@ def test_misuse(log: Log) -> None:
     files: Any = worker_resource(lambda key: files(key).__enter__(), shared=True)
     with pytest.raises(RuntimeError, match="would wait for itself"), files("a"):
         pass
-    late: Any = worker_resource(lambda key: (log.opener_async(key),)[0])
+    late: Any = worker_resource(lambda key: (log.opener_async(str(key)),)[0])
     with pytest.raises(TypeError, match="give worker_resource an `async def`"), late("a"):
         pass
     once = worker_resource(log.opener)("a")

@@ -1,0 +1,1 @@
+"""Map datasets over files of common formats."""

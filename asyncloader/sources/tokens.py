@@ -1,0 +1,131 @@
+"""Windows of a file of raw tokens, as a map dataset.
+
+Data path: file -> local_file -> [tokens] -> worker.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from asyncloader.errors import ShardError
+from asyncloader.sources.local_file import LocalFile
+
+Tokens = np.ndarray[Any, np.dtype[Any]]
+
+
+def token_type(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """Return the dtype of tokens.
+
+    Raises:
+        ValueError: it is no integer type.
+    """
+    found = np.dtype(dtype)
+    if found.kind not in "iu":
+        raise ValueError(f"tokens are integers, not {found}; use uint16, int32 or whatever the file was written with")
+    return found
+
+
+def positions(indices: Sequence[int], length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the indices of samples as an array; negative ones count from the end.
+
+    Raises:
+        IndexError: one is out of range.
+        TypeError: one is no integer.
+    """
+    found = np.asarray(indices)
+    if found.dtype.kind not in "iu" and found.size:
+        raise TypeError(f"indices of samples are integers, not {found.dtype}")
+    found = found.astype(np.int64, copy=False)
+    wrong = (found < -length) | (found >= length)
+    if wrong.any():
+        raise IndexError(f"sample {int(found[wrong][0]):,} of a dataset of {length:,}")
+    return np.where(found < 0, found + length, found)
+
+
+class TokenFile(Dataset[Tokens]):
+    """Windows of a local file that holds nothing but tokens, as ``numpy.ndarray.tofile`` writes it.
+
+        data = TokenFile("train.bin", "uint16", context=1025, stride=1024)
+        tokens = data[0]    # inputs tokens[:-1], targets tokens[1:]
+
+    Nothing is read before it is needed, and all workers share the system's cache of the file. Each sample is an array
+    of its own, of the file's dtype. Tokens after the last whole window are left out.
+
+    Args:
+        path: the file, on a local disk.
+        dtype: the tokens' type: an integer type, of any byte order.
+        context: tokens of a window, at least 1.
+        stride: tokens from the beginning of a window to that of the next; None: `context`.
+        offset: bytes of a header, which are skipped.
+
+    Attributes:
+        num_tokens: tokens of the file.
+
+    Raises:
+        ValueError: an argument is out of range.
+        ShardError: the file is no whole number of tokens, or holds no window.
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        dtype: npt.DTypeLike,
+        context: int,
+        *,
+        stride: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        self.dtype = token_type(dtype)
+        self.context = operator.index(context)
+        self.stride = self.context if stride is None else operator.index(stride)
+        self.offset = operator.index(offset)
+        for name, value, least in (
+            ("context", self.context, 1),
+            ("stride", self.stride, 1),
+            ("offset", self.offset, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+        self._file = file = LocalFile(path)
+        if (file.size - self.offset) % self.dtype.itemsize or file.size < self.offset:
+            raise ShardError(
+                f"{file.size:,} bytes, of which {self.offset:,} are a header, are no whole number of {self.dtype} "
+                "tokens: the file was cut, or has another dtype or header",
+                url=file.path,
+            )
+        self.num_tokens = (file.size - self.offset) // self.dtype.itemsize
+        if self.num_tokens < self.context:
+            raise ShardError(f"{self.num_tokens:,} tokens are no window of {self.context:,}", url=file.path)
+        self._length = (self.num_tokens - self.context) // self.stride + 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Tokens:
+        """Return the tokens of a window, of shape ``(context,)``.
+
+        Raises:
+            IndexError: `index` is out of range.
+            ShardError: the file has changed.
+        """
+        return self.__getitems__([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Tokens]:
+        """Return the windows of these indices: the rows of one array. See `__getitem__`."""
+        starts = positions(indices, self._length) * (self.stride * self.dtype.itemsize) + self.offset
+        windows: Tokens = np.empty((len(starts), self.context), self.dtype)
+        for row, start in zip(windows, starts.tolist(), strict=True):
+            self._file.read_into(row, start)
+        self._file.check()
+        return list(windows.astype(self.dtype.newbyteorder("="), copy=False))
+
+    def __repr__(self) -> str:
+        return f"<TokenFile {self._file.path!r}: {self._length:,} windows of {self.context:,} {self.dtype}>"
