@@ -283,7 +283,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         other: AsyncDataLoader[T_co, B_co] = loader_without_workers(self._spec, AsyncDataLoader, rank)
         with self._keeper.lent_dataset(self._spec):
             async with other:
-                begin_at(other, epoch, step)
+                begin_at(other, other._keeper, epoch, step)
                 async for batch in other:
                     check_step(other.state_dict(), epoch, step)
                     return batch

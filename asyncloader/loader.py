@@ -226,7 +226,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         epoch, state = self.epoch if epoch is None else epoch, self._asyncloader_state
         other: DataLoader[T_co, B_co] = loader_without_workers(self, DataLoader, rank)
         with state.keeper.lent_dataset(self), other:
-            begin_at(other, epoch, step)
+            begin_at(other, other._asyncloader_state.keeper, epoch, step)
             for batch in other:
                 check_step(other.state_dict(), epoch, step)
                 return batch

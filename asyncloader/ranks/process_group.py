@@ -16,6 +16,8 @@ from collections import Counter, deque
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from asyncloader.ranks.topology import Topology
@@ -23,6 +25,8 @@ from asyncloader.ranks.topology import Topology
 _TIMEOUT = timedelta(days=1)
 """Timeout of a reduction. It is long because a rank that is ahead waits while others validate or save, which is not a
 failure. A rank that dies is noticed at once."""
+_PIECE = 1 << 15  # numbers that `total` reduces at a time
+
 _DESTROY_SECONDS = 2.0
 """How long a caller waits for the destruction of a group."""
 
@@ -36,10 +40,10 @@ class RankGroup:
 
     def __init__(self, group: Any) -> None:
         self._group: Any = group
-        # One tensor for all reductions, kept until the group is destroyed. A gloo thread drops a reduction only after
+        # The tensors of all reductions, kept until the group is destroyed. A gloo thread drops a reduction only after
         # that has returned; with the last reference to the tensor it would need the GIL to free it, and torch 2.6
         # holds the GIL while it waits for gloo's threads to end.
-        self._numbers = torch.empty(2, dtype=torch.int64, device="cpu")
+        self._numbers = [torch.empty(2, dtype=torch.int64, device="cpu")]
         self._world = weakref.ref(torch.distributed.group.WORLD)
         self._finalizer = weakref.finalize(self, _unused.append, (os.getpid(), group, self._numbers))
         self._finalizer.atexit = False
@@ -75,17 +79,34 @@ class RankGroup:
         Raises:
             RuntimeError: a rank has ended, or the network failed; in this call or in an earlier call.
         """
-        both = self._numbers
+        both = self._numbers[0]
+        both[0], both[1] = number, -number
+        self._reduce(both, torch.distributed.ReduceOp.MIN)
+        return int(both[0]), -int(both[1])
+
+    def total(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The sums of all ranks' numbers, of arrays of one length. Blocks, and raises, as `reduce`."""
+        if len(self._numbers) == 1:
+            self._numbers.append(torch.empty(_PIECE, dtype=torch.int64, device="cpu"))
+        found = np.empty_like(numbers)
+        for first in range(0, len(numbers), _PIECE):
+            # One tensor for all pieces: it must outlive the group.
+            given = torch.from_numpy(numbers[first : first + _PIECE])
+            self._numbers[1][: len(given)] = given
+            self._reduce(self._numbers[1], torch.distributed.ReduceOp.SUM)
+            found[first : first + _PIECE] = self._numbers[1][: len(given)].numpy()
+        return found
+
+    def _reduce(self, numbers: torch.Tensor, operation: Any) -> None:
         if self._broken is None:
-            both[0], both[1] = number, -number
             try:
                 options: Any = torch.distributed.AllreduceOptions()
-                options.reduceOp = torch.distributed.ReduceOp.MIN
-                self._group.allreduce([both], options).wait()
-                return int(both[0]), -int(both[1])
+                options.reduceOp = operation
+                self._group.allreduce([numbers], options).wait()
             except Exception as error:
                 self._broken = str(error)
-        raise RuntimeError(self._broken)  # not the error itself: its traceback holds the group
+        if self._broken is not None:
+            raise RuntimeError(self._broken)  # not the error itself: its traceback holds the group
 
     def retire(self) -> None:
         """`close`, unless an agreement may still notify the other ranks: the group then ends with its last user."""
@@ -105,16 +126,16 @@ class RankGroup:
 # How many groups each set of ranks has made; the members count alike, because they make theirs in the same order.
 _made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
-# Groups that are no longer used: the process that made it, the group, its tensor.
-_unused: deque[tuple[int, Any, torch.Tensor]] = deque()
+# Groups that are no longer used: the process that made it, the group, its tensors.
+_unused: deque[tuple[int, Any, Any]] = deque()
 
 
-def destroy(group: Any, numbers: torch.Tensor) -> None:
+def destroy(group: Any, numbers: Any) -> None:
     """Destroy a gloo group that this process has made, and wait for that, some seconds at most.
 
     Args:
         group: the caller keeps no reference to it.
-        numbers: the tensor of all its reductions, which has to outlive it.
+        numbers: the tensor of all its reductions, or a list of them, which have to outlive it.
     """
     _unused.append((os.getpid(), group, numbers))
     del group
@@ -136,12 +157,19 @@ def destroy_unused() -> None:
             thread.join(_DESTROY_SECONDS)
 
 
-def _destroy(unused: list[tuple[int, Any, torch.Tensor]]) -> None:
+def _destroy(unused: list[tuple[int, Any, Any]]) -> None:
     _, group, numbers = unused.pop()  # this thread now has the last reference
     with contextlib.suppress(Exception):  # torch.distributed was shut down already, or does not know the group
         torch.distributed.destroy_process_group(group)
-    del group  # before the tensor: see `RankGroup`
+    del group  # before the tensors: see `RankGroup`
     del numbers
+
+
+def has_group(topology: Topology, members: Any) -> bool:
+    """Whether torch.distributed connects the ranks of a loader, so that `make_group` can. Arguments as there."""
+    distributed = torch.distributed
+    initialized = distributed.is_available() and distributed.is_initialized()
+    return initialized and distributed.get_world_size(members) == topology.world_size
 
 
 def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -> RankGroup:

@@ -10,40 +10,56 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 import os
-import warnings
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset
 
 from asyncloader.bridge import run_in_thread
-from asyncloader.errors import NoEffectWarning
-from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardError, ShardFormat
+from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardFormat
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import PARQUET, Shard
+from asyncloader.remote.dataset_warnings import log_left_out, warn_without_effect
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.fixed_streams import FixedStreams
 from asyncloader.remote.pins import Pins
-from asyncloader.remote.rank_shares import EpochPlan, EpochShares, Stretch, part_left_out, sample_numbers, stretch_of
+from asyncloader.remote.rank_shares import (
+    EpochPlan,
+    EpochShares,
+    Stretch,
+    part_left_out,
+    sample_numbers,
+    stretch_of,
+)
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
-from asyncloader.remote.sample_counts import Counted, count_shards
-from asyncloader.remote.shard_sizes import bytes_per_sample, sample_position, with_counts, with_edges, with_sizes
+from asyncloader.remote.sample_counts import Counted
+from asyncloader.remote.shard_sizes import (
+    RAISED_WHEN_READ,
+    bytes_per_sample,
+    sample_position,
+    with_counts,
+    with_edges,
+    with_sizes,
+)
 from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, group_ranges
-from asyncloader.remote.stores import LoopStores, Stores, is_cached, scheme_of, strip_signature
+from asyncloader.remote.shared_counting import Counting, count_samples, count_together
+from asyncloader.remote.stores import LoopStores, Stores, scheme_of, strip_signature
 from asyncloader.remote.stream_blocks import Shards
 from asyncloader.remote.stream_order import LANES
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.sizes import Size, size
-from asyncloader.transports import InvalidPath, ObjectNotFound, SizeUnknown, Transport
+from asyncloader.transports import InvalidPath, SizeUnknown, Transport
 from asyncloader.workers.fetch.assignment_client import AssignmentSource
+
+if TYPE_CHECKING:
+    from asyncloader.ranks.exchange import RankExchange
 
 RANGES_PER_WORKER = 4
 """Fewer shards than this per worker are cut into this number of ranges per worker: enough to balance the epoch's end.
@@ -57,16 +73,7 @@ MAX_SIZE_REQUESTS = 1024
 
 CUSTOM = ShardFormat("custom", None)
 
-_log = logging.getLogger("asyncloader")
-
 _LEAST_AHEAD = 1 << 18  # bytes that each of many streams fetches ahead, at least
-
-_LEFT_OUT = 0.02  # the part of the data that an epoch leaves out from which a warning is logged
-RAISED_WHEN_READ = (ObjectNotFound, ShardError)
-"""Errors of a single shard, which do not fail the plan: they are raised when the shard is read, and `on_error` applies.
-
-Other errors fail the plan: they may be temporary, or occur in one rank only, and all ranks must make the same plan.
-"""
 
 
 class RemoteIterableDataset(IterableDataset[Any]):
@@ -107,8 +114,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
         streams: streams that each global batch is read from. With it, and the loader's ``seed=``, an epoch's batches
             and their order depend neither on the number of workers nor of ranks, no rank leaves out samples, and a
             state fits any of these numbers. Ranks up to this number that divide it read no byte twice. The samples of
-            shards without an index are counted before the first epoch, for which each rank reads them once. None: each
-            worker reads a stream of its own.
+            shards without an index are counted before the first epoch, for which they are read once; a `cache_dir`
+            keeps the numbers, also of local shards. None: each worker reads a stream of its own.
 
     Raises:
         ValueError: an argument is out of range, or incompatible with another.
@@ -154,7 +161,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
                 cache_revalidate=cache_revalidate,
             )
         )
-        _warn_without_effect(self.urls, cache_dir, cache_bytes, cache_revalidate)
+        if cache_dir is None or streams is None:  # with streams, also the numbers of local shards are kept
+            warn_without_effect(self.urls, cache_dir, cache_bytes, cache_revalidate)
         self._listed: list[Shard] | None = None  # the result of `find_shards`
         self._counted_shards: list[Shard] | None = None  # with sizes or counts, for `len`
         self._shards: list[Shard] | None = None  # with sizes and cut points, for the latest plan
@@ -292,7 +300,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             shares, mine = EpochShares(ranks, None, part), [shard_ranges[at] for at in order[rank::ranks].tolist()]
             if not rank and not self._logged:
                 self._logged = True
-                _log_left_out(part, len(shards), ranks)
+                log_left_out(part, len(shards), ranks)
         if shuffle is not None and not common:
             mine = [mine[at] for at in Permutation(len(mine), shuffle, 0)(np.arange(len(mine))).tolist()]
         elif shuffle is None and ranks > 1 and mine:
@@ -325,26 +333,39 @@ class RemoteIterableDataset(IterableDataset[Any]):
         assert self._shards is not None
         return WorkerStream(self._shards, partial(self._open, Pins()), source, self.shuffle_buffer)
 
-    async def counted(self) -> Sequence[Counted]:
-        """Return what is known of the samples of each shard; counts those that no index counts, once.
+    async def counted(
+        self, ranks: RankExchange | None = None, about: Mapping[str, Any] | None = None
+    ) -> Sequence[Counted]:
+        """Return what is known of the samples of each shard; counts those that are not known, once.
+
+        Args:
+            ranks: other ranks that share the work; None: there are none.
+            about: with `ranks`: plain values that must be the same on all of them.
 
         Raises:
             TransportError: a shard cannot be counted, and the error is not about its samples.
+            RanksDisagree: another rank has other shards or values, or could not count.
             The errors of `find_shards`.
         """
-        if self._all_counted is None:
-            async with aclosing(self._own_stores()) as stores:
-                shards = await with_counts(await self._find(stores), stores, leave=RAISED_WHEN_READ)
-                self._counted_shards = shards
-                found = [Counted(shard.samples or 0) for shard in shards]
-                unknown = [at for at, shard in enumerate(shards) if shard.samples is None]
-                await count_shards(
-                    [shards[at] for at in unknown],
-                    partial(self._open_from, stores, Pins(), self.read_ahead),
-                    lambda number, counted: found.__setitem__(unknown[number], counted),
+        if self._all_counted is not None and ranks is None:
+            return self._all_counted
+        async with aclosing(self._own_stores()) as stores:
+            urls = [self.urls] if isinstance(self.urls, str | os.PathLike) else self.urls
+            counting = Counting(
+                stores,
+                partial(self._open_from, stores, Pins(), self.read_ahead),
+                None if callable(self.format) and not isinstance(self.format, ShardFormat) else stores.cache_dir,
+                [stores.name(os.fspath(url)) for url in urls],
+                (self.format, self.max_sample_bytes),
+            )
+            if ranks is None:
+                self._all_counted = await count_samples(counting, await self._find(stores))
+            else:
+                find = partial(self._find, stores)
+                self._listed, self._all_counted = await count_together(
+                    counting, find, self._listed, self._all_counted, about or {}, ranks
                 )
-                self._all_counted = found
-        return self._all_counted
+            return self._all_counted
 
     def counted_shards(self, counted: Sequence[Counted]) -> Shards:
         """Return how the streams of one epoch are read in the running loop, which must have been entered."""
@@ -461,25 +482,3 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     def _own_stores(self) -> Stores:
         return self._stores.template.for_another_loop()
-
-
-def _warn_without_effect(urls: Any, cache_dir: Any, cache_bytes: Size | None, cache_revalidate: bool) -> None:
-    """Warn of cache arguments without an effect, at the line that makes the dataset."""
-    if cache_dir is None:
-        given = {"cache_bytes": cache_bytes is not None, "cache_revalidate": not cache_revalidate}
-        for name in (name for name, set_ in given.items() if set_):
-            warnings.warn(f"{name}= does nothing without cache_dir=", NoEffectWarning, stacklevel=3)
-    elif not any(is_cached(os.fspath(url)) for url in ([urls] if isinstance(urls, str | os.PathLike) else urls)):
-        warnings.warn("cache_dir= does nothing for local files, which are not cached", NoEffectWarning, stacklevel=3)
-
-
-def _log_left_out(part: float, shards: int, ranks: int) -> None:
-    if part >= _LEFT_OUT:
-        _log.warning(
-            "%d ranks share %d shards unevenly: an epoch ends for all with the smallest share, so each epoch leaves "
-            "out about %.0f%% of the samples (on_uneven='drop'), other ones each time. With streams= of the dataset "
-            "and seed= of the loader none is left out",
-            ranks,
-            shards,
-            100 * part,
-        )

@@ -105,7 +105,7 @@ async def find_shards(
             if listed is not None:
                 shards += listed
                 continue
-        if "*" in _split(url)[0] and not await _is_file(url, stores):
+        if "*" in split_url(url)[0] and not await _is_file(url, stores):
             shards += [_single(each, wanted) for each in await _match(url, stores)]
         elif folder is None or url != folder:  # also an index.json of another format
             shards.append(_single(url, wanted))
@@ -123,13 +123,13 @@ def _single(url: str, wanted: ShardFormat | None) -> Shard:
 
 def _folder_of(url: str) -> str | None:
     """Return the prefix that a URL refers to, with its query; None for the URL of a single shard."""
-    address, query = _split(url)
+    address, query = split_url(url)
     if address.rpartition("/")[2] == INDEX:
         return address.removesuffix(INDEX) + query
     return url if address.endswith("/") else None
 
 
-def _split(url: str) -> tuple[str, str]:
+def split_url(url: str) -> tuple[str, str]:
     """Split a web URL into address and query (with its ``?``). In other URLs ``?`` may be part of a name."""
     if scheme_of(url) not in _ESCAPED:
         return url, ""
@@ -137,14 +137,15 @@ def _split(url: str) -> tuple[str, str]:
     return address, mark + query
 
 
-def _join(folder: str, path: str) -> str:
+def join_url(folder: str, path: str) -> str:
     """Return the URL of the object at `path` below a prefix's URL."""
-    address, query = _split(folder)
-    escaped = quote(path, "/!$&'()*+,;=:@~", errors="surrogateescape") if _is_escaped(folder) else path
+    address, query = split_url(folder)
+    escaped = quote(path, "/!$&'()*+,;=:@~", errors="surrogateescape") if is_escaped(folder) else path
     return address + escaped + query
 
 
-def _is_escaped(url: str) -> bool:
+def is_escaped(url: str) -> bool:
+    """Return whether the names in a URL are percent-escaped."""
     return scheme_of(url) in _ESCAPED or url.lower().startswith("file://")
 
 
@@ -157,14 +158,14 @@ async def _is_file(url: str, stores: Stores) -> bool:
 
 async def _match(url: str, stores: Stores) -> list[str]:
     """Return the URLs of the objects that match a pattern with ``*``, ascending."""
-    address, query = _split(url)
+    address, query = split_url(url)
     folder, slash, _ = address[: address.index("*")].rpartition("/")
     pattern = address[len(folder + slash) :]
     folder = folder + slash if slash or stores.transport is not None else "./"
     if folder.endswith("://"):
         raise ValueError(f"{url!r} has a * before its first folder, where none can be listed")
     transport, prefix = stores.find(folder + query)
-    pattern = unquote(pattern, errors="surrogateescape") if _is_escaped(url) else pattern
+    pattern = unquote(pattern, errors="surrogateescape") if is_escaped(url) else pattern
     name = re.compile(_regex(pattern), re.DOTALL)  # the name of a folder may contain a line end
     found: list[str] = []
     others = 0
@@ -174,7 +175,7 @@ async def _match(url: str, stores: Stores) -> list[str]:
             # A hidden file matches only a pattern that names a hidden part.
             hidden = rest.rpartition("/")[2].startswith(".") and "/." not in f"/{pattern}"
             if name.fullmatch(rest) and not hidden:
-                found.append(_join(folder + query, rest))
+                found.append(join_url(folder + query, rest))
             else:
                 others += 1
             if len(found) > MOST:
@@ -215,7 +216,7 @@ def _is_known(url: str) -> bool:
 
 async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard] | None:
     """Return the shards of an MDS dataset; None without an index. `must`: the user named the index explicitly."""
-    url = _join(folder, INDEX)
+    url = join_url(folder, INDEX)
     transport, path = stores.find(url)
     try:
         data = await transport.read(path, max_bytes=MAX_INDEX_BYTES)
@@ -232,7 +233,7 @@ async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard]
     if not found:
         raise ValueError(f"the MDS index {url!r} names no shard")
     return [
-        Shard(_join(folder, mds.path), ShardFormat("mds", mds.compression), mds.stored_size, mds.samples, mds)
+        Shard(join_url(folder, mds.path), ShardFormat("mds", mds.compression), mds.stored_size, mds.samples, mds)
         for mds in found
     ]
 
@@ -249,7 +250,7 @@ async def _below(folder: str, stores: Stores, wanted: ShardFormat | None) -> lis
             if rest.rpartition("/")[2].startswith("." if wanted is None else (".", "_")):
                 continue
             if wanted is not None or _is_known(rest):
-                found.append(_single(_join(folder, rest), wanted))
+                found.append(_single(join_url(folder, rest), wanted))
             else:
                 others += 1
             if len(found) > MOST:

@@ -27,6 +27,7 @@ from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.seeding import derive
 
 if TYPE_CHECKING:
+    from asyncloader.ranks.exchange import RankExchange
     from asyncloader.remote.dataset import RemoteIterableDataset
 
 _READERS = 2  # per stream: one that goes on, and one for positions elsewhere (substitutes of bad samples)
@@ -85,16 +86,28 @@ class FixedStreams(Dataset[Any]):
 
     # ----------------------------------------------------------------------------- in the main process
 
-    async def plan_streams(self, batch: int) -> None:
-        """Count the samples, unless that was done. `batch`: samples in a global batch.
+    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
+        """Count the samples, unless that was done.
+
+        Args:
+            batch: samples in a global batch.
+            ranks: the others, each of which calls this; None: this rank counts alone.
 
         Raises:
             TransportError: a shard cannot be counted, and the error is not about its samples.
+            RanksDisagree: another rank would read other samples, or could not count.
             The errors of `find_shards`.
         """
-        if self._planned and self._planned[0].batch == batch:
-            return
-        counted = await self.source.counted()
+        if ranks is not None and not ranks.done:
+            async with ranks.planning():
+                if not ranks.done:
+                    about = {**self.described(), "shards": None, "seed": self.seed, "global batch": batch}
+                    self._plan(batch, await self.source.counted(ranks, about))
+                    ranks.done = True
+        if not self._planned or self._planned[0].batch != batch:
+            self._plan(batch, await self.source.counted())
+
+    def _plan(self, batch: int, counted: Sequence[Counted]) -> None:
         digest = hashlib.blake2b(digest_size=16)
         for name, each in zip(self.source.shard_urls, counted, strict=True):
             digest.update(f"{name}\n{each.samples}\n".encode(errors="surrogatepass"))

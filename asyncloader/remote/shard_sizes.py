@@ -22,7 +22,7 @@ from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.reading import MakeReader
 from asyncloader.remote.shard_splitting import can_cut
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import RangeOutOfBounds, SizeUnknown, Transport
+from asyncloader.transports import ObjectNotFound, RangeOutOfBounds, SizeUnknown, Transport
 from asyncloader.transports.base import gather_all
 
 REQUESTS = 64
@@ -30,6 +30,12 @@ REQUESTS = 64
 
 EDGES_PER_RANGE = 8
 """Cut points of an MDS shard that are kept per wanted range: enough to cut evenly."""
+
+RAISED_WHEN_READ = (ObjectNotFound, ShardError)
+"""Errors of a single shard, which do not fail the plan: they are raised when the shard is read, and `on_error` applies.
+
+Other errors fail the plan: they may be temporary, or occur in one rank only, and all ranks must make the same plan.
+"""
 
 PROBE_BYTES = 1 << 20
 PROBE_SAMPLES = 1000

@@ -143,6 +143,19 @@ class Stores:
         """The user's own transport; None if transports are opened from URLs."""
         return self._transport
 
+    @property
+    def cache_dir(self) -> str | None:
+        """The directory in which objects are cached."""
+        return self._cache_dir
+
+    def name(self, url: str) -> str:
+        """Return a text that names an object in this and in later processes: without a signature, and absolute."""
+        scheme = scheme_of(url)
+        if scheme == "file" and self._transport is None:
+            return "/" + self.locate(url).path
+        url = strip_signature(url) if scheme in _WEB else url
+        return f"{url}?{endpoint}" if (endpoint := self._options.get("endpoint")) else url
+
     def find(self, url: str) -> tuple[Transport, str]:
         """Return the transport that reads `url`, and the path of `url` below its root. No I/O.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncloader.events import PositionedIndex
 from asyncloader.samplers.async_sampler import AsyncIndexSource, ReadingPosition
@@ -19,11 +19,16 @@ from asyncloader.samplers.index_stream import StateLog
 from asyncloader.samplers.positions import Positions
 from asyncloader.samplers.seeded import SeededSampler
 
+if TYPE_CHECKING:
+    from asyncloader.ranks.exchange import RankExchange
+
 
 class PositionSource(AsyncIndexSource):
     """The scheduler's source of steps for `Positions`."""
 
     sampler: Positions
+    ranks: RankExchange | None = None
+    """The other ranks, which plan together with this one; None: this rank plans alone."""
 
     def lane_of(self, workers: int) -> Callable[[PositionedIndex], int]:
         """Return a function that says which lane a step belongs to. More workers than lanes make each in turn."""
@@ -41,7 +46,7 @@ class PositionSource(AsyncIndexSource):
 
     async def plan(self) -> None:
         """Count the samples, unless that was done. Errors as `plan_streams`."""
-        await self.sampler.dataset.plan_streams(self.batch)
+        await self.sampler.dataset.plan_streams(self.batch, self.ranks)
 
     async def read(self, position: ReadingPosition) -> AsyncIterator[Any]:
         """Yield the indices from a position on. See `AsyncIndexSource.read`."""

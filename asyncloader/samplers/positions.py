@@ -6,9 +6,12 @@ Data path: [positions] -> position_source -> scheduler.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncloader.errors import StateError
+
+if TYPE_CHECKING:
+    from asyncloader.ranks.exchange import RankExchange
 
 
 class PlannedDataset(Protocol):
@@ -24,8 +27,8 @@ class PlannedDataset(Protocol):
         """Number of steps in a row that are read from different places; step ``n + lanes`` goes on where n stopped."""
         ...
 
-    async def plan_streams(self, batch: int) -> None:
-        """Find out the number, for global batches of this size."""
+    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
+        """Find out the number, for global batches of this size; together with other ranks, each of which calls this."""
         ...
 
     def described(self) -> dict[str, Any]:

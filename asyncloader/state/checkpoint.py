@@ -20,10 +20,12 @@ from asyncloader.errors import StateError
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement, length_is_exact
-from asyncloader.ranks.process_group import RankGroup, make_group
+from asyncloader.ranks.exchange import RankExchange
+from asyncloader.ranks.process_group import RankGroup, has_group, make_group
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.generators import own_generator, set_generators
 from asyncloader.samplers.index_stream import IndexStream, base_sampler
+from asyncloader.samplers.position_source import PositionSource
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.state.batch_change import in_batches_of
 from asyncloader.state.epoch_counter import EpochClock
@@ -39,7 +41,10 @@ class StateKeeper:
 
     def __init__(self) -> None:
         self.tally = Tally()
+        self.alone = False
+        """Whether the iterators plan without the other ranks, which begin none."""
         self._group: RankGroup | None = None
+        self._exchange: RankExchange | None = None  # over this group
         self._clock: EpochClock | None = None
         self._newest: Progress | None = None
         self._read_before = False  # an iterator before the newest gave a batch
@@ -55,7 +60,7 @@ class StateKeeper:
 
     def retire_group(self) -> None:
         """Destroy the ranks' process group, because the loader is closed. Takes some seconds at most."""
-        group, self._group = self._group, None
+        group, self._group, self._exchange = self._group, None, None
         if group is not None:
             group.retire()
 
@@ -138,6 +143,8 @@ class StateKeeper:
             progress.inherit(before)
         if config.source is not None and resumed is None and finished is None:
             progress.log = config.source.first_log(progress.every)
+        if isinstance(config.source, PositionSource):
+            config.source.ranks = self._ranks(config)
         progress.agreement = self._agreement(spec, config, progress.first_step)
         if config.assigns_shards and progress.saved_assignment is None:
             from asyncloader.remote.assignment_state import new_key  # for streams of shards alone
@@ -163,6 +170,16 @@ class StateKeeper:
             self._newest, self._loaded, self._pending, self._old = before
 
         return undo
+
+    def _ranks(self, config: EpochConfig) -> RankExchange | None:
+        """The other ranks with which this one plans; None: there are none, or this process has no group with them."""
+        here = config.topology
+        if self.alone or here.world_size == 1 or not has_group(here, config.group):
+            return None
+        group = make_group(here, config.group, self._group)
+        if self._exchange is None or group is not self._group:
+            self._group, self._exchange = group, RankExchange(group, here)
+        return self._exchange
 
     def _agreement(self, spec: LoaderSpec[Any], config: EpochConfig, first_step: int) -> Agreement | None:
         assigned = config.assigns_shards  # its shards are shared by all ranks in torch mode, too

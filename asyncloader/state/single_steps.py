@@ -27,6 +27,7 @@ from asyncloader.workers.source import THREADS
 if TYPE_CHECKING:
     from asyncloader.async_loader import AsyncDataLoader
     from asyncloader.loader import DataLoader
+    from asyncloader.state.checkpoint import StateKeeper
 
 T = TypeVar("T")
 
@@ -58,8 +59,8 @@ def loader_without_workers(spec: LoaderSpec[Any], make: Callable[..., T], rank: 
         return make(**arguments)
 
 
-def begin_at(loader: DataLoader[Any] | AsyncDataLoader[Any], epoch: int, step: int) -> None:
-    """Let a loader that has not begun begin with a step.
+def begin_at(loader: DataLoader[Any] | AsyncDataLoader[Any], keeper: StateKeeper, epoch: int, step: int) -> None:
+    """Let a loader that has not begun, whose `keeper` this is, begin with a step.
 
     Raises:
         IndexError: the epoch has fewer steps.
@@ -67,6 +68,7 @@ def begin_at(loader: DataLoader[Any] | AsyncDataLoader[Any], epoch: int, step: i
     """
     for name, value in (("epoch", epoch), ("step", step)):
         _check_number(name, value)
+    keeper.alone = True  # other ranks need not make this batch, too
     try:
         loader.load_state_dict(_before(loader.state_dict(), epoch, step))
     except StateError as error:

@@ -1,0 +1,104 @@
+"""Lets the ranks of a run make one plan together, before an epoch's first step.
+
+Data path: process_group -> [exchange] -> remote.shared_counting. For shards that one rank lists and all count.
+
+Each method is collective: every rank calls the same methods in the same order. They are awaited; the reductions run in
+a thread. A rank that cannot go on says so in the next `check`, so that the others do not wait for it. A rank that
+leaves in between gives up its group, and the others get an error, now or when they come to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncloader.errors import RanksDisagree
+from asyncloader.ranks.agreement import in_daemon, start_thread
+from asyncloader.ranks.process_group import RankGroup
+from asyncloader.ranks.topology import Topology
+
+_T = TypeVar("_T")
+
+_NO_RANK = 1 << 31
+
+_MOST_TEXT = 2000  # characters of another rank's error
+
+
+class RankExchange:
+    """What the ranks of one loader tell one another while they plan.
+
+    Args:
+        group: from `make_group`.
+        topology: this process's rank, and the number of ranks.
+
+    Attributes:
+        rank: this process's.
+        ranks: their number.
+        done: whether they have a plan.
+    """
+
+    def __init__(self, group: RankGroup, topology: Topology) -> None:
+        self._group = group
+        self.rank, self.ranks = topology
+        self.done = False
+        self._planning = asyncio.Lock()
+        self._checked = False
+
+    @asynccontextmanager
+    async def planning(self) -> AsyncGenerator[None, None]:
+        """Hold while the other methods are called, for one plan at a time.
+
+        If the block is cancelled, or fails by another error than `check` raises, the other ranks get an error, too.
+        """
+        async with self._planning:
+            self._checked = False
+            try:
+                yield
+            except BaseException:
+                if not self._checked:
+                    start_thread(self._group.close)
+                raise
+
+    async def check(self, error: Exception | None) -> None:
+        """Raise this rank's error, or say that another rank has one.
+
+        Raises:
+            RanksDisagree: another rank has an error, whose text this one has.
+            Exception: `error`.
+        """
+        first = (await self._call(partial(self._group.reduce, _NO_RANK if error is None else self.rank)))[0]
+        if first == _NO_RANK:
+            return
+        text = await self.share(f"{type(error).__name__}: {error}"[:_MOST_TEXT].encode(errors="replace"), first)
+        self._checked = True
+        if error is not None:
+            raise error
+        raise RanksDisagree(f"rank {first} could not plan the epoch: {text.decode(errors='replace')}")
+
+    async def share(self, data: bytes, rank: int = 0) -> bytes:
+        """Return the data of one rank; those of the others are not used."""
+        mine = data if self.rank == rank else b""
+        size = (await self._call(partial(self._group.reduce, len(mine))))[1]
+        words = np.zeros(-(-size // 8), np.int64)
+        words.view(np.uint8)[: len(mine)] = np.frombuffer(mine, np.uint8)
+        return (await self.total(words)).tobytes()[:size]
+
+    async def total(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the sums of all ranks' numbers, of arrays of one length."""
+        return await self._call(partial(self._group.total, numbers))
+
+    async def _call(self, function: Callable[[], _T]) -> _T:
+        try:
+            found: _T = await in_daemon(function)
+        except RuntimeError as error:
+            raise RanksDisagree(
+                "the ranks could not agree on a plan: another rank has ended or left, torch.distributed was shut down, "
+                f"or the network failed ({error})"
+            ) from None
+        return found

@@ -1,0 +1,294 @@
+"""Finds out how many samples each shard of a dataset has, alone or together with the other ranks.
+
+Data path: discovery -> [shared_counting: index_counts, kept_counts, sample_counts] -> fixed_streams.
+
+Numbers come, in this order, from an MDS index or a Parquet footer, from the cache directory, from the index of
+`write_shards`, and from reading the shard. All but the first are compared with the size and the version that the store
+has now.
+
+Several ranks share the work: rank 0 lists the shards, and the others get its list; each rank counts a part of them, and
+gets the numbers of the others. Ranks that would read other shards, or in another order, get an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asyncloader.bridge import in_thread
+from asyncloader.errors import RanksDisagree
+from asyncloader.formats import ShardFormat
+from asyncloader.ranks.exchange import RankExchange
+from asyncloader.remote.catalog import Shard
+from asyncloader.remote.index_counts import Promise, read_promises
+from asyncloader.remote.kept_counts import hash_of, read_counts, write_counts
+from asyncloader.remote.prefetch import Open
+from asyncloader.remote.sample_counts import Counted, count_shards
+from asyncloader.remote.shard_sizes import RAISED_WHEN_READ, REQUESTS, with_counts
+from asyncloader.remote.stores import Stores
+from asyncloader.transports import InvalidPath, SizeUnknown
+from asyncloader.transports.base import gather_all
+
+_WITHOUT_INFO = (*RAISED_WHEN_READ, InvalidPath, SizeUnknown)  # the shard is read instead
+
+_SHOWN = 300  # characters of a rank's arguments in an error
+
+
+class Counting(NamedTuple):
+    """How the samples of a dataset are counted.
+
+    Attributes:
+        stores: find the transports.
+        open: opens a shard.
+        cache_dir: where numbers are kept; None: nowhere.
+        urls: the dataset's, as given; its numbers are kept under this name.
+        reading: further plain values on which the number of a shard's samples depends.
+    """
+
+    stores: Stores
+    open: Open
+    cache_dir: str | None
+    urls: Sequence[str]
+    reading: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        """The name under which the numbers are kept."""
+        return hash_of(*self.urls).hex()
+
+
+class _CountedPart(NamedTuple):
+    """What is known of some shards, by their places; and the names under which it may be kept."""
+
+    counted: dict[int, Counted]
+    keys: dict[int, bytes]
+
+
+async def count_samples(counting: Counting, shards: Sequence[Shard]) -> list[Counted]:
+    """Return what is known of the samples of each shard.
+
+    Raises:
+        TransportError: a shard cannot be counted, and the error is not about its samples.
+    """
+    unknown = [at for at, shard in enumerate(shards) if shard.samples is None]
+    promises = await read_promises(shards, counting.stores)
+    kept = await _kept(counting)
+    part = await _count(counting, shards, unknown, promises, kept)
+    await _keep(counting, part, kept)
+    return _joined(shards, part.counted)
+
+
+async def count_together(
+    counting: Counting,
+    find: Callable[[], Awaitable[Sequence[Shard]]],
+    listed: Sequence[Shard] | None,
+    counted: Sequence[Counted] | None,
+    about: Mapping[str, Any],
+    ranks: RankExchange,
+) -> tuple[list[Shard], list[Counted]]:
+    """Return the shards, and what is known of the samples of each: the same on all ranks, each of which calls this.
+
+    Args:
+        counting: how this rank counts.
+        find: lists the shards.
+        listed: the shards, if this rank has listed them before.
+        counted: what is known of them, if this rank has counted them before.
+        about: plain values that must be the same on all ranks.
+        ranks: the others. The caller holds `RankExchange.planning`.
+
+    Raises:
+        RanksDisagree: other shards, or other values of `about`, on another rank; or its error.
+        The errors of `find`, and of `count_samples`.
+    """
+    about = {**about, "urls": list(counting.urls)}
+    shards, promises, error = list(listed or ()), dict[int, Promise](), None
+    if ranks.rank == 0:
+        try:
+            shards = list(await find())
+            promises = await read_promises(shards, counting.stores)
+        except Exception as failed:
+            error = failed
+    await ranks.check(error)
+    mine = await in_thread(partial(_pack, shards, promises, about)) if ranks.rank == 0 else b""
+    data = await ranks.share(mine)
+    part = _CountedPart({}, {})
+    unknown: list[int] = []
+    kept: dict[bytes, Counted] = {}
+    try:
+        if ranks.rank:
+            theirs = await in_thread(partial(json.loads, data))
+            _compare(theirs["about"], about, ranks.rank)
+            if theirs["mds"] and not shards:
+                shards = list(await find())  # an index, which is one small object
+            shards = _listing(theirs, shards, ranks.rank)
+            promises = {at: Promise(*each) for at, *each in theirs["promises"]}
+        unknown = [at for at, shard in enumerate(shards) if shard.samples is None]
+        kept = await _kept(counting)
+        own = unknown[ranks.rank :: ranks.ranks]
+        if counted is None or len(counted) != len(shards):
+            part = await _count(counting, shards, own, promises, kept)
+        else:
+            part = _CountedPart({at: counted[at] for at in own}, {})
+    except Exception as failed:
+        error = failed
+    await ranks.check(error)
+    part = await _exchanged(part, unknown, ranks)
+    await _keep(counting, part, kept)
+    return shards, _joined(shards, part.counted)
+
+
+def _joined(shards: Sequence[Shard], counted: Mapping[int, Counted]) -> list[Counted]:
+    return [counted[at] if shard.samples is None else Counted(shard.samples) for at, shard in enumerate(shards)]
+
+
+# ------------------------------------------------------------------------------------------------- counting
+
+
+async def _count(
+    counting: Counting,
+    shards: Sequence[Shard],
+    places: Sequence[int],
+    promises: Mapping[int, Promise],
+    kept: Mapping[bytes, Counted],
+) -> _CountedPart:
+    """Find out the numbers of the shards at these places."""
+    found: dict[int, Counted] = {}
+    keys: dict[int, bytes] = {}
+    with_footers = await with_counts([shards[at] for at in places], counting.stores, leave=RAISED_WHEN_READ)
+    for at, shard in zip(places, with_footers, strict=True):
+        if shard.samples is not None:
+            found[at] = Counted(shard.samples)
+
+    async def look(at: int) -> None:
+        transport, path = counting.stores.find(shards[at].url)
+        with suppress(*_WITHOUT_INFO):
+            info = await transport.info(path)
+            if counting.cache_dir is not None and info.etag is not None:
+                keys[at] = key = hash_of(counting.stores.name(shards[at].url), *info, *counting.reading)
+                if key in kept:
+                    found[at] = kept[key]
+                    return
+            if (promise := promises.get(at)) is not None and promise.fits(info):
+                found[at] = Counted(promise.samples)
+
+    rest = [at for at in places if at not in found]
+    if counting.cache_dir is not None or promises:
+        await _each(rest, look)
+        rest = [at for at in rest if at not in found]
+    await count_shards(
+        [shards[at] for at in rest],
+        counting.open,
+        lambda number, each: found.__setitem__(rest[number], each),
+    )
+    return _CountedPart(found, keys)
+
+
+async def _each(places: Iterable[int], function: Callable[[int], Awaitable[None]]) -> None:
+    waiting = iter(places)  # shared, which is safe in one loop
+
+    async def work() -> None:
+        for at in waiting:
+            await function(at)
+
+    await gather_all(work() for _ in range(REQUESTS))
+
+
+async def _kept(counting: Counting) -> dict[bytes, Counted]:
+    if counting.cache_dir is None:
+        return {}
+    return await in_thread(partial(read_counts, counting.cache_dir, counting.name))
+
+
+async def _keep(counting: Counting, part: _CountedPart, kept: Mapping[bytes, Counted]) -> None:
+    counts = {key: part.counted[at] for at, key in sorted(part.keys.items())}
+    if counting.cache_dir is not None and counts.keys() - kept.keys():
+        await in_thread(partial(write_counts, counting.cache_dir, counting.name, counts))
+
+
+# ------------------------------------------------------------------------------------------------- the ranks
+
+
+def _pack(shards: Sequence[Shard], promises: Mapping[int, Promise], about: Mapping[str, Any]) -> bytes:
+    """Return what rank 0 sends to the others."""
+    formats = {each: number for number, each in enumerate(dict.fromkeys(shard.format for shard in shards))}
+    return json.dumps(
+        {
+            "about": about,
+            "urls": [shard.url for shard in shards],
+            "formats": list(formats),
+            "format_of": [formats[shard.format] for shard in shards],
+            "mds": [shard.samples for shard in shards] if any(shard.mds is not None for shard in shards) else None,
+            "promises": [(at, *each) for at, each in promises.items()],
+        }
+    ).encode()
+
+
+def _compare(theirs: Mapping[str, Any], mine: Mapping[str, Any], rank: int) -> None:
+    """Raise RanksDisagree if a value differs between rank 0 and this rank."""
+    for name, value in json.loads(json.dumps(mine)).items():
+        if theirs.get(name) != value:
+            here, there = value, theirs.get(name)
+            if isinstance(here, list) and isinstance(there, list):  # the URLs: from the first that differs on
+                at = next((at for at, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), None)
+                at = min(len(here), len(there)) if at is None else at
+                here, there = here[at : at + 3], there[at : at + 3]
+            raise RanksDisagree(
+                f"rank {rank} has {name}={here!r:.{_SHOWN}} and rank 0 has {name}={there!r:.{_SHOWN}}: give all ranks "
+                "the same dataset and the same options"
+            )
+
+
+def _listing(theirs: Mapping[str, Any], mine: Sequence[Shard], rank: int) -> list[Shard]:
+    """Return the shards that rank 0 has listed.
+
+    Raises:
+        RanksDisagree: this rank has listed others.
+    """
+    urls: list[str] = theirs["urls"]
+    samples = theirs["mds"] or [None] * len(urls)
+    if not mine:
+        formats = [ShardFormat(*each) for each in theirs["formats"]]
+        return [Shard(url, formats[number]) for url, number in zip(urls, theirs["format_of"], strict=True)]
+    for at in range(max(len(urls), len(mine))):
+        here = (mine[at].url, mine[at].samples) if at < len(mine) else None
+        there = (urls[at], samples[at]) if at < len(urls) else None
+        if here != there:
+            raise RanksDisagree(
+                f"rank {rank} lists {len(mine)} shards and rank 0 lists {len(urls)}; the first that differ, with the "
+                f"samples in their index, are {here!r:.{_SHOWN}} and {there!r:.{_SHOWN}}: let all ranks see the same "
+                "store"
+            )
+    return list(mine)
+
+
+async def _exchanged(part: _CountedPart, places: Sequence[int], ranks: RankExchange) -> _CountedPart:
+    """Return what all ranks know of the shards at these places, each of which one rank has counted."""
+    count = len(places)
+    table = np.zeros((count, 4), np.int64)  # samples, marks, and two halves of the key
+    own = [(number, at) for number, at in enumerate(places) if at in part.counted]
+    for number, at in own:
+        marks = part.counted[at].marks
+        table[number, :2] = part.counted[at].samples, 0 if marks is None else marks.shape[1]
+        if at in part.keys:
+            table[number, 2:] = np.frombuffer(part.keys[at], np.int64)
+    table = (await ranks.total(table.ravel())).reshape(count, 4)
+    ends = 2 * np.cumsum(table[:, 1])
+    numbers = np.zeros(int(ends[-1]) if count else 0, np.int64)
+    for number, at in own:
+        marks = part.counted[at].marks
+        if marks is not None:
+            numbers[ends[number] - marks.size : ends[number]] = marks.ravel()
+    numbers = await ranks.total(numbers)
+    found = _CountedPart({}, {})
+    for number, at in enumerate(places):
+        samples, size = table[number, :2].tolist()
+        marks = numbers[ends[number] - 2 * size : ends[number]].reshape(2, size) if size else None
+        found.counted[at] = Counted(samples, marks)
+        if table[number, 2:].any():
+            found.keys[at] = table[number, 2:].tobytes()
+    return found

@@ -1,0 +1,286 @@
+"""Numbers of samples of fixed streams: shared out over the ranks, kept in a cache, taken from an index."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader
+from asyncloader.remote.kept_counts import FOLDER
+from asyncloader.remote.shard_index import ShardNames, parse_index
+from asyncloader.transports import LocalTransport
+from asyncloader.writing import write_shards
+from tests.helpers.rank_group import RankGroup
+from tests.helpers.ranks_script import Recording
+from tests.helpers.remote_folders import dataset_of, flat, make_shards, number_of
+from tests.helpers.running import run_async
+
+pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+
+FIVE = (100,) * 5
+GLOBAL = 6
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five tar shards of a hundred samples, and a file that is none."""
+    folder = tmp_path_factory.mktemp("five")
+    make_shards(folder, FIVE)
+    (folder / "readme.txt").write_text("no shard")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(five: Path) -> list[list[int]]:
+    """The global batches of a single process."""
+    with loader_of(five) as loader:
+        return numbers(loader)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
+    with RankGroup(2, tmp_path_factory.mktemp("two")) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check that the ranks keep no thread, no worker and no connection of a loader."""
+    yield
+    group = request.node.funcargs.get("two")
+    if group is not None and group.alive:
+        assert group("left") == group.held
+
+
+def loader_of(where: Path, store: Any = None, **dataset: Any) -> DataLoader[Any]:
+    url = f"{where}/" if store is None else "/"
+    if store is not None:
+        dataset["transport"] = store
+    return DataLoader(dataset_of(url, **{"streams": 4} | dataset), batch_size=GLOBAL, seed=3, decode=number_of)
+
+
+def numbers(loader: DataLoader[Any]) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def joined(ranks: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The global batches of the ranks' batches."""
+    assert not [rank["error"] for rank in ranks if "error" in rank]
+    return [flat(parts) for parts in zip(*(rank["batches"] for rank in ranks), strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------- the ranks
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("sync", 0), ("sync", 2), ("asyncio", 0), ("uvloop", 1)])
+def test_two_ranks_read_all_samples(
+    two: RankGroup, five: Path, whole: list[list[int]], kind: str, workers: int
+) -> None:
+    """Five shards of 100 are 500 samples, in the batches of a single process; one rank lists, each counts a part."""
+    ranks = two("fixed", str(five), kind=kind, num_workers=workers, on_uneven="pad")
+    found = joined(ranks)
+    assert found[:-1] == whole[:-1]
+    assert {*found[-1]} == {*whole[-1]}
+    assert sorted({*flat(found)}) == [*range(500)]
+    assert [rank["listed"] for rank in ranks] == [1, 0]
+    assert ranks[0]["state"] == ranks[1]["state"]
+    if workers:  # which read the samples in processes of their own
+        opened = [rank["opened"] for rank in ranks]
+        assert sorted(opened[0] + opened[1]) == [f"s-{number:03d}.tar" for number in range(5)]
+        assert {len(each) for each in opened} == {2, 3}
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.thorough)])
+def test_ranks_that_are_killed_go_on_elsewhere(world: int, five: Path, whole: list[list[int]], tmp_path: Path) -> None:
+    """Two ranks die by SIGKILL within an epoch; another number of ranks goes on at that sample."""
+    size = 12  # of a global batch, which both numbers of ranks divide
+    with loader_of(five, shuffle_buffer=20) as loader:
+        other = loader.clone(batch_size=size)
+        expected = numbers(other)
+        other.close()
+    options: dict[str, Any] = {"buffer": 20, "on_uneven": "pad"}
+    with RankGroup(2, tmp_path) as group:
+        ranks = group("fixed", str(five), steps=9, num_workers=1, batch_size=size // 2, **options)
+        state = json.loads(json.dumps(ranks[1]["state"]))
+        assert joined(ranks) == expected[:9]
+        group.kill()  # SIGKILL
+    if world == 1:
+        with loader_of(five, Recording(str(five)), shuffle_buffer=20) as loader:
+            other = loader.clone(batch_size=size)
+            other.load_state_dict(state)
+            found = numbers(other)
+            other.close()
+    else:
+        with RankGroup(world, tmp_path) as group:
+            found = joined(group("fixed", str(five), state=state, num_workers=1, batch_size=size // world, **options))
+    assert found[:-1] == expected[9:-1]
+    assert {*found[-1]} == {*expected[-1]}
+    assert whole != expected
+
+
+def test_ranks_that_would_read_other_samples(two: RankGroup, five: Path, tmp_path: Path) -> None:
+    """The error of each rank says what differs; the next loader is not affected."""
+    make_shards(tmp_path, (100,) * 4)
+    for options, there, here in (
+        ({"folder": str(five), "buffer": [5, 9]}, "shuffle_buffer=9", "shuffle_buffer=5"),
+        ({"folder": [str(five), str(tmp_path)], "cache_dir": str(tmp_path)}, str(tmp_path), str(five)),
+    ):
+        first, second = two("fixed", **options)
+        for rank, found in ((0, first), (1, second)):
+            assert "RanksDisagree" in found["error"], (rank, found)
+            assert there in found["error"]
+            assert here in found["error"]
+    assert len(flat(joined(two("fixed", str(five))))) == 500 - 500 % 2
+
+
+def test_a_batch_of_one_rank(two: RankGroup, five: Path, whole: list[list[int]]) -> None:
+    """A rank can make a single batch without the others."""
+    assert two("fixed_batch", str(five), 1, 7) == [None, whole[7][3:]]
+
+
+def test_a_rank_that_cannot_plan(two: RankGroup, five: Path, tmp_path: Path) -> None:
+    """It has its own error, and the other rank says which rank it is and why."""
+    first, second = two("fixed", [str(tmp_path), str(five)])
+    assert first["error"].startswith("ValueError: there is no shard below")
+    assert second["error"].startswith("RanksDisagree: rank 0 could not plan the epoch: ValueError: there is no shard")
+
+
+def test_a_rank_that_is_cancelled_while_it_plans(two: RankGroup, five: Path) -> None:
+    """The other rank does not wait for it."""
+    first, second = two("fixed_cancelled", str(five), 0)
+    assert first == "cancelled"
+    assert "RanksDisagree: the ranks could not agree on a plan" in second
+
+
+# -------------------------------------------------------------------------------------------- the cache directory
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """Three shards, as old as a file must be to have a version."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    make_shards(folder, (7, 11, 5))
+    age(folder)
+    return folder
+
+
+def age(folder: Path) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (1_700_000_000, 1_700_000_000 + path.stat().st_size))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, where: Path, **dataset: Any) -> list[str]:
+    """The shards that a loader reads to count their samples."""
+    found: list[str] = []
+    pinned = LocalTransport.pinned
+
+    def note(self: Any, path: str) -> Any:
+        found.append(Path(path).name)
+        return pinned(self, path)
+
+    with loader_of(where, **dataset) as loader, monkeypatch.context() as patched:
+        patched.setattr(LocalTransport, "pinned", note)
+        len(loader)
+    return sorted(found)
+
+
+def test_numbers_are_kept(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read again where the file is damaged, and for a shard that was replaced."""
+    cache = {"cache_dir": tmp_path / "cache"}
+    names = [f"s-{number:03d}.tar" for number in range(3)]
+    assert counted(monkeypatch, old, **cache) == names
+    assert counted(monkeypatch, old, **cache) == []
+    (kept,) = (tmp_path / "cache" / FOLDER).iterdir()
+    data = kept.read_bytes()
+    with loader_of(old, **cache) as loader:
+        expected = numbers(loader)
+    with loader_of(old) as loader:
+        assert numbers(loader) == expected
+    for damaged in (b"", data[:-1], data + b"x", data[:60] + b"\xff" + data[61:], b"\xff" * 4096, data[:32]):
+        kept.write_bytes(damaged)
+        assert counted(monkeypatch, old, **cache) == names
+        assert counted(monkeypatch, old, **cache) == []
+    assert kept.read_bytes() == data
+    (old / names[1]).write_bytes((old / names[2]).read_bytes())
+    age(old)
+    assert counted(monkeypatch, old, **cache) == names[1:2]
+    assert [path.name for path in (tmp_path / "cache" / FOLDER).iterdir()] == [kept.name]
+
+
+def test_a_cache_that_cannot_be_written(old: Path, tmp_path: Path) -> None:
+    """The epoch is read without it."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / FOLDER).write_text("a file")
+    with loader_of(old, cache_dir=tmp_path / "cache") as loader:
+        assert len(flat(numbers(loader))) == 23
+
+
+# -------------------------------------------------------------------------------------------------- the index
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Shards of `write_shards`, with their index."""
+    folder = tmp_path / "written"
+    samples = ({"__key__": f"{number:04d}", "txt": str(number).encode()} for number in range(60))
+    run_async(write_shards(samples, f"{folder}/part-2-{{shard:03d}}.tar", max_samples=25))
+    return folder
+
+
+def test_an_index_beside_the_shards(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read to count, but shards that are not those of the index."""
+    assert counted(monkeypatch, written) == []
+    with loader_of(written) as loader:
+        assert len(loader) == 60 // GLOBAL
+        expected = numbers_of_text(loader)
+    assert sorted(flat(expected)) == [*range(60)]
+    shard = written / "part-2-001.tar"
+    shard.write_bytes(shard.read_bytes() + bytes(512))
+    assert counted(monkeypatch, written) == [shard.name]
+    with loader_of(written) as loader:
+        assert numbers_of_text(loader) == expected
+
+
+def numbers_of_text(loader: DataLoader[Any]) -> list[list[int]]:
+    with loader.clone(decode=lambda sample: int(sample["txt"])) as other:
+        return numbers(other)
+
+
+def test_an_index_that_lies(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be is not believed, and what is not true is noticed when the shard is read."""
+    path = written / "_part-2-index.tar.json"
+    index = json.loads(path.read_text())
+    names = ShardNames.of("part-2-{shard:03d}.tar", None)
+    all_names = [names.name(number) for number in range(3)]
+
+    def changed(**record: Any) -> bytes:
+        first = index["shards"]["0"] | record
+        return json.dumps({**index, "shards": {**index["shards"], "0": first}}).encode()
+
+    for lie in (b"", b"{}", b"[" * 100_000, b"\xff" * 100, changed(samples=-1), changed(name="../x"), changed(x=1)):
+        path.write_bytes(lie)
+        assert counted(monkeypatch, written) == all_names
+    path.write_bytes(changed(samples=1 << 62))
+    assert parse_index(path.read_bytes(), names).shards[0].samples == 1 << 62
+    assert counted(monkeypatch, written) == all_names[:1]
+    path.write_bytes(changed(samples=27))
+    assert counted(monkeypatch, written) == []
+    with loader_of(written).clone(on_error="skip") as loader:
+        found = flat(numbers_of_text(loader))
+        assert sorted(found) == [*range(60)]
+    path.unlink()
+    assert counted(monkeypatch, written) == all_names
+
+
+def test_a_recording_store_counts(five: Path, whole: list[list[int]]) -> None:
+    """The store of these tests gives the same samples as the folder."""
+    store = Recording(str(five))
+    with loader_of(five, store) as loader:
+        assert numbers(loader) == whole
+    assert store.listed == 1
