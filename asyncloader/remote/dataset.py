@@ -367,6 +367,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
                 )
             return self._all_counted
 
+    def take_counts(self, other: RemoteIterableDataset) -> None:
+        """Take what another dataset of the same arguments knows of the samples of its shards."""
+        self._listed, self._all_counted = other._listed, other._all_counted
+
     def counted_shards(self, counted: Sequence[Counted]) -> Shards:
         """Return how the streams of one epoch are read in the running loop, which must have been entered."""
         stores, ahead = self._stores.here(), max(_LEAST_AHEAD, self.read_ahead // LANES)

@@ -348,6 +348,18 @@ def shards(folder: str, shuffle: int = 0) -> Any:
 
 
 @asyncloader.definition
+def fixed_streams(folder: str, shuffle: int = 0) -> Any:
+    """Fixed streams of shards of any format."""
+    dataset = asyncloader.RemoteIterableDataset(f"{folder}/", shuffle_buffer=shuffle, streams=2)
+    return dataset, {"decode": number_of_any}
+
+
+def number_of_any(sample: Any) -> int:
+    """Return a sample's number."""
+    return fields_of(sample)[0]
+
+
+@asyncloader.definition
 def files(folder: str) -> Any:
     """Shards of any format, which are decoded to the numbers that their samples were made of."""
     return asyncloader.RemoteIterableDataset(f"{folder}/"), {"decode": fields_of}

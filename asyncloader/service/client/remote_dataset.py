@@ -9,20 +9,23 @@ an `UnknownDataset`, as a constructor must not wait for the network; from the fi
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert
 
 from asyncloader.bridge import in_thread
+from asyncloader.errors import RanksDisagree
 from asyncloader.service.definition import FUNCTIONS, Defined
 from asyncloader.service.extra import check_extra
 from asyncloader.service.pickled import PickledDefinition, pickle_definition
 from asyncloader.workers.source import THREADS
 
 if TYPE_CHECKING:
+    from asyncloader.ranks.exchange import RankExchange
     from asyncloader.remote.rank_shares import EpochPlan
     from asyncloader.service.protocol.records import DatasetInfo
     from asyncloader.service.protocol.shard_plan import Catalog
@@ -181,6 +184,89 @@ class _Shards(RemoteDataset, IterableDataset[Any]):
         self.shard_urls, self.catalog = names, Catalog(workers, ranks, plan.fingerprint)
         assignments = [tuple(CatalogRange(*each) for each in assignment) for assignment in plan.assignments]
         return EpochPlan(assignments, EpochShares(ranks, plan.samples, plan.left_out))
+
+    def fixed_streams(self, seed: int) -> _FixedStreams | Self:
+        """Return the dataset as a loader with this seed reads it. As `RemoteIterableDataset.fixed_streams`."""
+        return self if self.info.streams is None else _FixedStreams(self, seed)
+
+
+class _FixedStreams(RemoteDataset, Dataset[Any]):
+    """Fixed streams, whose samples a node counts and a service's workers read. Interface as `FixedStreams`.
+
+    Args:
+        source: the dataset.
+        seed: the loader's.
+    """
+
+    def __init__(self, source: _Shards, seed: int) -> None:
+        self.defined, self.service, self.info = source.defined, source.service, source.info
+        self.source = source
+        self.seed = seed
+        self._planned: list[tuple[Catalog, int]] = []  # and the samples; shared with the iterators' copies
+
+    async def __getitem__(self, position: int) -> Any:
+        self._is_elsewhere()
+
+    def for_iterator(self) -> Self:
+        """As `FixedStreams.for_iterator`."""
+        return copy.copy(self)
+
+    @property
+    def catalog(self) -> Catalog | None:  # type: ignore[override]
+        """The shards of the plan, with which the workers begin."""
+        return self._planned[0][0] if self._planned else None
+
+    @property
+    def samples(self) -> int | None:
+        """As `FixedStreams.samples`."""
+        return self._planned[0][1] if self._planned else None
+
+    @property
+    def lanes(self) -> int:
+        """As `FixedStreams.lanes`."""
+        from asyncloader.remote.stream_order import LANES
+
+        return LANES
+
+    def described(self) -> dict[str, Any]:
+        """As `FixedStreams.described`."""
+        return {
+            "streams": self.info.streams,
+            "shuffle_buffer": self.info.shuffle,
+            "shuffle_shards": self.info.shuffle_shards,
+            "shards": self._planned[0][0].fingerprint if self._planned else None,
+        }
+
+    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
+        """Have a node count the samples. See `FixedStreams.plan_streams`.
+
+        Raises:
+            ServiceUnavailable: no node could be reached in time.
+            RanksDisagree: the node of another rank has other samples.
+        """
+        from asyncloader.service.client.connect import ask_plan
+        from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest
+
+        if not self._planned:
+            given_up = threading.Event()
+            request = PlanRequest(1, 0, 1, None, True, "")
+            try:
+                plan = await in_thread(partial(ask_plan, self.service, self.defined, request, given_up))
+            finally:
+                given_up.set()
+            if plan.samples is None:
+                raise ValueError("broken stream: a plan of fixed streams without their samples")
+            self._planned[:] = [(Catalog(1, 1, plan.fingerprint, batch), plan.samples)]
+        catalog, samples = self._planned[0]
+        self._planned[:] = [(catalog._replace(batch=batch), samples)]
+        if ranks is not None and not ranks.done:
+            async with ranks.planning():
+                mine = f"{samples} samples in shards {catalog.fingerprint}"
+                first = (await ranks.share(mine.encode())).decode(errors="replace")
+                await ranks.check(
+                    None if first == mine else RanksDisagree(f"rank {ranks.rank} reads {mine}, and rank 0 {first}")
+                )
+                ranks.done = True
 
 
 # A loader decides by the type and the methods of its dataset, as torch's does, so each kind has a class.

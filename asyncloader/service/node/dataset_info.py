@@ -20,9 +20,9 @@ def dataset_info_of(dataset: Any) -> DatasetInfo:
     iterable = isinstance(dataset, IterableDataset) or is_async_stream(dataset)
     problem = ""
     if assigns_shards(dataset):  # its length would cost a look into each of its shards
-        if getattr(dataset, "streams", None) is not None:
-            problem = "a service does not read fixed streams: leave streams= out, or read them without workers="
-        return DatasetInfo(True, None, True, is_stateful(dataset), getattr(dataset, "shuffle_buffer", 0), problem)
+        buffer, streams = getattr(dataset, "shuffle_buffer", 0), getattr(dataset, "streams", None)
+        fixed = streams, streams is not None and bool(getattr(dataset, "shuffle_shards", False))
+        return DatasetInfo(True, None, True, is_stateful(dataset), buffer, "", *fixed)
     try:
         length = len(dataset)  # pyright: ignore[reportArgumentType] - or the error says that it has none
     except (TypeError, NotImplementedError):  # the two ways in which datasets say that they have none

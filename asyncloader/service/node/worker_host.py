@@ -17,7 +17,7 @@ import pickle
 import select
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar, copy_context
 from functools import partial
 from time import perf_counter
@@ -32,7 +32,7 @@ from asyncloader.service.node.dataset_info import dataset_info_of
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
-from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest, make_plan, with_shard_check
+from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest, make_plan, with_shard_check, with_streams_plan
 from asyncloader.telemetry.counters import CONNECTION_KEY, Recorder
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.fetch.setup import WorkerSetup
@@ -256,6 +256,8 @@ class _ConnectionSetup(NamedTuple):
     opening: ConnectionOpening
     defined: Defined
     made: Made | None
+    count_samples: Callable[[], Awaitable[Any]]
+    """Counts the samples of fixed streams; see `with_streams_plan`."""
 
     def load(self) -> WorkerSetup:
         # Another connection's info may be set. A dataset's length may depend on it, and the node's `DatasetInfo`, which
@@ -271,9 +273,13 @@ class _ConnectionSetup(NamedTuple):
             )
         collate_fn, seeded = functions.get("collate_fn"), self.opening.setup.seeded
         init = functions.get("worker_init_fn")
-        if self.opening.catalog is not None:
-            init = with_shard_check(dataset, self.opening.catalog, init)
         assert seeded is not None  # a service serves seeded loaders only
+        catalog = self.opening.catalog
+        if catalog is not None and catalog.batch:
+            dataset = dataset.fixed_streams(seeded.seed)
+            init = with_streams_plan(dataset, catalog, self.count_samples, init)
+        elif catalog is not None:
+            init = with_shard_check(dataset, catalog, init)
         return self.opening.setup._replace(
             dataset=dataset,
             # As a list with an entry for each worker up to this one: `TaskRunner` takes the entry of its number.
@@ -299,6 +305,7 @@ class _Host:
         self._used: dict[str, float] = {}  # seconds of each loader that has connections here
         self._draw_check = GlobalDrawCheck()  # of all connections: they share the process's generators
         self._planning: Any = None  # a dataset that no connection reads: it makes plans of any number of workers
+        self._counting = asyncio.Lock()
         self._plans: list[tuple[int, PlanRequest]] = []  # requests of the node
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = False
@@ -329,7 +336,7 @@ class _Host:
             # The first connection reads the process's own copy, which was made to look at it: it is as good as new.
             made = self._made if self._shared or self._fresh else None
             self._fresh = False
-            setup = _ConnectionSetup(opening, self._defined, made)
+            setup = _ConnectionSetup(opening, self._defined, made, self._count_samples)
             runner = TaskRunner(
                 opening.worker, channel, setup, channel.recorder, perf_counter(), MSGPACK, self._draw_check
             )
@@ -484,17 +491,25 @@ class _Host:
     async def _plan(self, number: int, request: PlanRequest) -> None:
         answer: Any
         try:
-            if self._planning is None:
-                # Outside of any worker, as the process's own was made: there is no info of a connection here.
-                current, torch_worker._worker_info = torch_worker._worker_info, None
-                try:
-                    self._planning = self._defined.make().dataset
-                finally:
-                    torch_worker._worker_info = current
-            answer = await make_plan(self._planning, request)
+            answer = await make_plan(self._planner(), request)
         except Exception as error:
             answer = MSGPACK.dump_error(error, 0)
         self._channel.send_all(wire.pack(PLANNED, pickle.dumps((number, answer))))
+
+    def _planner(self) -> Any:
+        if self._planning is None:
+            # Outside of any worker, as the process's own was made: there is no info of a connection here.
+            current, torch_worker._worker_info = torch_worker._worker_info, None
+            try:
+                self._planning = self._defined.make().dataset
+            finally:
+                torch_worker._worker_info = current
+        return self._planning
+
+    async def _count_samples(self) -> Any:
+        async with self._counting:  # once, however many connections need it
+            await self._planner().counted()
+        return self._planning
 
     async def _run_connection(self, connection: _Connection) -> None:
         try:

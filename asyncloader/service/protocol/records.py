@@ -33,6 +33,8 @@ class DatasetInfo(NamedTuple):
         stateful: whether it has a state of its own.
         shuffle: if the loader assigns its shards: samples that each worker shuffles together; else None.
         problem: why it cannot be served; empty: it can.
+        streams: its number of fixed streams; None: it has none.
+        shuffle_shards: of fixed streams, whether their shards are read in another order each epoch.
     """
 
     iterable: bool = False
@@ -41,6 +43,8 @@ class DatasetInfo(NamedTuple):
     stateful: bool = False
     shuffle: int | None = None
     problem: str = ""
+    streams: Count | None = None
+    shuffle_shards: bool = False
 
     def difference(self, planned: DatasetInfo) -> str:
         """Describe how this dataset differs from the dataset of the plan; empty: in nothing that a plan needs."""

@@ -10,7 +10,7 @@ shards.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
@@ -19,7 +19,13 @@ from asyncloader.errors import StateError
 from asyncloader.service.protocol.records import Count, Name, pack_record, read_record
 
 _MOST_WORKERS = 1 << 24
+_MOST_BATCH = 1 << 24
 _MOST_PLAN = 1 << 30  # bytes of a plan's messages
+_OTHER_SHARDS = (
+    "this node finds other shards than those that the epoch was planned with: what is stored has changed, or the nodes "
+    "see different things. Make a new loader, and see that all nodes are alike"
+)
+
 _PIECE = 8192
 """Entries of a message, at most."""
 
@@ -50,12 +56,14 @@ class Catalog(NamedTuple):
     Attributes:
         workers: workers of each rank.
         ranks: number of ranks.
-        fingerprint: of the shards, their sizes and cuts.
+        fingerprint: of the shards, their sizes and cuts; of fixed streams: of the shards and their samples.
+        batch: of fixed streams, whose order the workers compute: samples in a global batch; else 0.
     """
 
     workers: Count
     ranks: Count
     fingerprint: Name
+    batch: Annotated[int, Meta(ge=0, le=_MOST_BATCH)] = 0
 
 
 class PlanRequest(NamedTuple):
@@ -97,7 +105,11 @@ class Plan(NamedTuple):
 
 
 async def make_plan(dataset: Any, request: PlanRequest) -> Plan:
-    """Make a plan. Raises the dataset's errors."""
+    """Make a plan; of fixed streams, count their samples. Raises the dataset's errors."""
+    if getattr(dataset, "streams", None) is not None:
+        fixed = dataset.fixed_streams(0)
+        await fixed.plan_streams(1)
+        return Plan(fixed.described()["shards"], [], [], fixed.samples, 0.0)
     workers, rank, ranks, key, common, known = request
     found = await dataset.plan(workers, rank, ranks, key, common=common)
     fingerprint = await dataset.fingerprint(workers, ranks)
@@ -166,6 +178,36 @@ def read_plan(receive: Callable[[], bytes]) -> Plan | bytes:
             raise ValueError("broken stream: a plan that cannot be read")
 
 
+def with_streams_plan(
+    fixed: Any, catalog: Catalog, count: Callable[[], Awaitable[Any]], init: Callable[[int], Any] | None
+) -> Callable[[int], Any]:
+    """Make a `worker_init_fn` that calls `init`, and plans the fixed streams before the first sample is read.
+
+    It returns an awaitable, which raises as that of `with_shard_check`.
+
+    Args:
+        fixed: the dataset.
+        catalog: of the loader's plan.
+        count: counts the samples, once for all connections; returns a dataset that knows them.
+        init: the user's function.
+    """
+
+    def begin(worker: int) -> Any:
+        before = None if init is None else init(worker)
+
+        async def plan() -> None:
+            if inspect.isawaitable(before):
+                await before
+            fixed.source.take_counts(await count())
+            await fixed.plan_streams(catalog.batch)
+            if fixed.described()["shards"] != catalog.fingerprint:
+                raise StateError(_OTHER_SHARDS)
+
+        return plan()
+
+    return begin
+
+
 def with_shard_check(dataset: Any, catalog: Catalog, init: Callable[[int], Any] | None) -> Callable[[int], Any]:
     """Make a `worker_init_fn` that calls `init`, and checks the shards before any of them is read.
 
@@ -179,10 +221,7 @@ def with_shard_check(dataset: Any, catalog: Catalog, init: Callable[[int], Any] 
             if inspect.isawaitable(before):
                 await before
             if await dataset.fingerprint(catalog.workers, catalog.ranks) != catalog.fingerprint:
-                raise StateError(
-                    "this node finds other shards than those that the epoch was planned with: what is stored has "
-                    "changed, or the nodes see different things. Make a new loader, and see that all nodes are alike"
-                )
+                raise StateError(_OTHER_SHARDS)
 
         return find()
 

@@ -87,6 +87,10 @@ class Divided(IterableDataset[int]):
         return iter(range(len(self)))
 
 
+async def _unasked() -> None:
+    raise AssertionError("only fixed streams are counted")
+
+
 def test_a_connection_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection's dataset is compared with the node's outside of any worker, where the node's was described."""
     monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(num_workers=2))
@@ -94,7 +98,7 @@ def test_a_connection_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
     opening: Any = SimpleNamespace(
         info=DatasetInfo(iterable=True, length=100), setup=SETUP, start=start, worker=0, catalog=None
     )
-    setup = _ConnectionSetup(opening, definitions.numbers(), Made(Divided(), {})).load()
+    setup = _ConnectionSetup(opening, definitions.numbers(), Made(Divided(), {}), _unasked).load()
     assert len(setup.dataset) == 100
 
 
@@ -129,4 +133,7 @@ def test_what_a_loader_must_know() -> None:
     # The store is not asked yet.
     assert dataset_info_of(RemoteIterableDataset("none.tar", shuffle_buffer=7)) == DatasetInfo(
         True, None, True, False, 7
+    )
+    assert dataset_info_of(RemoteIterableDataset("none.tar", shuffle_buffer=7, streams=2)) == DatasetInfo(
+        True, None, True, False, 7, "", 2, True
     )
