@@ -39,7 +39,8 @@ FLOORS = [
     "stateful_loader writing",
     ("dataloader2 dataloader2.datapipes dataloader2.graph dataloader2.random dataloader2.services dataloader2.utils"),
     "integrations.ray",
-    "integrations asyncloader __main__",
+    "integrations asyncloader commands",
+    "__main__",
 ]
 FLOOR = {
     "asyncloader" if each == "asyncloader" else f"asyncloader.{each}": floor

@@ -39,6 +39,8 @@ PURE = {
         "formats.compressed",
         "formats.compressing",
         "formats.encoder",
+        "commands.findings",
+        "commands.state_words",
         "formats.jsonl",
         "formats.jsonl_writer",
         "formats.mds",

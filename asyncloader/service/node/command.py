@@ -10,15 +10,11 @@ says where the node listens; it is printed when the node is ready. The log goes 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from asyncloader.version import __version__
 
-
-def parser() -> argparse.ArgumentParser:
-    """The command line's parser."""
-    made = argparse.ArgumentParser("asyncloader", description="Data loading for PyTorch.")
-    made.add_argument("--version", action="version", version=f"asyncloader {__version__}")
-    commands = made.add_subparsers(dest="command", required=True)
+def add_serve(commands: Any) -> None:
+    """Add the command and its flags to a parser's commands."""
     serve = commands.add_parser(
         "serve",
         help="run workers for loaders elsewhere",
@@ -38,4 +34,3 @@ def parser() -> argparse.ArgumentParser:
     add("--tls-ca", metavar="FILE", help="loaders must show a certificate that these have signed")
     add("--metrics", metavar="ADDRESS", help="host:port of /metrics, /healthz and /readyz")
     add("--config", metavar="FILE", help="a TOML file with these options")
-    return made

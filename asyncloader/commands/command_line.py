@@ -1,0 +1,134 @@
+"""The command line of `asyncloader`: its commands, and how each is run.
+
+Data path: none. Exit codes: 0; 1 if something is to be mended; 2 if the command could not be carried out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncloader.errors import LoaderError
+from asyncloader.version import __version__
+
+if TYPE_CHECKING:
+    from asyncloader.commands.findings import Finding
+
+_MOST_JSON = 1 << 28  # bytes of a checkpoint in JSON
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's parser."""
+    from asyncloader.service.node.command import add_serve
+
+    made = argparse.ArgumentParser("asyncloader", description="Data loading for PyTorch.")
+    made.add_argument("--version", action="version", version=f"asyncloader {__version__}")
+    commands = made.add_subparsers(dest="command", required=True)
+    add_serve(commands)
+    doctor = commands.add_parser("doctor", help="try what loaders need of this machine")
+    inspect = commands.add_parser("inspect", help="count the samples of shards, and find damage")
+    inspect.add_argument("urls", nargs="+", metavar="URL", help="as RemoteIterableDataset takes them")
+    inspect.add_argument("--format", help="of all shards, such as tar or jsonl.gz; default: by the extension")
+    inspect.add_argument("--no-read", action="store_true", help="read only listings, sizes and indexes")
+    checkpoint = commands.add_parser("checkpoint", help="what a saved state says")
+    show = checkpoint.add_subparsers(dest="action", required=True).add_parser("show", help="in words")
+    show.add_argument("file", type=Path, help="a checkpoint of torch.save, or JSON, that has loaders' states in it")
+    for each in (doctor, inspect, show):
+        each.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    flags = vars(parser().parse_args(argv))
+    command = flags.pop("command")
+    if command == "serve":
+        return _serve(flags)
+    try:
+        return _report(command, flags)
+    except (LoaderError, ValueError, OSError, ImportError) as error:
+        print(f"asyncloader {command}: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
+        return 2
+
+
+def _report(command: str, flags: dict[str, Any]) -> int:
+    from asyncloader.commands.findings import as_json, as_lines, has_problem
+
+    findings = []
+    try:
+        for finding in _findings(command, flags):
+            findings.append(finding)
+            if not flags["json"]:
+                print(as_lines(finding), flush=True)  # noqa: T201 - a command's own words
+        if flags["json"]:
+            print(as_json(findings), flush=True)  # noqa: T201 - a command's own words
+    except BrokenPipeError:  # whoever reads this has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(has_problem(findings))
+
+
+def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
+    if command == "doctor":
+        from asyncloader.commands.doctor import examine
+
+        return examine()
+    if command == "inspect":
+        from asyncloader.bridge import run_in_thread
+        from asyncloader.commands.shard_inspection import inspect
+
+        return run_in_thread(inspect(flags["urls"], flags["format"], read=not flags["no_read"]))
+    return _show(flags["file"])
+
+
+def _serve(flags: dict[str, Any]) -> int:
+    from asyncloader.service.extra import check_extra
+
+    try:
+        check_extra()
+    except ImportError as error:
+        print(f"asyncloader: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
+        return 2
+    from asyncloader.service.node import cli
+
+    return cli.run(flags)
+
+
+def _show(file: Path) -> list[Finding]:
+    """Return what the loaders' states in a file say.
+
+    Raises:
+        ValueError: the file is no checkpoint, or has none.
+    """
+    from asyncloader.commands.state_words import describe, find_states
+
+    found = [finding for place, state in find_states(_load(file)) for finding in describe(place, state)]
+    if not found:
+        raise ValueError(f"{file} has no loader's state in it: save what state_dict() returns")
+    return found
+
+
+def _load(file: Path) -> Any:
+    with file.open("rb") as opened:
+        begins = opened.read(1)
+    if begins in (b"{", b"["):
+        if file.stat().st_size > _MOST_JSON:
+            raise ValueError(f"{file} has more than {_MOST_JSON >> 20} MiB of JSON")
+        return json.loads(file.read_bytes())
+    import pickle
+
+    import torch
+
+    try:
+        # Mapped: the tensors beside the states are not read. Nothing but plain values is built.
+        with warnings.catch_warnings(action="ignore"):  # of what the error says
+            return torch.load(file, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(file))
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{file} is not a checkpoint that can be read safely: {why}") from error

@@ -1,0 +1,208 @@
+"""`asyncloader doctor`: tries what loaders need of this machine, and says what to do about what fails.
+
+Data path: none. Each check does the thing itself: allocates shared memory, starts a worker of each kind, locks pages.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from asyncloader.commands.findings import Finding, in_bytes
+from asyncloader.cpus import affinity, cpu_quota, usable_cpus
+from asyncloader.errors import LoaderError, RingMemoryError
+from asyncloader.version import __version__
+from asyncloader.workers.memory.segment import create, map_segment, memory_limit, reserve
+
+_SEGMENT = 64 << 20
+_LEAST_FILES = 256
+_LEAST_MEMORY = 1 << 30
+_EXTRAS = {
+    "http": ("aiohttp",),
+    "s3": ("obstore",),
+    "parquet": ("pyarrow",),
+    "shards": ("google_crc32c",),
+    "service": ("msgspec",),
+    "notebook": ("cloudpickle",),
+    "ray": ("ray",),
+}
+
+
+def examine() -> Iterator[Finding]:
+    """Yield the findings, as they are made. Takes some seconds: a worker of each kind is started."""
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _versions, _processors, _memory, _shared_memory, _open_files, _start_methods, _devices, _extras
+    ]  # fmt: skip
+    for check in checks:
+        yield from check()
+
+
+def _versions() -> Iterator[Finding]:
+    uvloop = _version("uvloop")
+    versions = {
+        "asyncloader": __version__,
+        "Python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": _version("numpy"),
+    }
+    yield Finding("versions", "ok", ", ".join(f"{name} {each}" for name, each in versions.items()), figures=versions)
+    if uvloop is not None:
+        yield Finding("event loop", "ok", f"uvloop {uvloop}")
+    else:
+        yield Finding("event loop", "note", "asyncio's: uvloop is not installed", "pip install uvloop, which is faster")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processors() -> Iterator[Finding]:
+    bound, quota, usable = affinity(), cpu_quota(), usable_cpus()
+    text = f"{usable} may be used"
+    if quota is not None and quota < bound:
+        text += f": the control group's quota, though the machine shows {bound}"
+    yield Finding(
+        "processors",
+        "note" if usable == 1 else "ok",
+        text,
+        "with a single processor, workers only help where samples wait for a disk or a network" if usable == 1 else "",
+        figures={"usable": usable, "bound": bound, "quota": quota},
+    )
+
+
+def _memory() -> Iterator[Finding]:
+    limit, source = memory_limit()
+    if limit is None:
+        yield Finding("memory", "note", source)
+        return
+    low = limit < _LEAST_MEMORY
+    yield Finding(
+        "memory",
+        "problem" if low else "ok",
+        f"{in_bytes(limit)} are left ({source})",
+        "end other programs, or raise the container's limit: a worker takes some 300 MiB for torch alone"
+        if low
+        else "",
+        figures={"bytes": limit},
+    )
+
+
+def _shared_memory() -> Iterator[Finding]:
+    if sys.platform == "win32":
+        yield Finding("shared memory", "note", "not used on Windows", 'use num_workers=0 or workers="threads"')
+        return
+    began = perf_counter()
+    try:
+        fd = create(_SEGMENT)
+        try:
+            reserve(fd, 0, _SEGMENT)
+            memory = map_segment(fd, _SEGMENT)
+        finally:
+            os.close(fd)
+        memory[:] = bytes(_SEGMENT)
+    except (RingMemoryError, OSError) as error:
+        yield Finding(
+            "shared memory", "problem", f"{in_bytes(_SEGMENT)} could not be had: {error}", "see the line above"
+        )
+        return
+    rate = _SEGMENT / (perf_counter() - began)
+    kind = "without /dev/shm" if hasattr(os, "memfd_create") else "by shm_open"
+    yield Finding(
+        "shared memory",
+        "ok",
+        f"{in_bytes(_SEGMENT)} allocated and written at {in_bytes(rate)}/s, {kind}",
+        figures={"bytes_per_second": round(rate)},
+    )
+
+
+def _open_files() -> Iterator[Finding]:
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < _LEAST_FILES
+    if not few:
+        advice = ""
+    elif hard == resource.RLIM_INFINITY or hard >= _LEAST_FILES:
+        advice = f"ulimit -n {_LEAST_FILES}"
+    else:
+        advice = (
+            f"the hard limit is {hard}: raise it in /etc/security/limits.conf, or with docker run --ulimit nofile=4096"
+        )
+    yield Finding(
+        "open files",
+        "problem" if few else "ok",
+        "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}",
+        advice,
+        {"soft": soft, "hard": hard},
+    )
+
+
+def _start_methods() -> Iterator[Finding]:
+    """Start a worker of each kind, and wait for its batch."""
+    if sys.platform == "win32":
+        yield Finding("workers", "note", "processes need Linux or macOS", 'use num_workers=0 or workers="threads"')
+        return
+    from torch.utils.data import TensorDataset
+
+    from asyncloader.loader import DataLoader
+
+    default = torch.multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    for method in multiprocessing.get_all_start_methods():
+        began, name = perf_counter(), f"workers ({method})"
+        try:
+            with DataLoader(
+                TensorDataset(torch.zeros(1)), num_workers=1, multiprocessing_context=method, timeout=60
+            ) as loader:
+                next(iter(loader))
+        except (LoaderError, OSError, RuntimeError, ValueError) as error:
+            others = [each for each in multiprocessing.get_all_start_methods() if each != method]
+            advice = f"use multiprocessing_context={others[0]!r}" if others else ""
+            yield Finding(name, "problem", f"{type(error).__name__}: {error}", advice)
+            continue
+        took = perf_counter() - began
+        text = f"the first batch took {1000 * took:.0f} ms{' (the default)' if method == default else ''}"
+        yield Finding(name, "ok", text, figures={"seconds": round(took, 4), "default": method == default})
+
+
+def _devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        built = "" if torch.version.cuda or torch.version.hip else ": this torch is built without it"
+        yield Finding("CUDA", "note", f"not available{built}")
+    else:
+        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        yield Finding("CUDA", "ok", ", ".join(names), figures={"devices": names})
+        try:
+            torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            yield Finding(
+                "page locking", "problem", str(error), "raise the limit of locked memory: ulimit -l unlimited"
+            )
+        else:
+            yield Finding("page locking", "ok", "1 MiB locked")
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    if nodes:
+        yield Finding("NUMA nodes", "ok", f"{nodes}", figures={"nodes": nodes})
+
+
+def _extras() -> Iterator[Finding]:
+    there = [name for name, modules in _EXTRAS.items() if all(map(importlib.util.find_spec, modules))]
+    missing = [name for name in _EXTRAS if name not in there]
+    text = f"installed: {', '.join(there) or 'none'}"
+    if missing:
+        text += f"; not installed: {', '.join(missing)}"
+    advice = f"for one: pip install 'asyncloader[{missing[0]}]'" if missing else ""
+    yield Finding("extras", "note" if missing else "ok", text, advice, {"installed": there, "missing": missing})

@@ -1,0 +1,57 @@
+"""What a command has found out, as lines for people or as JSON. Pure.
+
+Data path: none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+_MARKS = {"ok": "ok", "note": "--", "problem": "!!"}
+_NAME_WIDTH = 22
+
+
+class Finding(NamedTuple):
+    """One fact.
+
+    Attributes:
+        name: what it is about.
+        state: ``"ok"``; ``"note"``: to be known; ``"problem"``: to be mended.
+        text: what was found.
+        advice: what to do; empty: nothing.
+        figures: the same for programs: plain values.
+    """
+
+    name: str
+    state: Literal["ok", "note", "problem"]
+    text: str
+    advice: str = ""
+    figures: Mapping[str, Any] = {}
+
+
+def as_lines(finding: Finding) -> str:
+    """Return a finding's line, and one with its advice."""
+    line = f"{_MARKS[finding.state]}  {finding.name:{_NAME_WIDTH}}{finding.text}"
+    return f"{line}\n{' ' * (_NAME_WIDTH + 4)}-> {finding.advice}" if finding.advice else line
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """Return a JSON object: the findings, and whether there is no problem."""
+    rows = [{**each._asdict(), "figures": dict(each.figures)} for each in findings]
+    return json.dumps({"ok": not has_problem(findings), "findings": rows}, indent=2)
+
+
+def has_problem(findings: Sequence[Finding]) -> bool:
+    """Whether something is to be mended."""
+    return any(each.state == "problem" for each in findings)
+
+
+def in_bytes(number: float) -> str:
+    """Return a number of bytes as a text with three digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1000:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB"

@@ -1,0 +1,144 @@
+"""`asyncloader inspect`: reads shards from end to end, and says how many samples they have and what is damaged.
+
+Data path: remote.discovery -> [shard_inspection: remote.reading for each shard] -> findings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncloader.commands.findings import Finding, in_bytes
+from asyncloader.errors import is_about_sample
+from asyncloader.formats import ShardError
+from asyncloader.remote.catalog import Shard
+from asyncloader.remote.discovery import find_shards
+from asyncloader.remote.reading import read_shard_range
+from asyncloader.remote.shard_sizes import with_counts, with_sizes
+from asyncloader.remote.shard_splitting import CatalogRange
+from asyncloader.remote.stores import Stores
+from asyncloader.transports import ObjectNotFound
+from asyncloader.transports.base import gather_all
+
+_AT_ONCE = 8  # shards
+_SHOWN = 20  # damaged shards, and errors of each
+
+
+class _Read(NamedTuple):
+    """What reading a shard gave: the number of its samples, and its errors."""
+
+    samples: int
+    errors: Sequence[str]
+    more_errors: int = 0
+
+
+async def inspect(urls: Sequence[str], format: str | None, *, read: bool) -> list[Finding]:
+    """Return what is known of the shards.
+
+    Args:
+        urls: as `RemoteIterableDataset` takes them.
+        format: of all shards; None: by the extension.
+        read: read each shard from end to end. Otherwise only listings, sizes and indexes are read.
+
+    Raises:
+        ValueError, ShardError, TransportError: the shards cannot be found; see `find_shards`.
+    """
+    async with aclosing(Stores()) as stores:
+        shards = await find_shards(urls, stores, format)
+        leave = (ObjectNotFound, ShardError)
+        shards = await with_counts(await with_sizes(shards, stores, leave=leave), stores, leave=leave)
+        found: dict[int, _Read] = {}
+        if read:
+            waiting = iter(enumerate(shards))
+
+            async def work() -> None:
+                for number, shard in waiting:
+                    found[number] = await _read(shard, stores)
+
+            await gather_all(work() for _ in range(min(_AT_ONCE, len(shards))))
+    return [_summary(shards), *_counts(shards, found), *_damage(shards, found)]
+
+
+async def _read(shard: Shard, stores: Stores) -> _Read:
+    samples, more = 0, 0
+    errors: list[str] = []
+
+    def note(error: Exception) -> None:
+        nonlocal more
+        if len(errors) < _SHOWN:
+            errors.append(str(error))
+        else:
+            more += 1
+
+    try:
+        async with aclosing(read_shard_range(stores, shard, CatalogRange(0), on_bad=note)) as batches:
+            async for batch in batches:
+                samples += len(batch)
+                await asyncio.sleep(0)
+    except Exception as error:
+        if not is_about_sample(error):
+            raise
+        note(error)
+    if not errors and shard.samples not in (None, samples):
+        note(ShardError(f"it has {samples} samples, but its index says {shard.samples}"))
+    return _Read(samples, errors, more)
+
+
+def _summary(shards: Sequence[Shard]) -> Finding:
+    formats = sorted({shard.format.name for shard in shards})
+    sizes = [shard.size for shard in shards if shard.size is not None]
+    text, unknown = f"{len(shards):,} of format {', '.join(formats)}", len(shards) - len(sizes)
+    if sizes:
+        text += f", {in_bytes(sum(sizes))}; a shard has {_spread(sizes, in_bytes)}"
+    return Finding(
+        "shards",
+        "ok",
+        text + (f"; the sizes of {unknown} are unknown" if unknown else ""),
+        figures={"shards": len(shards), "bytes": sum(sizes), "formats": formats},
+    )
+
+
+def _counts(shards: Sequence[Shard], found: dict[int, _Read]) -> Iterator[Finding]:
+    if found:
+        counts = [found[number].samples for number in range(len(shards))]
+    else:
+        counts = [shard.samples for shard in shards if shard.samples is not None]
+    if not counts:
+        yield Finding("samples", "note", "unknown", "these shards have no index: leave out --no-read to count")
+        return
+    some = "" if len(counts) == len(shards) else f" in the {len(counts)} shards that have an index"
+    text = f"{sum(counts):,}{some}; a shard has {_spread(counts, '{:,.0f}'.format)}"
+    if (size := sum(shard.size or 0 for shard in shards)) and sum(counts) and len(counts) == len(shards):
+        text += f"; a sample takes {in_bytes(size / sum(counts))} on average"
+    yield Finding("samples", "ok", text, figures={"samples": sum(counts), "counted_shards": len(counts)})
+    if empty := sum(not each.samples and not each.errors for each in found.values()):
+        yield Finding("empty shards", "note", f"{empty}", figures={"empty": empty})
+
+
+def _spread(values: Sequence[int], text: Callable[[float], str]) -> str:
+    least, middle, most = (text(each) for each in np.percentile(values, [0, 50, 100]).tolist())
+    return f"{least}" if least == most else f"{least} to {most}, half of them at most {middle}"
+
+
+def _damage(shards: Sequence[Shard], found: dict[int, _Read]) -> Iterator[Finding]:
+    damaged = [(shards[number].url, each) for number, each in sorted(found.items()) if each.errors]
+    for url, each in damaged[:_SHOWN]:
+        text = "; ".join(each.errors) + (f"; and {each.more_errors} more" if each.more_errors else "")
+        count = len(each.errors) + each.more_errors
+        yield Finding(
+            "damage", "problem", f"{url}: {text}", figures={"url": url, "errors": count, "samples": each.samples}
+        )
+    if damaged:
+        yield Finding(
+            "damaged shards",
+            "problem",
+            f"{len(damaged)} of {len(shards)}",
+            "write them again, or read on with on_error='skip'",
+            figures={"damaged": len(damaged)},
+        )
+    elif found:
+        yield Finding("damage", "ok", "none: every shard was read from end to end")

@@ -1,0 +1,96 @@
+"""Describes the loaders' states in a checkpoint. Pure.
+
+Data path: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncloader.commands.findings import Finding
+from asyncloader.errors import StateError
+from asyncloader.state.schema import check_state
+
+_KEYS = ("version", "mode", "kind", "epoch", "step")
+_DEEPEST = 20
+
+
+def find_states(checkpoint: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every loader's state in a checkpoint, with its place in it, such as ``"trainer.loader"``."""
+    yield from _find(checkpoint, "", 0)
+
+
+def _find(value: Any, place: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if depth > _DEEPEST:
+        return
+    if isinstance(value, Mapping):
+        if all(key in value for key in _KEYS):
+            yield place or "the file", value
+            return
+        for key, inner in value.items():
+            yield from _find(inner, f"{place}.{key}" if place else str(key), depth + 1)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _find(inner, f"{place}[{number}]", depth + 1)
+
+
+def describe(place: str, given: Any) -> list[Finding]:
+    """Return what a state says: where the run stood, its order, and which loaders can resume it."""
+    try:
+        state = check_state(given)
+    except StateError as error:
+        return [Finding(place, "problem", str(error), "this state cannot be loaded: take an earlier one")]
+    figures = {name: state[name] for name in ("epoch", "step", "finished", "seed", "batch_size", "world_size", "order")}
+    return [
+        Finding(place, "ok", _position(state), figures=figures),
+        Finding("  order", "note", _order(state)),
+        Finding("  resumes on", "note", _fits(state)),
+    ]
+
+
+def _position(state: Mapping[str, Any]) -> str:
+    if state["finished"]:
+        return f"epoch {state['epoch']} is finished; the next is epoch {state['epoch'] + 1}"
+    text = f"epoch {state['epoch']}, {state['step']:,} batches delivered"
+    if state["kind"] == "map" and state["batch_size"]:
+        text += f", about {state['step'] * state['batch_size']:,} samples"
+        text += f" of {state['length']:,}" if state["length"] is not None else ""
+    if state["beyond"]:
+        steps = ", ".join(map(str, state["beyond"][:10])) + (", ..." if len(state["beyond"]) > 10 else "")
+        text += f"; and these later ones: {steps}"
+    return text
+
+
+def _order(state: Mapping[str, Any]) -> str:
+    if state["kind"] == "iterable":
+        order = "that of the dataset"
+    else:
+        order = {"sampler": "that of the user's sampler", "batch_sampler": "that of the user's batch sampler"}.get(
+            state["order"], state["order"]
+        )
+    mode = f"seed {state['seed']}" if state["mode"] == "seeded" else "torch mode"
+    return f"{order}, {mode}{_batches(state)}"
+
+
+def _batches(state: Mapping[str, Any]) -> str:
+    size, ranks = state["batch_size"], state["world_size"]
+    if size is None:
+        return ""
+    if ranks is None or ranks == 1 or state["kind"] == "iterable":
+        return f", batches of {size}"
+    return f", global batches of {size} on {ranks} ranks"
+
+
+def _fits(state: Mapping[str, Any]) -> str:
+    workers = state["workers"]
+    if workers is not None and not state["finished"]:
+        ranks = "" if workers["world_size"] == 1 else f"rank {workers['rank']} of {workers['world_size']}, with "
+        return f"{ranks}num_workers={workers['num_workers']}"
+    if state["kind"] == "iterable":
+        return "any number of workers"
+    if state["order"] == "batch_sampler" and state["world_size"] not in (None, 1):
+        return f"any number of workers, and {state['world_size']} ranks"
+    if state["mode"] == "seeded" and state["batch_size"] is not None:
+        return f"any number of workers, and of ranks that share global batches of {state['batch_size']}"
+    return "any number of workers"

@@ -1,0 +1,254 @@
+"""The commands `doctor`, `inspect` and `checkpoint show`: what they say is true, in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from asyncloader import DataLoader
+from asyncloader.__main__ import main
+from tests.helpers.running import ROOT
+from tests.helpers.seeded_datasets import Rows
+from tests.helpers.shards_of_formats import FORMATS, SIZES, write
+
+Run = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command, and returns its exit code and its findings by name: (state, text, figures)."""
+
+    def call(*argv: Any) -> tuple[int, dict[str, Any]]:
+        code = main([*map(str, argv), "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert told["ok"] == (code == 0)
+        return code, {each["name"]: (each["state"], each["text"], each["figures"]) for each in told["findings"]}
+
+    return call
+
+
+# ---------------------------------------------------------------------------------------------- doctor
+
+
+def test_a_machine_that_is_well(run: Run) -> None:
+    """Every start method has delivered a batch, and nothing is to be mended."""
+    code, found = run("doctor")
+    assert code == 0
+    assert found["versions"][2]["torch"] == torch.__version__
+    for method in torch.multiprocessing.get_all_start_methods():
+        state, text, figures = found[f"workers ({method})"]
+        assert state == "ok"
+        assert "the first batch took" in text
+        assert figures["seconds"] > 0
+    assert found["shared memory"][0] == "ok"
+
+
+def test_too_few_open_files() -> None:
+    """Is a problem, and its advice, which is followed here, mends it."""
+    program = "from asyncloader.commands import doctor, findings; print(*map(findings.as_lines, doctor._open_files()))"
+    shell = f'ulimit -S -n 100; {sys.executable} -c "{program}"'
+    shell += f' | tee /dev/stderr | grep -o "ulimit.*" | (read advice; eval "$advice"; {sys.executable} -c "{program}")'
+    told = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert told.stderr.startswith("!!  open files            at most 100\n")
+    assert told.stdout == "ok  open files            at most 256\n"
+
+
+# --------------------------------------------------------------------------------------------- inspect
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_whole_and_damaged_shards(format: str, tmp_path: Path, run: Run) -> None:
+    """Of every format: the number of samples, and which shard is cut off, and which one is missing."""
+    write(tmp_path, format)
+    code, found = run("inspect", f"{tmp_path}/")
+    assert code == 0
+    assert found["shards"][2]["shards"] == len(SIZES)
+    files = [path for path in sorted(tmp_path.iterdir()) if path.name != "index.json"]
+    assert found["shards"][2]["bytes"] == sum(path.stat().st_size for path in files)
+    assert found["samples"][2]["samples"] == sum(SIZES)
+    assert found["damage"][:2] == ("ok", "none: every shard was read from end to end")
+    data = files[1].read_bytes()
+    files[1].write_bytes(data[: len(data) // 2 + 3])
+    code, found = run("inspect", *files if "mds" not in format else [tmp_path])
+    assert code == 1
+    assert found["damage"][0] == "problem"
+    assert files[1].stem in found["damage"][2]["url"]
+    assert found["damaged shards"][1] == f"1 of {len(SIZES)}"
+    files[1].unlink()
+    code, found = run("inspect", *files if "mds" not in format else [tmp_path])
+    assert code == 1
+    assert found["damaged shards"][2] == {"damaged": 1}
+    assert found["samples"][2]["samples"] == sum(SIZES) - SIZES[1]
+
+
+def test_without_reading(tmp_path: Path, run: Run) -> None:
+    """What an index says; of other shards it says how to find out."""
+    for name in ("mds", "tar"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, name)
+    assert run("inspect", tmp_path / "mds", "--no-read")[1]["samples"][2]["samples"] == sum(SIZES)
+    assert run("inspect", tmp_path / "tar", "--no-read")[1]["samples"][:2] == ("note", "unknown")
+    code, found = run("inspect", tmp_path / "tar", tmp_path / "mds", "--no-read")
+    assert code == 0
+    assert "47 in the 4 shards that have an index" in found["samples"][1]
+
+
+def test_an_index_that_counts_wrong(tmp_path: Path, run: Run) -> None:
+    """Is damage of its shard; so are lines that cannot be parsed, each of which is told."""
+    write(tmp_path, "mds")
+    index = json.loads((tmp_path / "index.json").read_text())
+    index["shards"][2]["samples"] += 1
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    code, found = run("inspect", tmp_path)
+    assert code == 1
+    assert str(SIZES[2]) in found["damage"][1]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"a": 1}\n{"a"\n{"a": 2}\nno\n' + "no\n" * 40)
+    code, found = run("inspect", lines)
+    assert code == 1
+    assert found["samples"][2]["samples"] == 2
+    assert found["damage"][2]["errors"] == 42
+    assert "and 22 more" in found["damage"][1]
+    lines.write_text("")
+    code, found = run("inspect", lines)
+    assert code == 0
+    assert found["empty shards"][:2] == ("note", "1")
+
+
+# ------------------------------------------------------------------------------------- checkpoint show
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(100))
+
+
+def state_of(steps: int | None, dataset: Any = None, **options: Any) -> dict[str, Any]:
+    with DataLoader[Any](Rows(100) if dataset is None else dataset, **{"batch_size": 4, **options}) as loader:
+        batches = iter(loader)
+        for _ in range(10**6 if steps is None else steps):
+            if next(batches, None) is None:
+                break
+        return loader.state_dict()
+
+
+SEEDED: dict[str, Any] = {"seed": 3, "shuffle": True}
+CASES: dict[str, tuple[Callable[[], dict[str, Any]], str, str, str]] = {
+    "seeded": (
+        lambda: state_of(5, **SEEDED),
+        "epoch 0, 5 batches delivered, about 20 samples of 100",
+        "shuffled, seed 3, batches of 4",
+        "any number of workers, and of ranks that share global batches of 4",
+    ),
+    "ranks": (
+        lambda: state_of(5, **SEEDED, rank=1, world_size=2),
+        "epoch 0, 5 batches delivered, about 40 samples of 100",
+        "shuffled, seed 3, global batches of 8 on 2 ranks",
+        "any number of workers, and of ranks that share global batches of 8",
+    ),
+    "finished": (
+        lambda: state_of(None),
+        "epoch 0 is finished; the next is epoch 1",
+        "sequential, torch mode, batches of 4",
+        "any number of workers",
+    ),
+    "stream": (
+        lambda: state_of(3, Counting(), num_workers=2),
+        "epoch 0, 3 batches delivered",
+        "that of the dataset, torch mode, batches of 4",
+        "num_workers=2",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("case", CASES)
+def test_states_in_words(case: str, tmp_path: Path, run: Run) -> None:
+    """At any place of a checkpoint of torch's, or as JSON."""
+    make, *words = CASES[case]
+    state = make()
+    torch.save({"model": {"weight": torch.zeros(9)}, "loaders": [None, {"train": state}]}, tmp_path / "a.pt")
+    (tmp_path / "a.json").write_text(json.dumps(state))
+    for file, place in (("a.pt", "loaders[1].train"), ("a.json", "the file")):
+        code, found = run("checkpoint", "show", tmp_path / file)
+        assert code == 0
+        assert [found[name][1] for name in (place, "  order", "  resumes on")] == words
+
+
+def test_what_resumes_is_true() -> None:
+    """The state of two ranks resumes on four, with another number of workers; that of a stream does not."""
+    state = CASES["ranks"][0]()
+    with DataLoader[Any](Rows(100), batch_size=2, **SEEDED, rank=3, world_size=4, num_workers=1) as loader:
+        loader.load_state_dict(state)
+    with (
+        DataLoader[Any](Counting(), batch_size=4, num_workers=1) as other,
+        pytest.raises(ValueError, match="num_workers=2"),
+    ):
+        other.load_state_dict(CASES["stream"][0]())
+
+
+def test_states_that_cannot_be_loaded(tmp_path: Path, run: Run) -> None:
+    """A broken state is a problem of its own; those beside it are described."""
+    good = state_of(2, **SEEDED)
+    torch.save([good | {"beyond": [9, 7]}, good | {"step": -1}, good | {"version": 99}], tmp_path / "a.pt")
+    code, found = run("checkpoint", "show", tmp_path / "a.pt")
+    assert code == 1
+    assert found["[0]"][1].endswith("and these later ones: 9, 7")
+    assert found["[1]"][:2] == ("problem", "the state is broken: step=-1")
+    assert "of version 99" in found["[2]"][1]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (exec, ("raise SystemExit('it ran')",))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (pickle.dumps(Evil()), "not a checkpoint that can be read safely"),
+        (b"", "not a checkpoint that can be read safely"),
+        (b"PK\x03\x04 no archive", "not a checkpoint that can be read safely"),
+        (b'{"a": [1, 2]}', "has no loader's state in it"),
+        (b'{"a": [1, 2', "Expecting"),
+    ],
+)
+def test_files_without_states(content: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Are refused in a line, and no code in them runs."""
+    (tmp_path / "a.pt").write_bytes(content)
+    assert main(["checkpoint", "show", str(tmp_path / "a.pt")]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["inspect", "/nowhere/"], "there is no shard below"),
+        (["inspect", "a.unknown"], "a.unknown"),
+        (["inspect", "nothing://a/b.tar"], "nothing"),
+        (["checkpoint", "show", "/nowhere/a.pt"], "No such file"),
+    ],
+)
+def test_commands_that_cannot_be_carried_out(argv: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """End with a line that says why."""
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert why in told
+    assert told.count("\n") == 1
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    """Closing the pipe ends the command without a traceback."""
+    shell = f"{sys.executable} -m asyncloader doctor | head -1"
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("ok  versions")
+    assert not done.stderr
