@@ -73,8 +73,10 @@ if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
     from asyncloader.options.objects import DeviceOptions, Recovery, Tuning
     from asyncloader.packing.collate import PackSequences
+    from asyncloader.packing.packed_loader import PackedLoader
     from asyncloader.packing.sampler import PackingSampler
     from asyncloader.packing.sequence_rows import SequenceRows
+    from asyncloader.packing.windows import JoinSequences
     from asyncloader.remote.dataset import RemoteIterableDataset
     from asyncloader.remote.random_access.dataset import RemoteMapDataset, index_shards, index_shards_sync
     from asyncloader.remote.shard_writing import WrittenShard
@@ -108,6 +110,7 @@ _OWN = {
     "DeviceOptions": "asyncloader.options.objects",
     "DeviceUnavailable": "asyncloader.errors",
     "Diagnosis": "asyncloader.telemetry.diagnosis",
+    "JoinSequences": "asyncloader.packing.windows",
     "LoaderClosed": "asyncloader.errors",
     "LoaderError": "asyncloader.errors",
     "LoaderTimeout": "asyncloader.errors",
@@ -118,6 +121,7 @@ _OWN = {
     "NeverIteratedWarning": "asyncloader.errors",
     "NoEffectWarning": "asyncloader.errors",
     "PackSequences": "asyncloader.packing.collate",
+    "PackedLoader": "asyncloader.packing.packed_loader",
     "PackingSampler": "asyncloader.packing.sampler",
     "PageLockError": "asyncloader.errors",
     "RanksDisagree": "asyncloader.errors",
@@ -177,6 +181,7 @@ __all__ = [
     "DistributedSampler",
     "IterDataPipe",
     "IterableDataset",
+    "JoinSequences",
     "LoaderClosed",
     "LoaderError",
     "LoaderTimeout",
@@ -188,6 +193,7 @@ __all__ = [
     "NeverIteratedWarning",
     "NoEffectWarning",
     "PackSequences",
+    "PackedLoader",
     "PackingSampler",
     "PageLockError",
     "RandomSampler",

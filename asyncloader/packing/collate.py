@@ -62,23 +62,33 @@ class PackSequences:
         lengths = np.fromiter((len(next(iter(each.values()))) for each in fields), np.int64, len(fields))
         row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
         filled = np.flatnonzero(lengths).tolist() or [0]
-        batch = _joined([sequences[number] for number in filled], [fields[number] for number in filled])
-        lengths, row_of = lengths[filled], row_of[filled]
+        batch = join_fields([sequences[number] for number in filled], [fields[number] for number in filled])
+        return self.arrange(batch, lengths[filled], row_of[filled], len(rows))
+
+    def arrange(
+        self, batch: dict[str, Any], lengths: npt.NDArray[np.int64], row_of: npt.NDArray[np.int64], rows: int
+    ) -> dict[str, Any]:
+        """Return the batch of joined sequences, of these lengths, in this number of rows. Pads the tensors in `batch`.
+
+        Raises:
+            ValueError: as the constructor says.
+        """
         if self.pad_to is None:
             return batch | layout(lengths)
-        padding = self.pad_to - np.bincount(row_of, lengths, len(rows)).astype(np.int64)
+        padding = self.pad_to - np.bincount(row_of, lengths, rows).astype(np.int64)
         if padding.min() < 0:
             raise ValueError(
                 f"row {np.argmin(padding)} of the batch has {self.pad_to - padding.min()} tokens, which is more than "
                 f"pad_to={self.pad_to}"
             )
-        counts = np.bincount(row_of, minlength=len(rows))
+        counts = np.bincount(row_of, minlength=rows)
         made = layout(np.insert(lengths, np.cumsum(counts), padding))
-        made["position_ids"] = made["position_ids"].reshape(len(rows), self.pad_to)
+        made["position_ids"] = made["position_ids"].reshape(rows, self.pad_to)
         sizes = (self.pad_to - padding).tolist()
-        for name in fields[filled[0]]:
-            value = batch[name]
-            padded = value.new_full((len(rows), self.pad_to, *value.shape[1:]), self.pad_values.get(name, 0))
+        for name, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            padded = value.new_full((rows, self.pad_to, *value.shape[1:]), self.pad_values.get(name, 0))
             # Row by row: torch cannot index all of the types that it can copy.
             for row, part in zip(padded, value.split(sizes), strict=True):
                 row[: len(part)] = part
@@ -86,8 +96,12 @@ class PackSequences:
         return batch | made
 
 
-def _joined(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of all sequences, and lists of the other values."""
+def join_fields(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the joined fields of sequences, of which `fields` have an element for each token, and lists of the others.
+
+    Raises:
+        ValueError: they do not have the same fields, or one that packing makes.
+    """
     names = fields[0].keys()
     for number, each in enumerate(fields):
         if each.keys() != names:

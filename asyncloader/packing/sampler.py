@@ -81,19 +81,14 @@ class PackingSampler(Sampler[Row]):
         window: int | None = None,
     ) -> None:
         Permutation(0, seed)  # checks the seed
-        if strategy not in STRATEGIES:
-            raise ValueError(f"strategy should be one of {STRATEGIES}, but got strategy={strategy!r}")
-        if on_too_long not in (None, *_CHOICES):
-            raise ValueError(f"on_too_long should be one of {_CHOICES}, but got on_too_long={on_too_long!r}")
+        rule = rule_of(on_too_long, strategy)
         self.max_tokens = check_positive("max_tokens", max_tokens)
         self.seed = index(seed)
         self.strategy: Strategy = strategy
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.epoch = 0
-        cutting = strategy in _CUTTING
-        rule = on_too_long or ("split" if cutting else "error")
-        self.slices = cutting or rule in ("truncate", "split")
+        self.slices = strategy in _CUTTING or rule in ("truncate", "split")
         """Whether rows consist of slices, and not of indices."""
         given = _checked(lengths)
         labels = None if domains is None else _numbered(domains, len(given))
@@ -176,6 +171,19 @@ class PackingSampler(Sampler[Row]):
             f"<PackingSampler of {len(self._lengths)}, max_tokens={self.max_tokens}, strategy={self.strategy!r}, "
             f"seed={self.seed}, epoch={self.epoch}, shuffle={self.shuffle}, drop_last={self.drop_last}>"
         )
+
+
+def rule_of(on_too_long: OnTooLong | None, strategy: Strategy) -> OnTooLong:
+    """Return the rule for sequences that are too long, with its default for the strategy.
+
+    Raises:
+        ValueError: it, or the strategy, is unknown.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy should be one of {STRATEGIES}, but got strategy={strategy!r}")
+    if on_too_long not in (None, *_CHOICES):
+        raise ValueError(f"on_too_long should be one of {_CHOICES}, but got on_too_long={on_too_long!r}")
+    return on_too_long or ("split" if strategy in _CUTTING else "error")
 
 
 def check_positive(name: str, value: int) -> int:

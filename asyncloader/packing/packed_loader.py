@@ -1,0 +1,186 @@
+"""`PackedLoader`: rows of packed sequences from a loader of sequences whose lengths are known once they are read.
+
+Data path: ring -> windows -> window_packer -> [packed_loader] -> training loop.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from asyncloader.errors import StateError
+from asyncloader.packing.collate import PackSequences
+from asyncloader.packing.window_packer import WindowPacker
+from asyncloader.packing.windows import Window
+from asyncloader.ranks.topology import Topology, topology
+
+_VERSION = 1
+_KEYS = {"version", "loader", "carried", "delivered", "batch_size", "rank", "world_size"}
+
+
+class PackedLoader:
+    """The rows of a loader whose ``collate_fn`` is a `JoinSequences`: for sequences of a stream, above all.
+
+    Each batch of the loader is a window: its sequences are packed into rows of at most `max_tokens` tokens. So the
+    loader's ``batch_size`` is the number of sequences that are packed together: 1,000, say. What is left over of a
+    window is packed with the next window, and with no later one. The rows follow from the loader's batches alone.
+
+    Iterate it with ``for``, or with ``async for`` over an `AsyncDataLoader`. Each rank packs its own sequences, so the
+    ranks have different numbers of rows, and a state belongs to its rank. Open and close the loader itself.
+
+    A row is what `PackSequences` makes of it.
+
+    Args:
+        loader: with ``batch_size=`` and ``collate_fn=JoinSequences(...)``.
+        drop_last: leave out what is left over of the last window: of each domain, one row that is not full. Default
+            False.
+        pad_to, pad_values: as of `PackSequences`.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        drop_last: bool = False,
+        pad_to: int | None = None,
+        pad_values: Mapping[str, float] | None = None,
+    ) -> None:
+        self.loader = loader
+        self.drop_last = drop_last
+        self._collate = PackSequences(pad_to=pad_to, pad_values=pad_values)
+        self._packer: WindowPacker | None = None  # of the newest iterator, until its epoch ends
+        self._loaded: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        batches = iter(self.loader)
+        return _SyncRows(self, batches, self._begin())
+
+    def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        batches = aiter(self.loader)
+        return _AsyncRows(self, batches, self._begin())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The newest iterator's position, at a row: a new dictionary of plain values. Between epochs: the next epoch.
+
+        It has the loader's state before a window, and numbers: how many rows of the window were delivered, and which
+        sequences of the window before are packed with it. On resuming, at most two windows are read again. Empty if
+        the loader's is.
+
+        Raises:
+            StateError: the loader has no exact position.
+        """
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        state, carried, delivered = self._packer.position if self._packer else (self.loader.state_dict(), [], 0)
+        if not state:
+            return {}
+        return {
+            "version": _VERSION,
+            "loader": copy.deepcopy(state),
+            "carried": [list(each) for each in carried],
+            "delivered": delivered,
+            **self._described(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume at this position with the next iteration. An empty dictionary resets the position.
+
+        Raises:
+            StateError: the state is damaged, of another version, of a loader with another ``batch_size``, or of another
+                rank or number of ranks; or the loader refuses its part. The text says what to do.
+        """
+        if state_dict:
+            _check(state_dict, self._described())
+        self.loader.load_state_dict(state_dict["loader"] if state_dict else {})
+        self._loaded = copy.deepcopy(state_dict) or None
+        self._packer = None
+
+    def _described(self) -> dict[str, int | None]:
+        """Return what must be the same where a state is loaded."""
+        spec = getattr(self.loader, "_spec", self.loader)
+        here = topology(spec) if hasattr(spec, "_asyncloader_options") else Topology(0, 1)
+        return {"batch_size": getattr(self.loader, "batch_size", None), **here._asdict()}
+
+    def _begin(self) -> WindowPacker:
+        loaded, self._loaded = self._loaded or {}, None
+        self._packer = WindowPacker(
+            self._collate,
+            drop_last=self.drop_last,
+            state=self.loader.state_dict(),
+            carried=loaded.get("carried", []),
+            delivered=loaded.get("delivered", 0),
+        )
+        return self._packer
+
+    def _end(self, packer: WindowPacker) -> None:
+        if self._packer is packer:
+            self._packer = None
+
+
+class _SyncRows(Iterator[dict[str, Any]]):
+    def __init__(self, owner: PackedLoader, batches: Iterator[Window], packer: WindowPacker) -> None:
+        self._owner = owner
+        self._batches = batches
+        self._packer = packer
+        self._read: list[Window] = []  # taken from the loader, and not packed; one at most
+        self._state: Any = None  # the loader's, before that window
+
+    def __next__(self) -> dict[str, Any]:
+        packer = self._packer
+        while (row := packer.row()) is None:
+            if packer.over:
+                self._owner._end(packer)
+                raise StopIteration
+            if not self._read:
+                self._state = self._owner.loader.state_dict()
+                # In C: a window that was taken is in the list, whenever Ctrl-C comes.
+                self._read.extend(islice(self._batches, 1))
+            packer.add(self._state, self._read)
+        packer.delivered += 1
+        return row
+
+
+class _AsyncRows(AsyncIterator[dict[str, Any]]):
+    def __init__(self, owner: PackedLoader, batches: AsyncIterator[Window], packer: WindowPacker) -> None:
+        self._owner = owner
+        self._batches = batches
+        self._packer = packer
+
+    async def __anext__(self) -> dict[str, Any]:
+        packer = self._packer
+        while (row := packer.row()) is None:
+            if packer.over:
+                self._owner._end(packer)
+                raise StopAsyncIteration
+            state = self._owner.loader.state_dict()
+            window = await anext(self._batches, None)
+            packer.add(state, [] if window is None else [window])
+        packer.delivered += 1
+        return row
+
+
+def _check(state: Any, here: dict[str, Any]) -> None:
+    if not isinstance(state, dict) or state.keys() != _KEYS:
+        raise StateError("the state is damaged, or not of a PackedLoader")
+    if state["version"] != _VERSION:
+        raise StateError(f"the state has version {state['version']!r:.100}, but this asyncloader knows {_VERSION}")
+    carried, delivered = state["carried"], state["delivered"]
+    if type(delivered) is not int or delivered < 0 or not isinstance(carried, list):
+        raise StateError("the state is damaged: its rows are no number")
+    if not isinstance(state["loader"], dict):
+        raise StateError("the state is damaged: it has no state of the loader")
+    for each in carried:
+        if not isinstance(each, list) or [type(number) for number in each] != [int] * 3 or not _is_slice(*each):
+            raise StateError(f"the state is damaged: {each!r:.100} is no slice of a sequence")
+    for name, value in here.items():
+        if state[name] != value:
+            raise StateError(
+                f"the state was saved with {name}={state[name]!r:.100}, but this loader has {name}={value!r}: windows, "
+                f"and so rows, would be others; use {name}={state[name]!r:.100}, or begin anew without the state"
+            )
+
+
+def _is_slice(sequence: int, start: int, stop: int) -> bool:
+    return 0 <= sequence < 1 << 62 and 0 <= start < stop < 1 << 62

@@ -1,0 +1,314 @@
+"""`PackedLoader`: the same rows from every kind of loader, and the rest of them from a state at any row."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncloader import (
+    AsyncDataLoader,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    JoinSequences,
+    PackedLoader,
+    RemoteIterableDataset,
+    StateError,
+    StatefulDataLoader,
+)
+from tests.helpers.running import LOOPS
+from tests.unit.samplers.length_samplers import joined
+
+LENGTHS = np.random.default_rng(0).integers(0, 50, 300).tolist()
+MOST = 128
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def sequence(index: int) -> dict[str, Any]:
+    return {"tokens": np.arange(100 * index, 100 * index + LENGTHS[index]), "id": index}
+
+
+def parity(sample: Any) -> int:
+    return int(sample["id"]) % 2
+
+
+class Map(Dataset[Any]):
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> Any:
+        return sequence(index)
+
+
+class Stream(IterableDataset[Any]):
+    """Stateful, and read by one worker."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(LENGTHS):
+            self.at += 1
+            yield sequence(self.at - 1)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def from_number(sample: Any) -> Any:
+    return sequence(int(sample["id"]))
+
+
+def shards(folder: Path) -> list[str]:
+    for number in range(3):
+        lines = [json.dumps({"id": index}) for index in range(100 * number, 100 * number + 100)]
+        (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    return sorted(str(path) for path in folder.iterdir())
+
+
+def make(case: str, folder: Path, kind: str = "sync", **options: Any) -> Any:
+    """A loader of the 300 sequences, in windows of 40."""
+    collate = JoinSequences(MOST, strategy="best_fit_wrap", domain=parity)
+    options = {"batch_size": 40, "collate_fn": collate, **options}
+    made: Any = DataLoader if kind == "sync" else AsyncDataLoader
+    if case == "seeded":
+        return made(Map(), seed=1, shuffle=True, **options)
+    if case == "torch":
+        return made(Map(), shuffle=True, **options)
+    if case == "stateful":
+        return (StatefulDataLoader if kind == "sync" else made)(Map(), **options)
+    if case == "stream":
+        return made(Stream(), **options)
+    dataset = RemoteIterableDataset(shards(folder), shuffle_buffer=20, streams=2 if case == "fixed" else None)
+    return made(dataset, seed=1, decode=from_number, **options)
+
+
+class Run:
+    """Rows of a loader, step by step, with ``for`` or with ``async for``."""
+
+    def __init__(self, loader: Any, kind: str) -> None:
+        self.packed = PackedLoader(loader)
+        self._runner = None if kind == "sync" else asyncio.Runner(loop_factory=LOOPS[kind])
+        self._rows: Any = None
+
+    def rows(self, number: int | None = None) -> list[list[int]]:
+        """The next rows of a new epoch, or of the one that has begun: so many, or all."""
+        if self._runner is not None:
+            return self._runner.run(self._awaited(number))
+        self._rows = iter(self.packed) if self._rows is None else self._rows
+        return [row["tokens"].tolist() for row in (self._rows if number is None else _first(self._rows, number))]
+
+    async def _awaited(self, number: int | None) -> list[list[int]]:
+        self._rows = aiter(self.packed) if self._rows is None else self._rows
+        rows: list[list[int]] = []
+        while number is None or len(rows) < number:
+            row = await anext(self._rows, None)
+            if row is None:
+                break
+            rows.append(row["tokens"].tolist())
+        return rows
+
+    def epoch(self) -> list[list[int]]:
+        """The rows of a new epoch."""
+        self._rows = None
+        return self.rows()
+
+    def close(self) -> None:
+        self._rows = None
+        if self._runner is None:
+            self.packed.loader.close()
+            return
+        self._runner.run(self.packed.loader.aclose())
+        self._runner.close()
+
+
+def _first(rows: Iterator[Any], number: int) -> Iterator[Any]:
+    for _ in range(number):
+        yield next(rows)
+
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "none": {"num_workers": 0},
+    "processes": {"num_workers": 2, "multiprocessing_context": "fork"},
+    "threads": {"num_workers": 2, "workers": "threads"},
+}
+
+
+@pytest.mark.parametrize("case", ["seeded", "torch", "stateful", "stream", "fixed", "shards"])
+@pytest.mark.parametrize("kind", ["sync", "asyncio", "uvloop"])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_run_in_parts_gives_the_rows_of_a_whole(case: str, kind: str, workers: str, tmp_path: Path) -> None:
+    """Two epochs, of which the first is interrupted and resumed twice, with the state through JSON."""
+    options = dict(WORKERS[workers])
+    if case == "stream" and options["num_workers"]:
+        options["num_workers"] = 1  # each worker would read a copy
+    generator = {"generator": __import__("torch").Generator()} if case == "torch" else {}
+
+    def begin() -> Run:
+        if generator:
+            generator["generator"].manual_seed(3)
+        return Run(make(case, tmp_path, kind, **options, **generator), kind)
+
+    run = begin()
+    try:
+        whole = [run.epoch(), run.epoch()]
+    finally:
+        run.close()
+    wanted = joined([sequence(index)["tokens"].tolist() for index in range(len(LENGTHS))])
+    assert sorted(joined(whole[0])) == wanted
+    assert sorted(joined(whole[1])) == wanted
+    assert all(len(row) <= MOST and len({token // 100 % 2 for token in row}) == 1 for row in whole[0])
+    state: dict[str, Any] = {}
+    rows: list[list[int]] = []
+    for number in (len(whole[0]) // 3, len(whole[0]) // 3 + 1, None):
+        run = begin()
+        try:
+            if state:
+                run.packed.load_state_dict(state)
+                assert run.packed.state_dict() == state
+            rows += run.rows(number)
+            if number is None:
+                assert run.epoch() == whole[1]
+            state = json.loads(json.dumps(run.packed.state_dict()))
+        finally:
+            run.close()
+    assert rows == whole[0]
+
+
+@pytest.mark.parametrize("case", ["seeded", "fixed"])
+def test_rows_do_not_depend_on_workers(case: str, tmp_path: Path) -> None:
+    """A run at any row goes on with another number of workers: here at each."""
+    whole = [row["tokens"].tolist() for row in PackedLoader(make(case, tmp_path))]
+    for number in range(0, len(whole) + 1, 1 if case == "seeded" else 9):
+        packed = PackedLoader(make(case, tmp_path))
+        rows = iter(packed)
+        assert [next(rows)["tokens"].tolist() for _ in range(number)] == whole[:number]
+        workers: dict[str, Any] = {"num_workers": number % 3, **({"workers": "threads"} if number % 3 else {})}
+        with make(case, tmp_path, **workers) as loader:
+            resumed = PackedLoader(loader)
+            resumed.load_state_dict(packed.state_dict())
+            assert [row["tokens"].tolist() for row in resumed] == whole[number:]
+            assert resumed.state_dict()["loader"] == loader.state_dict()
+
+
+def test_rows_of_a_rank(tmp_path: Path) -> None:
+    """Each rank packs its own sequences; other ranks, numbers of ranks, and windows refuse its state."""
+    packed = [PackedLoader(make("seeded", tmp_path, rank=rank, world_size=2, batch_size=20)) for rank in range(2)]
+    rows = [[row["tokens"].tolist() for row in each] for each in packed]
+    tokens = joined(joined(rows))  # type: ignore[arg-type]
+    assert sorted(tokens) == joined([sequence(index)["tokens"].tolist() for index in range(300)])
+    next(iter(packed[0]))
+    state = packed[0].state_dict()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"rank": 1, "world_size": 2, "batch_size": 20}, "saved with rank=0, but this loader has rank=1"),
+        ({"batch_size": 40}, "saved with batch_size=20, but this loader has batch_size=40"),
+        ({"batch_size": 20}, "saved with world_size=2, but this loader has world_size=1"),
+    ]
+    for options, message in refused:
+        with pytest.raises(StateError, match=message):
+            PackedLoader(make("seeded", tmp_path, **options)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 9},
+        {"delivered": -1},
+        {"delivered": True},
+        {"delivered": "1"},
+        {"carried": {}},
+        {"carried": [[0, 0]]},
+        {"carried": [[0, 3, 2]]},
+        {"carried": [[0, 0, 1 << 80]]},
+        {"carried": [[-1, 0, 1]]},
+        {"loader": 3},
+        {"loader": None},
+    ],
+)
+def test_damaged_states(change: dict[str, Any], tmp_path: Path) -> None:
+    """A state that is no state is refused, and an empty one begins anew."""
+    packed = PackedLoader(make("seeded", tmp_path))
+    rows = iter(packed)
+    first = next(rows)["tokens"].tolist()
+    state = packed.state_dict()
+    for damaged in (state | change, {**state, "more": 1}, {"version": 1}):
+        with pytest.raises(StateError):
+            packed.load_state_dict(damaged)
+    packed.load_state_dict({})
+    assert next(iter(packed))["tokens"].tolist() == first
+
+
+def test_errors_of_the_loader_leave_the_rows_as_they_are(tmp_path: Path) -> None:
+    """A window that cannot be made raises where its first row is asked for; the rows after it follow."""
+
+    class Bad(Map):
+        def __getitem__(self, index: int) -> Any:
+            if index == 50:
+                raise OSError("bad")
+            return sequence(index)
+
+    packed = PackedLoader(DataLoader[Any](Bad(), batch_size=40, collate_fn=JoinSequences(MOST)))
+    rows, tokens = iter(packed), list[int]()
+    errors = 0
+    while True:
+        try:
+            tokens += next(rows)["tokens"].tolist()
+        except StopIteration:
+            break
+        except OSError:
+            errors += 1
+    assert errors == 1
+    assert sorted(tokens) == joined([sequence(i)["tokens"].tolist() for i in range(300) if not 40 <= i < 80])
+
+
+def test_interrupted_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between two windows, and while a row is made, loses nothing."""
+    from asyncloader.packing.window_packer import WindowPacker
+
+    whole = [row["tokens"].tolist() for row in PackedLoader(make("seeded", tmp_path))]
+    calls = 0
+
+    def interrupting(function: Any, after: bool) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            result = function(*args) if after or calls % 3 else None
+            if calls % 3 == 0:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+    for name in ("add", "row", "_pack"):
+        for after in (False, True):
+            with monkeypatch.context() as patch:
+                patch.setattr(WindowPacker, name, interrupting(getattr(WindowPacker, name), after))
+                rows, found = iter(PackedLoader(make("seeded", tmp_path))), list[Any]()
+                while True:
+                    try:
+                        found.append(next(rows)["tokens"].tolist())
+                    except KeyboardInterrupt:
+                        continue
+                    except StopIteration:
+                        break
+            assert found == whole
+
+
+def test_padding_and_nothing(tmp_path: Path) -> None:
+    """Rows are padded as `PackSequences` pads them; a loader without sequences has no rows."""
+    rows = list(PackedLoader(make("seeded", tmp_path), pad_to=MOST, pad_values={"tokens": -1}, drop_last=True))
+    assert {tuple(row["tokens"].shape) for row in rows} == {(1, MOST)}
+    nothing: Any = []
+    packed = PackedLoader(DataLoader[Any](nothing, batch_size=4, collate_fn=JoinSequences(MOST)))
+    assert list(packed) == []

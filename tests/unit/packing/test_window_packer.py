@@ -1,0 +1,120 @@
+"""`WindowPacker`: every token once, rows found again from any position, and nothing carried beyond the next window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader import JoinSequences, PackSequences
+from asyncloader.errors import StateError
+from asyncloader.packing.bin_packing import STRATEGIES
+from asyncloader.packing.window_packer import Carried, WindowPacker
+from asyncloader.packing.windows import Window
+
+MOST = 30
+
+
+def by_domain(sample: Any) -> str:
+    return str(sample["domain"])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Window], bool]:
+    """The windows of an epoch; token n of the epoch is n."""
+    domains = draw(st.sampled_from([1, 1, 3]))
+    strategy: Any = draw(st.sampled_from(STRATEGIES))
+    join = JoinSequences(MOST, strategy=strategy, domain=by_domain, on_too_long="split")
+    windows, token, name = [], 0, 0
+    for lengths in draw(st.lists(st.lists(st.integers(0, 50), max_size=12), max_size=5)):
+        samples = []
+        for length in lengths:
+            samples.append({"tokens": torch.arange(token, token + length), "domain": name % domains, "name": name})
+            token, name = token + length, name + 1
+        windows.append(join(samples))
+    return windows, draw(st.booleans())
+
+
+def run(
+    windows: list[Window], drop_last: bool, state: int = 0, carried: Carried | None = None, delivered: int = 0
+) -> list[tuple[Any, dict[str, Any]]]:
+    """The rows from a position on, each with the position before it; the loader's state is the number of windows."""
+    packer = WindowPacker(PackSequences(), drop_last=drop_last, state=state, carried=carried or [], delivered=delivered)
+    rows: list[tuple[Any, dict[str, Any]]] = []
+    while True:
+        while (row := packer.row()) is not None:
+            rows.append((packer.position, row))
+            packer.delivered += 1
+        if packer.over:
+            return rows
+        packer.add(state, windows[state : state + 1])
+        state += 1
+
+
+@settings(deadline=None)
+@given(cases())
+def test_every_token_once(case: tuple[list[Window], bool]) -> None:
+    """No row is empty, too long, or of two domains; it has sequences of two windows at most; little is left out."""
+    windows, drop_last = case
+    lengths = [length for window in windows for length in window.lengths.tolist()]
+    window_of = [number for number, window in enumerate(windows) for _ in range(int(window.lengths.sum()))]
+    found: list[int] = []
+    domains = set()
+    for _, row in run(windows, drop_last):
+        tokens = row["tokens"].tolist()
+        found += tokens
+        assert 0 < len(tokens) <= MOST
+        assert len(set(row["domain"])) == 1
+        domains |= set(row["domain"])
+        assert len(row["name"]) == len(row["cu_seqlens"]) - 1
+        assert row["cu_seqlens"][-1] == len(row["position_ids"]) == len(tokens)
+        assert len({window_of[token] for token in tokens}) <= 2
+        assert max(window_of[token] for token in tokens) - min(window_of[token] for token in tokens) <= 1
+    assert len(set(found)) == len(found)
+    left_out = set(range(sum(lengths))) - set(found)
+    assert len(left_out) < (MOST * 3 if drop_last else 1)
+
+
+@settings(deadline=None)
+@given(cases(), st.lists(st.floats(0, 0.999), min_size=1, max_size=3))
+def test_any_row_is_found_again(case: tuple[list[Window], bool], places: list[float]) -> None:
+    """A packer that begins at the position of a row, with the windows from there on, gives the rest of the rows."""
+    windows, drop_last = case
+    whole = run(windows, drop_last)
+    for number in {int(place * len(whole)) for place in places if whole}:
+        again = run(windows, drop_last, *whole[number][0])
+        assert [(place, row["tokens"].tolist()) for place, row in again] == [
+            (place, row["tokens"].tolist()) for place, row in whole[number:]
+        ]
+
+
+def test_what_is_left_over_waits_for_one_window() -> None:
+    """A domain that the next window does not have makes a short row there."""
+    join = JoinSequences(MOST, domain=by_domain)
+
+    def window(domain: str, *lengths: int) -> Window:
+        return join([{"tokens": torch.ones(length), "domain": domain} for length in lengths])
+
+    windows = [window("rare", 4), window("other", MOST, 7), window("other", 20), window("rare", 5)]
+    sizes = [(row["domain"][0], row["tokens"].numel()) for _, row in run(windows, drop_last=False)]
+    assert sizes == [("rare", 4), ("other", MOST), ("other", 27), ("rare", 5)]
+    sizes = [(row["domain"][0], row["tokens"].numel()) for _, row in run(windows, drop_last=True)]
+    assert sizes == [("rare", 4), ("other", MOST), ("other", 27)]
+
+
+@pytest.mark.parametrize("position", [(0, [[7, 0, 3]], 0), (0, [[0, 0, 9]], 0), (0, [], 9), (1, [[0, 0, 1]], 0)])
+def test_other_sequences(position: tuple[int, Carried, int]) -> None:
+    """A state whose sequences are not there, or are shorter, is refused."""
+    windows = [JoinSequences(MOST)([torch.ones(4)])]
+    with pytest.raises(StateError, match="saved of other sequences than those that the loader reads now"):
+        run(windows, False, *position)
+
+
+def test_other_fields() -> None:
+    """Windows whose sequences have other fields cannot be packed together."""
+    join = JoinSequences(MOST)
+    with pytest.raises(ValueError, match=r"have \['b'\], and those before \['a'\]"):
+        run([join([{"a": torch.ones(2)}]), join([{"b": torch.ones(2)}])], False)

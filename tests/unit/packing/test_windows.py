@@ -1,0 +1,56 @@
+"""`JoinSequences`: the window of some sequences, and its rules for those that are too long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncloader import JoinSequences
+
+
+@pytest.mark.parametrize(
+    ("rule", "tokens", "lengths"),
+    [("skip", [1, 2], [2]), ("truncate", [1, 2, 3, 4, 5], [2, 3]), ("split", [1, 2, 3, 4, 5, 6, 7], [2, 5])],
+)
+def test_too_long(rule: Any, tokens: list[int], lengths: list[int]) -> None:
+    """Sequences of 2, 0 and 5 tokens, in rows of 3: those without tokens are left out."""
+    samples = [{"tokens": np.array(each, np.uint16), "name": str(each)} for each in ([1, 2], [], [3, 4, 5, 6, 7])]
+    domain: Any = lambda sample: np.int64(len(sample["name"]))  # noqa: E731
+    window = JoinSequences(3, on_too_long=rule, domain=domain)(samples)
+    assert window.fields["tokens"].dtype == torch.uint16
+    assert window.fields["tokens"].tolist() == tokens
+    assert window.lengths.tolist() == lengths
+    assert window.fields["name"] == ["[1, 2]", "[3, 4, 5, 6, 7]"][: len(lengths)]
+    assert window.domains == [6, 15][: len(lengths)]
+    assert all(type(domain) is int for domain in window.domains or [])
+
+
+def test_too_long_is_an_error() -> None:
+    """It says which sequence of the batch it is, with its other fields; strategies that cut have no such error."""
+    samples = [{"tokens": [1, 2], "name": "short"}, {"tokens": [1, 2, 3, 4], "name": "long"}]
+    with pytest.raises(ValueError, match=r"sequence 1 of the batch \(\{'name': 'long'\}\) has 4 tokens.*max_tokens=3"):
+        JoinSequences(3)(samples)
+    assert JoinSequences(3, strategy="wrap")(samples).lengths.tolist() == [2, 4]
+    with pytest.raises(ValueError, match="sequence 0 of the batch has 4 tokens"):
+        JoinSequences(3)([[1, 2, 3, 4]])
+
+
+def test_nothing() -> None:
+    """A window may have no sequence that is packed."""
+    assert len(JoinSequences(3)([[]]).lengths) == 0
+
+
+def test_bad_arguments() -> None:
+    """Bad arguments and domains are refused, with the value."""
+    with pytest.raises(ValueError, match="max_tokens should be positive, but got max_tokens=0"):
+        JoinSequences(0)
+    with pytest.raises(ValueError, match="got strategy='none'"):
+        JoinSequences(3, strategy="none")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="got on_too_long='cut'"):
+        JoinSequences(3, on_too_long="cut")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    none: Any = lambda _: 0.5  # noqa: E731
+    with pytest.raises(TypeError, match=r"a domain should be an integer or a string, but got 0\.5"):
+        JoinSequences(3, domain=none)([[1]])
