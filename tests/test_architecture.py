@@ -71,6 +71,7 @@ PURE = {
         "remote.shuffle",
         "remote.stream_order",
         "samplers.balance",
+        "remote.stream_rest",
         "samplers.batch_plan",
         "samplers.generators",
         "samplers.interleave",

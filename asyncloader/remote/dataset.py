@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequenc
 from contextlib import aclosing, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +116,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
             state fits any of these numbers. Ranks up to this number that divide it read no byte twice. The samples of
             shards without an index are counted before the first epoch, for which they are read once; a `cache_dir`
             keeps the numbers, also of local shards. None: each worker reads a stream of its own.
+        elastic: what a state of other `streams`, `shuffle_buffer` or `shuffle_shards`, or of another global batch,
+            means: "order": an error; "set": the samples that were not delivered, in another order. Needs `streams`.
 
     Raises:
         ValueError: an argument is out of range, or incompatible with another.
@@ -137,6 +139,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         columns: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         streams: int | None = None,
+        elastic: Literal["order", "set"] = "order",
     ) -> None:
         if not isinstance(shuffle_buffer, int) or shuffle_buffer < 0:
             raise ValueError(
@@ -144,6 +147,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
             )
         if streams is not None and (not isinstance(streams, int) or isinstance(streams, bool) or streams < 1):
             raise ValueError(f"streams should be a number of at least 1, or None, but got streams={streams!r}")
+        if elastic not in ("order", "set"):
+            raise ValueError(f"elastic should be 'order' or 'set', but got elastic={elastic!r}")
+        if elastic == "set" and streams is None:
+            raise ValueError("elastic='set' is about states of fixed streams: give streams=, too")
         self.urls = urls if isinstance(urls, str | os.PathLike) else list(urls)
         self.format = format
         self.shuffle_buffer = shuffle_buffer
@@ -152,6 +159,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         self.read_ahead = size("read_ahead", read_ahead)
         self.columns = columns
         self.streams = streams
+        self.elastic = elastic
         self._stores = LoopStores(
             Stores(
                 storage_options,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import json
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -23,6 +24,7 @@ from asyncloader.formats import Sample
 from asyncloader.remote.sample_counts import Counted
 from asyncloader.remote.stream_blocks import Element, StreamBlocks, copied
 from asyncloader.remote.stream_order import LANES, BlockPart, StreamOrder
+from asyncloader.remote.stream_rest import OrderBefore, order_of, read_before
 from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.seeding import derive
 
@@ -66,6 +68,7 @@ class FixedStreams(Dataset[Any]):
 
     def _forget(self) -> None:
         self._order: StreamOrder | None = None  # of the present epoch, once it is needed
+        self._before: tuple[OrderBefore, ...] = ()  # of the present epoch, where it was resumed as a set
         self._readers: dict[int, list[StreamBlocks]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._shards: Any = None
@@ -134,10 +137,27 @@ class FixedStreams(Dataset[Any]):
             "shards": self._planned[0].digest if self._planned else None,
         }
 
+    @property
+    def elastic(self) -> bool:
+        """Whether a state of other streams, or of another global batch, is resumed as a set."""
+        return self.source.elastic == "set"
+
+    def left(self, before: Sequence[Any], epoch: int) -> int:
+        """Return the number of samples of an epoch that orders before have not had.
+
+        Raises:
+            StateError: they cannot be.
+        """
+        return self._order_of(epoch, read_before(before)).total
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next positions. Readers of the epoch before are closed with the next call."""
-        if epoch != self.epoch:
-            self.epoch, self._order = epoch, None
+        if epoch != self.epoch or self._before:
+            self.epoch, self._order, self._before = epoch, None, ()
+
+    def begin_epoch(self, message: bytes) -> None:
+        """Begin an epoch behind the orders that the message has, JSON of a state. Called after `set_epoch`."""
+        self._before, self._order = read_before(json.loads(message)), None
 
     # ---------------------------------------------------------------------------------- in a worker
 
@@ -192,17 +212,15 @@ class FixedStreams(Dataset[Any]):
                 for reader in readers:
                     self._close_soon(reader)
             self._readers = {}
-            source = self.source
-            self._shards = source.counted_shards(plan.counted)
-            self._order = StreamOrder(
-                np.fromiter((each.samples for each in plan.counted), np.int64, len(plan.counted)),
-                plan.batch,
-                source.streams or 1,
-                source.shuffle_buffer,
-                derive(self.seed, "streams", self.epoch),
-                shuffle_shards=source.shuffle_shards,
-            )
+            self._shards = self.source.counted_shards(plan.counted)
+            self._order = self._order_of(self.epoch, self._before)
         return self._order
+
+    def _order_of(self, epoch: int, before: Sequence[OrderBefore]) -> StreamOrder:
+        (plan,), source = self._planned, self.source
+        counts = np.fromiter((each.samples for each in plan.counted), np.int64, len(plan.counted))
+        now = OrderBefore(plan.batch, source.streams or 1, source.shuffle_buffer, source.shuffle_shards, 0)
+        return order_of(counts, before, now, derive(self.seed, "streams", epoch))
 
     def _reader(self, order: StreamOrder, part: BlockPart) -> StreamBlocks:
         """Return the reader of the part's stream that has its block or comes to it soon, else a new one. The caller

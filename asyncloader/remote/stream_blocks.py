@@ -12,7 +12,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from itertools import islice
+from itertools import islice, takewhile
 
 from asyncloader.errors import is_about_sample
 from asyncloader.formats import Sample, ShardError
@@ -71,7 +71,7 @@ class Shards:
 
     def whole(self, segment: Segment) -> CatalogRange:
         """Return the range from the shard's beginning to the first known position at or after the segment's end."""
-        stop = segment.first + segment.size
+        stop = segment.first + segment.span
         if self.shards[segment.shard].format == PARQUET:
             return CatalogRange(segment.shard, 0, stop)
         mark = self._counted[segment.shard].after(stop)
@@ -79,7 +79,7 @@ class Shards:
 
 
 async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGenerator[list[Element], None]:
-    """Read segments one after the other. Segments after the first begin at their shard's beginning.
+    """Read segments one after the other. Those after the first mostly begin with their shard.
 
     Yields:
         Non-empty lists of samples in order. A sample that cannot be read is replaced by its error.
@@ -89,13 +89,12 @@ async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGen
     """
     ahead = RangePrefetcher(shards.shards, shards.open, OPEN_AHEAD)
     next_few = list(islice(segments, 4))
-    first = True
     async with aclosing(ahead):
         while next_few:
             segment = next_few.pop(0)
             next_few += islice(segments, 1)
             try:
-                shard_range, skip = await shards.begin(segment) if first else (shards.whole(segment), 0)
+                shard_range, skip = await shards.begin(segment)
             except Exception as error:
                 if not is_about_sample(error):
                     raise
@@ -103,10 +102,9 @@ async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGen
                 for errors in _repeated(error, segment.size):
                     yield errors
                 continue
-            finally:
-                first = False
             reading = ahead.open(shard_range)
-            ahead.look(shard_range, map(shards.whole, next_few))
+            # Only what begins with its shard: where another begins may have to be read first.
+            ahead.look(shard_range, map(shards.whole, takewhile(lambda each: not each.first, next_few)))
             read = _read_segment(reading, shards.shards[segment.shard], segment, skip)
             async with aclosing(reading), aclosing(read) as found:
                 async for elements in found:
@@ -116,30 +114,36 @@ async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGen
 async def _read_segment(
     reading: RangeReading, shard: Shard, segment: Segment, skip: int
 ) -> AsyncGenerator[list[Element], None]:
-    left = segment.size
+    left = segment.span
+    without = segment.left_out
     while left:
         found = _taken(reading, skip + left)
+        begin = segment.span - left
         if not found:
+            missing = left - sum(number >= begin for number in without)
             try:
                 await reading.more()
             except StopAsyncIteration:
                 if not reading.bad:
                     why = f"the shard has fewer samples than were counted: {left} are missing; it was replaced, or cut"
-                    for errors in _repeated(ShardError(why, url=shard.url), left):
+                    for errors in _repeated(ShardError(why, url=shard.url), missing):
                         yield errors
                     return
             except Exception as error:
                 if not is_about_sample(error):
                     raise
-                for errors in _repeated(error, left):
+                for errors in _repeated(error, missing):
                     yield errors
                 return
             continue
         skipped = min(skip, len(found))
         skip -= skipped
-        left -= len(found) - skipped
-        if len(found) > skipped:
-            yield found[skipped:]
+        found = found[skipped:]
+        left -= len(found)
+        if without:
+            found = [each for number, each in enumerate(found, begin) if number not in without]
+        if found:
+            yield found
 
 
 def _repeated(error: Exception, count: int) -> Iterator[list[Element]]:

@@ -63,11 +63,29 @@ class BlockPart(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Consecutive samples of a shard, from number `first` on."""
+    """Samples of a shard, from number `first` on.
+
+    Attributes:
+        shard: its number.
+        first: the first sample.
+        size: number of samples.
+        left_out: samples behind the first, counted from it, that do not belong to it, ascending; mostly none.
+    """
 
     shard: int
     first: int
     size: int
+    left_out: tuple[int, ...] = ()
+
+    @property
+    def span(self) -> int:
+        """Samples of the shard from the first to the last."""
+        return self.size + len(self.left_out)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of its samples in the shard."""
+        without = set(self.left_out)
+        return [self.first + number for number in range(self.span) if number not in without]
 
 
 class StreamOrder:
@@ -137,6 +155,14 @@ class StreamOrder:
     def _turns(self, lane: int) -> int:
         """Return the number of global batches that a lane has."""
         return (self._steps - lane + LANES - 1) // LANES
+
+    def read_of(self, stream: int, steps: int) -> int:
+        """Return the number of a stream's samples that the first `steps` global batches have."""
+        lane, part = divmod(stream, self.parts)
+        if lane == LANES:
+            return 0 if steps <= self._steps else self._rest
+        turns = min(self._turns(lane), max(0, steps - lane + LANES - 1) // LANES)
+        return turns * (self._bounds[part + 1] - self._bounds[part])
 
     def stretch(self, stream: int) -> tuple[int, int]:
         """Return where a stream begins in the sequence of all samples, and its number of samples."""

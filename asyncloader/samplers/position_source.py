@@ -16,7 +16,7 @@ from asyncloader.events import PositionedIndex
 from asyncloader.samplers.async_sampler import AsyncIndexSource, ReadingPosition
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import StateLog
-from asyncloader.samplers.positions import Positions
+from asyncloader.samplers.positions import Positions, RestOfPositions
 from asyncloader.samplers.seeded import SeededSampler
 
 if TYPE_CHECKING:
@@ -52,11 +52,14 @@ class PositionSource(AsyncIndexSource):
         """Yield the indices from a position on. See `AsyncIndexSource.read`."""
         saved = position.saved_sampler
         await self.plan()
+        order = self.sampler
         if saved is not None:
-            self.sampler.load_state_dict(saved["sampler"])
+            order.load_state_dict(saved["sampler"])
+            if before := saved["sampler"].get("before"):
+                order = RestOfPositions(order, before)
         position.log = StateLog(0, None)
-        position.log.note(0, self.sampler)
-        view = position.view = RankView(SeededSampler(self.sampler, 0, shuffle=False), self.share)
+        position.log.note(0, order)
+        view = position.view = RankView(SeededSampler(order, 0, shuffle=False), self.share)
         position.total = len(view)
         first, task = position.first_step, 0
         for step, item in enumerate(view.iter_from(first), first):

@@ -5,7 +5,7 @@ Data path: [positions] -> position_source -> scheduler.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncloader.errors import StateError
@@ -34,6 +34,18 @@ class PlannedDataset(Protocol):
     def described(self) -> dict[str, Any]:
         """Return what must be the same where a state is loaded; None for what is not known yet."""
         ...
+
+    @property
+    def elastic(self) -> bool | None:
+        """Whether a state of another order is resumed as a set of samples; None: no such state can be, or go on."""
+        ...
+
+    def left(self, before: Sequence[Any], epoch: int) -> int:
+        """Return the number of samples of an epoch that these orders of a state have not had."""
+        ...
+
+
+AS_A_SET = 'elastic="set" of the dataset resumes the samples that were not delivered, in another order'
 
 
 class Positions:
@@ -87,5 +99,57 @@ class Positions:
                 )
             raise StateError(
                 f"the state was saved with {name}={saved!r:.100}, but this dataset has {name}={value!r}; use "
-                f"{name}={saved!r:.100}, or begin anew without the state"
+                f"{name}={saved!r:.100}, or begin anew without the state; {AS_A_SET}"
             )
+
+
+class RestOfPositions(Positions):
+    """The positions of an epoch behind the parts that other orders have had.
+
+    Args:
+        positions: of the whole epoch.
+        before: these orders, from a state.
+    """
+
+    def __init__(self, positions: Positions, before: Sequence[Any]) -> None:
+        super().__init__(positions.dataset)
+        self.epoch = positions.epoch
+        self._before = before
+        self._samples = positions.dataset.left(before, positions.epoch)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Positions.state_dict`, with the orders before."""
+        return super().state_dict() | {"before": self._before}
+
+
+def as_a_set(state: dict[str, Any], dataset: PlannedDataset, batch: int | None) -> dict[str, Any]:
+    """Return a state of another order as one of this order, behind a part of that one; other states as they are.
+
+    Args:
+        state: a checked state.
+        dataset: of the loader.
+        batch: samples in the loader's global batch.
+
+    Raises:
+        StateError: it cannot be resumed here.
+    """
+    sampler = state["sampler"]
+    saved = None if sampler is None else sampler["sampler"]
+    before = list(saved.get("before") or []) if isinstance(saved, dict) else []
+    if before and dataset.elastic is None:
+        raise StateError(f"the state is of a set of samples, which {dataset!r} cannot read: resume it without workers=")
+    if not dataset.elastic or state["beyond"]:  # steps that were left out are no part of an order
+        return state
+    if state["finished"] or not isinstance(saved, dict):
+        return state | {"batch_size": batch} if state["finished"] or not state["step"] else state
+    here = dataset.described()
+    names = [name for name in here if name != "shards"]
+    if state["batch_size"] == batch and all(saved.get(name) == here[name] for name in names):
+        return state
+    if state["step"]:
+        before.append([state["batch_size"], *(saved.get(name) for name in names), state["step"]])
+    changed = {**here, "shards": saved.get("shards"), "before": before}
+    return state | {"batch_size": batch, "step": 0, "sampler": sampler | {"at": 0, "sampler": changed}}

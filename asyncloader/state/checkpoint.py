@@ -10,6 +10,7 @@ layout and checks states that come from outside.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.generators import own_generator, set_generators
 from asyncloader.samplers.index_stream import IndexStream, base_sampler
 from asyncloader.samplers.position_source import PositionSource
+from asyncloader.samplers.positions import AS_A_SET, as_a_set
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.state.batch_change import in_batches_of
 from asyncloader.state.epoch_counter import EpochClock
@@ -203,6 +205,9 @@ class StateKeeper:
         described = _described(config, ranks) | {"world_size": ranks}
         progress = Progress(clock, described, streams, resumed, total, every, self.tally, rank)
         progress.config = config
+        if isinstance(config.source, PositionSource) and (saved := progress.saved_sampler) is not None:
+            before = saved["sampler"].get("before") if isinstance(saved["sampler"], dict) else None
+            progress.message = json.dumps(before).encode() if before else b""
         if isinstance(config.dataset, MessagedDataset):
             progress.message = config.dataset.epoch_message()
         return progress
@@ -276,8 +281,15 @@ class StateKeeper:
         config = EpochConfig.of(spec)
         here = config.topology
         expected = expectations(config)
+        if isinstance(config.source, PositionSource):
+            state = as_a_set(state, config.source.sampler.dataset, expected["batch_size"])
         state = in_batches_of(expected, state, _samples(config.index_sampler))
-        compare(state, expected, _sharing_ranks(config))
+        try:
+            compare(state, expected, _sharing_ranks(config))
+        except StateError as error:
+            if isinstance(config.source, PositionSource) and state["batch_size"] != expected["batch_size"]:
+                raise StateError(f"{error}; {AS_A_SET}") from None
+            raise
         workers = state["workers"]
         if workers is not None and (state["finished"] or not any(workers["given"])):
             # Between epochs any loader can begin, but only a loader with the same workers and ranks restores datasets.

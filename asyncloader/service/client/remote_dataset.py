@@ -228,6 +228,13 @@ class _FixedStreams(RemoteDataset, Dataset[Any]):
 
         return LANES
 
+    elastic: bool | None = None
+    """As `PlannedDataset.elastic`: the workers of a service know no orders of a state."""
+
+    def left(self, before: Sequence[Any], epoch: int) -> int:  # noqa: ARG002 - the interface
+        """As `FixedStreams.left`."""
+        self._is_elsewhere()
+
     def described(self) -> dict[str, Any]:
         """As `FixedStreams.described`."""
         return {
