@@ -201,21 +201,38 @@ def global_generators_kept() -> Generator[None]:
         _current.set(outer)
 
 
+_BATCHES_BETWEEN_CHECKS = 64
+
+
 class GlobalDrawCheck:
-    """Warns once when concurrent samples draw from the process-global generators, which is not reproducible."""
+    """Warns once when concurrent samples draw from the process-global generators, which is not reproducible.
+
+    The states are looked at after batches 1, 2, 4, ... 64, 128, 192, ...: that takes as long as making a small batch.
+    """
 
     def __init__(self) -> None:
         self._before: tuple[Any, Any, Any] | None = _fingerprints()
+        self._batches, self._due = 0, 1
 
     def rebase(self) -> None:
         """Accept the draws since the last check."""
         if self._before is not None:
             self._before = _fingerprints()
 
+    def rebase_after_batch(self) -> None:
+        """Accept the draws since the last check, after a batch whose collation drew: call it after each of them."""
+        # Before the batch that is looked at; what comes before would be accepted then anyway.
+        if self._batches + 1 >= self._due:
+            self.rebase()
+
     def check(self) -> None:
-        """Warn if anything was drawn since the last check."""
+        """After the samples of a batch: warn if anything was drawn since the last check."""
         if self._before is None:
             return
+        self._batches += 1
+        if self._batches < self._due:
+            return
+        self._due += min(self._due, _BATCHES_BETWEEN_CHECKS)
         now = _fingerprints()
         names = [name for name, a, b in zip(("random", "numpy", "torch"), self._before, now, strict=True) if a != b]
         self._before = now
@@ -288,4 +305,4 @@ class EpochSeeding:
         finally:
             # The seeding above, and what collation drew, are no draws of samples.
             if self._check is not None:
-                self._check.rebase()
+                self._check.rebase_after_batch()

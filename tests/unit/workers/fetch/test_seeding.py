@@ -363,3 +363,26 @@ def test_the_watch_may_be_told_to_forget() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         watch.check()
+
+
+@pytest.mark.parametrize("collates", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 3, 70, 128])
+def test_draws_are_found_at_one_of_the_next_batches(batch: int, collates: bool) -> None:
+    """The states are looked at ever less often, and what was drawn in between is seen then; a collation may draw."""
+    watch = GlobalDrawCheck()
+    warned = 0
+    for number in range(1, 200):
+        if number == batch or (collates and number > batch):
+            random.random()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            watch.check()
+        if caught:
+            warned = number
+            break
+        if collates:
+            np.random.default_rng()
+            random.random()
+            watch.rebase_after_batch()
+    assert batch <= warned <= 2 * batch
+    assert warned - batch < 64
