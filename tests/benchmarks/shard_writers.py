@@ -1,6 +1,6 @@
 """Rates of writing shards beside webdataset's ShardWriter and MosaicML's MDSWriter.
 
-    python -m tests.benchmarks.shard_writers [--rounds 5] [--folder /tmp/shards]
+    python -m tests.benchmarks.shard_writers [--rounds 5] [--folder /tmp/shards] [--save]
 
 *even*: samples of 4 KiB. *skewed*: samples of 1 KiB, and ten of 100 MiB among them. The samples are made before. The
 writers take turns; each row is the median of its rounds, and the ratio that of the times in the same round. What was
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime as dt
 import hashlib
 import importlib
 import os
@@ -23,6 +24,10 @@ from typing import Any
 
 from asyncloader import RemoteIterableDataset, write_shards_sync
 
+from . import sections
+from .harness import ROOT
+
+PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 SHARD_BYTES = 128 << 20
 
 Write = Callable[[Sequence[dict[str, Any]], Path], None]
@@ -99,8 +104,9 @@ def seconds(write: Write, data: Sequence[dict[str, Any]], folder: Path, expected
     return took
 
 
-def measure(name: str, data: Sequence[dict[str, Any]], folder: Path, rounds: int) -> None:
-    """Print the rows for one input."""
+def measure(name: str, data: Sequence[dict[str, Any]], folder: Path, rounds: int) -> list[str]:
+    """Print the rows for one input; gives them as lines of a Markdown table."""
+    lines: list[str] = []
     expected = digest_of(iter(data))
     total = sum(len(sample["jpg"]) for sample in data)
     for ours, write, theirs, module, peer in PAIRS:
@@ -112,9 +118,25 @@ def measure(name: str, data: Sequence[dict[str, Any]], folder: Path, rounds: int
         times = [(seconds(write, data, folder, expected), seconds(peer, data, folder, expected)) for _ in range(rounds)]
         for label, at in ((ours, 0), (theirs, 1)):
             median = statistics.median(each[at] for each in times)
-            print(f"{name:8} {label:24} {len(data) / median:9,.0f} samples/s {total / median / (1 << 20):7,.0f} MiB/s")
+            rate, speed = f"{len(data) / median:,.0f}", f"{total / median / (1 << 20):,.0f}"
+            print(f"{name:8} {label:24} {rate:>9} samples/s {speed:>7} MiB/s")
+            lines.append(f"| {name} | {label} | {rate} | {speed} | |")
         ratios = [one[1] / one[0] for one in times]
-        print(f"{name:8} {'ratio':24} {statistics.median(ratios):9.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"{name:8} {'ratio':24} {ratio}")
+        lines[-2] = lines[-2].removesuffix(" |") + f"**{ratio}** |"
+    return lines
+
+
+def section(lines: Sequence[str], rounds: int, day: str) -> str:
+    """The section of the page."""
+    about = f"""\
+Written by `python -m tests.benchmarks.shard_writers --save`: {rounds} rounds in which the writers take turns, {day}. \
+*Even* are samples of 4 KiB, *skewed* samples of 1 KiB with ten of 100 MiB among them; shards of \
+{SHARD_BYTES >> 20} MiB on the local disk. What was written is read again and compared. The ratio is ours to the peer \
+below, in the same round."""
+    head = ["| input | writer | samples/s | MiB/s | the peer's x |", "|---|---|--:|--:|--:|"]
+    return "\n\n".join(["## Writers of shards", about, "\n".join([*head, *lines])])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,9 +145,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/asyncloader-shards"))
     parser.add_argument("--number", type=int, default=60_000)
     parser.add_argument("--large", type=int, default=100 << 20)
+    parser.add_argument("--save", action="store_true", help=f"write the section of {PAGE.relative_to(ROOT)}")
     given = parser.parse_args(arguments)
-    measure("even", samples(given.number, 4096), given.folder, given.rounds)
-    measure("skewed", samples(given.number, 1024, given.large), given.folder, given.rounds)
+    lines = measure("even", samples(given.number, 4096), given.folder, given.rounds)
+    lines += measure("skewed", samples(given.number, 1024, given.large), given.folder, given.rounds)
+    if given.save:
+        text = section(lines, given.rounds, dt.datetime.now(dt.UTC).date().isoformat())
+        PAGE.write_text(sections.insert(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
 
 
 if __name__ == "__main__":
