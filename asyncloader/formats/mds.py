@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -255,6 +255,7 @@ DTYPE_OF_CODE = {
 MAX_DIMS = 63
 
 
+@lru_cache(maxsize=256)  # asked for each sample that is read at random
 def mds_encoding(text: str) -> Encoding:
     """Return the encoding with the index's name `text`.
 
