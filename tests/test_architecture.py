@@ -104,6 +104,7 @@ PURE = {
         "transports.checks",
         "transports.errors",
         "transports.http_answers",
+        "transports.hub_names",
         "transports.object_version",
         "transports.ranges",
         "transports.retry",

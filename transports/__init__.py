@@ -36,6 +36,7 @@ from asyncloader.transports.retry import RetryCounts, RetryPolicy
 if TYPE_CHECKING:
     from asyncloader.transports.cached import CachedTransport
     from asyncloader.transports.http import HttpTransport
+    from asyncloader.transports.hugging_face import HuggingFaceTransport
     from asyncloader.transports.local import LocalTransport
     from asyncloader.transports.memory import MemoryTransport
     from asyncloader.transports.object_store import ObjectStoreTransport
@@ -45,6 +46,7 @@ __all__ = [
     "ByteRange",
     "CachedTransport",
     "HttpTransport",
+    "HuggingFaceTransport",
     "InvalidPath",
     "LocalTransport",
     "MemoryTransport",
@@ -79,6 +81,10 @@ def __getattr__(name: str) -> Any:
         from asyncloader.transports.http import HttpTransport
 
         return HttpTransport
+    if name == "HuggingFaceTransport":
+        from asyncloader.transports.hugging_face import HuggingFaceTransport
+
+        return HuggingFaceTransport
     if name == "LocalTransport":
         from asyncloader.transports.local import LocalTransport
 

@@ -210,6 +210,19 @@ class Transport(ABC):
         same = before.etag is not None and before.size == len(data) and before == await self.info(path)
         return data, ObjectInfo(len(data), before.etag if same else None)
 
+    async def pinned_root(self) -> str | None:
+        """Return a URL of this transport's root as it is now, which later changes do not affect; None: the store has no
+        versions of all objects together.
+
+        Raises:
+            TransportError: the store cannot be asked.
+        """
+        return None
+
+    def listed_size(self, path: str) -> int | None:  # noqa: ARG002 - for subclasses
+        """Return an object's size as a listing by this transport has said it; None: it has not. No I/O."""
+        return None
+
     def pinned(self, path: str) -> PinnedReader:
         """Return a reader of parts of an object whose answers are all of one version. Opens nothing.
 

@@ -185,6 +185,14 @@ class CachedTransport(Transport):
         """List the store; the cache is not used. As `Transport.list`."""
         return self.inner.list(prefix)
 
+    async def pinned_root(self) -> str | None:
+        """Return the inner transport's answer, like `Transport.pinned_root`."""
+        return await self.inner.pinned_root()
+
+    def listed_size(self, path: str) -> int | None:
+        """Return the inner transport's answer, like `Transport.listed_size`."""
+        return self.inner.listed_size(path)
+
     async def size(self, path: str) -> int:
         """Return an object's size; from the cache only without `revalidate`. As `Transport.size`."""
         return (await self.info(path)).size if not self.revalidate else await self.inner.size(path)

@@ -55,6 +55,8 @@ class HttpTransport(NetworkTransport[HttpClient]):
         InvalidPath: `listing` is not a canonical path.
     """
 
+    _client_type = HttpClient
+
     def __init__(
         self,
         root: str,
@@ -85,7 +87,8 @@ class HttpTransport(NetworkTransport[HttpClient]):
             "encoded": encoded,
             "verify": verify,
         }
-        super().__init__(HttpClient(root, range_gap=self.range_gap, **options), root, {"listing": listing, **options})
+        client = self._client_type(root, range_gap=self.range_gap, **options)
+        super().__init__(client, root, {"listing": listing, **options})
         self._listing = listing
 
     @classmethod
@@ -134,7 +137,7 @@ class HttpTransport(NetworkTransport[HttpClient]):
     async def version(self, path: str) -> Version:
         """Return an object's version, with the same request as `info`."""
         check_path(path)
-        return await HttpDownload(self._client, path).measure()
+        return await self._download(path).measure()
 
     def _download(
         self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None

@@ -147,11 +147,19 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         """Send a request, follow redirects, and return the response, whatever its status; the caller releases it."""
         from yarl import URL
 
-        session = self.owner.use()
-        secret = await self._call_headers() if callable(self._headers) else self._own
         # `encoded`: the query is percent-encoded already, and a signature may cover the way in which it is.
-        url, origin = URL(self.url(path), encoded=True), self._origin
+        return await self.follow(method, path, URL(self.url(path), encoded=True), headers)
+
+    async def follow(self, method: str, path: str, url: URL, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+        """Send a request for an object to this URL, like `request`."""
+        from yarl import URL
+
+        session = self.owner.use()
+        secret: Mapping[str, str] = {}
+        if self.is_own(url):
+            secret = await self._call_headers() if callable(self._headers) else self._own
         sent = {**headers, **secret} if secret else headers
+        origin = url.scheme, url.raw_authority.lower()
         # Followed here, not by aiohttp: `secret` must not be sent to another origin.
         for redirect in count(1):
             proxy = self._proxies[origin] if origin in self._proxies else self._find_proxy(origin, url.raw_host)
@@ -176,8 +184,14 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             if url.scheme == "https" and target.scheme == "http":
                 raise self.refusal(path, response, f"it redirects from https to {safe_url(str(target))}")
             url, origin = target, (target.scheme, target.raw_authority.lower())
-            sent = {**headers, **secret} if origin_of(target) == origin_of(URL(self._base, encoded=True)) else headers
+            sent = {**headers, **secret} if self.is_own(target) else headers
         raise AssertionError("count() does not end")
+
+    def is_own(self, url: URL) -> bool:
+        """Whether a URL has the root's origin, to which credentials may be sent."""
+        from yarl import URL
+
+        return origin_of(url) == origin_of(URL(self._base, encoded=True))
 
     # --- failures
 

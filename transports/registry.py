@@ -30,6 +30,7 @@ _OBJECT_STORE = ("asyncloader.transports.object_store", "ObjectStoreTransport")
 _BUILT_IN = {
     **dict.fromkeys(("abfs", "abfss", "adl", "az", "azure", "gs", "s3", "s3a"), _OBJECT_STORE),
     "file": ("asyncloader.transports.local", "LocalTransport"),
+    "hf": ("asyncloader.transports.hugging_face", "HuggingFaceTransport"),
     "http": ("asyncloader.transports.http", "HttpTransport"),
     "https": ("asyncloader.transports.http", "HttpTransport"),
     "memory": ("asyncloader.transports.memory", "MemoryTransport"),

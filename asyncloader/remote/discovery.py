@@ -2,6 +2,7 @@
 
 Data path: URLs, patterns, folders -> [discovery] -> shards -> catalog.
 
+    hf://datasets/owner/name/*.parquet     what the revision's commit has; the shards' URLs name the commit
     https://host/shard-{000..127}.tar      a brace pattern (`braces`)
     s3://bucket/train/                     all shards below a prefix, ascending; or an MDS dataset, by its index.json
     s3://bucket/**/train-*.tar             the shards that match: ``*`` is any part of a name, ``**/`` any folders
@@ -96,7 +97,7 @@ async def find_shards(
     """
     wanted = named_format(format)
     shards: list[Shard] = []
-    for url in await _with_directories(expand_urls(urls), stores):
+    for url in await _at_commits(await _with_directories(expand_urls(urls), stores), stores):
         folder = _folder_of(url)
         if folder is not None and (wanted is None or wanted.name == "mds"):
             listed = await _read_index(folder, stores, must=url != folder)
@@ -106,7 +107,7 @@ async def find_shards(
                 shards += listed
                 continue
         if "*" in split_url(url)[0] and not await _is_file(url, stores):
-            shards += [_single(each, wanted) for each in await _match(url, stores)]
+            shards += await _match(url, stores, wanted)
         elif folder is None or url != folder:  # also an index.json of another format
             shards.append(_single(url, wanted))
         else:
@@ -156,8 +157,27 @@ async def _is_file(url: str, stores: Stores) -> bool:
     return await in_thread(partial(os.path.isfile, "/" + stores.locate(url).path))
 
 
-async def _match(url: str, stores: Stores) -> list[str]:
-    """Return the URLs of the objects that match a pattern with ``*``, ascending."""
+async def _at_commits(urls: Sequence[str], stores: Stores) -> list[str]:
+    """Replace branches and tags of the Hugging Face Hub by their commits: all workers, and a resumed run that is given
+    these URLs, read the same files, whatever is committed meanwhile.
+    """
+    if stores.transport is not None:
+        return list(urls)
+    pinned: dict[str, str] = {}
+    found = []
+    for url in urls:
+        if scheme_of(url) == "hf":
+            root, path = stores.locate(url)
+            if root not in pinned:
+                pinned[root] = await stores.find(root)[0].pinned_root() or root
+            found.append(f"{pinned[root]}/{path}")
+        else:
+            found.append(url)
+    return found
+
+
+async def _match(url: str, stores: Stores, wanted: ShardFormat | None) -> list[Shard]:
+    """Return the shards that match a pattern with ``*``, ascending."""
     address, query = split_url(url)
     folder, slash, _ = address[: address.index("*")].rpartition("/")
     pattern = address[len(folder + slash) :]
@@ -167,7 +187,7 @@ async def _match(url: str, stores: Stores) -> list[str]:
     transport, prefix = stores.find(folder + query)
     pattern = unquote(pattern, errors="surrogateescape") if is_escaped(url) else pattern
     name = re.compile(_regex(pattern), re.DOTALL)  # the name of a folder may contain a line end
-    found: list[str] = []
+    found: list[Shard] = []
     others = 0
     async with aclosing(transport.list(prefix)) as paths:
         async for path in paths:
@@ -175,7 +195,8 @@ async def _match(url: str, stores: Stores) -> list[str]:
             # A hidden file matches only a pattern that names a hidden part.
             hidden = rest.rpartition("/")[2].startswith(".") and "/." not in f"/{pattern}"
             if name.fullmatch(rest) and not hidden:
-                found.append(join_url(folder + query, rest))
+                shard = _single(join_url(folder + query, rest), wanted)
+                found.append(shard._replace(size=transport.listed_size(path)))
             else:
                 others += 1
             if len(found) > MOST:
@@ -250,7 +271,7 @@ async def _below(folder: str, stores: Stores, wanted: ShardFormat | None) -> lis
             if rest.rpartition("/")[2].startswith("." if wanted is None else (".", "_")):
                 continue
             if wanted is not None or _is_known(rest):
-                found.append(_single(join_url(folder, rest), wanted))
+                found.append(_single(join_url(folder, rest), wanted)._replace(size=transport.listed_size(path)))
             else:
                 others += 1
             if len(found) > MOST:

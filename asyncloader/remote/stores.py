@@ -9,6 +9,7 @@ Shards share transports, and so connections and threads, as far as their URLs al
     https://host/a.tar?sig=...             one per scheme, host and query: the query belongs to the transport
     https://host/o/x%2Fa.tar               one per text before the last ``%2F``, which is not equivalent to ``/``
     s3://bucket/a.tar, gs://, az://        one per bucket
+    hf://datasets/owner/name@rev/a.tar     one per dataset and revision
     other://x/y/a.tar                      one per folder, the text before the last ``/``
 
 A transport belongs to one event loop. `LoopStores` has separate stores for each loop, because without workers several
@@ -31,6 +32,7 @@ from asyncloader.sizes import Size, optional_size
 from asyncloader.transports import Transport, open_transport
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import InvalidPath
+from asyncloader.transports.hub_names import HubDataset
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -187,6 +189,9 @@ class Stores:
             # Keys are used literally: they may contain "?", "#" and "%".
             bucket, _, key = url.partition("://")[2].partition("/")
             return Location(f"{scheme}://{bucket}", key)
+        if scheme == "hf":
+            dataset, path = HubDataset.split(url)
+            return Location(dataset.url, path)
         path = url.partition("?")[0].partition("#")[0]
         split = path.rfind("/") + 1
         return Location(url[:split], url[split:])

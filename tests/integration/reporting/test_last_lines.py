@@ -308,7 +308,7 @@ OF_SHARDS = {
         'for _ in DataLoader(RemoteIterableDataset("gs3://b/x.tar")): pass',
         "asyncloader.transports.errors.UnknownScheme: no transport serves the scheme 'gs3'; known are: abfs, "
         "abfss, adl, "
-        "az, azure, file, gs, http, https, memory, s3, s3a. A package can add it by an entry point in the group "
+        "az, azure, file, gs, hf, http, https, memory, s3, s3a. A package can add it by an entry point in the group "
         "'asyncloader.transports'",
     ),
     "an extra that is not installed": Mistake(

@@ -76,7 +76,7 @@ def test_unknown_scheme_lists_what_is_known(install: Install) -> None:
         open_transport("ftp://user:secret@host/data")
     text = str(caught.value)
     assert text.startswith("no transport serves the scheme 'ftp'")
-    assert "file, gopher (gopherpack), gs, http, https, memory, s3, s3a" in text
+    assert "file, gopher (gopherpack), gs, hf, http, https, memory, s3, s3a" in text
     assert "asyncloader.transports" in text
     assert "secret" not in text
 
