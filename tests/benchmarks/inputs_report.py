@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping
 
 from .harness import Results
-from .inputs_plan import LATENCY, ROWS, STREAMS, VARIANTS, WORKERS
-from .plan import OURS, TORCH
+from .inputs_plan import ELASTIC, LATENCY, ROWS, STREAMS, VARIANTS, WORKERS
+from .plan import FACADE, OURS, TORCH
 
 TITLE = "## Inputs as people have them"
 
@@ -44,6 +44,9 @@ def table(name: str, results: Results) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     lines += [f"| {each} | {results.median(rate, each):,.0f} | | | | | |" for each in row.limits]
+    if results.has(rate, ELASTIC):
+        ratio, low, high = results.ratio(rate, ELASTIC, FACADE)
+        lines += ["", f"`{ELASTIC}`: {ratio:.2f} ({low:.2f} to {high:.2f}) of `{FACADE}`."]
     return "\n".join(lines)
 
 

@@ -35,7 +35,7 @@ from .inputs_data import (
     text_sample,
 )
 from .inputs_loaders import bare
-from .inputs_plan import BARE, DECODING, GRAIN, MODULES, REFERENCE, ROWS
+from .inputs_plan import BARE, DECODING, ELASTIC, GRAIN, MODULES, REFERENCE, ROWS
 from .inputs_video import CHUNK, EACH, FRAMES, SAMPLES, STEPS, Episodes, ffmpeg_libraries
 from .plan import FACADE, OURS, TORCH, Job
 from .workloads import ContentError
@@ -219,6 +219,17 @@ def test_table_says_who_is_faster() -> None:
     assert "**2.50** (2.50 to 2.50) | 25% |" in lines[f"| `{OURS[0]}`"]
     assert "behind" not in lines[f"| `{OURS[0]}`"]
     assert lines[f"| `{OURS[1]}`"].endswith("| behind grain |")
+
+
+def test_table_says_what_a_fixed_order_costs() -> None:
+    """Its rate is compared with that of the same loader without it, in the same rounds."""
+    results = Results()
+    for loader, rates in ((TORCH, (10, 10)), (FACADE, (100, 200)), (ELASTIC, (90, 190)), (BARE, (500, 500))):
+        for rate in rates:
+            for metric in ("rate", "stepped", "fed"):
+                results.add(f"lines/{metric}", loader, float(rate))
+    last = inputs_report.table("lines", results).splitlines()[-1]
+    assert last == f"`{ELASTIC}`: 0.93 (0.90 to 0.95) of `{FACADE}`."
 
 
 def test_reference_has_every_sample(tmp_path: Path) -> None:
