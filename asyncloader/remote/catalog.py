@@ -5,6 +5,7 @@ Data path: discovery, shard_sizes -> [catalog] -> shard_splitting -> assignment 
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -15,6 +16,11 @@ PARQUET = ShardFormat("parquet", None)
 """Not read by a push parser: see `formats.parquet`."""
 
 PARQUET_ENDINGS = (".parquet", ".pq")
+
+
+_PLAIN = re.compile(r"(?:[A-Za-z][A-Za-z0-9]*://)?[A-Za-z0-9_./=-]+")
+
+_MOST_ENDINGS = 1000
 
 
 class Shard(NamedTuple):
@@ -60,3 +66,25 @@ def format_of(url: str) -> ShardFormat:
             with suppress(ValueError):
                 return format_of(name)
     return PARQUET if base_name(url).lower().endswith(PARQUET_ENDINGS) else shard_format(url)
+
+
+class PlainFormats:
+    """Formats of plain URLs of single shards, each ending looked up once: there may be a million URLs."""
+
+    def __init__(self) -> None:
+        self._by_ending: dict[str, ShardFormat | None] = {}
+
+    def find(self, url: str) -> ShardFormat | None:
+        """Return the format of a URL of letters, digits and a few signs; None: it must be looked at more closely."""
+        stem, _, ending = url[url.rfind("/") + 1 :].partition(".")
+        if not (stem and ending) or _PLAIN.fullmatch(url) is None:
+            return None
+        if ending not in self._by_ending:
+            if len(self._by_ending) >= _MOST_ENDINGS:  # numbers between dots
+                self._by_ending.clear()
+            form: ShardFormat | None = None
+            with suppress(ValueError):
+                form = format_of(url)
+            # MDS shards are found by their index.
+            self._by_ending[ending] = None if form is None or form.name == "mds" else form
+        return self._by_ending[ending]

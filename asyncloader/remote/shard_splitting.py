@@ -125,6 +125,8 @@ def group_ranges(
 
     A worker opens the ranges of an assignment early, so that small ranges do not cost a round trip each.
     """
+    if all(shard.size is None for shard in shards) and all(each.stop is None for each in shard_ranges):
+        return list(zip(shard_ranges, strict=True))  # quickly: there may be a million
     most = min(GROUP_RANGES, len(shard_ranges) // (GROUPS_PER_WORKER * workers))
     assignments: list[tuple[CatalogRange, ...]] = []
     group: list[CatalogRange] = []

@@ -11,7 +11,7 @@ import pytest
 
 from asyncloader import AsyncDataLoader, RemoteIterableDataset
 from asyncloader.formats import ShardError, ShardFormat
-from asyncloader.remote.catalog import PARQUET
+from asyncloader.remote.catalog import PARQUET, PlainFormats, format_of
 from asyncloader.remote.discovery import MAX_INDEX_BYTES, expand_urls, find_shards
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import AccessDenied, InvalidPath, MemoryTransport
@@ -248,3 +248,15 @@ async def test_paths_that_no_transport_serves() -> None:
     async with MemoryTransport() as transport:
         with pytest.raises(InvalidPath):
             await find_shards("s3://bucket/train/", Stores(transport=transport))
+
+
+@pytest.mark.parametrize("start", ["", "data/", "s3://bucket/x=1/", "https://host/a/", "file:///a/", "S3://b/"])
+def test_plain_urls(start: str) -> None:
+    """Their formats, found at a glance, are those of the extensions; all others are looked at closely."""
+    plain = PlainFormats()
+    for name in ["a.tar", "b.tar", "a.tgz", "a.jsonl.gz", "a.b.TAR.zst", "a.parquet", "a-0.000001.tar", "x.tfrecord"]:
+        assert plain.find(start + name) == format_of(start + name)
+    for name in ["a.mds", "a.txt", ".tar", "a", "a.", "a*.tar", "a.tar?x=1", "a%20.tar", "ä.tar", "a.tar/", "a.tar#x"]:
+        assert plain.find(start + name) is None
+    for number in range(3000):
+        assert plain.find(f"{start}a.{number}.tar") == format_of("a.tar")
