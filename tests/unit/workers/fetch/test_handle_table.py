@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncloader.workers.fetch.handle_table import Handle, HandleTable
@@ -12,6 +12,11 @@ from asyncloader.workers.fetch.handle_table import Handle, HandleTable
 STEPS = st.lists(st.tuples(st.sampled_from(["use", "fail", "return", "end"]), st.integers(0, 5)), max_size=60)
 
 
+USED_AGAIN = [("use", 0), ("return", 0), ("use", 0), ("use", 1)]
+
+
+@example(most=1, shared=False, steps=USED_AGAIN)
+@example(most=1, shared=True, steps=USED_AGAIN)
 @given(most=st.integers(1, 4), shared=st.booleans(), steps=STEPS)
 def test_any_uses(most: int, shared: bool, steps: list[tuple[str, int]]) -> None:
     """An object in use is never closed, at most ``max(most, in use)`` are open, and the least recently used goes."""
