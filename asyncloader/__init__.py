@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from asyncloader.packing.sequence_rows import SequenceRows
     from asyncloader.packing.windows import JoinSequences
     from asyncloader.remote.dataset import RemoteIterableDataset
+    from asyncloader.remote.mixture import Mixture
     from asyncloader.remote.random_access.dataset import RemoteMapDataset, index_shards, index_shards_sync
     from asyncloader.remote.shard_writing import WrittenShard
     from asyncloader.samplers.async_sampler import AsyncSampler
@@ -117,6 +118,7 @@ _OWN = {
     "MegatronTokens": "asyncloader.sources.megatron",
     "Metric": "asyncloader.telemetry.metrics",
     "MetricSample": "asyncloader.telemetry.metrics",
+    "Mixture": "asyncloader.remote.mixture",
     "MixtureSampler": "asyncloader.samplers.mixture",
     "NeverIteratedWarning": "asyncloader.errors",
     "NoEffectWarning": "asyncloader.errors",
@@ -189,6 +191,7 @@ __all__ = [
     "MegatronTokens",
     "Metric",
     "MetricSample",
+    "Mixture",
     "MixtureSampler",
     "NeverIteratedWarning",
     "NoEffectWarning",

@@ -75,6 +75,7 @@ PURE = {
         "samplers.batch_plan",
         "samplers.generators",
         "samplers.interleave",
+        "samplers.mixture_order",
         "samplers.permutation",
         "samplers.surviving",
         "service.client.node_choice",

@@ -59,12 +59,15 @@ class TorchIterator(_BaseDataLoaderIter):
         if isinstance(progress.config.source, PositionSource):
             # The order is the dataset's, by its epoch: another iterator may begin another while this one goes on.
             self._dataset = progress.config.dataset.for_iterator()
+            progress.config.source.sampler.begin(progress.epoch)
 
     def _begin_order(self, loader: LoaderSpec[Any], progress: Progress, *, first_iter: bool = False) -> None:
         """Call torch's `_reset` for an epoch that begins at this position."""
         if progress.config.seeded and not first_iter:
             # Rank and world size, and with them the share, may have changed.
             self._index_sampler = progress.config.index_sampler
+        if isinstance(progress.config.source, PositionSource):
+            progress.config.source.sampler.begin(progress.epoch)
         self._draw(loader, progress, partial(_BaseDataLoaderIter._reset, self, loader, first_iter))
 
     def _draw(self, loader: LoaderSpec[Any], progress: Progress, begin: Callable[[], None]) -> None:

@@ -56,6 +56,7 @@ from asyncloader.service.definition import Defined
 from asyncloader.workers.fetch.assignment_client import assigns_shards, is_planned
 from asyncloader.workers.fetch.dataset_kinds import is_async_stream
 from asyncloader.workers.fetch.error_notes import add_note
+from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.source import THREADS
 
 OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Exception], Any]
@@ -311,12 +312,13 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             dataset, given["shuffle"] = dataset.shuffled(), None
             arguments = {**arguments, "dataset": dataset, "shuffle": None}
             given["dataset"] = dataset
-        if hasattr(dataset, "fixed_streams") and assigns_shards(dataset) and is_seed(given["seed"]):
+        if hasattr(dataset, "fixed_streams") and has_method(dataset, "fixed_streams") and is_seed(given["seed"]):
             # With a sampler of the user's torch's constructor raises its error, as for any iterable dataset.
             if given["sampler"] is None and given["batch_sampler"] is None:
                 dataset = dataset.fixed_streams(given["seed"])
-            if not assigns_shards(dataset):
-                given |= {"dataset": dataset, "sampler": Positions(dataset), "shuffle": None}
+            if is_planned(dataset) and not assigns_shards(dataset):
+                order = dataset.positions() if has_method(dataset, "positions") else Positions(dataset)
+                given |= {"dataset": dataset, "sampler": order, "shuffle": None}
                 arguments = {**arguments, "dataset": dataset}
         stream = is_async_stream(dataset)
         if stream:

@@ -161,8 +161,12 @@ class FixedStreams(Dataset[Any]):
 
     # ---------------------------------------------------------------------------------- in a worker
 
-    async def __aenter__(self) -> Self:
+    def enter(self) -> None:
+        """Begin to read in the running loop, until `__aexit__`."""
         self.source.enter()
+
+    async def __aenter__(self) -> Self:
+        self.enter()
         return self
 
     async def __aexit__(

@@ -45,6 +45,7 @@ _END = object()
 class ReadingPosition(Protocol):
     """The part of `state.progress.Progress` that a reader of an async sampler uses."""
 
+    epoch: int
     log: StateLog | None
     every: int
     drained: dict[str, Any] | None

@@ -5,37 +5,19 @@ Data path: [mixture] -> scheduler -> pool -> worker. It yields indices of torch'
 
 from __future__ import annotations
 
-import hashlib
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence, Sized
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from operator import index
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Sampler
 
-from asyncloader.samplers.interleave import Interleave, whole_weights
+from asyncloader.samplers.interleave import whole_weights
+from asyncloader.samplers.mixture_order import CHOICES, EpochMixture, MixtureOrder, OnExhausted, SourceOrder
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.samplers.surviving import Blocks
-
-_BLOCK = 4096
-"""Indices computed at a time."""
-
-_CHOICES = ("repeat", "stop", "drop")
-
-
-@dataclass(frozen=True)
-class _Phase:
-    """A part of the epoch in which the same sources are mixed."""
-
-    start: int
-    interleave: Interleave
-    used: list[int]
-    """Samples of each source in the epoch before this part."""
 
 
 class MixtureSampler(Sampler[int]):
@@ -76,12 +58,12 @@ class MixtureSampler(Sampler[int]):
         seed: int,
         *,
         num_samples: int | None = None,
-        on_exhausted: Literal["repeat", "stop", "drop"] = "repeat",
+        on_exhausted: OnExhausted = "repeat",
         shuffle: bool = True,
     ) -> None:
         Permutation(0, seed)  # checks the seed
-        if on_exhausted not in _CHOICES:
-            raise ValueError(f"on_exhausted should be one of {_CHOICES}, but got on_exhausted={on_exhausted!r}")
+        if on_exhausted not in CHOICES:
+            raise ValueError(f"on_exhausted should be one of {CHOICES}, but got on_exhausted={on_exhausted!r}")
         ends = datasets.cumulative_sizes if isinstance(datasets, ConcatDataset) else [*accumulate(map(len, datasets))]
         self._offsets = [0, *ends][: len(ends)]
         self._sizes = [end - start for start, end in zip(self._offsets, ends, strict=True)]
@@ -92,25 +74,14 @@ class MixtureSampler(Sampler[int]):
             raise ValueError(f'num_samples={num_samples} needs on_exhausted="repeat", but got {on_exhausted!r}')
         if num_samples is not None and num_samples < 0:
             raise ValueError(f"num_samples should be 0 or more, but got num_samples={num_samples}")
-        empty = [source for source, size in enumerate(self._sizes) if whole[source] and not size]
-        if empty and on_exhausted != "drop":
-            raise ValueError(
-                f"dataset {empty[0]} is empty, so its weight of {weights[empty[0]]} cannot be met. "
-                'Give it the weight 0, or on_exhausted="drop".'
-            )
         self.seed = index(seed)
         self.on_exhausted = on_exhausted
         self.shuffle = shuffle
         self.epoch = 0
         self._weights = whole
-        if on_exhausted == "repeat":
-            used = sum(size for size, weight in zip(self._sizes, whole, strict=True) if weight)
-            self._size = used if num_samples is None else index(num_samples)  # numpy's integers overflow
-            self._phases = [_Phase(0, Interleave(whole), [0] * len(whole))]
-            self._each_epoch = [0] * len(whole)  # the interleaving continues instead
-        else:
-            self._phases, self._each_epoch = _phases(self._sizes, whole, stop=on_exhausted == "stop")
-            self._size = sum(self._each_epoch)
+        self._order = MixtureOrder(
+            self._sizes, [(0, whole)], on_exhausted, None if num_samples is None else index(num_samples)
+        )
 
     @property
     def proportions(self) -> tuple[Fraction, ...]:
@@ -128,7 +99,7 @@ class MixtureSampler(Sampler[int]):
         self.epoch = index(epoch)
 
     def __len__(self) -> int:
-        return self._size
+        return self._order.epoch(self.epoch).size
 
     def __iter__(self) -> Iterator[int]:
         return self.iter_from(0)
@@ -139,25 +110,19 @@ class MixtureSampler(Sampler[int]):
         Raises:
             ValueError: `start` is not between 0 and the length.
         """
-        if not 0 <= start <= self._size:
-            raise ValueError(f"start should be between 0 and {self._size}, but got start={start}")
-        epoch, orders = self.epoch, _Orders(self._sizes, self.seed if self.shuffle else None)
-        return Blocks(lambda position: self._block(position, epoch, orders), index(start))
+        mixed = self._order.epoch(self.epoch)
+        if not 0 <= start <= mixed.size:
+            raise ValueError(f"start should be between 0 and {mixed.size}, but got start={start}")
+        seed = self.seed if self.shuffle else None
+        orders = [SourceOrder(source, size, seed) for source, size in enumerate(self._sizes)]
+        return Blocks(lambda position: self._block(position, mixed, orders), index(start))
 
-    def _block(self, position: int, epoch: int, orders: _Orders) -> list[int]:
+    def _block(self, position: int, mixed: EpochMixture, orders: list[SourceOrder]) -> list[int]:
         """Return the next indices of the epoch from this position on; an empty list at the end."""
-        if position >= self._size:
-            return []
-        # With "repeat", the interleaving of all epochs is a single sequence.
-        begun = epoch * self._size if self.on_exhausted == "repeat" else 0
-        starts = [*(phase.start for phase in self._phases), self._size]
-        number = bisect_right(starts, position) - 1
-        phase = self._phases[number]
-        size = min(_BLOCK, starts[number + 1] - position)
+        size, parts = mixed.block(position)
         indices = np.empty(size, np.int64)
-        for source, before, offsets in phase.interleave.block(begun + position - phase.start, size):
-            given = epoch * self._each_epoch[source] + phase.used[source] + before
-            indices[offsets] = self._offsets[source] + orders.take(source, given, len(offsets))
+        for source, first, offsets in parts:
+            indices[offsets] = self._offsets[source] + orders[source].take(first, len(offsets))
         found: list[int] = indices.tolist()
         return found
 
@@ -165,48 +130,5 @@ class MixtureSampler(Sampler[int]):
         shares = ", ".join(map(str, self.proportions))
         return (
             f"<MixtureSampler of {self._sizes} as {shares}, seed={self.seed}, epoch={self.epoch}, "
-            f"on_exhausted={self.on_exhausted!r}, {self._size} samples>"
+            f"on_exhausted={self.on_exhausted!r}, {len(self)} samples>"
         )
-
-
-class _Orders:
-    """The endless order of each source: pass after pass over it, each shuffled again. `seed` None: not shuffled."""
-
-    def __init__(self, sizes: list[int], seed: int | None) -> None:
-        self._sizes = sizes
-        self._seed = seed
-
-    def take(self, source: int, first: int, number: int) -> npt.NDArray[np.int64]:
-        """Return `number` of the source's samples, after its first `first` samples."""
-        size = self._sizes[source]
-        parts: list[npt.NDArray[np.int64]] = []
-        while number:
-            passes, offset = divmod(first, size)
-            part = np.arange(offset, min(size, offset + number))
-            parts.append(part if self._seed is None or size == 1 else self._permutation(source, passes)(part))
-            first += len(part)
-            number -= len(part)
-        return np.concatenate(parts)
-
-    def _permutation(self, source: int, passes: int) -> Permutation:
-        assert self._seed is not None
-        key = self._seed.to_bytes(8, "little") + source.to_bytes(8, "little")
-        digest = hashlib.shake_256(b"asyncloader mixture" + key).digest(8)
-        return Permutation(self._sizes[source], int.from_bytes(digest, "little"), passes % 2**64)
-
-
-def _phases(sizes: list[int], weights: list[int], *, stop: bool) -> tuple[list[_Phase], list[int]]:
-    """Return the parts of an epoch, and the samples of each source in it. The epoch ends when all sources are used up;
-    with `stop`, when the first is.
-    """
-    phases: list[_Phase] = []
-    used = [0] * len(sizes)
-    while True:
-        left = [size - gone for size, gone in zip(sizes, used, strict=True)]
-        present = [weight if rest else 0 for weight, rest in zip(weights, left, strict=True)]
-        if not any(present) or (stop and phases):
-            return phases, used
-        interleave = Interleave(present)
-        phases.append(_Phase(sum(used), interleave, used))
-        counts = interleave.counts(interleave.first_reached(left))
-        used = [gone + count for gone, count in zip(used, counts, strict=True)]

@@ -17,7 +17,6 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource, ReadingPosition
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import StateLog
 from asyncloader.samplers.positions import Positions, RestOfPositions
-from asyncloader.samplers.seeded import SeededSampler
 
 if TYPE_CHECKING:
     from asyncloader.ranks.exchange import RankExchange
@@ -50,16 +49,17 @@ class PositionSource(AsyncIndexSource):
 
     async def read(self, position: ReadingPosition) -> AsyncIterator[Any]:
         """Yield the indices from a position on. See `AsyncIndexSource.read`."""
-        saved = position.saved_sampler
+        saved, ended = position.saved_sampler, position.drained
         await self.plan()
         order = self.sampler
         if saved is not None:
             order.load_state_dict(saved["sampler"])
             if before := saved["sampler"].get("before"):
                 order = RestOfPositions(order, before)
-        position.log = StateLog(0, None)
-        position.log.note(0, order)
-        view = position.view = RankView(SeededSampler(order, 0, shuffle=False), self.share)
+        elif ended is not None:
+            order.follow(ended["sampler"])
+        position.log = _PresentState(order)
+        view = position.view = RankView(order.sampler(position.epoch), self.share)
         position.total = len(view)
         first, task = position.first_step, 0
         for step, item in enumerate(view.iter_from(first), first):
@@ -67,6 +67,18 @@ class PositionSource(AsyncIndexSource):
                 position.pulled(task, step)
                 task += 1
                 yield item
+
+
+class _PresentState(StateLog):
+    """The state of a sampler at all steps: it has no position, and changes by `feedback` alone."""
+
+    def __init__(self, sampler: Positions) -> None:
+        super().__init__(0, None)
+        self._sampler = sampler
+
+    def at(self, step: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return the state as it is now."""
+        return {"at": 0, "ended": False, "sampler": self._sampler.state_dict(), "iterator": None}
 
 
 def _lane(batch: int, lanes: int, index: PositionedIndex) -> int:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncloader.errors import StateError
+from asyncloader.samplers.seeded import SeededSampler
 
 if TYPE_CHECKING:
     from asyncloader.ranks.exchange import RankExchange
@@ -63,6 +64,11 @@ class Positions:
         """Set the epoch of the next iteration."""
         self.epoch = epoch
 
+    @property
+    def changed(self) -> bool:
+        """Whether the order depends on more than dataset and epoch."""
+        return False
+
     def __len__(self) -> int:
         """Number of samples. TypeError: it is not known yet."""
         samples = self.dataset.samples
@@ -74,6 +80,13 @@ class Positions:
         """Yield all positions; for code that reads the sampler itself."""
         for position in range(len(self)):
             yield position
+
+    def begin(self, epoch: int) -> None:
+        """Note that an epoch begins. Called in the thread that iterates."""
+
+    def sampler(self, epoch: int) -> Any:  # noqa: ARG002
+        """Return an epoch's items, as a plain sampler that begins anywhere."""
+        return SeededSampler(self, 0, shuffle=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order depends on."""
@@ -97,10 +110,14 @@ class Positions:
                     "the state was saved of other shards, or of shards with other numbers of samples: use the same "
                     "shards, or begin anew without the state"
                 )
+            advice = "" if self.dataset.elastic is None else f"; {AS_A_SET}"
             raise StateError(
-                f"the state was saved with {name}={saved!r:.100}, but this dataset has {name}={value!r}; use "
-                f"{name}={saved!r:.100}, or begin anew without the state; {AS_A_SET}"
+                f"the state was saved with {name}={saved!r:.100}, but this dataset has {name}={value!r:.100}; use "
+                f"{name}={saved!r:.100}, or begin anew without the state{advice}"
             )
+
+    def follow(self, state: dict[str, Any]) -> None:
+        """Go on after the epoch of a state: every epoch begins with position 0."""
 
 
 class RestOfPositions(Positions):

@@ -155,6 +155,8 @@ def _checked(spec: LoaderSpec[Any], *, indexed: bool = False) -> EpochConfig:
         why += "needs streams="
     elif config.stateful:
         why = "the dataset has a state (state_dict), so that its samples depend on those that were read before"
+    elif isinstance(config.source, PositionSource) and config.source.sampler.changed:
+        why = "the order has changed by feedback, which only the loader's own iterators follow"
     elif indexed and isinstance(config.source, PositionSource):
         why = "the samples of streams have no indices"
     elif config.source is not None and not isinstance(config.source, PositionSource):

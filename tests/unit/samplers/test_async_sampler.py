@@ -49,6 +49,7 @@ class Both(Endless):
 class ReadPosition:
     """A position to read from, which records the steps that the reader reports."""
 
+    epoch: int = 0
     first_step: int = 0
     skipped: frozenset[int] = frozenset()
     saved_sampler: dict[str, Any] | None = None

@@ -1,0 +1,390 @@
+"""`Mixture`: datasets and streams of shards, mixed in given proportions, as one dataset for a loader with ``seed=``.
+
+Data path: mixed_positions -> scheduler -> worker: [mixture] -> fixed_streams, datasets -> collate.
+
+The main process plans the streams, and computes the order (`samplers.mixed_positions`). The copy in each worker gets
+the samples from the sources. A stream that begins another pass is read by another copy of its `FixedStreams`, since
+batches of both passes may be in work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset, IterableDataset
+
+from asyncloader.bridge import in_thread
+from asyncloader.errors import StateError
+from asyncloader.remote.fixed_streams import FixedStreams
+from asyncloader.remote.stream_order import LANES
+from asyncloader.samplers.interleave import whole_weights
+from asyncloader.samplers.mixed_positions import MixedPositions, Place
+from asyncloader.samplers.mixture_order import CHOICES, MixtureOrder, OnExhausted
+from asyncloader.shielding import wait_until_done
+from asyncloader.workers.fetch.context import context_managers
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.mocks import has_method
+from asyncloader.workers.fetch.seeding import derive
+
+if TYPE_CHECKING:
+    from asyncloader.ranks.exchange import RankExchange
+
+_PASSES = 2  # over a stream that are open at the same time
+
+Weights = Sequence[float | Fraction]
+
+
+class Mixture(Dataset[Any]):
+    """Map datasets and streams of shards, mixed in exact proportions, for a loader with ``seed=``.
+
+    The samples are interleaved evenly, and not drawn: after any number of samples, each source is within 1.68 samples
+    of its exact share; with three sources within 1, with two within 1/2 (`asyncloader/samplers/interleave.py` has the
+    proof). Map datasets are shuffled anew for each pass over them, streams as their `shuffle_buffer` says. The order is
+    a function of the arguments, the loader's seed and global batch, and the epoch, on any workers and ranks.
+
+    Args:
+        sources: map datasets, also async ones, and `RemoteIterableDataset`s with `streams=`, of which the loader
+            counts the samples before the first epoch. A blocking dataset is called in a thread, one sample at a time.
+        weights: of each source, in any unit; 0 leaves a source out. They may change by epoch: a mapping from epochs to
+            weights, each of which holds until the next, with weights for epoch 0. `loader.feedback(weights)` sets them
+            for the epochs that have not begun.
+        lengths: of each source, the mean number of tokens of its samples, or an array of the lengths of all its
+            samples: weights are then shares of tokens, exact over whole passes. None: shares of samples.
+        num_samples: samples of an epoch; for ``on_exhausted="repeat"`` only. Default: all samples of the sources that
+            have a weight.
+        on_exhausted: the rule for a source that is used up:
+            ``"repeat"`` (default) begins another pass over it: a map dataset is shuffled again, and a stream goes on
+            with its next epoch. An epoch continues at the end of the epoch before, in its passes and its proportions.
+            ``"stop"`` ends the epoch. The other sources continue their pass in the next epoch.
+            ``"drop"`` continues with the other sources, in their proportions, until all are used up.
+        shuffle: False takes each map dataset in its order. Default True.
+
+    Raises:
+        TypeError: a source is neither, or is a stream without `streams=`; or lengths are not integers.
+        ValueError: the numbers of weights or lengths and sources differ, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        weights: Weights | Mapping[int, Weights],
+        *,
+        lengths: Sequence[float | Fraction | npt.ArrayLike] | None = None,
+        num_samples: int | None = None,
+        on_exhausted: OnExhausted = "repeat",
+        shuffle: bool = True,
+    ) -> None:
+        if on_exhausted not in CHOICES:
+            raise ValueError(f"on_exhausted should be one of {CHOICES}, but got on_exhausted={on_exhausted!r}")
+        if num_samples is not None and on_exhausted != "repeat":
+            raise ValueError(f'num_samples={num_samples} needs on_exhausted="repeat", but got {on_exhausted!r}')
+        if num_samples is not None and num_samples < 0:
+            raise ValueError(f"num_samples should be 0 or more, but got num_samples={num_samples}")
+        self.sources = list(sources)
+        for number, source in enumerate(self.sources):
+            _check_source(number, source)
+        if lengths is not None and len(lengths) != len(self.sources):
+            raise ValueError(f"there should be lengths for each source, but got {len(lengths)} for {len(self.sources)}")
+        self._means: list[Fraction] | None = None
+        if lengths is not None:
+            sizes = [None if _is_stream(source) else len(source) for source in self.sources]
+            self._means = [_mean(at, *each) for at, each in enumerate(zip(lengths, sizes, strict=True))]
+        by_epoch = weights if isinstance(weights, Mapping) else {0: weights}
+        if 0 not in by_epoch or not all(isinstance(epoch, int) and epoch >= 0 for epoch in by_epoch):
+            raise ValueError(f"weights by epoch should begin with epoch 0, but got epochs {list(by_epoch)}")
+        self.weights = [(epoch, self.whole(by_epoch[epoch])) for epoch in sorted(by_epoch)]
+        """Shares of samples, as whole numbers, with the epoch from which they hold."""
+        self.num_samples = None if num_samples is None else int(num_samples)
+        self.on_exhausted: OnExhausted = on_exhausted
+        self.shuffle = shuffle
+
+    def __repr__(self) -> str:
+        return f"<Mixture of {len(self.sources)}, on_exhausted={self.on_exhausted!r}>"
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError("a Mixture is read by a loader with seed=, in its own order: give a seed, and no sampler")
+
+    def __len__(self) -> int:
+        raise TypeError("a Mixture has a length in a loader with seed=: give a seed, and no sampler")
+
+    def whole(self, weights: Weights) -> list[int]:
+        """Return checked weights as whole shares of samples. ValueError: they are out of range."""
+        if len(weights) != len(self.sources):
+            raise ValueError(f"there should be one weight a source, but got {len(weights)} for {len(self.sources)}")
+        if self._means is None:
+            return whole_weights(weights)
+        exact = whole_weights(weights)
+        return whole_weights([weight / mean for weight, mean in zip(exact, self._means, strict=True)])
+
+    def fixed_streams(self, seed: int) -> MixedSources:
+        """Return the mixture as a loader with this seed reads it."""
+        return (MixedStreams if all(map(_is_stream, self.sources)) else MixedSources)(self, seed)
+
+
+class MixedSources(Dataset[Any]):
+    """The samples of a `Mixture` at their places. Made by a loader with ``seed=``.
+
+    Args:
+        source: the mixture.
+        seed: the loader's.
+    """
+
+    def __init__(self, source: Mixture, seed: int) -> None:
+        self.source = source
+        self.seed = seed
+        self.streams = [_is_stream(each) for each in source.sources]
+        self._parts: list[Any] = [
+            each.fixed_streams(derive(seed, "mixture", number)) if _is_stream(each) else each
+            for number, each in enumerate(source.sources)
+        ]
+        self._sizes: list[list[int]] = []  # shared with the copies of the iterators; one list, or none yet
+        self._forget()
+
+    def _forget(self) -> None:
+        self._open: dict[int, OrderedDict[int, _StreamPass]] = {}  # by stream and pass, the newest last
+        self._stack = contextlib.AsyncExitStack()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("source", "seed", "streams", "_parts", "_sizes")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def __repr__(self) -> str:
+        return f"<MixedSources of {self.source!r}>"
+
+    # ----------------------------------------------------------------------------- in the main process
+
+    @property
+    def weights(self) -> Sequence[tuple[int, Sequence[int]]]:
+        """Whole weights of the sources, with the epoch from which they hold."""
+        return self.source.weights
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether map datasets are shuffled."""
+        return self.source.shuffle
+
+    def whole(self, weights: Weights) -> list[int]:
+        """Return checked weights as whole numbers of samples."""
+        return self.source.whole(weights)
+
+    def for_iterator(self) -> Self:
+        """Return a copy with readers of its own."""
+        made = type(self).__new__(type(self))
+        made.__setstate__(self.__getstate__())
+        return made
+
+    def positions(self) -> MixedPositions:
+        """Return a sampler of the order."""
+        return MixedPositions(self)
+
+    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:  # noqa: ARG002
+        """Count the samples of the streams, unless that was done. Each rank counts by itself.
+
+        Args:
+            batch: samples in a global batch.
+            ranks: not used.
+
+        Raises:
+            The errors of `FixedStreams.plan_streams`.
+        """
+        sizes: list[int] = []
+        for number, part in enumerate(self._parts):
+            if self.streams[number]:
+                # About the samples of a global batch that are the stream's, which are then read from few streams.
+                share = max(Fraction(weights[number], sum(weights)) for _, weights in self.weights)
+                await part.plan_streams(max(1, round(batch * share)))
+                sizes.append(part.samples)
+            else:
+                sizes.append(await in_thread(partial(len, part)))  # the user's code
+        self._sizes[:] = [sizes]
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples of all sources; None before `plan_streams`."""
+        return sum(self._sizes[0]) if self._sizes else None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each source, once planned."""
+        return self._sizes[0]
+
+    def order(self, weights: Sequence[tuple[int, Sequence[int]]]) -> MixtureOrder:
+        """Return the mixture with these weights. ValueError: a source that has a weight is empty."""
+        return MixtureOrder(self.sizes, weights, self.source.on_exhausted, self.source.num_samples)
+
+    @property
+    def lanes(self) -> int:
+        """Global batches in a row that are read from different streams, about."""
+        return LANES
+
+    @property
+    def elastic(self) -> None:
+        """A state is of one order only."""
+
+    def left(self, before: Sequence[Any], epoch: int) -> int:
+        """Raise StateError: as `elastic` says."""
+        raise StateError(f"a mixture cannot go on with epoch {epoch} of {len(before)} other orders")
+
+    def described(self) -> dict[str, Any]:
+        """Return what must be the same where a state is loaded."""
+        parts = zip(self._parts, self.streams, self.sizes, strict=True)
+        return {
+            "sources": [part.described() if stream else {"samples": size} for part, stream, size in parts],
+            "weights": [[epoch, [*weights]] for epoch, weights in self.weights],
+            "on_exhausted": self.source.on_exhausted,
+            "num_samples": self.source.num_samples,
+            "shuffle": self.source.shuffle,
+        }
+
+    # ---------------------------------------------------------------------------------- in a worker
+
+    async def __aenter__(self) -> Self:
+        for part, stream in zip(self._parts, self.streams, strict=True):
+            if not stream:
+                for manager in context_managers(part):
+                    await self._stack.enter_async_context(manager)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for readings in self._open.values():
+            for reading in readings.values():
+                self._stack.push_async_exit(reading.streams)
+        self._open = {}
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            # Not in this thread: the user's code may still be in a call that was cancelled.
+            self._stack.push_async_callback(in_thread, thread.shutdown)
+        await wait_until_done(list(self._closing))
+        await self._stack.aclose()
+
+    async def __getitem__(self, place: Place) -> Any:
+        """Return the sample at a place. Errors as of its source."""
+        source, passes, index = place
+        part = self._parts[source]
+        if self.streams[source]:
+            reading = self._reading(source, passes)
+            try:
+                return await reading.streams[index]
+            finally:
+                self._release(source, reading)
+        if is_async_dataset(part):
+            return await part[index]
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "asyncloader-mixture")
+        get = partial(contextvars.copy_context().run, part.__getitem__, index)
+        sample = await asyncio.get_running_loop().run_in_executor(self._thread, get)
+        return await sample if inspect.isawaitable(sample) else sample
+
+    def _reading(self, source: int, passes: int) -> _StreamPass:
+        """Return the reader of a pass over a stream. The caller must `_release` it."""
+        readings = self._open.setdefault(source, OrderedDict())
+        reading = readings.get(passes)
+        if reading is None:
+            streams = self._parts[source].for_iterator()
+            streams.set_epoch(passes)
+            streams.enter()
+            reading = readings[passes] = _StreamPass(streams)
+        readings.move_to_end(passes)
+        reading.users += 1
+        return reading
+
+    def _release(self, source: int, reading: _StreamPass) -> None:
+        reading.users -= 1
+        readings = self._open.get(source, OrderedDict())
+        while len(readings) > _PASSES and (idle := next((at for at, each in readings.items() if not each.users), None)):
+            closing = asyncio.create_task(readings.pop(idle).streams.__aexit__(None, None, None))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+
+class MixedStreams(MixedSources):
+    """A mixture of streams only, of which a batch is read at once."""
+
+    async def __getitems__(self, places: Sequence[Place]) -> list[Any]:
+        """Return the samples at these places. Errors as `FixedStreams.__getitems__`."""
+        wanted: dict[tuple[int, int], list[int]] = {}
+        for at, (source, passes, _) in enumerate(places):
+            wanted.setdefault((source, passes), []).append(at)
+        samples: list[Any] = [None] * len(places)
+        readings = [(source, self._reading(source, passes), ats) for (source, passes), ats in wanted.items()]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _, reading, ats in readings:
+                    group.create_task(_read(reading.streams, [places[at][2] for at in ats], ats, samples))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            for source, reading, _ in readings:
+                self._release(source, reading)
+        return samples
+
+
+class _StreamPass:
+    """A pass over a stream, and the number of tasks that read it."""
+
+    def __init__(self, streams: FixedStreams) -> None:
+        self.streams = streams
+        self.users = 0
+
+
+async def _read(streams: FixedStreams, positions: list[int], ats: list[int], samples: list[Any]) -> None:
+    for at, sample in zip(ats, await streams.__getitems__(positions), strict=True):
+        samples[at] = sample
+
+
+def _is_stream(source: Any) -> bool:
+    return has_method(source, "fixed_streams")
+
+
+def _check_source(number: int, source: Any) -> None:
+    if isinstance(source, Mixture):
+        raise TypeError(f"source {number} is a Mixture; give its sources, with the products of the weights")
+    if _is_stream(source):
+        if source.streams is None:
+            raise TypeError(
+                f"source {number} is a RemoteIterableDataset without streams=, whose samples have no order of their "
+                "own; give it streams=8, for example"
+            )
+    elif isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and isinstance(source, Sized)):
+        raise TypeError(
+            f"source {number} should be a map dataset with a length, or a RemoteIterableDataset with streams=, but is "
+            f"{type(source).__name__}: the samples of other streams are not counted, so that nothing says when one ends"
+        )
+
+
+def _mean(number: int, lengths: Any, samples: int | None) -> Fraction:
+    """Return the mean length of a source's samples. `samples`: their number; None: not known yet."""
+    if isinstance(lengths, int | float | Fraction | np.integer):
+        mean = Fraction(lengths if isinstance(lengths, Fraction | float) else int(lengths))
+    else:
+        given = np.asarray(lengths)
+        if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
+            raise TypeError(
+                f"the lengths of source {number} should be a number, or integers with one axis, but got "
+                f"{given.dtype} of shape {given.shape}"
+            )
+        if samples is not None and len(given) != samples:
+            raise ValueError(f"source {number} has {samples} samples, but got {len(given)} lengths")
+        mean = Fraction(int(given.sum(dtype=np.int64)), max(1, given.size))
+    if mean <= 0:
+        raise ValueError(f"the lengths of source {number} should be positive, but their mean is {mean}")
+    return mean
