@@ -160,7 +160,7 @@ def as_a_set(state: dict[str, Any], dataset: PlannedDataset, batch: int | None) 
         raise StateError(f"the state is of a set of samples, which {dataset!r} cannot read: resume it without workers=")
     if not dataset.elastic or state["beyond"]:  # steps that were left out are no part of an order
         return state
-    if state["finished"] or not isinstance(saved, dict):
+    if state["finished"] or sampler is None or not isinstance(saved, dict):
         return state | {"batch_size": batch} if state["finished"] or not state["step"] else state
     here = dataset.described()
     names = [name for name in here if name != "shards"]

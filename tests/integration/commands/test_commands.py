@@ -133,7 +133,7 @@ class Counting(IterableDataset[int]):
 
 
 def state_of(steps: int | None, dataset: Any = None, **options: Any) -> dict[str, Any]:
-    with DataLoader[Any](Rows(100) if dataset is None else dataset, **{"batch_size": 4, **options}) as loader:
+    with DataLoader[Any](Rows(100) if dataset is None else dataset, batch_size=4, **options) as loader:
         batches = iter(loader)
         for _ in range(10**6 if steps is None else steps):
             if next(batches, None) is None:
