@@ -25,8 +25,8 @@ from asyncloader.workers.fetch.dataset_kinds import is_async_stream
 class StatefulDataLoader(DataLoader[T_co, B_co]):
     """`DataLoader` in torch mode whose ``shuffle=True`` resumes exactly, in later epochs too.
 
-    Takes the arguments of `DataLoader` except those of seeded mode: `seed`, `rank`, `world_size`, `group`, and
-    `on_uneven`; its `workers` are processes or threads of this machine.
+    Takes the arguments of `DataLoader` except those of seeded mode: `seed`, `rank`, `world_size`, `group`,
+    `on_uneven`, and `balance`; its `workers` are processes or threads of this machine.
 
     ``iter()`` waits until the workers have begun, and raises an error of `worker_init_fn` or of the dataset's
     ``__iter__`` in a worker.
@@ -72,5 +72,5 @@ class StatefulDataLoader(DataLoader[T_co, B_co]):
 own_constructor(
     StatefulDataLoader,
     "StatefulDataLoader",
-    without=("seed", "rank", "world_size", "group", "on_uneven"),
+    without=("seed", "rank", "world_size", "group", "on_uneven", "balance"),
 )

@@ -298,15 +298,13 @@ class CacheStore:
             return None
         final = os.path.join(shelf, entry_name(url_key, etag))
         temporary = os.path.join(self._root, "fills", fill_name(url_key, etag, charged))
-        descriptor = open_regular(temporary, os.O_RDWR | os.O_CREAT)
-        try:
-            # The lock shows that the writer lives. Between our open and the lock, its holder may have renamed or
-            # deleted the file: then the lock is on a file that no longer has this name.
-            if not try_lock(descriptor) or not same_file(descriptor, temporary):
-                raise BeingWritten(temporary)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        descriptor = _open_locked(temporary)
+        if descriptor is None:
+            # By another writer; or for a moment, by who looks whether the file's writer lives.
+            with self.usage.cleaning():
+                descriptor = _open_locked(temporary)
+        if descriptor is None:
+            raise BeingWritten(temporary)
         fill = CacheFill(descriptor, temporary, final, footer, self.usage)
         try:
             os.ftruncate(descriptor, 0)  # remove the bytes of a dead writer
@@ -483,6 +481,21 @@ def is_whole(descriptor: int, footer: CacheFooter) -> bool:
         crc = zlib.crc32(data, crc)
         position += len(data)
     return crc == footer.crc
+
+
+def _open_locked(path: str) -> int | None:
+    """Open and lock the file of a fill, and return its descriptor; None: another descriptor has the lock."""
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+    try:
+        # The lock shows that the writer lives. Between our open and the lock, its holder may have renamed or deleted
+        # the file: then the lock is on a file that no longer has this name.
+        if try_lock(descriptor) and same_file(descriptor, path):
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 def _is_directory(path: str) -> bool:

@@ -261,19 +261,31 @@ class CacheUsage:
             if charged is not None and file.is_file(follow_symlinks=False):
                 yield charged, file.path
 
+    @contextmanager
+    def cleaning(self) -> Generator[None]:
+        """Hold while the files in ``fills`` are cleaned up, or must not be: that locks each of them for a moment."""
+        descriptor = os.open(os.path.join(self._root, "fills"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            wait_for_lock(descriptor)
+            yield
+        finally:
+            unlock(descriptor)  # see `_lock`
+            os.close(descriptor)
+
     def _clean(self) -> None:
         """Delete the files of dead writers in ``fills``. Their bytes stay recorded until the next rewrite."""
-        for _, path in self._fills():
-            try:
-                descriptor = open_regular(path, os.O_RDONLY)
-            except OSError:  # another process has deleted the file, or it is a link, which the cache never creates
-                continue
-            try:
-                # While we hold the lock, no other process starts to write this file.
-                if try_lock(descriptor) and same_file(descriptor, path):
-                    os.unlink(path)
-            finally:
-                os.close(descriptor)
+        with suppress(FileNotFoundError), self.cleaning():
+            for _, path in self._fills():
+                try:
+                    descriptor = open_regular(path, os.O_RDONLY)
+                except OSError:  # another process has deleted the file, or it is a link, which the cache never creates
+                    continue
+                try:
+                    # While we hold the lock, no other process starts to write this file.
+                    if try_lock(descriptor) and same_file(descriptor, path):
+                        os.unlink(path)
+                finally:
+                    os.close(descriptor)
 
 
 def _scan(directory: str) -> list[os.DirEntry[str]]:

@@ -160,13 +160,12 @@ def _start_methods() -> Iterator[Finding]:
 
     from asyncloader.loader import DataLoader
 
+    dataset = TensorDataset(torch.zeros(1, dtype=torch.float32, device="cpu"))
     default = torch.multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     for method in multiprocessing.get_all_start_methods():
         began, name = perf_counter(), f"workers ({method})"
         try:
-            with DataLoader(
-                TensorDataset(torch.zeros(1)), num_workers=1, multiprocessing_context=method, timeout=60
-            ) as loader:
+            with DataLoader(dataset, num_workers=1, multiprocessing_context=method, timeout=60) as loader:
                 next(iter(loader))
         except (LoaderError, OSError, RuntimeError, ValueError) as error:
             others = [each for each in multiprocessing.get_all_start_methods() if each != method]
@@ -186,7 +185,7 @@ def _devices() -> Iterator[Finding]:
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         yield Finding("CUDA", "ok", ", ".join(names), figures={"devices": names})
         try:
-            torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+            torch.empty(1 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             yield Finding(
                 "page locking", "problem", str(error), "raise the limit of locked memory: ulimit -l unlimited"

@@ -56,7 +56,6 @@ from asyncloader.service.definition import Defined
 from asyncloader.workers.fetch.assignment_client import assigns_shards, is_planned
 from asyncloader.workers.fetch.dataset_kinds import is_async_stream
 from asyncloader.workers.fetch.error_notes import add_note
-from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.source import THREADS
 
 OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Exception], Any]
@@ -305,19 +304,20 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         check_num_workers(given["num_workers"])
         if isinstance(given["sampler"], Positions):  # of a loader from whose attributes this one is made
             given["sampler"] = None
-        if hasattr(dataset, "plan_streams") and is_planned(dataset):
+        # Of the type, as a mock has every attribute.
+        if hasattr(type(dataset), "plan_streams") and is_planned(dataset):
             dataset = given["dataset"] = dataset.source
             arguments = {**arguments, "dataset": dataset}
-        if given["shuffle"] and hasattr(dataset, "shuffled") and assigns_shards(dataset):
+        if given["shuffle"] and hasattr(type(dataset), "shuffled") and assigns_shards(dataset):
             dataset, given["shuffle"] = dataset.shuffled(), None
             arguments = {**arguments, "dataset": dataset, "shuffle": None}
             given["dataset"] = dataset
-        if hasattr(dataset, "fixed_streams") and has_method(dataset, "fixed_streams") and is_seed(given["seed"]):
+        if hasattr(type(dataset), "fixed_streams") and is_seed(given["seed"]):
             # With a sampler of the user's torch's constructor raises its error, as for any iterable dataset.
             if given["sampler"] is None and given["batch_sampler"] is None:
                 dataset = dataset.fixed_streams(given["seed"])
             if is_planned(dataset) and not assigns_shards(dataset):
-                order = dataset.positions() if has_method(dataset, "positions") else Positions(dataset)
+                order = dataset.positions() if hasattr(type(dataset), "positions") else Positions(dataset)
                 given |= {"dataset": dataset, "sampler": order, "shuffle": None}
                 arguments = {**arguments, "dataset": dataset}
         stream = is_async_stream(dataset)

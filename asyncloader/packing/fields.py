@@ -74,4 +74,4 @@ def join(arrays: Sequence[Array]) -> torch.Tensor:
     """Return the elements of one or more arrays, one behind the other, in memory of their own."""
     if all(isinstance(array, np.ndarray) for array in arrays):
         return torch.from_numpy(np.concatenate(arrays))
-    return torch.cat([torch.as_tensor(array) for array in arrays])
+    return torch.cat([torch.as_tensor(array, device="cpu") for array in arrays])

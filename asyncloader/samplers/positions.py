@@ -155,7 +155,10 @@ def as_a_set(state: dict[str, Any], dataset: PlannedDataset, batch: int | None) 
     """
     sampler = state["sampler"]
     saved = None if sampler is None else sampler["sampler"]
-    before = list(saved.get("before") or []) if isinstance(saved, dict) else []
+    before = (saved.get("before") or []) if isinstance(saved, dict) else []
+    if not isinstance(before, list | tuple):
+        raise StateError(f"the state is broken: its earlier orders are {before!r:.200}")
+    before = list(before)
     if before and dataset.elastic is None:
         raise StateError(f"the state is of a set of samples, which {dataset!r} cannot read: resume it without workers=")
     if not dataset.elastic or state["beyond"]:  # steps that were left out are no part of an order
