@@ -7,6 +7,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from asyncloader.transports.cache_layout import MARKER, MARKER_NAME, ROOT_NAME, CacheFooter, charge, fill_name, hash_key
 from asyncloader.transports.cache_store import CacheStore, EntryLost
 from asyncloader.transports.cache_usage import CacheCounts
+from asyncloader.transports.file_lock import try_lock
 from tests.unit.transports.cache_subject import DATA, begun, content, everything, file_of, held, opened, put
 
 
@@ -193,6 +195,23 @@ def test_a_dead_writer_is_followed(folder: Path) -> None:
     put(store, "u")
     assert held(store, "u") == DATA
     assert len(everything(folder)) == 1
+
+
+def test_who_looks_for_dead_writers_is_no_writer(folder: Path) -> None:
+    """A look locks each file for a moment: whoever begins to write one meanwhile waits for its end."""
+    store = opened(folder)
+    put(store, "a")  # makes the directories
+    abandoned = begun(store, "b")
+    [file] = (folder / ROOT_NAME / "fills").iterdir()
+    abandoned.abort()
+    file.touch()
+    with ThreadPoolExecutor(1) as thread:
+        with store.usage.cleaning(), file.open() as looking:
+            assert try_lock(looking.fileno())
+            beginning = thread.submit(begun, store, "b")
+            with pytest.raises(TimeoutError):
+                beginning.result(0.05)
+        beginning.result(30).abort()
 
 
 def test_what_dead_writers_left_is_cleaned(folder: Path) -> None:
