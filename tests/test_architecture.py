@@ -72,6 +72,7 @@ PURE = {
         "remote.stream_order",
         "samplers.balance",
         "remote.stream_rest",
+        "samplers.argument_checks",
         "samplers.batch_plan",
         "samplers.generators",
         "samplers.interleave",

@@ -1,1 +1,1 @@
-"""The commands of `asyncloader` besides `serve`. What they find out is printed as lines or as JSON."""
+"""The commands of `asyncloader` besides `serve`. Their findings are printed as lines or as JSON."""

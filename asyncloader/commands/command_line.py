@@ -69,7 +69,7 @@ def _report(command: str, flags: dict[str, Any]) -> int:
                 print(as_lines(finding), flush=True)  # noqa: T201 - a command's own words
         if flags["json"]:
             print(as_json(findings), flush=True)  # noqa: T201 - a command's own words
-    except BrokenPipeError:  # whoever reads this has seen enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(has_problem(findings))
 
@@ -101,10 +101,10 @@ def _serve(flags: dict[str, Any]) -> int:
 
 
 def _show(file: Path) -> list[Finding]:
-    """Return what the loaders' states in a file say.
+    """Describe the loaders' states in a file.
 
     Raises:
-        ValueError: the file is no checkpoint, or has none.
+        ValueError: the file is no checkpoint, or has no state.
     """
     from asyncloader.commands.state_words import describe, find_states
 
@@ -127,7 +127,7 @@ def _load(file: Path) -> Any:
 
     try:
         # Mapped: the tensors beside the states are not read. Nothing but plain values is built.
-        with warnings.catch_warnings(action="ignore"):  # of what the error says
+        with warnings.catch_warnings(action="ignore"):  # of facts that the error has
             return torch.load(file, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         why = (str(error) or type(error).__name__).splitlines()[0]

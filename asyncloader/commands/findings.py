@@ -1,4 +1,4 @@
-"""What a command has found out, as lines for people or as JSON. Pure.
+"""The findings of a command, as lines for people or as JSON. Pure.
 
 Data path: none.
 """
@@ -17,9 +17,9 @@ class Finding(NamedTuple):
     """One fact.
 
     Attributes:
-        name: what it is about.
+        name: its subject.
         state: ``"ok"``; ``"note"``: to be known; ``"problem"``: to be mended.
-        text: what was found.
+        text: the fact, in words.
         advice: what to do; empty: nothing.
         figures: the same for programs: plain values.
     """

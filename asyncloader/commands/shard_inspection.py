@@ -1,4 +1,4 @@
-"""`asyncloader inspect`: reads shards from end to end, and says how many samples they have and what is damaged.
+"""`asyncloader inspect`: reads shards from end to end, counts their samples, and finds damage.
 
 Data path: remote.discovery -> [shard_inspection: remote.reading for each shard] -> findings.
 """
@@ -37,7 +37,7 @@ class _Read(NamedTuple):
 
 
 async def inspect(urls: Sequence[str], format: str | None, *, read: bool) -> list[Finding]:
-    """Return what is known of the shards.
+    """Describe the shards.
 
     Args:
         urls: as `RemoteIterableDataset` takes them.

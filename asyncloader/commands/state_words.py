@@ -36,7 +36,7 @@ def _find(value: Any, place: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def describe(place: str, given: Any) -> list[Finding]:
-    """Return what a state says: where the run stood, its order, and which loaders can resume it."""
+    """Describe a state: where the run stood, its order, and which loaders can resume it."""
     try:
         state = check_state(given)
     except StateError as error:

@@ -52,7 +52,7 @@ def pack(slices: Slices, max_tokens: int, strategy: Strategy) -> tuple[PackedRow
     """Pack slices. Slices that are longer than a row are cut, by every strategy.
 
     Args:
-        slices: what is packed, shape ``(n, 3)``.
+        slices: the slices to pack, shape ``(n, 3)``.
         max_tokens: most tokens of a row.
         strategy:
             ``"first_fit"``: each slice in turn goes to the first row that has room for it.
@@ -87,7 +87,7 @@ def pack(slices: Slices, max_tokens: int, strategy: Strategy) -> tuple[PackedRow
     emptiest = last - int(np.argmin(filled[::-1]))  # the last of several
     if filled[emptiest] == max_tokens:
         return _rows(slices, row_of, last + 1)
-    # Numbered behind the others: so it is what is left over.
+    # Numbered behind the others: so it is the remainder.
     moved = np.where(row_of == emptiest, last, row_of - (row_of > emptiest))
     return _rows(slices, moved, last)
 

@@ -37,7 +37,7 @@ def token_fields(sequence: Any) -> dict[str, Array]:
     """Return the fields of a sequence that have an element for each token, by name.
 
     Raises:
-        TypeError: it has none.
+        TypeError: it has no such field.
         ValueError: two of them have different numbers of elements.
     """
     named: Mapping[Any, Any] = sequence if isinstance(sequence, Mapping) else {TOKENS: sequence}

@@ -24,7 +24,7 @@ class PackedLoader:
     """The rows of a loader whose ``collate_fn`` is a `JoinSequences`: for sequences of a stream, above all.
 
     Each batch of the loader is a window: its sequences are packed into rows of at most `max_tokens` tokens. So the
-    loader's ``batch_size`` is the number of sequences that are packed together: 1,000, say. What is left over of a
+    loader's ``batch_size`` is the number of sequences that are packed together: 1,000, say. The remainder of a
     window is packed with the next window, and with no later one. The rows follow from the loader's batches alone.
 
     Iterate it with ``for``, or with ``async for`` over an `AsyncDataLoader`. Each rank packs its own sequences, so the
@@ -34,7 +34,7 @@ class PackedLoader:
 
     Args:
         loader: with ``batch_size=`` and ``collate_fn=JoinSequences(...)``.
-        drop_last: leave out what is left over of the last window: of each domain, one row that is not full. Default
+        drop_last: leave out the remainder of the last window: of each domain, one row that is not full. Default
             False.
         pad_to, pad_values: as of `PackSequences`.
     """
@@ -98,7 +98,7 @@ class PackedLoader:
         self._packer = None
 
     def _described(self) -> dict[str, int | None]:
-        """Return what must be the same where a state is loaded."""
+        """Return the values that must be the same where a state is loaded."""
         spec = getattr(self.loader, "_spec", self.loader)
         here = topology(spec) if hasattr(spec, "_asyncloader_options") else Topology(0, 1)
         return {"batch_size": getattr(self.loader, "batch_size", None), **here._asdict()}

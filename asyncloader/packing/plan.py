@@ -3,7 +3,7 @@
 Data path: bin_packing -> [plan] -> sampler.
 
 The epoch's shuffled order is cut into windows. The sequences of a window are packed, those of each domain apart, and
-the window's rows are shuffled among themselves. What is left over, less than a row of each domain, is packed with the
+the window's rows are shuffled among themselves. The remainder, less than a row of each domain, is packed with the
 next window; after the last window it makes rows that are short.
 
 So a window depends on the windows before it: to find a row, the windows before it are packed once, and what was left
@@ -27,19 +27,19 @@ from asyncloader.packing.bin_packing import NO_ROWS, NOTHING, PackedRows, Slices
 from asyncloader.samplers.permutation import Permutation
 
 _REMEMBERED = 64
-"""Windows of an epoch at which what was left over is remembered."""
+"""Windows of an epoch at which the remainder is remembered."""
 
 LeftOver = Mapping[int, Slices]
-"""What is left over of each domain."""
+"""The remainder of each domain."""
 
 
 class _Counts(NamedTuple):
-    """What is known of the windows that were packed.
+    """The windows that were packed, as far as they are remembered.
 
     Attributes:
         totals: rows before each window.
-        left: what is left over before the windows 0, `every`, 2 * `every`, ...
-        next: what is left over after the last of them.
+        left: the remainder before the windows 0, `every`, 2 * `every`, ...
+        next: the remainder after the last of them.
     """
 
     totals: list[int]
@@ -57,7 +57,7 @@ class PackingPlan:
         max_tokens: most tokens of a row. Longer sequences are cut.
         strategy: see `pack`.
         window: sequences that are packed together.
-        drop_last: leave out what is left over after the last window.
+        drop_last: leave out the remainder after the last window.
         seed: None: the order of the lengths, and the rows of a window in theirs.
         epoch: chooses another shuffle.
 
@@ -131,7 +131,7 @@ class PackingPlan:
         return counts
 
     def _pack(self, window: int, left: LeftOver) -> tuple[PackedRows, LeftOver]:
-        """Return the rows of a window, in the order of their domains, and what is left over then."""
+        """Return the rows of a window, in the order of their domains, and the remainder then."""
         first = window * self.window
         indices = np.arange(first, min(first + self.window, len(self.lengths)))
         if self._order is not None:

@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 from asyncloader.packing.bin_packing import STRATEGIES, Strategy
 from asyncloader.packing.plan import PackingPlan
 from asyncloader.packing.sequence_rows import Row
+from asyncloader.samplers.argument_checks import check_lengths, check_positive
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.samplers.surviving import Restarting
 
@@ -29,7 +30,7 @@ _ROWS_PER_WINDOW, _LEAST_WINDOW = 100, 1000
 class PackingSampler(Sampler[Row]):
     """Rows of sequences of known lengths, of at most `max_tokens` tokens together. A row is a sample of `SequenceRows`.
 
-    The order of (seed, epoch) is cut into windows, and the sequences of a window are packed. What is left over, less
+    The order of (seed, epoch) is cut into windows, and the sequences of a window are packed. The remainder, less
     than a row, is packed with the next window. A window's rows are shuffled among themselves. Every token comes once in
     an epoch. The rows are a function of the arguments and the epoch alone: the same in every process, and an iteration
     can begin with any row, for which the windows before it are packed once (about 1 s for a million sequences).
@@ -57,7 +58,7 @@ class PackingSampler(Sampler[Row]):
             else ``"error"``.
         shuffle: False takes the sequences in the order of the dataset, and a window's rows in the order in which they
             were begun. Default True.
-        drop_last: leave out what is left over after the last window: of each domain, one row that is not full. Default
+        drop_last: leave out the remainder after the last window: of each domain, one row that is not full. Default
             False.
         window: sequences that are packed together. A larger window fills rows better. Default: about 100 rows by the
             mean length, and at least 1,000 sequences.
@@ -186,30 +187,9 @@ def rule_of(on_too_long: OnTooLong | None, strategy: Strategy) -> OnTooLong:
     return on_too_long or ("split" if strategy in _CUTTING else "error")
 
 
-def check_positive(name: str, value: int) -> int:
-    """Return a checked number as an int of Python's: products of numpy's would overflow.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is below 1.
-    """
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise TypeError(f"{name} should be an integer, but got {name}={value!r}")
-    if value < 1:
-        raise ValueError(f"{name} should be positive, but got {name}={value}")
-    return index(value)
-
-
 def _checked(lengths: npt.ArrayLike) -> npt.NDArray[np.integer]:
-    given = np.asarray(lengths)
-    if given.ndim != 1:
-        raise ValueError(f"lengths should have one axis, one length a sequence, but got shape {given.shape}")
-    if not given.size:
-        return np.zeros(0, np.uint8)
-    if not np.issubdtype(given.dtype, np.integer):
-        raise TypeError(f"lengths should be integers, but got {given.dtype}")
-    shortest = int(np.argmin(given))
-    if given[shortest] < 0:
+    given = check_lengths(lengths, "sequence")
+    if given.size and given[shortest := int(np.argmin(given))] < 0:
         raise ValueError(f"lengths should be 0 or more, but sequence {shortest} has length {given[shortest]}")
     return given
 

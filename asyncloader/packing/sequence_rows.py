@@ -52,7 +52,7 @@ class SequenceRows(Subset[Any]):
         """Return the list of a row's sequences; or an awaitable of it, if the dataset is asynchronous.
 
         Raises:
-            TypeError, ValueError: a sequence is none, or has fewer than `stop` tokens.
+            TypeError, ValueError: an object is no sequence, or has fewer than `stop` tokens.
         """
         numbers = [each if isinstance(each, int) else each[0] for each in index]
         if fetches_batches(self.dataset):

@@ -2,9 +2,9 @@
 
 Data path: ring -> windows -> [window_packer] -> packed_loader.
 
-The rows of a window follow from its sequences, and from what was left over of the window before. So a position is: the
+The rows of a window follow from its sequences, and from the remainder of the window before. So a position is: the
 loader's state before the window; how many of its rows were delivered; and which sequences of the window before were
-left over, by their numbers. They are found again by reading that window once more. What is left over is therefore
+left over, by their numbers. They are found again by reading that window once more. The remainder is therefore
 carried to the next window only, and no farther: there it makes a row, however short.
 """
 
@@ -22,7 +22,7 @@ from asyncloader.packing.fields import join
 from asyncloader.packing.windows import Window
 
 Carried = list[list[int]]
-"""What is left over of a window: ``[sequence, start, stop]`` of each slice."""
+"""The remainder of a window: ``[sequence, start, stop]`` of each slice."""
 
 _OTHERS = (
     "the state was saved of other sequences than those that the loader reads now: use the dataset and the options of "
@@ -35,9 +35,9 @@ class WindowPacker:
 
     Args:
         collate: arranges a row.
-        drop_last: leave out what is left over of the last window.
+        drop_last: leave out the remainder of the last window.
         state: the loader's state before the first window that will be added.
-        carried: what is left over of that window, whose rows were delivered; empty: it is packed like the others.
+        carried: the remainder of that window, whose rows were delivered; empty: it is packed like the others.
         delivered: rows of the next window that is packed that were delivered.
     """
 
@@ -49,7 +49,7 @@ class WindowPacker:
         self._position: tuple[Any, Carried] = state, carried
         self._sought = carried
         self._skip = delivered
-        # Of the window before: the loader's state before it, and what is left over of it.
+        # Of the window before: the loader's state before it, and the remainder of it.
         self._before: Any = None
         self._carried: Carried = []
         self._carry: Window | None = None
@@ -114,7 +114,7 @@ class WindowPacker:
         return self._collate.arrange(batch, lengths, np.zeros(len(slices), np.int64), 1)
 
     def _pack(self, carry: Window | None, window: Window | None) -> tuple[list[Slices], Slices]:
-        """Return the rows of a window, and what is left over of it. The sequences of `carry` are numbered before it."""
+        """Return the rows of a window, and the remainder of it. The sequences of `carry` are numbered before it."""
         present = [each for each in (carry, window) if each is not None and len(each.lengths)]
         if not present:
             return [], NOTHING
@@ -174,7 +174,7 @@ class _Source:
 
 
 def _take(window: Window | None, slices: Slices) -> Window | None:
-    """Return a window of these slices as its sequences, in memory of its own; None if there are none."""
+    """Return a window of these slices as its sequences, in memory of its own; None without slices."""
     if window is None or not len(slices):
         return None
     source = _Source(window)

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from asyncloader.packing.bin_packing import Strategy
 from asyncloader.packing.collate import join_fields
 from asyncloader.packing.fields import Array, cut, token_fields
-from asyncloader.packing.sampler import OnTooLong, check_positive, rule_of
+from asyncloader.packing.sampler import OnTooLong, rule_of
+from asyncloader.samplers.argument_checks import check_positive
 
 
 class Window(NamedTuple):

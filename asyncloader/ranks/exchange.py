@@ -1,6 +1,6 @@
 """Lets the ranks of a run make one plan together, before an epoch's first step.
 
-Data path: process_group -> [exchange] -> remote.shared_counting. For shards that one rank lists and all count.
+Data path: process_group -> [exchange] -> remote.shared_counting. For shards that a single rank lists and all count.
 
 Each method is collective: every rank calls the same methods in the same order. They are awaited; the reductions run in
 a thread. A rank that cannot go on says so in the next `check`, so that the others do not wait for it. A rank that
@@ -31,7 +31,7 @@ _MOST_TEXT = 2000  # characters of another rank's error
 
 
 class RankExchange:
-    """What the ranks of one loader tell one another while they plan.
+    """Exchanges values between the ranks of a loader while they plan.
 
     Args:
         group: from `make_group`.
@@ -69,7 +69,7 @@ class RankExchange:
         """Raise this rank's error, or say that another rank has one.
 
         Raises:
-            RanksDisagree: another rank has an error, whose text this one has.
+            RanksDisagree: another rank has an error, whose text it has.
             Exception: `error`.
         """
         first = (await self._call(partial(self._group.reduce, _NO_RANK if error is None else self.rank)))[0]

@@ -344,7 +344,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
     async def counted(
         self, ranks: RankExchange | None = None, about: Mapping[str, Any] | None = None
     ) -> Sequence[Counted]:
-        """Return what is known of the samples of each shard; counts those that are not known, once.
+        """Return the count of each shard's samples; counts those that are not known, once.
 
         Args:
             ranks: other ranks that share the work; None: there are none.

@@ -173,7 +173,7 @@ async def _at_commits(urls: Sequence[str], stores: Stores) -> list[str]:
     """Replace branches and tags of the Hugging Face Hub by their commits: all workers, and a resumed run that is given
     these URLs, read the same files, whatever is committed meanwhile.
     """
-    if stores.transport is not None:
+    if stores.transport is not None or not any(url[:2].lower() == "hf" for url in urls):
         return list(urls)
     pinned: dict[str, str] = {}
     found = []

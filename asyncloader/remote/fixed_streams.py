@@ -36,7 +36,7 @@ _READERS = 2  # per stream: one that goes on, and one for positions elsewhere (s
 
 
 class StreamsPlan(NamedTuple):
-    """What an epoch's order depends on, besides its number.
+    """The values, besides an epoch's number, that its order depends on.
 
     Attributes:
         counted: of each shard.
@@ -128,7 +128,7 @@ class FixedStreams(Dataset[Any]):
         return LANES
 
     def described(self) -> dict[str, Any]:
-        """Return what must be the same where a state is loaded. The digest is None before `plan_streams`."""
+        """Return the values that must be the same where a state is loaded. The digest is None before `plan_streams`."""
         source = self.source
         return {
             "streams": source.streams,

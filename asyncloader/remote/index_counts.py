@@ -31,7 +31,7 @@ _DIGITS = re.compile(r"[0-9]+")
 
 
 class Promise(NamedTuple):
-    """What an index says of a shard.
+    """An index's record of a shard.
 
     Attributes:
         samples: number of samples.

@@ -5,8 +5,8 @@ Data path: sample_counts -> [kept_counts: cache_dir] -> sample_counts of the nex
     cache_dir/asyncloader-counts-1/NAME.counts      NAME: a hash of the dataset's URLs
 
 A record is found by a hash of the shard's URL, size and ETag, and of the way in which it is read: a shard that was
-replaced has none. The file is written anew, under another name, and renamed. A file with a wrong checksum counts as
-none. Any number of processes may use it; the last one that writes it wins.
+replaced has none. The file is written anew, under another name, and renamed. A file with a wrong checksum
+is ignored. Any number of processes may use it; the last to write it wins.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def read_counts(cache_dir: str, name: str) -> dict[bytes, Counted]:
 
 
 def write_counts(cache_dir: str, name: str, counts: Mapping[bytes, Counted]) -> None:
-    """Keep shards under a name, in the place of those that are there. An error of the disk is logged. Blocks."""
+    """Keep shards under a name, in place of earlier ones. An error of the disk is logged. Blocks."""
     folder, temporary = Path(cache_dir, FOLDER), ""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -243,7 +243,7 @@ class MixedSources(Dataset[Any]):
         raise StateError(f"a mixture cannot go on with epoch {epoch} of {len(before)} other orders")
 
     def described(self) -> dict[str, Any]:
-        """Return what must be the same where a state is loaded."""
+        """Return the values that must be the same where a state is loaded."""
         parts = zip(self._parts, self.streams, self.sizes, strict=True)
         return {
             "sources": [part.described() if stream else {"samples": size} for part, stream, size in parts],

@@ -25,7 +25,7 @@ from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.transports.base import gather_all
 
 MARKS = 32
-"""Most noted offsets in a shard: a reader that begins between two of them reads up to a 32nd of the shard in vain."""
+"""Most noted offsets in a shard: a reader that begins between two of them reads up to a 32nd of the shard uselessly."""
 
 _MARK_BYTES = 1 << 15  # distance of the first offsets; doubled when there are too many
 
@@ -45,11 +45,11 @@ class Mark(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What is known of a shard's samples.
+    """The count of a shard's samples, and the known positions.
 
     Attributes:
-        samples: their number. A bad sample counts, as does the end of a shard that cannot be read: whoever reads it
-            gets the error.
+        samples: their number. A bad sample counts, as does the end of a shard that cannot be read: a reader
+            of it gets the error.
         marks: where reading can begin, ascending: the numbers of samples, and their offsets. None: at the beginning.
     """
 
@@ -111,7 +111,7 @@ async def _count(shard: Shard, open: Open) -> Counted:
     try:
         async with aclosing(open(shard, CatalogRange(0), bad.append)) as batches:
             async for batch in batches:
-                # Bad samples are in the order of the good ones, as whoever reads them later finds them.
+                # Bad samples are in the order of the good ones, as a later reader finds them.
                 samples += len(batch) + len(bad)
                 end = max(batch[-1].resume, *(error.resume or 0 for error in bad), 0)
                 bad.clear()

@@ -63,14 +63,14 @@ class Counting(NamedTuple):
 
 
 class _CountedPart(NamedTuple):
-    """What is known of some shards, by their places; and the names under which it may be kept."""
+    """The known counts of some shards, by their places; and the names under which they may be kept."""
 
     counted: dict[int, Counted]
     keys: dict[int, bytes]
 
 
 async def count_samples(counting: Counting, shards: Sequence[Shard]) -> list[Counted]:
-    """Return what is known of the samples of each shard.
+    """Return the count of each shard's samples, as far as known.
 
     Raises:
         TransportError: a shard cannot be counted, and the error is not about its samples.
@@ -91,13 +91,13 @@ async def count_together(
     about: Mapping[str, Any],
     ranks: RankExchange,
 ) -> tuple[list[Shard], list[Counted]]:
-    """Return the shards, and what is known of the samples of each: the same on all ranks, each of which calls this.
+    """Return the shards, and the count of the samples of each: the same on all ranks, each of which calls this.
 
     Args:
         counting: how this rank counts.
         find: lists the shards.
         listed: the shards, if this rank has listed them before.
-        counted: what is known of them, if this rank has counted them before.
+        counted: the counts, if this rank has counted them before.
         about: plain values that must be the same on all ranks.
         ranks: the others. The caller holds `RankExchange.planning`.
 

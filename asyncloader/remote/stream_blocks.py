@@ -40,7 +40,7 @@ class Shards:
 
     Args:
         shards: the catalog.
-        counted: what is known of each shard's samples.
+        counted: the count of each shard's samples.
         open: opens a range of a shard.
         position: returns the position of a sample of an MDS shard.
     """
@@ -147,13 +147,13 @@ async def _read_segment(
 
 
 def _repeated(error: Exception, count: int) -> Iterator[list[Element]]:
-    """Yield an error for each of so many samples, some at a time: a damaged index may promise any number."""
+    """Yield an error for each of `count` samples, some at a time: a damaged index may promise any number."""
     for first in range(0, count, _ERRORS):
         yield [copied(error)] * min(_ERRORS, count - first)
 
 
 def _taken(reading: RangeReading, most: int) -> list[Element]:
-    """Take what was read, at most `most` samples and errors, in their order in the shard."""
+    """Take at most `most` of the samples and errors that were read, in their order in the shard."""
     bad = reading.bad
     taken: list[Element] = []
     while len(taken) < most:
@@ -199,7 +199,7 @@ class StreamBlocks:
         self._loading: asyncio.Task[None] | None = None
 
     def serves(self, block: Block) -> bool:
-        """Whether a block is there, or comes soon: a global batch may need as many blocks in a row as it has parts."""
+        """Whether a block is loaded, or will be soon: each part of a global batch may need a block of its own."""
         return block.number in self._blocks or (self._comes(block) and block.number <= self._next.number + self._near)
 
     def found(self, block: Block) -> list[Element] | None:

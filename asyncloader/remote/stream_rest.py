@@ -26,7 +26,7 @@ MOST_BEFORE = 32
 """Orders of an epoch: how often it can be resumed with other streams or another global batch."""
 
 _MOST = 1 << 31  # bound of their numbers
-_MOST_BATCH, _MOST_STREAMS = 1 << 24, 1 << 16  # lists have as many entries
+_MOST_BATCH, _MOST_STREAMS = 1 << 24, 1 << 16  # bounds of the lists that are made of them
 
 
 class OrderBefore(NamedTuple):
@@ -79,7 +79,7 @@ class RestOrder(StreamOrder):
         self._pieces = pieces
 
     def segments(self, stream: int, first: int) -> Iterator[Segment]:
-        """As `StreamOrder.segments`."""
+        """Yield the segments of a stream, like `StreamOrder.segments`."""
         for segment in super().segments(stream, first):
             yield _part(self._pieces[segment.shard], range(segment.first, segment.first + segment.size))
 

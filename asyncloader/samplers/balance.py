@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asyncloader.samplers.argument_checks import check_lengths
+
 Costs = npt.NDArray[np.int64]
 Offsets = npt.NDArray[np.int64]
 
@@ -111,11 +113,7 @@ class Balance:
     """
 
     def __init__(self, lengths: npt.ArrayLike, cost: Callable[[Costs], npt.ArrayLike] | None = None) -> None:
-        given = np.asarray(lengths)
-        if given.ndim != 1:
-            raise ValueError(f"lengths should have one axis, one length a sample, but got shape {given.shape}")
-        if given.size and not np.issubdtype(given.dtype, np.integer):
-            raise TypeError(f"lengths should be integers, but got {given.dtype}")
+        given = check_lengths(lengths, "sample")
         if cost is not None and not callable(cost):
             raise TypeError(f"cost should be a function from lengths to costs, but got {cost!r}")
         self._lengths = given

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
+from asyncloader.samplers.argument_checks import check_lengths, check_positive
 from asyncloader.samplers.batch_plan import BatchPlan, Limits
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.samplers.surviving import Restarting
@@ -138,9 +139,9 @@ class BucketBatchSampler(_LengthBatchSampler):
         window: int | None = None,
         ranks: int = 1,
     ) -> None:
-        batch_size, ranks = _positive("batch_size", batch_size), _positive("ranks", ranks)
+        batch_size, ranks = check_positive("batch_size", batch_size), check_positive("ranks", ranks)
         if window is not None:
-            window = _positive("window", window)
+            window = check_positive("window", window)
         batches = _BATCHES_PER_WINDOW if window is None else -(-window // batch_size)
         super().__init__(
             _compact(lengths),
@@ -208,12 +209,12 @@ class TokenBudgetBatchSampler(_LengthBatchSampler):
         ranks: int = 1,
         on_too_long: Literal["error", "skip"] = "error",
     ) -> None:
-        max_tokens, pad_to = _positive("max_tokens", max_tokens), _positive("pad_to", pad_to)
-        ranks = _positive("ranks", ranks)
+        max_tokens, pad_to = check_positive("max_tokens", max_tokens), check_positive("pad_to", pad_to)
+        ranks = check_positive("ranks", ranks)
         if max_batch_size is not None:
-            max_batch_size = _positive("max_batch_size", max_batch_size)
+            max_batch_size = check_positive("max_batch_size", max_batch_size)
         if window is not None:
-            window = _positive("window", window)
+            window = check_positive("window", window)
         if on_too_long not in ("error", "skip"):
             raise ValueError(f'on_too_long should be "error" or "skip", but got on_too_long={on_too_long!r}')
         known = _compact(lengths)
@@ -253,24 +254,11 @@ def _too_long(lengths: npt.NDArray[np.integer], index: int, number: int, max_tok
     )
 
 
-def _positive(name: str, value: int) -> int:
-    """Return a checked number as an int of Python's: products of numpy's would overflow."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise TypeError(f"{name} should be an integer, but got {name}={value!r}")
-    if value < 1:
-        raise ValueError(f"{name} should be positive, but got {name}={value}")
-    return index(value)
-
-
 def _compact(lengths: npt.ArrayLike) -> npt.NDArray[np.integer]:
     """Return a checked, read-only copy of the lengths, each in the number of bytes that the longest length needs."""
-    given = np.asarray(lengths)
-    if given.ndim != 1:
-        raise ValueError(f"lengths should have one axis, one length a sample, but got shape {given.shape}")
+    given = check_lengths(lengths, "sample")
     if not given.size:
-        return np.zeros(0, np.uint8)
-    if not np.issubdtype(given.dtype, np.integer):
-        raise TypeError(f"lengths should be integers, but got {given.dtype}")
+        return given
     shortest = int(np.argmin(given))
     if given[shortest] < 1:
         raise ValueError(

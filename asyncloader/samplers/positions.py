@@ -33,7 +33,7 @@ class PlannedDataset(Protocol):
         ...
 
     def described(self) -> dict[str, Any]:
-        """Return what must be the same where a state is loaded; None for what is not known yet."""
+        """Return the values that must be the same where a state is loaded; None where a value is not known yet."""
         ...
 
     @property
@@ -89,11 +89,11 @@ class Positions:
         return SeededSampler(self, 0, shuffle=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the order depends on."""
+        """Return the values that the order depends on."""
         return self.dataset.described()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the order of a saved state is this one.
+        """Check that a saved state is of this order.
 
         Raises:
             StateError: it is not; the text says what differs.
@@ -138,12 +138,12 @@ class RestOfPositions(Positions):
         return self._samples
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Positions.state_dict`, with the orders before."""
+        """Return the state of `Positions`, with the orders before."""
         return super().state_dict() | {"before": self._before}
 
 
 def as_a_set(state: dict[str, Any], dataset: PlannedDataset, batch: int | None) -> dict[str, Any]:
-    """Return a state of another order as one of this order, behind a part of that one; other states as they are.
+    """Return a state of another order as a state of this order, behind a part of the other; other states as they are.
 
     Args:
         state: a checked state.

@@ -6,7 +6,7 @@ Parts are read by `preadv`, which has no position that processes could share, an
 a map of a file that another program cuts ends the process (SIGBUS), and no check before can exclude that. A map is made
 for whole arrays, where the user asks for one.
 
-The file is opened when it is first used, in each process: a pickled `LocalFile` is its path and what the file was like.
+The file is opened when it is first used, in each process: a pickled `LocalFile` is its path and the file's status then.
 A forked process uses its parent's descriptor.
 """
 
@@ -26,7 +26,7 @@ _CAN_READ_AT = hasattr(os, "preadv")  # not on Windows, where no program can cut
 
 
 class FileIdentity(NamedTuple):
-    """What a file was like when it was first opened."""
+    """A file's status when it was first opened."""
 
     size: int
     modified_ns: int

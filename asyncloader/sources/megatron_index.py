@@ -68,7 +68,7 @@ def read_layout(header: bytes, size: int, url: str) -> IndexLayout:
         url: its name, for errors.
 
     Raises:
-        ShardError: it is no such index, or its size is not what the header says.
+        ShardError: it is no such index, or its size is not that of the header.
     """
     if header[: len(_MAGIC)] != _MAGIC:
         raise ShardError("this is no Megatron index, which begins with MMIDIDX", url=url, offset=0)

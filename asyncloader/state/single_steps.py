@@ -84,7 +84,7 @@ def check_step(state: dict[str, Any], epoch: int, step: int) -> None:
     """Check that the batch of the step came. `state`: the loader's after the first batch.
 
     Raises:
-        LookupError: another batch came, because all samples of this one were skipped.
+        LookupError: another batch came, because all samples of this step were skipped.
     """
     if state["step"] != step + 1:
         raise LookupError(f"step {step} of epoch {epoch} has no batch: all of its samples were skipped (on_error)")

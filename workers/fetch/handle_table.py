@@ -15,7 +15,7 @@ class Handle(Generic[R]):
     """One open object, or one that is being opened.
 
     Attributes:
-        key: what it was opened for.
+        key: the key that it was opened for.
         value: the object, once it is open.
         users: how many have it now.
         opener: the thread or task that opens it; None once that is over.

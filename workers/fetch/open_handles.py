@@ -31,8 +31,8 @@ class Handles(ABC, Generic[R]):
     """The open objects of one resource in one scope.
 
     A garbage generator gives its object back wherever the collector runs, perhaps in the middle of a change of the
-    table, in the same thread. So giving back, and the end, wait for no lock: they leave a note, and who has the lock
-    reads it after it has let go.
+    table, in the same thread. So giving back, and the end, wait for no lock: they leave a note, which the holder
+    of the lock reads after it has released the lock.
     """
 
     def __init__(self, open: Callable[[Any], Any], close: Callable[[Any], Any] | None, max: int, shared: bool) -> None:
@@ -52,7 +52,7 @@ class Handles(ABC, Generic[R]):
 
     @abstractmethod
     def close(self) -> None:
-        """See `ResourceScope.close`."""
+        """End: close all objects, those in use when they are given back. See `ResourceScope.close`."""
 
     def closings(self) -> list[asyncio.Task[None]]:
         """Return the tasks that close objects now."""
@@ -111,7 +111,7 @@ class Handles(ABC, Generic[R]):
             handle.ready.set()
 
     def _failed(self, handle: Handle[R]) -> None:
-        """Forget an object that could not be opened; who waits for it tries for itself."""
+        """Forget an object that could not be opened; each waiting user tries for itself."""
         with self._lock:
             self._table.remove(handle)
         handle.opener = None
@@ -185,8 +185,8 @@ class SyncHandles(Handles[R]):
         self._close_each(self._give_back(handle))
 
     def close(self) -> None:
-        """End: close what is not in use, and the rest when it is given back."""
-        self._table.most = 0  # first: who has the lock reads it after it has let go
+        """End: close the objects that are not in use, and the rest when they are given back."""
+        self._table.most = 0  # first: the holder of the lock reads it after the release
         self._close_each(self._settle())
 
     def _event(self) -> threading.Event:
@@ -230,7 +230,7 @@ class AsyncHandles(Handles[R]):
         return self._inherited or self._loop.is_closed()
 
     async def acquire(self, key: Hashable) -> Handle[R]:
-        """See `SyncHandles.acquire`.
+        """Return the open object of this key, for one user more; see `SyncHandles.acquire`.
 
         Raises:
             RuntimeError: they belong to another loop, which still runs.
@@ -336,5 +336,5 @@ def _leave_all() -> None:
 
 
 def _close_all() -> None:
-    """At exit: close what is open and not in use."""
+    """At exit: close the objects that are not in use."""
     close_all_of([each for each in _all if isinstance(each, SyncHandles)])

@@ -46,10 +46,10 @@ _PREFIX = "asyncloader-samples-"
 
 
 class FileName(NamedTuple):
-    """Names a file: what it is of, and the version.
+    """Names a file: its content, and the version.
 
     Attributes:
-        what: the URL and what is made of it.
+        what: the URL, and the way in which the content is made of it.
         version: of the object; None: it has none, and the file is of use to this dataset alone.
         small: an index, which does not count towards the limit.
     """
@@ -116,7 +116,7 @@ class HostFiles:
         found = await pool.run(partial(_use_entry, store, key, version, use))
         if found is not None:
             return found[0]
-        # The slot first: who waits for one holds no lock that others wait for.
+        # The slot first: a process that waits for a slot holds no lock that others wait for.
         async with slots, _locked(store.directory, key):
             # Made by another process meanwhile?
             found = await pool.run(partial(_use_entry, store, key, version, use))
@@ -214,7 +214,7 @@ async def _locked(directory: str, key: str) -> AsyncGenerator[None]:
     """Hold the lock of a file that is being made; without it, if another process has held it for too long."""
     lock = _Lock(os.path.join(directory, "asyncloader-locks"), f"{int(key[:8], 16) % _LOCKS:04}")
     try:
-        # In a thread of its own, which ends when the lock is there, also if nobody waits any more.
+        # In a thread of its own, which ends when it has the lock, also if no caller waits any more.
         with suppress(TimeoutError, OSError):
             async with asyncio.timeout(_WAIT_S):
                 await in_thread(lock.acquire)

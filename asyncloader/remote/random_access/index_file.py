@@ -7,7 +7,7 @@ Little-endian, and never trusted when it is read:
     head      magic, version, bytes per size (4 or 8), lengths of format and etag, the object's size, the offset of the
               first sample, the number of samples, and 1 if the shard could be read to its end
     format    "tar", "jsonl.gzip": offsets in a compressed shard count decompressed bytes
-    etag      the store's name of these bytes; empty if it has none
+    etag      the store's name of these bytes; empty without a name
     sizes     of each sample, with what lies between it and the sample before
     crc       CRC-32 of all of that
 """
@@ -39,7 +39,7 @@ class SampleIndex:
     Attributes:
         format: the shard's, with its compression: ``"tar"``, ``"jsonl.gzip"``.
         size: bytes of the object.
-        etag: its version; None if the store has none.
+        etag: its version; None without versions.
         edges: offsets at which the samples begin and, last, at which the last sample ends: int64, never
             descending, one more than there are samples. A sample lies between two of them, maybe behind bytes of no
             sample.
@@ -85,10 +85,10 @@ def dump_index(index: SampleIndex) -> bytes:
 
 
 def parse_index(data: bytes) -> SampleIndex:
-    """Parse and check the file of an index, whoever wrote it.
+    """Parse and check the file of an index, which may be a stranger's.
 
     Raises:
-        ValueError: it is none, it is damaged, or its numbers are impossible.
+        ValueError: it is no index, it is damaged, or its numbers are impossible.
     """
     if len(data) < _HEAD.size + _CRC.size:
         raise ValueError(f"it has {len(data)} bytes, and is no index of samples")

@@ -133,7 +133,7 @@ class Indexer:
         return await transport.info(path)
 
     async def index(self, shard: Shard, info: ObjectInfo) -> SampleIndex:
-        """Return the index of this version of a shard: a kept one, the one beside the shard, or one that is made now.
+        """Return the index of this version of a shard: kept, beside the shard, or made now.
 
         Raises:
             The errors of `catalog`.
@@ -159,7 +159,7 @@ class Indexer:
         return index
 
     async def beside(self, shard: Shard, info: ObjectInfo) -> SampleIndex | None:
-        """Return the index beside a shard, None if there is none.
+        """Return the index beside a shard, or None.
 
         Raises:
             ShardError: it is damaged, or of another version of the shard.

@@ -43,7 +43,7 @@ class SampleParser:
         """Return the sample in these bytes.
 
         Args:
-            data: from the end of the sample before to the end of this one.
+            data: from the end of the sample before to the end of this sample.
             start: their offset in the shard, after decompression.
             last: the shard ends with them.
 

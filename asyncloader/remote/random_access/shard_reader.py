@@ -61,15 +61,15 @@ class _OpenShard:
 
     async def read(self, ranges: list[tuple[int, int]]) -> Sequence[bytes]:
         """Read ranges of the shard, like `PinnedReader.read_ranges`."""
-        if not isinstance(self.pinned, PinnedObject):  # a disk; or a cache, which keeps what is read besides
+        if not isinstance(self.pinned, PinnedObject):  # a disk; or a cache, which keeps the bytes between them, too
             return await self.pinned.read_ranges(ranges)
-        # The transport would read a MiB of no use to save a request: right for a shard that is read through.
+        # The transport would read a useless MiB to save a request: right for a shard that is read through.
         plan = plan_ranges(ranges, max_gap=GAP, max_size=self.pinned.transport.range_size)
         return plan.cut([data for (data,) in await gather_all(self.pinned.read_ranges([each]) for each in plan.blocks)])
 
     @property
     def version(self) -> str | None:
-        """Of the object; None if it has none."""
+        """Of the object; None without a version."""
         return None if self.info is None else self.info.etag
 
 

@@ -27,6 +27,11 @@ def dataset_info_of(dataset: Any) -> DatasetInfo:
         length = len(dataset)  # pyright: ignore[reportArgumentType] - or the error says that it has none
     except (TypeError, NotImplementedError):  # the two ways in which datasets say that they have none
         length = None
-    if not iterable and length is None:
+    if hasattr(type(dataset), "fixed_streams"):  # a Mixture
+        problem = (
+            f"a service cannot read a {type(dataset).__name__}, whose order the loader computes from its parts: leave "
+            "out workers=, so that workers of the trainer's machine read it"
+        )
+    elif not iterable and length is None:
         problem = f"{type(dataset).__name__} has no length, without which no order can be made of its samples"
     return DatasetInfo(iterable, length, is_async_dataset(dataset), is_stateful(dataset), None, problem)

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from asyncloader import RemoteIterableDataset
+from asyncloader import Mixture, RemoteIterableDataset
 from asyncloader.service.definition import Made
 from asyncloader.service.node.dataset_info import dataset_info_of
 from asyncloader.service.node.worker_host import _Connection, _ConnectionSetup, _CurrentInfo, _Host
@@ -130,6 +130,8 @@ def test_what_a_loader_must_know() -> None:
     ]:
         assert dataset_info_of(defined.make().dataset) == expected
     assert "has no length" in dataset_info_of(definitions.endless().make().dataset).problem
+    numbers = definitions.numbers().make().dataset
+    assert "a service cannot read a Mixture" in dataset_info_of(Mixture([numbers, numbers], [1, 2])).problem
     # The store is not asked yet.
     assert dataset_info_of(RemoteIterableDataset("none.tar", shuffle_buffer=7)) == DatasetInfo(
         True, None, True, False, 7
