@@ -18,10 +18,9 @@ This is pickle between our own processes; nothing from elsewhere is ever decoded
 
 from __future__ import annotations
 
-import io
 import mmap
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple, Self, TypeAlias, cast
 
@@ -86,7 +85,7 @@ class Encoder:
         self._leaves: list[Leaf] = []
         # The newest batch that consisted of announced leaves alone: its keys or length, and its structure. And the
         # newest template, with all that it was made from.
-        self._plain: tuple[Any, bytes] = None, b""
+        self._plain: tuple[Any, Sequence[bytes]] = None, ()
         self._newest: tuple[Any, bytes] = None, b""
         self._storages = SharedStorages()
         self._dispatch = Dispatch(
@@ -144,14 +143,14 @@ class Encoder:
             return len(value)
         return None
 
-    def _structure(self, value: Any) -> bytes:
-        """Return the structure around the leaves that are found in it."""
-        stream = io.BytesIO()
-        pickler = pickle.Pickler(stream, protocol=5, buffer_callback=self._on_buffer)
+    def _structure(self, value: Any) -> Sequence[bytes]:
+        """Return the structure around the leaves that are found in it, in pieces."""
+        pieces = _Pieces()
+        pickler = pickle.Pickler(pieces, protocol=5, buffer_callback=self._on_buffer)
         self._dispatch.forget()
         pickler.dispatch_table = self._dispatch
         pickler.dump(value)
-        return stream.getvalue()
+        return pieces
 
     def _table(self, specs: list[LeafSpec], inside: int, length: int) -> bytes:
         """Pack the table of leaves; the structure of this length is at `inside`, or follows if that is negative."""
@@ -162,8 +161,9 @@ class Encoder:
         table = self._table(specs, inside, length)
         return len(table).to_bytes(4, "little") + table
 
-    def _lay_out(self, structure: bytes) -> Encoded:
+    def _lay_out(self, structure: Sequence[bytes]) -> Encoded:
         offset = 0
+        length = sum(map(len, structure))
         specs: list[LeafSpec] = []
         writes: list[tuple[Callable[[mmap.mmap, int], None], int]] = []
         # Before the leaves: laying out a storage sets the places that the specs of its views name below.
@@ -179,15 +179,17 @@ class Encoder:
             if leaf.write is not None:
                 writes.append((leaf.write, offset))
                 offset = align(offset + leaf.nbytes)
-        if len(structure) > INLINE_PICKLE:
-            writes.append((_raw_writer(memoryview(structure)), offset))
-            end = align(offset + len(structure))
-            return Encoded(self._head(specs, offset, len(structure)), end, writes, len(structure))
+        if length > INLINE_PICKLE:
+            end = offset
+            for piece in structure:
+                writes.append((_raw_writer(memoryview(piece)), end))
+                end += len(piece)
+            return Encoded(self._head(specs, offset, length), align(end), writes, length)
         # With the types: leaves of two kinds with equal numbers are equal tuples.
         parts = [*map(type, specs)], specs, structure
         if parts != self._newest[0]:
-            self._newest = parts, self._head(specs, -1, len(structure)) + structure
-        return Encoded(self._newest[1], offset, writes, len(structure))
+            self._newest = parts, b"".join((self._head(specs, -1, length), *structure))
+        return Encoded(self._newest[1], offset, writes, length)
 
     def _on_buffer(self, buffer: pickle.PickleBuffer) -> None:
         # Returns None, which is false: pickle then leaves the bytes out of the structure.
@@ -303,6 +305,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+class _Pieces(list[bytes]):
+    """A file of a pickler, which writes large `bytes` as they are: these are then copied once, into the slot."""
+
+    __slots__ = ()
+    write = list.append
+
+
 def _raw_leaf(buffer: pickle.PickleBuffer) -> Leaf:
     view = buffer.raw()
     nbytes = view.nbytes
@@ -413,12 +422,12 @@ class Template:
         there = 0 if anchor is None else len(anchor)
         return ValueError(f"a worker's answer is broken: a batch that ends at byte {self._extent} of {there}")
 
-    def _structure_in(self, anchor: Memory | None) -> bytes:
-        """Return the structure that is among the leaves."""
+    def _structure_in(self, anchor: Memory | None) -> memoryview:
+        """Return the structure that is among the leaves: a view of this memory."""
         if self._extent and (anchor is None or len(anchor) < self._extent):
             raise self._too_short(anchor)
         assert anchor is not None or not self._size
-        return b"" if anchor is None else bytes(_bytes(anchor, self._inside, self._size))
+        return memoryview(b"") if anchor is None else _bytes(anchor, self._inside, self._size)
 
     def _leaves_in(self, anchor: Memory | None) -> list[Any]:
         """Build the leaves. The anchor must be as long as `_extent`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -38,9 +38,9 @@ _LEAF_DTYPES = frozenset("biufc")
 class BatchEncoder(Encoder):
     """An `Encoder` whose templates contain no pickle."""
 
-    def _structure(self, value: Any) -> bytes:
+    def _structure(self, value: Any) -> Sequence[bytes]:
         try:
-            return pack(value, self._special)
+            return [pack(value, self._special)]
         except Unsendable as error:
             raise TypeError(f"a batch that cannot be sent: {error}") from None
 
@@ -112,7 +112,8 @@ class BatchTemplate(Template):
         if self._inside < 0:
             return self
         made = copy.copy(self)  # the template may serve later batches, whose structures differ
-        made._read_tree(self._structure_in(memory()))
+        # A copy: the memory may change after the check.
+        made._read_tree(bytes(self._structure_in(memory())))
         return made
 
     def _read_table(self, table: bytes) -> tuple[Iterable[LeafSpec], int, int]:

@@ -201,6 +201,15 @@ def test_large_pickle_goes_through_memory(through: Any, nbytes: int) -> None:
     assert_same(through(encoded), value)
 
 
+@pytest.mark.parametrize("through", [view, copied])
+def test_large_pickle_in_pieces(through: Any) -> None:
+    """Large objects are written one after the other, without copies before; bytearrays and texts, too."""
+    value = [b"a" * 100_000, "\N{SNOWMAN}" * 50_000, bytearray(b"b" * 70_000), list(range(30_000)), b"c" * 65_537, b""]
+    encoded = Encoder().encode([*value, torch.arange(3)])
+    assert encoded.pickled > 400_000
+    assert_same(through(encoded), [*value, torch.arange(3)])
+
+
 def test_leaves_lie_on_cache_lines_in_a_compact_slot() -> None:
     """Leaves are aligned to 64 bytes and do not overlap (the bytes around the slot stay as they were)."""
     value = [torch.zeros(3, dtype=torch.uint8), torch.ones(5), np.arange(3), torch.ones(1, dtype=torch.bfloat16)]
