@@ -170,7 +170,8 @@ def groups_of(paths: Sequence[Path]) -> Iterator[tuple[list[Path], list[Path]]]:
             left = list(folder)
             for first in range(0, len(left), FILES):
                 group = left[first : first + FILES]
-                yield group, group if path is None else [path]
+                # The folder: of another, pytest would import the `conftest.py` of each folder in it.
+                yield group, group if path is None else [group[0].parent]
 
 
 def run(groups: Sequence[tuple[list[Path], list[Path]]], options: list[str], jobs: int) -> tuple[int, dict[str, str]]:
