@@ -32,7 +32,7 @@ from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_layout import hash_key, storable_etag
 from asyncloader.transports.cache_store import CacheStore
 from asyncloader.transports.cache_usage import CacheCounts
-from asyncloader.transports.file_lock import try_lock, unlock, wait_for_lock
+from asyncloader.transports.file_lock import same_file, try_lock, unlock, wait_for_lock
 from asyncloader.transports.regular_file import open_regular
 
 _R = TypeVar("_R")
@@ -161,11 +161,9 @@ class HostFiles:
                 with suppress(OSError):
                     _sweep()
                 try:
-                    folder = tempfile.mkdtemp(prefix=_PREFIX)
-                    lock = open_regular(os.path.join(folder, "owner"), os.O_RDWR | os.O_CREAT)
+                    folder, lock = _make_own()
                 except OSError:
                     return None
-                try_lock(lock)
                 # Kept open: the lock says that a process of this dataset lives, also in a forked worker.
                 weakref.finalize(self, _remove_own, folder, lock, os.getpid())
                 self._private, self._stores = folder, {}
@@ -184,6 +182,21 @@ def _use_entry(store: CacheStore, key: str, version: str, use: Callable[[memoryv
             return (use(view),)
     finally:
         entry.close()
+
+
+def _make_own() -> tuple[str, int]:
+    """Make a folder, and return it with the descriptor that locks it."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=_PREFIX)
+        path = os.path.join(folder, "owner")
+        lock = open_regular(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if try_lock(lock) and same_file(lock, path):
+                return folder, lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)  # before it was locked, another process took it for that of a killed process, and removes it
 
 
 def _remove_own(folder: str, lock: int, pid: int) -> None:

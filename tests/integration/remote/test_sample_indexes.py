@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,9 @@ import pytest
 
 from asyncloader import RemoteIterableDataset, RemoteMapDataset, index_shards
 from asyncloader.errors import ShardError
+from asyncloader.remote.random_access import host_files
 from asyncloader.transports import MemoryTransport, WriteFailed
+from asyncloader.transports.file_lock import try_lock
 from tests.helpers.http_store import serving as serving_http
 from tests.helpers.running import run_async
 from tests.helpers.shards_of_formats import SIZES, write
@@ -174,6 +178,38 @@ def test_the_folder_of_a_dataset_ends_with_it(tars: Path) -> None:
     del dataset
     gc.collect()
     assert own_folders() == before
+
+
+@pytest.mark.parametrize("removed", ["before", "after"])
+def test_a_new_folder_that_another_process_removes(monkeypatch: pytest.MonkeyPatch, removed: str) -> None:
+    """Until it is locked it looks like that of a process that was killed: the dataset makes another one."""
+    opened, taken = host_files.open_regular, list[str]()
+    locks = list[int]()
+
+    def take(path: str, flags: int, mode: int = 0o600) -> int:
+        """Open a file; between the first open of a new folder's lock and its locking, the other process has it."""
+        descriptor = opened(path, flags, mode)
+        if flags & os.O_CREAT and not taken:
+            taken.append(str(Path(path).parent))
+            locks.append(opened(path, os.O_RDWR))
+            assert try_lock(locks[0])
+            if removed == "before":
+                end()
+        return descriptor
+
+    def end() -> None:
+        shutil.rmtree(taken[0])
+        os.close(locks[0])
+
+    monkeypatch.setattr(host_files, "open_regular", take)
+    files = host_files.HostFiles(None, None)
+    files.prepare()
+    if removed == "after":
+        end()
+    assert files._private not in (None, taken[0])
+    assert Path(str(files._private), "owner").is_file()
+    host_files._sweep()
+    assert Path(str(files._private), "owner").is_file()
 
 
 @pytest.mark.thorough
