@@ -55,6 +55,7 @@ PURE = {
         "formats.tar_writer",
         "formats.tfrecord",
         "formats.tfrecord_writer",
+        "formats.whole_sample",
         "packing.bin_packing",
         "packing.fields",
         "packing.plan",

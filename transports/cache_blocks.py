@@ -63,6 +63,10 @@ class CachedBlocks:
         """Open the copy of the whole object; None if it is not cached as a whole."""
         return self._open(hash_key(self._url), self._size)
 
+    def open_block(self, block: int) -> CacheEntry | None:
+        """Open the file of a block; None if it is not cached."""
+        return self._open(block_key(self._url, block, self._size), block_length(block, self._size))
+
     def claim(self, wanted: Mapping[int, Sequence[Piece]], *, fill: bool) -> Claim:
         """Read the pieces that are cached, from a copy of the whole object if one exists, and claim the other blocks if
         `fill`.
@@ -110,7 +114,7 @@ class CachedBlocks:
         return entry
 
     def _take_block(self, block: int, pieces: Sequence[Piece], found: dict[Piece, bytes]) -> bool:
-        entry = self._open(block_key(self._url, block, self._size), block_length(block, self._size))
+        entry = self.open_block(block)
         try:
             return _take(entry, pieces, block * BLOCK_BYTES, found)
         finally:

@@ -50,7 +50,7 @@ from asyncloader.transports.regular_file import open_regular
 _log = logging.getLogger("asyncloader")
 
 # A file's time of last use is updated when it is older than this, or in the future.
-_USE_AGE_NS = 60_000_000_000
+USE_AGE_NS = 60_000_000_000
 
 # Verified files that are remembered, at some 100 bytes each.
 _MOST_VERIFIED = 1 << 18
@@ -74,14 +74,16 @@ class CacheEntry:
 
     Attributes:
         etag, size, created: as in its `CacheFooter`.
+        path: the file.
+        descriptor: the open file; -1 when it is closed.
     """
 
     def __init__(self, descriptor: int, path: str, footer: CacheFooter) -> None:
         self.etag = footer.etag
         self.size = footer.size
         self.created = footer.created
-        self._path = path
-        self._descriptor = descriptor
+        self.path = path
+        self.descriptor = descriptor
         # Held during a read: the system may give a closed descriptor's number to another file at once, and the read
         # would return that file's bytes.
         self._lock = threading.Lock()
@@ -93,16 +95,16 @@ class CacheEntry:
             EntryLost: the disk failed, or the file was truncated.
         """
         with self._lock:
-            if self._descriptor < 0:
-                raise EntryLost(f"{self._path} was closed before the read began")
+            if self.descriptor < 0:
+                raise EntryLost(f"{self.path} was closed before the read began")
             try:
                 return self._read(start, length)
             except OSError as error:
                 with suppress(OSError):
                     # By now the name may belong to a new copy, which another process wrote after an eviction.
-                    if same_file(self._descriptor, self._path):
-                        os.unlink(self._path)
-                raise EntryLost(f"reading {self._path} failed: {error}") from error
+                    if same_file(self.descriptor, self.path):
+                        os.unlink(self.path)
+                raise EntryLost(f"reading {self.path} failed: {error}") from error
 
     @contextmanager
     def mapped(self) -> Generator[memoryview]:
@@ -111,7 +113,7 @@ class CacheEntry:
         Raises:
             OSError: the file cannot be mapped.
         """
-        whole = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        whole = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
         view = memoryview(whole)[: self.size]
         try:
             yield view
@@ -124,17 +126,17 @@ class CacheEntry:
     def close(self) -> None:
         """Close the file, after a read in progress."""
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
+                self.descriptor = -1
 
     def _read(self, start: int, length: int) -> bytes:
-        data = os.pread(self._descriptor, length, start)
+        data = os.pread(self.descriptor, length, start)
         if len(data) == length:
             return data
         parts, total = [data], len(data)
         while total < length:  # one system call returns at most 2 GiB
-            data = os.pread(self._descriptor, length - total, start + total)
+            data = os.pread(self.descriptor, length - total, start + total)
             if not data:
                 raise OSError(errno.EIO, "it was cut while it was read")
             parts.append(data)
@@ -458,7 +460,7 @@ class CacheStore:
                 os.close(descriptor)
                 return None
             age = time.time_ns() - status.st_mtime_ns
-            if not 0 <= age < _USE_AGE_NS:
+            if not 0 <= age < USE_AGE_NS:
                 with suppress(OSError):
                     os.utime(descriptor)
         except BaseException:

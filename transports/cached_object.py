@@ -13,7 +13,8 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
+from functools import cached_property, partial
+from mmap import mmap
 from typing import TYPE_CHECKING
 
 from asyncloader.transports.base import ObjectInfo, PinnedReader, gather_all
@@ -31,6 +32,7 @@ from asyncloader.transports.cache_store import CacheEntry, CacheFill
 from asyncloader.transports.cache_tee import Tee
 from asyncloader.transports.checks import check_range, check_start
 from asyncloader.transports.errors import ReadFailed, SizeUnknown, TransportError
+from asyncloader.transports.mapped_files import MappedFiles
 
 if TYPE_CHECKING:
     from asyncloader.transports.cached import CachedTransport
@@ -62,6 +64,11 @@ class CachedObject(PinnedReader):
         self._looked = False
         self._version: ObjectInfo | None = None  # None: it cannot be cached
         self._asked = False  # the store has confirmed that it has this version
+
+    @cached_property
+    def mapped_name(self) -> tuple[str, ObjectInfo | None]:
+        """The name of the version's files in `MappedFiles`. Asked when the version is known."""
+        return self.cached.object_url(self.path), self._version
 
     @property
     def etag(self) -> str | None:
@@ -95,6 +102,30 @@ class CachedObject(PinnedReader):
         found = await reading.read({piece for pieces in split for piece in pieces})
         reading.count()
         return [found[pieces[0]] if len(pieces) == 1 else b"".join(map(found.__getitem__, pieces)) for pieces in split]
+
+    @property
+    def local(self) -> bool:
+        """Whether `read_mapped` may find something: the version that is read is known, and the cache is read."""
+        return self._version is not None and self.cached.serves
+
+    def read_mapped(
+        self, ranges: Sequence[tuple[int, int]], files: MappedFiles
+    ) -> list[tuple[bytes | mmap, int] | None]:
+        """Find ranges in the cache's files, without the event loop: blocks, and is called in a thread.
+
+        Args:
+            ranges: ``(start, length)`` pairs.
+            files: keeps the files that are read.
+
+        Returns:
+            For each range its bytes and their position in them, or None: the range must be read by `read_ranges`,
+            because a block of it is not cached, or cannot be read, or the object has no such range.
+        """
+        version = self._version
+        if version is None or not self.cached.serves:
+            return [None] * len(ranges)
+        search = _Search(self, version, files)
+        return [search.find(start, length) for start, length in ranges]
 
     async def stream_version(
         self, version: ObjectInfo, start: int, stop: int | None, chunk_size: int
@@ -267,6 +298,57 @@ class CachedObject(PinnedReader):
                 return await self.cached.inner.info(self.path)
         except (TransportError, TimeoutError):
             return None
+
+
+class _Search:
+    """One search for ranges of a version in the cache's files."""
+
+    def __init__(self, owner: CachedObject, version: ObjectInfo, files: MappedFiles) -> None:
+        self._name = owner.mapped_name
+        self._blocks = owner.blocks_of(version)
+        self._size = version.size
+        self._files = files
+        self._whole = files.find((self._name, None))
+        self._looked = self._whole is not None  # for a file of the whole object
+        self._found: dict[int, mmap | None] = {}
+
+    def find(self, start: int, length: int) -> tuple[bytes | mmap, int] | None:
+        """Return bytes and the position of a range in them."""
+        if start + length > self._size:
+            return None
+        if self._whole is not None:
+            return self._whole, start
+        block, offset = divmod(start, BLOCK_BYTES)
+        if offset + length <= BLOCK_BYTES:
+            file = self._find(block)
+            if file is not None:
+                return file, offset
+            return None if self._whole is None else (self._whole, start)
+        parts: list[bytes] = []
+        for piece in split_range(start, length):
+            file = self._find(piece.block)
+            if file is None:
+                return None if self._whole is None else (self._whole, start)
+            parts.append(file[piece.offset : piece.offset + piece.length])
+        return b"".join(parts), 0
+
+    def _find(self, block: int) -> mmap | None:
+        """Return a block's file. If it is not mapped yet, a file of the whole object is looked for first."""
+        if block in self._found:
+            return self._found[block]
+        name = (self._name, block)
+        file = self._files.find(name)
+        try:
+            if file is None and not self._looked:
+                self._looked = True
+                if self._size > BLOCK_BYTES:
+                    self._whole = self._files.open((self._name, None), self._blocks.open_whole)
+            if file is None and self._whole is None:
+                file = self._files.open(name, partial(self._blocks.open_block, block))
+        except (OSError, ValueError):
+            pass  # `read_ranges` has the same error, and decides what it means
+        self._found[block] = file
+        return file
 
 
 class _Reading:

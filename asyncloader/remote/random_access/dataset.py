@@ -33,6 +33,7 @@ from asyncloader.remote.stores import LoopStores, Stores
 from asyncloader.sizes import Size, optional_size, size
 from asyncloader.transports import Transport
 from asyncloader.transports.blocking import BlockingPool
+from asyncloader.transports.mapped_files import MappedFiles
 
 
 class RemoteMapDataset(Dataset[Any]):
@@ -113,6 +114,7 @@ class RemoteMapDataset(Dataset[Any]):
         )
         place = None if cache_dir is None else os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - no I/O
         self._files = HostFiles(place, optional_size("cache_bytes", cache_bytes))
+        self._mapped = MappedFiles()
         self._catalog: SampleCatalog | None = None
         self._forget()
 
@@ -208,6 +210,7 @@ class RemoteMapDataset(Dataset[Any]):
                     self._catalog,
                     self._stores.here(),
                     self._files,
+                    self._mapped,
                     max_sample_bytes=self.max_sample_bytes,
                     read_ahead=self.read_ahead,
                     columns=self.columns,

@@ -108,14 +108,13 @@ class HostFiles:
             The errors of `make` and `use`.
         """
         key, version = hash_key(name.what), name.version or "none"
-        store = await pool.run(partial(self._store, name))
+        store, found = await pool.run(partial(self._use_kept, name, key, version, use))
+        if found is not None:
+            return found[0]
         if store is None:
             async with slots:
                 data = await make()
             return await pool.run(partial(use, memoryview(data)))
-        found = await pool.run(partial(_use_entry, store, key, version, use))
-        if found is not None:
-            return found[0]
         # The slot first: a process that waits for a slot holds no lock that others wait for.
         async with slots, _locked(store.directory, key):
             # Made by another process meanwhile?
@@ -125,6 +124,12 @@ class HostFiles:
             data = await make()
             await pool.run(partial(self._put, store, key, version, data))
         return await pool.run(partial(use, memoryview(data)))
+
+    def _use_kept(
+        self, name: FileName, key: str, version: str, use: Callable[[memoryview], _R]
+    ) -> tuple[CacheStore | None, tuple[_R] | None]:
+        store = self._store(name)
+        return store, None if store is None else _use_entry(store, key, version, use)
 
     def _put(self, store: CacheStore, key: str, version: str, data: bytes) -> None:
         limit = store.usage.limit

@@ -1,15 +1,16 @@
 """Makes a sample of the bytes of a shard that an index says it has. Pure.
 
-Data path: transport, or a decoded chunk -> [sample_parsing] -> shard_reader.
+Data path: transport, the cache's files, or a decoded chunk -> [sample_parsing] -> shard_reader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from asyncloader.formats import JsonlReader, MdsReader, MdsShard, Sample, ShardError, ShardReader, TarReader
 from asyncloader.formats.tar import END
 from asyncloader.formats.tfrecord import TFRecordReader, fast_crc32c
+from asyncloader.formats.whole_sample import ReadWhole, Source, json_lines, mds_samples, tar_samples, tfrecords
 from asyncloader.remote.catalog import Shard
 
 
@@ -25,37 +26,45 @@ class SampleParser:
         self._url = shard.url
         self._max = max_sample_bytes
         self._tail = END if shard.format.name == "tar" else b""
-        self._reader = self._maker(shard)
+        self._whole, self._reader = self._makers(shard)
 
-    def _maker(self, shard: Shard) -> Callable[[int], ShardReader]:
+    def _makers(self, shard: Shard) -> tuple[ReadWhole, Callable[[int], ShardReader]]:
         url, most = self._url, self._max
         if shard.mds is not None:
             mds: MdsShard = shard.mds
-            return lambda start: MdsReader(url, mds, start=start, max_sample_bytes=most)
+            return mds_samples(url, mds), lambda start: MdsReader(url, mds, start=start, max_sample_bytes=most)
         if shard.format.name == "tar":
-            return lambda start: TarReader(url, start=start, max_sample_bytes=most)
+            return tar_samples(url), lambda start: TarReader(url, start=start, max_sample_bytes=most)
         if shard.format.name == "tfrecord":
             checksum = fast_crc32c()
-            return lambda start: TFRecordReader(url, start=start, checksum=checksum, max_sample_bytes=most)
-        return lambda start: JsonlReader(url, start=start, max_sample_bytes=most)
+            return (
+                tfrecords(url, checksum),
+                lambda start: TFRecordReader(url, start=start, checksum=checksum, max_sample_bytes=most),
+            )
+        return json_lines(url), lambda start: JsonlReader(url, start=start, max_sample_bytes=most)
 
-    def parse(self, data: bytes, start: int, *, last: bool) -> Sample:
+    def parse(self, source: Source, at: int, length: int, start: int) -> Sample:
         """Return the sample in these bytes.
 
         Args:
-            data: from the end of the sample before to the end of this sample.
+            source: has them.
+            at: their position in `source`.
+            length: of them: from the end of the sample before to the end of this sample.
             start: their offset in the shard, after decompression.
-            last: the shard ends with them.
 
         Raises:
             ShardError: they are no sample, or more.
         """
+        end = at + length
+        # The members, lines or records of a sample are not larger than its bytes, so they are within the limit, too.
+        if length <= self._max and (sample := self._whole(source, at, end, start)) is not None:
+            return sample
         reader = self._reader(start)
-        found = reader.feed(data)
+        found = reader.feed(source[at:end])
         if not found:
             # A tar's sample ends where the next begins, or the archive; other samples end by themselves.
-            found = reader.feed(self._tail) if self._tail and not last else reader.end()
-        if len(found) != 1 or found[0].resume != start + len(data):
+            found = reader.feed(self._tail) if self._tail else reader.end()
+        if len(found) != 1 or found[0].resume != start + length:
             raise ShardError(
                 f"the index of its samples does not fit this shard: {len(found)} samples where one should be; remove "
                 "the index, and make it again",
@@ -63,8 +72,3 @@ class SampleParser:
                 offset=start,
             )
         return found[0].sample
-
-
-def places(edges: Sequence[int], numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return start and length of the bytes of samples, by their numbers."""
-    return [(int(edges[number]), int(edges[number + 1] - edges[number])) for number in numbers]

@@ -2,7 +2,8 @@
 
 Data path: numbers -> [shard_reader: index -> byte ranges -> sample_parsing] -> dataset.
 
-The transport joins neighbours into one request (`Transport.read_ranges`).
+The samples of a call whose bytes a cache has are read by one call in a thread, from mapped files. All others are read
+shard by shard, at the same time; the transport joins neighbours into one request (`Transport.read_ranges`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,8 @@ from asyncloader.remote.stores import Stores
 from asyncloader.transports import ObjectInfo, PinnedReader, RangeOutOfBounds, plan_ranges
 from asyncloader.transports.base import changed_error, gather_all
 from asyncloader.transports.blocking import BlockingPool
+from asyncloader.transports.cached_object import CachedObject
+from asyncloader.transports.mapped_files import MappedFiles
 from asyncloader.transports.pinned import PinnedObject
 
 INDEX_BYTES = 64 << 20
@@ -47,6 +50,9 @@ THREADS = 4
 DECODED_AT_ONCE = 4
 """Compressed shards and row groups that a loop decodes at a time; each is in memory meanwhile."""
 
+UNUSED_S = 2.0
+"""Time after which a file of the cache that is not read is no longer kept open."""
+
 
 class _OpenShard:
     """A shard of which samples were read."""
@@ -58,6 +64,9 @@ class _OpenShard:
         self.parser = parser
         self.edges: npt.NDArray[np.int64] | None = None
         self.whole = True
+        # Of samples whose bytes are in the cache as they are in the shard.
+        cut = shard.format != PARQUET and compression_of(shard) is None
+        self.cached = pinned if cut and isinstance(pinned, CachedObject) else None
 
     async def read(self, ranges: list[tuple[int, int]]) -> Sequence[bytes]:
         """Read ranges of the shard, like `PinnedReader.read_ranges`."""
@@ -73,6 +82,19 @@ class _OpenShard:
         return None if self.info is None else self.info.etag
 
 
+class _Group(NamedTuple):
+    """Samples of one shard, ascending by their numbers in it; and their places in the result."""
+
+    opened: _OpenShard
+    samples: npt.NDArray[np.int64]
+    places: list[int]
+
+    def spans(self, edges: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Return start and length of the samples' bytes."""
+        starts = edges[self.samples]
+        return list(zip(starts.tolist(), (edges[self.samples + 1] - starts).tolist(), strict=True))
+
+
 class ShardsReader:
     """Reads the samples of a catalog. Its loop must call `aclose`.
 
@@ -80,6 +102,7 @@ class ShardsReader:
         catalog: the samples.
         stores: find the transports; of the running loop.
         files: the host's.
+        mapped: keeps files of the cache.
         max_sample_bytes: refuse a sample with more (decompressed) bytes.
         read_ahead: bytes of a shard or a row group that are fetched ahead of its decoding.
         columns: of Parquet, the columns to read. None: all.
@@ -90,6 +113,7 @@ class ShardsReader:
         catalog: SampleCatalog,
         stores: Stores,
         files: HostFiles,
+        mapped: MappedFiles,
         *,
         max_sample_bytes: int,
         read_ahead: int,
@@ -98,6 +122,7 @@ class ShardsReader:
         self._catalog = catalog
         self._stores = stores
         self._files = files
+        self._mapped = mapped
         self._columns = columns
         self._max = max_sample_bytes
         self._ahead = read_ahead
@@ -106,10 +131,16 @@ class ShardsReader:
         self._slots = asyncio.Semaphore(DECODED_AT_ONCE)
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()  # the last used last
         self._index_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None  # while files are mapped
 
     async def aclose(self) -> None:
-        """Join the threads."""
-        await self._pool.aclose()
+        """Join the threads, and close the files."""
+        try:
+            await self._pool.aclose()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._mapped.drop_unused(0.0)
 
     async def read(self, numbers: npt.NDArray[np.int64]) -> list[Sample]:
         """Return the samples with these numbers, in their order.
@@ -118,33 +149,109 @@ class ShardsReader:
             ShardError, ObjectNotFound: a sample cannot be read.
             TransportError: the store cannot be read, or a shard has changed.
         """
+        groups = self._groups(numbers)
+        samples: list[Any] = [None] * len(numbers)
+        local = [group for group in groups if self._is_local(group)]
+        if local:
+            groups = [group for group in groups if group not in local]
+            read = await self._pool.run(partial(self._read_mapped, local, samples))
+            for group, (left, nbytes) in zip(local, read, strict=True):
+                self._count(group, left, nbytes)
+                if left is not None:
+                    groups.append(left)
+            self._drop_later()
+        for group, found in zip(groups, await gather_all(map(self._read_group, groups)), strict=True):
+            for place, sample in zip(group.places, found, strict=True):
+                samples[place] = sample
+        return samples
+
+    def _groups(self, numbers: npt.NDArray[np.int64]) -> list[_Group]:
         order = np.argsort(numbers, kind="stable")
         ascending = numbers[order]
         starts = self._catalog.starts
-        of_shards = np.searchsorted(starts, ascending, side="right") - 1
-        firsts = np.flatnonzero(np.diff(of_shards, prepend=-1))
-        groups = zip(of_shards[firsts].tolist(), np.split(ascending, firsts[1:]), strict=True)
-        found = await gather_all(self._read_shard(shard, (each - starts[shard]).tolist()) for shard, each in groups)
-        samples: list[Any] = [None] * len(numbers)
-        at = iter(order.tolist())
-        for group in found:
-            for sample in group:
-                samples[next(at)] = sample
-        return samples
+        shards = np.searchsorted(starts, ascending, side="right") - 1
+        inside = ascending - starts[shards]
+        places = order.tolist()
+        firsts = np.flatnonzero(np.diff(shards, prepend=-1)).tolist()
+        return [
+            _Group(self._opened(int(shards[first])), inside[first:stop], places[first:stop])
+            for first, stop in zip(firsts, [*firsts[1:], len(numbers)], strict=True)
+        ]
 
-    async def _read_shard(self, number: int, samples: list[int]) -> list[Sample]:
-        """Return samples of one shard, ascending by their numbers in it."""
-        opened = self._opened(number)
+    # --- from files of the cache
+
+    def _is_local(self, group: _Group) -> bool:
+        """Whether the cache is worth a look: the index is known, and so is the version that is read."""
+        opened = group.opened
+        cached, edges = opened.cached, opened.edges
+        if cached is None or edges is None or not cached.local:
+            return False
+        same = opened.version is None or cached.etag in (None, opened.version)
+        return same and not self._is_odd(opened, edges, group.samples)
+
+    def _read_mapped(self, groups: list[_Group], samples: list[Any]) -> list[tuple[_Group | None, int]]:
+        """Read the samples of groups that are in files of the cache; called in a thread.
+
+        Returns:
+            Of each group the samples that are left, and the bytes of those that were read.
+
+        Raises:
+            ShardError: a sample cannot be read.
+        """
+        results: list[tuple[_Group | None, int]] = []
+        for group in groups:
+            opened = group.opened
+            assert opened.cached is not None
+            assert opened.edges is not None
+            spans = group.spans(opened.edges)
+            if max(length for _, length in spans) > self._max:
+                results.append((group, 0))  # its error does not need the bytes
+                continue
+            parse = opened.parser.parse
+            left: list[int] = []
+            nbytes = 0
+            found = opened.cached.read_mapped(spans, self._mapped)
+            for number, (place, span, where) in enumerate(zip(group.places, spans, found, strict=True)):
+                if where is None:
+                    left.append(number)
+                else:
+                    start, length = span
+                    samples[place] = parse(where[0], where[1], length, start)
+                    nbytes += length
+            rest = _Group(opened, group.samples[left], [group.places[each] for each in left]) if left else None
+            results.append((rest, nbytes))
+        return results
+
+    def _count(self, group: _Group, left: _Group | None, nbytes: int) -> None:
+        cached = group.opened.cached
+        assert cached is not None
+        if left is None:
+            cached.cached.cache_counts.hit()
+        cached.cached.cache_counts.save(nbytes)
+
+    def _drop_later(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(UNUSED_S, self._drop_unused)
+
+    def _drop_unused(self) -> None:
+        self._timer = None
+        if self._mapped.drop_unused(UNUSED_S):
+            self._drop_later()
+
+    # --- from the store
+
+    async def _read_group(self, group: _Group) -> list[Sample]:
+        opened = group.opened
         if opened.shard.format == PARQUET:
-            return await self._read_rows(opened, samples)
+            return await self._read_rows(opened, group.samples.tolist())
         if compression_of(opened.shard) is not None:
-            return await self._read_unpacked(opened, samples)
+            return await self._read_unpacked(opened, group.samples)
         edges = await self._edges(opened)
-        spans = [(int(edges[each]), int(edges[each + 1])) for each in samples]
-        if self._is_odd(opened, edges, samples) or any(stop - start > self._max for start, stop in spans):
-            return [await self._read_stepwise(opened, *span) for span in spans]
+        spans = group.spans(edges)
+        if self._is_odd(opened, edges, group.samples) or any(length > self._max for _, length in spans):
+            return [await self._read_stepwise(opened, start, start + length) for start, length in spans]
         try:
-            data = await opened.read([(start, stop - start) for start, stop in spans])
+            data = await opened.read(spans)
         except RangeOutOfBounds as error:
             raise ShardError(
                 "the shard is truncated, or was replaced: it ends before its samples do",
@@ -153,23 +260,24 @@ class ShardsReader:
             ) from error
         self._check_version(opened)
         parse = opened.parser.parse
-        return [parse(each, start, last=False) for each, (start, _) in zip(data, spans, strict=True)]
+        return [parse(each, 0, length, start) for each, (start, length) in zip(data, spans, strict=True)]
 
-    async def _read_unpacked(self, opened: _OpenShard, samples: list[int]) -> list[Sample]:
+    async def _read_unpacked(self, opened: _OpenShard, samples: npt.NDArray[np.int64]) -> list[Sample]:
         """Return samples of a compressed shard, from its decompressed bytes, which the host's processes share."""
         shard, mds = opened.shard, opened.shard.mds
         edges = opened.edges if mds is not None else await self._edges(opened)
         if edges is not None and self._is_odd(opened, edges, samples):
             return [await self._read_stepwise(opened, int(edges[each]), int(edges[each + 1])) for each in samples]
 
-        def use(view: memoryview) -> tuple[npt.NDArray[np.int64], list[bytes]]:
+        def use(view: memoryview) -> tuple[npt.NDArray[np.int64], list[tuple[bytes, int]]]:
             found = edges
             if found is None:
                 assert mds is not None
                 found = mds.offsets(bytes(view[: mds.header_size]), url=shard.url)
             if found[-1] > len(view):
                 raise ShardError("the index of its samples does not fit this shard", url=shard.url)
-            return found, [bytes(view[found[each] : found[each + 1]]) for each in samples]
+            starts, stops = found[samples].tolist(), found[samples + 1].tolist()
+            return found, [(bytes(view[start:stop]), start) for start, stop in zip(starts, stops, strict=True)]
 
         name = FileName(f"{name_of(shard)}\0unpacked", opened.version)
         make = partial(unpack, self._stores, shard, opened.info, self._ahead)
@@ -177,7 +285,7 @@ class ShardsReader:
         if opened.edges is None:
             self._keep_edges(opened, found)
         parse = opened.parser.parse
-        return [parse(each, int(found[at]), last=False) for each, at in zip(data, samples, strict=True)]
+        return [parse(each, 0, len(each), start) for each, start in data]
 
     async def _read_rows(self, opened: _OpenShard, rows: list[int]) -> list[Sample]:
         """Return samples of a Parquet shard, from its decoded row groups, which the host's processes share."""
@@ -213,11 +321,11 @@ class ShardsReader:
         return [sample for group in found for sample in group]
 
     @staticmethod
-    def _is_odd(opened: _OpenShard, edges: npt.NDArray[np.int64], samples: list[int]) -> bool:
+    def _is_odd(opened: _OpenShard, edges: npt.NDArray[np.int64], samples: npt.NDArray[np.int64]) -> bool:
         """Whether one of the samples, the last in its shard, stands for what cannot be read: the reader of a range has
         the error for it.
         """
-        return not opened.whole and samples[-1] == len(edges) - 2
+        return not opened.whole and int(samples[-1]) == len(edges) - 2
 
     async def _read_stepwise(self, opened: _OpenShard, start: int, stop: int) -> Sample:
         part = CatalogRange(0, start, stop if stop > start else None)

@@ -272,6 +272,31 @@ def test_from_a_cache(folder: Path, tmp_path: Path, expected: list[list[Any]]) -
     run_async(run())
 
 
+def test_from_a_cache_that_is_too_small(tmp_path: Path) -> None:
+    """Blocks are evicted while others are read: the bytes are right, and the bound holds."""
+    limit, size = 3 << 20, 600_000
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for shard in range(3):
+        (folder / f"s{shard}.tar").write_bytes(tar(range(shard * 8, shard * 8 + 8), size=size))
+
+    async def run() -> None:
+        async with serving_http() as store:
+            dataset = RemoteMapDataset(put_all(store, folder), cache_dir=tmp_path / "cache", cache_bytes=limit)
+            async with dataset:
+                for first in range(60):
+                    numbers = [first * 7 % 24, first * 5 % 24, first % 3]
+                    samples = await dataset.__getitems__(numbers)
+                    assert [int(sample["n"]) for sample in samples] == numbers
+                    assert {len(sample["bin"]) for sample in samples} == {size}
+                    kept = (tmp_path / "cache" / "asyncloader-cache-1").rglob("objects/*/*")
+                    assert sum(path.stat().st_size for path in kept) <= limit
+                assert len(dataset._mapped)
+            assert not len(dataset._mapped)
+
+    run_async(run())
+
+
 def test_neighbours_come_in_one_request(folder: Path) -> None:
     """Without a cache a batch takes one request of each shard; none, if its chunk was decoded."""
 

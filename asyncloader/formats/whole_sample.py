@@ -1,0 +1,183 @@
+"""Reads a sample whose bytes are all there, if it has the usual form. Pure.
+
+Data path: the bytes of a sample, found by an index -> [whole_sample] -> sample.
+
+A shard's reader takes chunks of any size, and everything that the format allows. A sample that is read by its number
+comes whole, and a reader for each would take several times as long as these functions. They make the same checks. A
+function returns the sample that the format's reader returns or, for all that is unusual or wrong, None: then the
+reader decides, and has the error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from mmap import mmap
+from struct import Struct
+from typing import Any, TypeAlias
+from zlib import adler32
+
+from asyncloader.formats.base import Sample, base_name
+from asyncloader.formats.mds import MdsShard, mds_encoding
+from asyncloader.formats.tar import BLOCK, MAX_META_BYTES, split_name
+from asyncloader.formats.tfrecord import crc32c, mask_crc
+
+Source: TypeAlias = bytes | mmap
+"""Its slices are bytes: a mapped file is read without a copy of the whole sample."""
+
+ReadWhole: TypeAlias = Callable[[Source, int, int, int], Sample | None]
+"""Called with a source, the positions in it at which a sample's bytes begin and end, and their offset in the shard."""
+
+_HEADER = Struct("100s24x12s12x8sc100x8s80x155s12x")  # name, size, checksum, type, magic, prefix
+_AFTER_CHECKSUM = frozenset((b"\0 ", b" \0", b"\0\0", b"  "))
+_AFTER_SIZE = frozenset((b"\0", b" "))
+_RECORD = Struct("<QI")
+_CRC = Struct("<I")
+
+
+def tar_samples(url: str) -> ReadWhole:
+    """Return the function that reads samples like a `TarReader`: those of plain members with plain numbers, also behind
+    pax headers that change neither name nor size.
+    """
+
+    def read(source: Source, at: int, end: int, _: int) -> Sample | None:
+        sample: Sample | None = None
+        key = ""
+        extended = False
+        while at < end:
+            if end - at < BLOCK:
+                return None
+            name, size, stated, kind, magic, prefix = _HEADER.unpack_from(source, at)
+            digits = stated[:6]
+            if not (
+                digits.isdigit() and stated[6:] in _AFTER_CHECKSUM and size[:11].isdigit() and size[11:] in _AFTER_SIZE
+            ):
+                return None
+            half, begin = at + BLOCK // 2, at + BLOCK
+            # As in `TarReader`: the exact sum of the bytes, with the checksum's own eight as spaces.
+            total = (adler32(source[at:half], 0) & 0xFFFF) + (adler32(source[half:begin], 0) & 0xFFFF)
+            try:
+                if int(digits, 8) != total - (adler32(stated, 0) & 0xFFFF) + 8 * 32:
+                    return None
+                length = int(size[:11], 8)
+            except ValueError:  # an 8 or a 9
+                return None
+            stop = begin + length
+            at = stop + -length % BLOCK
+            if at > end:
+                return None
+            if kind == b"x":
+                if length > MAX_META_BYTES or not _changes_nothing(source[begin:stop]):
+                    return None
+                extended = True
+                continue
+            if kind not in (b"0", b"\0"):
+                return None
+            extended = False
+            path = name.partition(b"\0")[0]
+            if prefix[0] and magic[:6] == b"ustar\0":
+                path = prefix.partition(b"\0")[0] + b"/" + path
+            split = split_name(path.decode("utf-8", "surrogateescape"))
+            if split is None:
+                return None
+            if sample is None:
+                key = split[0]
+                sample = {"__key__": key, "__url__": url}
+            if split[0] != key or split[1] in sample:
+                return None
+            sample[split[1]] = source[begin:stop]
+        return None if extended else sample
+
+    return read
+
+
+def _changes_nothing(records: bytes) -> bool:
+    """Return whether a pax header is well-formed, and says neither the name nor the size of its member."""
+    at, end = 0, len(records)
+    while at < end and records[at]:
+        digits = records[at : at + 8].partition(b" ")[0]
+        if not digits.isdigit():
+            return False
+        begin, stop = at + len(digits) + 1, at + int(digits)
+        key, equals, _ = records[begin : stop - 1].partition(b"=")
+        if not equals or not begin + 2 <= stop <= end or records[stop - 1] != 10:
+            return False
+        if key in (b"path", b"size") or key.startswith(b"GNU.sparse."):
+            return False
+        at = stop
+    return True
+
+
+def mds_samples(url: str, shard: MdsShard) -> ReadWhole:
+    """Return the function that reads samples like an `MdsReader`."""
+    name = base_name(url)
+    columns = [(column.name, column.size, mds_encoding(column.encoding).decode) for column in shard.columns]
+    sizes = Struct(f"<{sum(column.size is None for column in shard.columns)}I")
+    fixed = sizes.size + sum(column.size or 0 for column in shard.columns)
+
+    def read(source: Source, at: int, end: int, start: int) -> Sample | None:
+        if end - at < fixed:
+            return None
+        head = sizes.unpack_from(source, at)
+        if end - at != fixed + sum(head):
+            return None
+        fields: Sample = {}
+        lengths = iter(head)
+        at += sizes.size
+        try:
+            for column, size, decode in columns:
+                stop = at + (next(lengths) if size is None else size)
+                fields[column] = decode(source[at:stop])
+                at = stop
+        except (ValueError, ArithmeticError, RecursionError):
+            return None
+        return _named(fields, name, start, url)
+
+    return read
+
+
+def json_lines(url: str) -> ReadWhole:
+    """Return the function that reads samples like a `JsonlReader`: lines with their ends, and no blank line before."""
+    name = base_name(url)
+
+    def read(source: Source, at: int, end: int, start: int) -> Sample | None:
+        line = source[at:end]
+        if line.find(b"\n") != len(line) - 1:
+            return None
+        try:
+            fields: Any = json.loads(line.decode())
+        except (ValueError, RecursionError):  # a byte order mark at the shard's start, too
+            return None
+        return _named(fields, name, start, url) if type(fields) is dict else None
+
+    return read
+
+
+def tfrecords(url: str, checksum: Callable[[bytes], int] | None) -> ReadWhole:
+    """Return the function that reads samples like a `TFRecordReader` of raw records.
+
+    Args:
+        url: of the shard.
+        checksum: the CRC-32C function that verifies the data; None: not verified. That of the length always is.
+    """
+    name = base_name(url)
+    of_length = crc32c if checksum is None else checksum
+
+    def read(source: Source, at: int, end: int, start: int) -> Sample | None:
+        if end - at < 16:
+            return None
+        length, stated = _RECORD.unpack_from(source, at)
+        if length != end - at - 16 or stated != mask_crc(of_length(source[at : at + 8])):
+            return None
+        data = source[at + 12 : end - 4]
+        if checksum is not None and _CRC.unpack_from(source, end - 4)[0] != mask_crc(checksum(data)):
+            return None
+        return _named({"record": data}, name, start, url)
+
+    return read
+
+
+def _named(fields: Sample, name: str, start: int, url: str) -> Sample:
+    fields["__key__"] = f"{name}:{start}"
+    fields["__url__"] = url
+    return fields

@@ -1,0 +1,129 @@
+"""Files of the cache that are kept mapped: they are the same bytes, and take no room when they are evicted."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import resource
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader.transports import mapped_files
+from asyncloader.transports.cache_layout import BLOCK_BYTES, hash_key
+from asyncloader.transports.cached_object import CachedObject
+from asyncloader.transports.mapped_files import MappedFiles
+from tests.unit.transports.cache_subject import DATA, file_of, opened, put
+from tests.unit.transports.cached_subject import Asked, around, files
+
+LARGE = os.urandom(3 * BLOCK_BYTES + 777)
+RANGES = [(5, 100), (BLOCK_BYTES - 10, 20), (2 * BLOCK_BYTES, 9), (3 * BLOCK_BYTES + 700, 77), (7, 0)]
+
+
+def found_in(reader: CachedObject, kept: MappedFiles, ranges: list[tuple[int, int]]) -> list[bytes | None]:
+    found = reader.read_mapped(ranges, kept)
+    pairs = zip(found, ranges, strict=True)
+    return [None if each is None else each[0][each[1] : each[1] + length] for each, (_, length) in pairs]
+
+
+def mapped(kept: MappedFiles, folder: Path, url: str) -> bytes | None:
+    """The bytes of a file, which is opened if it is not mapped."""
+    store = opened(folder)
+    file = kept.find(url) or kept.open(url, partial(store.open, hash_key(url), "1"))
+    return None if file is None else file[: len(DATA)]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_ranges(tmp_path: Path, whole: bool) -> None:
+    """Those in blocks that were read, or in a whole copy; across blocks, too. None has been asked of the store."""
+    store = Asked({"a": LARGE})
+    kept = MappedFiles()
+    async with around(store, tmp_path) as transport:
+        reader = transport.pinned("a")
+        assert isinstance(reader, CachedObject)
+        assert found_in(reader, kept, RANGES[:1]) == [None]  # nobody knows the version yet
+        await (transport.read("a") if whole else reader.read_ranges([(0, 1), (BLOCK_BYTES, 1), (3 * BLOCK_BYTES, 1)]))
+        await reader.info()
+        store.taken()
+        expected: list[bytes | None] = [LARGE[start : start + length] for start, length in RANGES]
+        if not whole:
+            expected[2] = None
+        for _ in range(2):
+            assert found_in(reader, kept, RANGES) == expected
+            assert len(kept) == (1 if whole else 3)
+        beyond = [(len(LARGE) - 1, 2), (len(LARGE) + 5, 0), (1 << 40, 1)]
+        assert found_in(reader, kept, beyond) == [None] * 3
+        assert store.taken() == []
+
+
+def test_an_evicted_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read at most a second longer; neither is a file that was replaced, or cut."""
+    monkeypatch.setattr(mapped_files, "_LOOKED_FOR_S", 0.0)
+    kept = MappedFiles()
+    for url in ("a", "b", "c", "d"):
+        put(opened(tmp_path), url)
+        assert mapped(kept, tmp_path, url) == DATA
+    file_of(tmp_path, "a").unlink()
+    assert kept.find("a") is None
+    file_of(tmp_path, "b").unlink()
+    put(opened(tmp_path), "b")
+    assert kept.find("b") is None
+    os.truncate(file_of(tmp_path, "c"), 100)
+    assert kept.find("c") is None
+    os.utime(file_of(tmp_path, "d"), (1e9, 1e9))
+    assert kept.find("d") is not None
+    assert file_of(tmp_path, "d").stat().st_mtime > 1.5e9  # so that others are evicted before it
+    assert len(kept) == 1
+
+
+def test_files_that_are_not_read_are_dropped(tmp_path: Path) -> None:
+    """Then their room on the disk is free, if they were evicted."""
+    kept = MappedFiles()
+    put(opened(tmp_path), "a")
+    assert mapped(kept, tmp_path, "a") == DATA
+    assert kept.drop_unused(1000.0)
+    before = [*Path("/proc/self/fd").iterdir()]
+    assert not kept.drop_unused(0.0)
+    assert len([*Path("/proc/self/fd").iterdir()]) == len(before) - 1
+
+
+def test_their_number_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the descriptors that the process may have; those that were used last stay."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
+    kept = MappedFiles()
+    for number in range(30):
+        put(opened(tmp_path), f"u{number}")
+        assert mapped(kept, tmp_path, f"u{number}") == DATA
+        assert mapped(kept, tmp_path, "u0") == DATA
+        assert len(kept) <= 10
+    assert kept.find("u0") is not None
+    assert kept.find("u29") is not None
+
+
+def test_copies(tmp_path: Path) -> None:
+    """Threads share the files, other processes have none."""
+    kept = MappedFiles()
+    put(opened(tmp_path), "a")
+    mapped(kept, tmp_path, "a")
+    holder: dict[str, Any] = {"files": kept}
+    assert copy.deepcopy(holder)["files"] is kept
+    assert len(pickle.loads(pickle.dumps(kept))) == 0
+
+
+async def test_a_damaged_file(tmp_path: Path) -> None:
+    """It is not mapped, but deleted, and read from the store again."""
+    store = Asked({"a": LARGE[:1000]})
+    kept = MappedFiles()
+    async with around(store, tmp_path) as transport:
+        await transport.read_range("a", 0, 10)
+        (path,) = files(tmp_path)
+        path.write_bytes(b"x" + path.read_bytes()[1:])
+        async with around(Asked({"a": LARGE[:1000]}), tmp_path) as other:
+            reader = other.pinned("a")
+            assert isinstance(reader, CachedObject)
+            await reader.info()
+            assert found_in(reader, kept, [(0, 10)]) == [None]
+            assert not path.exists()
