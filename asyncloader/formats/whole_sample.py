@@ -42,7 +42,7 @@ def tar_samples(url: str) -> ReadWhole:
 
     def read(source: Source, at: int, end: int, _: int) -> Sample | None:
         sample: Sample | None = None
-        key = ""
+        stem = ""  # of the sample's names, up to the field
         extended = False
         while at < end:
             if end - at < BLOCK:
@@ -77,15 +77,21 @@ def tar_samples(url: str) -> ReadWhole:
             path = name.partition(b"\0")[0]
             if prefix[0] and magic[:6] == b"ustar\0":
                 path = prefix.partition(b"\0")[0] + b"/" + path
-            split = split_name(path.decode("utf-8", "surrogateescape"))
-            if split is None:
-                return None
+            text = path.decode("utf-8", "surrogateescape")
             if sample is None:
-                key = split[0]
+                split = split_name(text)
+                if split is None:
+                    return None
+                key, field = split
+                stem = f"{key}."
                 sample = {"__key__": key, "__url__": url}
-            if split[0] != key or split[1] in sample:
+            else:
+                field = text[len(stem) :].lower()
+                if not text.startswith(stem) or "/" in field:
+                    return None
+            if field in sample:
                 return None
-            sample[split[1]] = source[begin:stop]
+            sample[field] = source[begin:stop]
         return None if extended else sample
 
     return read

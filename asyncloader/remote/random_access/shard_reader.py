@@ -149,20 +149,22 @@ class ShardsReader:
             ShardError, ObjectNotFound: a sample cannot be read.
             TransportError: the store cannot be read, or a shard has changed.
         """
-        groups = self._groups(numbers)
         samples: list[Any] = [None] * len(numbers)
-        local = [group for group in groups if self._is_local(group)]
+        local: list[_Group] = []
+        groups: list[_Group] = []
+        for group in self._groups(numbers):
+            (local if self._is_local(group) else groups).append(group)
         if local:
-            groups = [group for group in groups if group not in local]
             read = await self._pool.run(partial(self._read_mapped, local, samples))
             for group, (left, nbytes) in zip(local, read, strict=True):
                 self._count(group, left, nbytes)
                 if left is not None:
                     groups.append(left)
             self._drop_later()
-        for group, found in zip(groups, await gather_all(map(self._read_group, groups)), strict=True):
-            for place, sample in zip(group.places, found, strict=True):
-                samples[place] = sample
+        if groups:
+            for group, found in zip(groups, await gather_all(map(self._read_group, groups)), strict=True):
+                for place, sample in zip(group.places, found, strict=True):
+                    samples[place] = sample
         return samples
 
     def _groups(self, numbers: npt.NDArray[np.int64]) -> list[_Group]:

@@ -21,6 +21,7 @@ from asyncloader.errors import ShardError
 from asyncloader.remote.random_access import host_files
 from asyncloader.transports import MemoryTransport, WriteFailed
 from asyncloader.transports.file_lock import try_lock
+from asyncloader.transports.regular_file import open_regular
 from tests.helpers.http_store import serving as serving_http
 from tests.helpers.running import run_async
 from tests.helpers.shards_of_formats import SIZES, write
@@ -183,15 +184,14 @@ def test_the_folder_of_a_dataset_ends_with_it(tars: Path) -> None:
 @pytest.mark.parametrize("removed", ["before", "after"])
 def test_a_new_folder_that_another_process_removes(monkeypatch: pytest.MonkeyPatch, removed: str) -> None:
     """Until it is locked it looks like that of a process that was killed: the dataset makes another one."""
-    opened, taken = host_files.open_regular, list[str]()
-    locks = list[int]()
+    taken, locks = list[str](), list[int]()
 
     def take(path: str, flags: int, mode: int = 0o600) -> int:
         """Open a file; between the first open of a new folder's lock and its locking, the other process has it."""
-        descriptor = opened(path, flags, mode)
+        descriptor = open_regular(path, flags, mode)
         if flags & os.O_CREAT and not taken:
             taken.append(str(Path(path).parent))
-            locks.append(opened(path, os.O_RDWR))
+            locks.append(open_regular(path, os.O_RDWR))
             assert try_lock(locks[0])
             if removed == "before":
                 end()
