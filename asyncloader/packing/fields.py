@@ -28,7 +28,10 @@ def per_token(value: Any) -> Array | None:
     if isinstance(value, torch.Tensor | np.ndarray):
         return value if value.ndim else None
     if isinstance(value, list | tuple):
-        array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
+        try:
+            array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
+        except ValueError:  # a list of lists of different lengths
+            return None
         return array if array.dtype.kind in "biuf" and array.ndim else None
     return None
 

@@ -38,6 +38,13 @@ def test_too_long_is_an_error() -> None:
         JoinSequences(3)([[1, 2, 3, 4]])
 
 
+def test_fields_that_are_no_tokens() -> None:
+    """Whatever is no array of numbers is a value of its sequence: also lists of lists of different lengths."""
+    for value in ([[1, 2], [3]], ["a", "b"], {"a": [1]}, None, 0.5, [2**70], [{}]):
+        window = JoinSequences(3)([{"tokens": [1, 2], "about": value}] * 2)
+        assert window.fields["about"] == [value, value]
+
+
 def test_nothing() -> None:
     """A window may have no sequence that is packed."""
     assert len(JoinSequences(3)([[]]).lengths) == 0
