@@ -74,7 +74,11 @@ def cut(sequence: Any, start: int, stop: int) -> Any:
 
 
 def join(arrays: Sequence[Array]) -> torch.Tensor:
-    """Return the elements of one or more arrays, one behind the other, in memory of their own."""
+    """Return the elements of one or more arrays, one behind the other, in memory of their own. Tensors stay on their
+    device.
+    """
     if all(isinstance(array, np.ndarray) for array in arrays):
         return torch.from_numpy(np.concatenate(arrays))
-    return torch.cat([torch.as_tensor(array, device="cpu") for array in arrays])
+    return torch.cat(
+        [array if isinstance(array, torch.Tensor) else torch.as_tensor(array, device="cpu") for array in arrays]
+    )

@@ -30,7 +30,7 @@ class PackedLoader:
     Iterate it with ``for``, or with ``async for`` over an `AsyncDataLoader`. Each rank packs its own sequences, so the
     ranks have different numbers of rows, and a state belongs to its rank. Open and close the loader itself.
 
-    A row is what `PackSequences` makes of it.
+    A row is what `PackSequences` makes of it, on the device of the loader's batches.
 
     Args:
         loader: with ``batch_size=`` and ``collate_fn=JoinSequences(...)``.
