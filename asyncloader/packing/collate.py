@@ -6,6 +6,7 @@ Data path: worker: dataset -> [collate] -> codec -> ring.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncloader.packing.fields import join, token_fields
+from asyncloader.packing.fields import TOKENS, join, token_fields
 from asyncloader.packing.sequence_rows import Sequences
 
 _MADE = ("position_ids", "cu_seqlens", "max_seqlen")
@@ -111,6 +112,13 @@ def join_fields(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str,
                 f"all sequences of a batch should have the same fields, but sequence {number} of it has "
                 f"{sorted(each)}, and the first {sorted(names)}"
             )
+    first = _names(sequences[0])
+    for number, sequence in enumerate(sequences):
+        if different := _names(sequence) ^ first:
+            raise ValueError(
+                "all sequences of a batch should have the same fields, but only one of the first and sequence "
+                f"{number} has {sorted(map(str, different))}: leave these out, by decode= for example"
+            )
     batch: dict[str, Any] = {}
     if isinstance(sequences[0], Mapping):
         made = set(_MADE) & sequences[0].keys()
@@ -119,6 +127,10 @@ def join_fields(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str,
         others = [name for name in sequences[0] if name not in names]
         batch = {name: [sequence[name] for sequence in sequences] for name in others}
     return batch | {name: join([each[name] for each in fields]) for name in names}
+
+
+def _names(sequence: Any) -> AbstractSet[Any]:
+    return sequence.keys() if isinstance(sequence, Mapping) else {TOKENS}
 
 
 def layout(lengths: npt.NDArray[np.int64], device: torch.device) -> dict[str, Any]:

@@ -105,17 +105,17 @@ class Positions:
             saved = state.get(name)
             if saved == value or (name == "shards" and None in (saved, value)):
                 continue
-            name, saved, value = _first_difference(name, saved, value)
-            if name.endswith("shards"):
-                whose = "" if name == "shards" else f" ({name})"
+            part, before, now = _first_difference(name, saved, value)
+            if part.endswith("shards"):
+                whose = "" if part == "shards" else f" ({part})"
                 raise StateError(
                     f"the state was saved of other shards{whose}, or of shards with other numbers of samples: use the "
                     "same shards, or begin anew without the state"
                 )
             advice = "" if self.dataset.elastic is None else f"; {AS_A_SET}"
             raise StateError(
-                f"the state was saved with {name}={saved!r:.100}, but this dataset has {name}={value!r:.100}; use "
-                f"{name}={saved!r:.100}, or begin anew without the state{advice}"
+                f"the state was saved with {part}={before!r:.100}, but this dataset has {part}={now!r:.100}; use "
+                f"{part}={before!r:.100}, or begin anew without the state{advice}"
             )
 
     def follow(self, state: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, write_shards_sync
 from asyncloader.__main__ import main
 from tests.helpers.running import ROOT
 from tests.helpers.seeded_datasets import Rows
@@ -123,6 +123,20 @@ def test_an_index_that_counts_wrong(tmp_path: Path, run: Run) -> None:
     code, found = run("inspect", lines)
     assert code == 0
     assert found["empty shards"][:2] == ("note", "1")
+
+
+def test_the_index_of_write_shards(tmp_path: Path, run: Run) -> None:
+    """Counts without reading, and shows that lines, or bytes behind an archive's end, are missing."""
+    for ending, name in (("jsonl", "txt"), ("tar", "__key__")):
+        samples = [{name: f"line{number}", "txt": "a"} for number in range(6)]
+        shards = write_shards_sync(samples, f"{tmp_path}/{ending}/{{shard:02d}}.{ending}", max_samples=2)
+        assert run("inspect", f"{tmp_path}/{ending}/", "--no-read")[1]["samples"][2]["samples"] == 6
+        assert run("inspect", f"{tmp_path}/{ending}/")[0] == 0
+        whole = Path(shards[1].url).read_bytes()
+        Path(shards[1].url).write_bytes(whole[: whole.index(b"\n") + 1] if ending == "jsonl" else whole[:-100])
+        code, found = run("inspect", f"{tmp_path}/{ending}/")
+        assert code == 1
+        assert "but its index says" in found["damage"][1]
 
 
 # ------------------------------------------------------------------------------------- checkpoint show

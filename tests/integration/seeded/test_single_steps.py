@@ -336,7 +336,11 @@ def test_packed_rows() -> None:
         rows = list(sampler)
         with DataLoader(Rows(SIZE), batch_size=4, seed=1, sampler=sampler) as loader:  # type: ignore[arg-type]
             for index in range(SIZE):
-                wanted = [at for at, row in enumerate(rows) if any(index in (part, part[0] if type(part) is tuple else -1) for part in row)]
+                wanted = [
+                    at
+                    for at, row in enumerate(rows)
+                    if any(index in (part, part[0] if type(part) is tuple else -1) for part in row)
+                ]
                 assert [4 * place.step + place.number for place in loader.where(index)] == wanted != []
             assert loader.where(rows[5]) == [(1, 0, 1)]  # type: ignore[arg-type]
 

@@ -61,3 +61,12 @@ def test_bad_arguments() -> None:
     none: Any = lambda _: 0.5  # noqa: E731
     with pytest.raises(TypeError, match=r"a domain should be an integer or a string, but got 0\.5"):
         JoinSequences(3, domain=none)([[1]])
+
+
+def test_fields_of_some_sequences() -> None:
+    """Are an error that names them, whichever sequence has them; so are those of sequences without names."""
+    one: Any = {"tokens": [1], "__key__": "a"}
+    for samples in ([one, {"tokens": [2]}], [{"tokens": [2]}, one], [[2], one], [one, [2]]):
+        with pytest.raises(ValueError, match=r"the first and sequence 1 has \['__key__'\]: leave these out"):
+            JoinSequences(3)(samples)
+    assert len(JoinSequences(3)([[1], {"tokens": [2]}]).lengths) == 2
