@@ -256,7 +256,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             steps: numbers of batches in the epoch, from 0.
 
         Raises:
-            IndexError: the epoch has fewer batches.
+            IndexError: the epoch has fewer batches; raised by the iterator where the samples of streams are counted
+                first.
             ValueError: a step is not a number from 0 on, or the batches do not follow from epoch and step (see
                 `batch_at`).
         """

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from asyncloader.async_loader import AsyncDataLoader
 from asyncloader.bridge import in_thread, run_in_thread
 from asyncloader.errors import ShardWriteError
-from asyncloader.formats.encoder import BadSample, EncodedSamples, EncodingFailure, ShardEncoder
+from asyncloader.formats.encoder import BadSample, EncodedSamples, EncodingFailure, ShardEncoder, check_names
 from asyncloader.formats.jsonl_writer import JsonlEncoder
 from asyncloader.formats.mds_writer import MdsEncoder
 from asyncloader.formats.parquet_writer import ParquetEncoder
@@ -180,9 +180,11 @@ async def _encoder(name: str, columns: Any, source: SampleSource | _MapSource) -
     try:
         if not isinstance(first, Mapping):
             raise BadSample(f"it is a {type(first).__name__}; a sample is a dictionary of its fields")
+        check_names(first)
         return kind.of_first(first)
     except BadSample as error:
-        raise ShardWriteError(str(error), number=0, key=str(first.get("__key__") or "")) from None
+        key = first.get("__key__") if isinstance(first, Mapping) else None
+        raise ShardWriteError(str(error), number=0, key=str(key or "")) from None
 
 
 class _MapSource:

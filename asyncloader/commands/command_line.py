@@ -6,6 +6,7 @@ Data path: none. Exit codes: 0; 1 if something is to be mended; 2 if the command
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import os
 import sys
@@ -54,7 +55,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         return _report(command, flags)
     except (LoaderError, ValueError, OSError, ImportError) as error:
-        print(f"asyncloader {command}: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
+        from asyncloader.commands.findings import printable
+
+        print(f"asyncloader {command}: {printable(str(error))}", file=sys.stderr)  # noqa: T201 - a command's own words
         return 2
 
 
@@ -116,19 +119,23 @@ def _show(file: Path) -> list[Finding]:
 
 def _load(file: Path) -> Any:
     with file.open("rb") as opened:
-        begins = opened.read(1)
+        begins = opened.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if begins in (b"{", b"["):
         if file.stat().st_size > _MOST_JSON:
             raise ValueError(f"{file} has more than {_MOST_JSON >> 20} MiB of JSON")
-        return json.loads(file.read_bytes())
-    import pickle
-
+        try:
+            return json.loads(file.read_bytes())
+        except (ValueError, RecursionError) as error:
+            why = "it nests too deep" if isinstance(error, RecursionError) else str(error)
+            raise ValueError(f"{file} is not JSON that can be read: {why}") from None
     import torch
 
     try:
         # Mapped: the tensors beside the states are not read. Nothing but plain values is built.
         with warnings.catch_warnings(action="ignore"):  # of facts that the error has
             return torch.load(file, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a damaged archive or pickle raises nearly anything
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{file} is not a checkpoint that can be read safely: {why}") from error

@@ -33,8 +33,20 @@ class Finding(NamedTuple):
 
 def as_lines(finding: Finding) -> str:
     """Return a finding's line, and one with its advice."""
-    line = f"{_MARKS[finding.state]}  {finding.name:{_NAME_WIDTH}}{finding.text}"
-    return f"{line}\n{' ' * (_NAME_WIDTH + 4)}-> {finding.advice}" if finding.advice else line
+    below = "\n" + " " * (_NAME_WIDTH + 4)
+    # Names and texts have parts of files, which may look like a line of another finding.
+    text = below.join(map(printable, finding.text.split("\n")))
+    line = f"{_MARKS[finding.state]}  {printable(finding.name):{_NAME_WIDTH - 1}} {text}"
+    return f"{line}{below}-> {finding.advice}" if finding.advice else line
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes in the place of characters that are not printed: a terminal would obey some, and
+    parts of file names that are no text cannot be encoded.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def as_json(findings: Sequence[Finding]) -> str:

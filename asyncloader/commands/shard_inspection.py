@@ -17,6 +17,7 @@ from asyncloader.errors import is_about_sample
 from asyncloader.formats import ShardError
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.discovery import find_shards
+from asyncloader.remote.index_counts import Promise, read_promises
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_sizes import with_counts, with_sizes
 from asyncloader.remote.shard_splitting import CatalogRange
@@ -51,19 +52,24 @@ async def inspect(urls: Sequence[str], format: str | None, *, read: bool) -> lis
         shards = await find_shards(urls, stores, format)
         leave = (ObjectNotFound, ShardError)
         shards = await with_counts(await with_sizes(shards, stores, leave=leave), stores, leave=leave)
+        promises = await read_promises(shards, stores)
         found: dict[int, _Read] = {}
         if read:
             waiting = iter(enumerate(shards))
 
             async def work() -> None:
                 for number, shard in waiting:
-                    found[number] = await _read(shard, stores)
+                    found[number] = await _read(shard, stores, promises.get(number))
 
             await gather_all(work() for _ in range(min(_AT_ONCE, len(shards))))
+    shards = [
+        shard._replace(samples=promises[number].samples) if number in promises else shard
+        for number, shard in enumerate(shards)
+    ]
     return [_summary(shards), *_counts(shards, found), *_damage(shards, found)]
 
 
-async def _read(shard: Shard, stores: Stores) -> _Read:
+async def _read(shard: Shard, stores: Stores, promise: Promise | None) -> _Read:
     samples, more = 0, 0
     errors: list[str] = []
 
@@ -83,8 +89,11 @@ async def _read(shard: Shard, stores: Stores) -> _Read:
         if not is_about_sample(error):
             raise
         note(error)
-    if not errors and shard.samples not in (None, samples):
-        note(ShardError(f"it has {samples} samples, but its index says {shard.samples}"))
+    expected = shard.samples if promise is None else promise.samples
+    if not errors and expected not in (None, samples):
+        note(ShardError(f"it has {samples} samples, but its index says {expected}"))
+    if not errors and promise is not None and shard.size not in (None, promise.size):
+        note(ShardError(f"it has {shard.size:,} bytes, but its index says {promise.size:,}"))
     return _Read(samples, errors, more)
 
 

@@ -18,21 +18,24 @@ _DEEPEST = 20
 
 def find_states(checkpoint: Any) -> Iterator[tuple[str, Any]]:
     """Yield every loader's state in a checkpoint, with its place in it, such as ``"trainer.loader"``."""
-    yield from _find(checkpoint, "", 0)
+    yield from _find(checkpoint, "", 0, set())
 
 
-def _find(value: Any, place: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if depth > _DEEPEST:
+def _find(value: Any, place: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if depth > _DEEPEST or not isinstance(value, Mapping | list | tuple):
         return
+    if isinstance(value, Mapping) and all(key in value for key in _KEYS):
+        yield place or "the file", value
+        return
+    if id(value) in seen:  # a checkpoint may have an object many times, each in many others, or within itself
+        return
+    seen.add(id(value))
     if isinstance(value, Mapping):
-        if all(key in value for key in _KEYS):
-            yield place or "the file", value
-            return
         for key, inner in value.items():
-            yield from _find(inner, f"{place}.{key}" if place else str(key), depth + 1)
-    elif isinstance(value, list | tuple):
+            yield from _find(inner, f"{place}.{key!s:.100}" if place else f"{key!s:.100}", depth + 1, seen)
+    else:
         for number, inner in enumerate(value):
-            yield from _find(inner, f"{place}[{number}]", depth + 1)
+            yield from _find(inner, f"{place}[{number}]", depth + 1, seen)
 
 
 def describe(place: str, given: Any) -> list[Finding]:

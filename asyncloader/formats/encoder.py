@@ -60,6 +60,17 @@ class BadSample(ValueError):
     """The sample cannot be encoded; the text says why, and what to do."""
 
 
+def check_names(sample: Mapping[Any, Any]) -> None:
+    """Refuse a sample with a field whose name is no text.
+
+    Raises:
+        BadSample: it has one.
+    """
+    for name in sample:
+        if not isinstance(name, str):
+            raise BadSample(f"the name of its field {name!r} is a {type(name).__name__}; make it a text")
+
+
 class EncodedBatch(ABC):
     """Samples that are being encoded together. `add` keeps no reference to a value that its owner may change.
 

@@ -48,7 +48,7 @@ class ParquetEncoder(ShardEncoder):
 
     def __init__(self, columns: Any = None) -> None:
         arrow, _ = pyarrow()
-        self.schema: Any = None
+        self.schema: Any = arrow.schema([])  # of no samples
         if columns is None:
             return
         try:

@@ -84,9 +84,9 @@ def check_field(field: str) -> None:
     """Refuse the name of a field that would be read as another.
 
     Raises:
-        BadSample: it is empty, not in lower case, or has a slash or a NUL.
+        BadSample: it is no text, empty, not in lower case, or has a slash or a NUL.
     """
-    if not field or field != field.lower() or "/" in field or "\0" in field:
+    if not isinstance(field, str) or not field or field != field.lower() or "/" in field or "\0" in field:
         raise BadSample(
             f"its field {field!r} would be read under another name: fields of a tar are lower-case extensions"
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncloader.formats.encoder import RESERVED, BadSample, RecordEncoder, bytes_of_value
+from asyncloader.formats.encoder import RESERVED, BadSample, RecordEncoder, bytes_of_value, check_names
 from asyncloader.formats.tfrecord import fast_crc32c, mask_crc
 
 
@@ -60,6 +60,7 @@ def encode_example(fields: Mapping[str, Any]) -> bytes:
         BadSample: a value is of no type that an Example has.
     """
     features: list[bytes] = []
+    check_names(fields)
     for name in sorted(fields):
         try:
             encoded = name.encode()

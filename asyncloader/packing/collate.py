@@ -6,6 +6,7 @@ Data path: worker: dataset -> [collate] -> codec -> ring.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import chain
 from typing import Any
 
@@ -13,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncloader.packing.fields import join, token_fields
+from asyncloader.packing.fields import TOKENS, join, token_fields
 from asyncloader.packing.sequence_rows import Sequences
 
 _MADE = ("position_ids", "cu_seqlens", "max_seqlen")
 _PADDING = {"labels": -100}
+_CPU = torch.device("cpu")
 
 
 class PackSequences:
@@ -73,8 +75,9 @@ class PackSequences:
         Raises:
             ValueError: as the constructor says.
         """
+        device = next((value.device for value in batch.values() if isinstance(value, torch.Tensor)), _CPU)
         if self.pad_to is None:
-            return batch | layout(lengths)
+            return batch | layout(lengths, device)
         padding = self.pad_to - np.bincount(row_of, lengths, rows).astype(np.int64)
         if padding.min() < 0:
             raise ValueError(
@@ -82,7 +85,7 @@ class PackSequences:
                 f"pad_to={self.pad_to}"
             )
         counts = np.bincount(row_of, minlength=rows)
-        made = layout(np.insert(lengths, np.cumsum(counts), padding))
+        made = layout(np.insert(lengths, np.cumsum(counts), padding), device)
         made["position_ids"] = made["position_ids"].reshape(rows, self.pad_to)
         sizes = (self.pad_to - padding).tolist()
         for name, value in batch.items():
@@ -109,6 +112,13 @@ def join_fields(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str,
                 f"all sequences of a batch should have the same fields, but sequence {number} of it has "
                 f"{sorted(each)}, and the first {sorted(names)}"
             )
+    first = _names(sequences[0])
+    for number, sequence in enumerate(sequences):
+        if different := _names(sequence) ^ first:
+            raise ValueError(
+                "all sequences of a batch should have the same fields, but only one of the first and sequence "
+                f"{number} has {sorted(map(str, different))}: leave these out, by decode= for example"
+            )
     batch: dict[str, Any] = {}
     if isinstance(sequences[0], Mapping):
         made = set(_MADE) & sequences[0].keys()
@@ -119,7 +129,11 @@ def join_fields(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str,
     return batch | {name: join([each[name] for each in fields]) for name in names}
 
 
-def layout(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
+def _names(sequence: Any) -> AbstractSet[Any]:
+    return sequence.keys() if isinstance(sequence, Mapping) else {TOKENS}
+
+
+def layout(lengths: npt.NDArray[np.int64], device: torch.device) -> dict[str, Any]:
     """Return `position_ids`, `cu_seqlens` and `max_seqlen` of sequences of these lengths, of which 0 count as none.
 
     Raises:
@@ -130,7 +144,7 @@ def layout(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
     if ends[-1] >= 1 << 31:
         raise ValueError(f"a batch has {ends[-1]} tokens, but cu_seqlens is int32")
     return {
-        "position_ids": torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)),
-        "cu_seqlens": torch.from_numpy(ends.astype(np.int32)),
+        "position_ids": torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)).to(device),
+        "cu_seqlens": torch.from_numpy(ends.astype(np.int32)).to(device),
         "max_seqlen": int(lengths.max(initial=0)),
     }

@@ -28,7 +28,10 @@ def per_token(value: Any) -> Array | None:
     if isinstance(value, torch.Tensor | np.ndarray):
         return value if value.ndim else None
     if isinstance(value, list | tuple):
-        array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
+        try:
+            array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
+        except ValueError:  # a list of lists of different lengths
+            return None
         return array if array.dtype.kind in "biuf" and array.ndim else None
     return None
 
@@ -71,7 +74,11 @@ def cut(sequence: Any, start: int, stop: int) -> Any:
 
 
 def join(arrays: Sequence[Array]) -> torch.Tensor:
-    """Return the elements of one or more arrays, one behind the other, in memory of their own."""
+    """Return the elements of one or more arrays, one behind the other, in memory of their own. Tensors stay on their
+    device.
+    """
     if all(isinstance(array, np.ndarray) for array in arrays):
         return torch.from_numpy(np.concatenate(arrays))
-    return torch.cat([torch.as_tensor(array, device="cpu") for array in arrays])
+    return torch.cat(
+        [array if isinstance(array, torch.Tensor) else torch.as_tensor(array, device="cpu") for array in arrays]
+    )

@@ -30,13 +30,16 @@ class PackedLoader:
     Iterate it with ``for``, or with ``async for`` over an `AsyncDataLoader`. Each rank packs its own sequences, so the
     ranks have different numbers of rows, and a state belongs to its rank. Open and close the loader itself.
 
-    A row is what `PackSequences` makes of it.
+    A row is what `PackSequences` makes of it, on the device of the loader's batches.
 
     Args:
         loader: with ``batch_size=`` and ``collate_fn=JoinSequences(...)``.
         drop_last: leave out the remainder of the last window: of each domain, one row that is not full. Default
             False.
         pad_to, pad_values: as of `PackSequences`.
+
+    Raises:
+        TypeError: the loader has no `state_dict`.
     """
 
     def __init__(
@@ -47,6 +50,11 @@ class PackedLoader:
         pad_to: int | None = None,
         pad_values: Mapping[str, float] | None = None,
     ) -> None:
+        if not hasattr(loader, "state_dict"):
+            raise TypeError(
+                f"PackedLoader reads a loader of asyncloader, whose state it keeps, but got {type(loader).__module__}."
+                f"{type(loader).__name__}; DataLoader.from_torch(loader) makes one"
+            )
         self.loader = loader
         self.drop_last = drop_last
         self._collate = PackSequences(pad_to=pad_to, pad_values=pad_values)

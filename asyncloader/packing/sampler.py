@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import index
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +100,7 @@ class PackingSampler(Sampler[Row]):
         self.skipped = number if rule == "skip" else 0
         """Number of sequences that are left out because they are too long."""
         kept = np.flatnonzero((given > 0) & ~too_long) if rule == "skip" else np.flatnonzero(given)
-        if rule == "truncate":
+        if rule == "truncate" and number:  # otherwise the number of `max_tokens` may not fit the lengths' type
             given = np.minimum(given, self.max_tokens)
         self._kept = None if len(kept) == len(given) else kept.astype(np.min_scalar_type(len(given)))
         if self._kept is not None:
@@ -140,6 +140,10 @@ class PackingSampler(Sampler[Row]):
         if not plan.has(start):
             raise ValueError(f"start should be between 0 and {len(plan)}, but got start={start}")
         return Restarting(lambda row: self._from(plan, row), start)
+
+    def is_at(self, row: Row, index: Any) -> bool:
+        """Return whether a row is this row, or has the sequence of this index. For `DataLoader.where`."""
+        return row == index or index in ([each[0] for each in row] if self.slices else row)  # type: ignore[index]
 
     def _from(self, plan: PackingPlan, start: int) -> Iterator[Row]:
         for row in plan.rows_from(start):

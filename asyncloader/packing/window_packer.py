@@ -73,8 +73,14 @@ class WindowPacker:
         Raises:
             StateError: the sequences are not those of the state from which the epoch continues.
             ValueError: the window's sequences have other fields than those of the window before.
+            TypeError: the loader's batches are no windows.
         """
         window = read[0] if read else None
+        if window is not None and not isinstance(window, Window):
+            raise TypeError(
+                f"PackedLoader packs windows of sequences, but the loader gave {type(window).__name__}: give the "
+                "loader collate_fn=JoinSequences(...)"
+            )
         if self._sought:
             slices = np.array(self._sought, np.int64)
             lengths = np.zeros(0, np.int64) if window is None else window.lengths

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import inspect
+import operator
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import partial
 from types import TracebackType
@@ -37,6 +36,7 @@ from asyncloader.workers.fetch.context import context_managers
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.seeding import derive
+from asyncloader.workers.fetch.threads import JobThreads
 
 if TYPE_CHECKING:
     from asyncloader.ranks.exchange import RankExchange
@@ -72,7 +72,7 @@ class Mixture(Dataset[Any]):
         shuffle: False takes each map dataset in its order. Default True.
 
     Raises:
-        TypeError: a source is neither, or is a stream without `streams=`; or lengths are not integers.
+        TypeError: a source is neither, or is a stream without `streams=`; or lengths or `num_samples` are no integers.
         ValueError: the numbers of weights or lengths and sources differ, or an argument is out of range.
     """
 
@@ -106,7 +106,7 @@ class Mixture(Dataset[Any]):
             raise ValueError(f"weights by epoch should begin with epoch 0, but got epochs {list(by_epoch)}")
         self.weights = [(epoch, self.whole(by_epoch[epoch])) for epoch in sorted(by_epoch)]
         """Shares of samples, as whole numbers, with the epoch from which they hold."""
-        self.num_samples = None if num_samples is None else int(num_samples)
+        self.num_samples = None if num_samples is None else operator.index(num_samples)
         self.on_exhausted: OnExhausted = on_exhausted
         self.shuffle = shuffle
 
@@ -156,7 +156,7 @@ class MixedSources(Dataset[Any]):
         self._open: dict[int, OrderedDict[int, _StreamPass]] = {}  # by stream and pass, the newest last
         self._stack = contextlib.AsyncExitStack()
         self._closing: set[asyncio.Task[None]] = set()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: JobThreads | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: vars(self)[name] for name in ("source", "seed", "streams", "_parts", "_sizes")}
@@ -256,10 +256,12 @@ class MixedSources(Dataset[Any]):
     # ---------------------------------------------------------------------------------- in a worker
 
     async def __aenter__(self) -> Self:
-        for part, stream in zip(self._parts, self.streams, strict=True):
-            if not stream:
-                for manager in context_managers(part):
-                    await self._stack.enter_async_context(manager)
+        async with contextlib.AsyncExitStack() as stack:  # exits those that were entered, if another cannot be
+            for part, stream in zip(self._parts, self.streams, strict=True):
+                if not stream:
+                    for manager in context_managers(part):
+                        await stack.enter_async_context(manager)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
@@ -271,8 +273,9 @@ class MixedSources(Dataset[Any]):
         self._open = {}
         thread, self._thread = self._thread, None
         if thread is not None:
+            thread.close()
             # Not in this thread: the user's code may still be in a call that was cancelled.
-            self._stack.push_async_callback(in_thread, thread.shutdown)
+            self._stack.push_async_callback(in_thread, thread.join)
         await wait_until_done(list(self._closing))
         await self._stack.aclose()
 
@@ -289,9 +292,8 @@ class MixedSources(Dataset[Any]):
         if is_async_dataset(part):
             return await part[index]
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "asyncloader-mixture")
-        get = partial(contextvars.copy_context().run, part.__getitem__, index)
-        sample = await asyncio.get_running_loop().run_in_executor(self._thread, get)
+            self._thread = JobThreads(1, "asyncloader-mixture")
+        sample = await self._thread.call(part.__getitem__, index)
         return await sample if inspect.isawaitable(sample) else sample
 
     def _reading(self, source: int, passes: int) -> _StreamPass:
@@ -373,14 +375,14 @@ def _check_source(number: int, source: Any) -> None:
 
 def _mean(number: int, lengths: Any, samples: int | None) -> Fraction:
     """Return the mean length of a source's samples. `samples`: their number; None: not known yet."""
-    if isinstance(lengths, int | float | Fraction | np.integer):
-        mean = Fraction(lengths if isinstance(lengths, Fraction | float) else int(lengths))
+    given = np.asarray(lengths)
+    if isinstance(lengths, Fraction) or (not given.ndim and given.dtype.kind in "iuf" and np.isfinite(given)):
+        mean = Fraction(lengths if isinstance(lengths, Fraction) else given.item())
     else:
-        given = np.asarray(lengths)
         if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
             raise TypeError(
                 f"the lengths of source {number} should be a number, or integers with one axis, but got "
-                f"{given.dtype} of shape {given.shape}"
+                f"{f'{given.dtype} of shape {given.shape}' if given.ndim else repr(lengths)}"
             )
         if samples is not None and len(given) != samples:
             raise ValueError(f"source {number} has {samples} samples, but got {len(given)} lengths")

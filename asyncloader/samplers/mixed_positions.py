@@ -79,10 +79,14 @@ class MixedPositions(Positions):
         epoch. A state that is loaded replaces them when the next iterator begins to read.
 
         Raises:
-            ValueError: their number differs from that of the sources, or they are out of range.
+            ValueError: their number differs from that of the sources, they are out of range, or a source that they
+                give a weight is empty.
         """
+        whole = self.dataset.whole(weights)
+        if self.dataset.samples is not None:  # otherwise the first epoch finds the empty sources
+            self.dataset.order([(0, whole)])
         # After an epoch's last batch, the loader has set the following epoch, which has not begun.
-        change = self.epoch + (self._begun == self.epoch), self.dataset.whole(weights)
+        change = self.epoch + (self._begun == self.epoch), whole
         self._changes = [each for each in self._changes if each[0] < change[0]] + [change]
 
     @property

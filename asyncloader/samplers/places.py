@@ -6,6 +6,7 @@ positions are found by reading its indices, which fetches no data.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ def places(sampler: Any, share: Share, index: Any) -> list[Place]:
         sampler: a sampler, or batch sampler, of known length. One that shards by itself gives the items of its rank
             alone.
         share: the rules by which its items become the ranks' batches.
-        index: an index as the sampler gives it.
+        index: an index as the sampler gives it; or one that the sampler's own ``is_at(item, index)`` finds in an item.
 
     Raises:
         ValueError: the items cannot be shared evenly, and `on_uneven` is "error".
@@ -48,7 +49,8 @@ def places(sampler: Any, share: Share, index: Any) -> list[Place]:
     if type(sampler) is SeededSampler:
         items = sampler.positions_of(index)
     else:
-        items = [item for item, each in enumerate(sampler) if each == index]
+        is_at = getattr(sampler, "is_at", operator.eq)
+        items = [item for item, each in enumerate(sampler) if is_at(each, index)]
     in_order = sorted(place for item in items for place in _shares(share, size, item))
     if share.balance is None:
         return in_order

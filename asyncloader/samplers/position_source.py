@@ -62,6 +62,10 @@ class PositionSource(AsyncIndexSource):
         view = position.view = RankView(order.sampler(position.epoch), self.share)
         position.total = len(view)
         first, task = position.first_step, 0
+        # Known only now: steps were left out before the samples were counted, or the state is broken.
+        last = max([first, *(step + 1 for step in position.skipped)])
+        if last > position.total:
+            raise IndexError(f"epoch {position.epoch} has no step {last - 1}: it has {position.total} batches")
         for step, item in enumerate(view.iter_from(first), first):
             if step not in position.skipped:
                 position.pulled(task, step)

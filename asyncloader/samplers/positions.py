@@ -105,19 +105,35 @@ class Positions:
             saved = state.get(name)
             if saved == value or (name == "shards" and None in (saved, value)):
                 continue
-            if name == "shards":
+            part, before, now = _first_difference(name, saved, value)
+            if part.endswith("shards"):
+                whose = "" if part == "shards" else f" ({part})"
                 raise StateError(
-                    "the state was saved of other shards, or of shards with other numbers of samples: use the same "
-                    "shards, or begin anew without the state"
+                    f"the state was saved of other shards{whose}, or of shards with other numbers of samples: use the "
+                    "same shards, or begin anew without the state"
                 )
             advice = "" if self.dataset.elastic is None else f"; {AS_A_SET}"
             raise StateError(
-                f"the state was saved with {name}={saved!r:.100}, but this dataset has {name}={value!r:.100}; use "
-                f"{name}={saved!r:.100}, or begin anew without the state{advice}"
+                f"the state was saved with {part}={before!r:.100}, but this dataset has {part}={now!r:.100}; use "
+                f"{part}={before!r:.100}, or begin anew without the state{advice}"
             )
 
     def follow(self, state: dict[str, Any]) -> None:
         """Go on after the epoch of a state: every epoch begins with position 0."""
+
+
+def _first_difference(name: str, saved: Any, here: Any) -> tuple[str, Any, Any]:
+    """Return the first part in which two values differ, with its name: ``sources[2].samples``."""
+    if isinstance(saved, dict) and isinstance(here, dict) and saved.keys() == here.keys():
+        keys = ((f"{name}.{key}", key) for key in here)
+    elif isinstance(saved, list) and isinstance(here, list) and len(saved) == len(here):
+        keys = ((f"{name}[{number}]", number) for number in range(len(here)))
+    else:
+        return name, saved, here
+    for inner, key in keys:
+        if saved[key] != here[key]:
+            return _first_difference(inner, saved[key], here[key])
+    return name, saved, here
 
 
 class RestOfPositions(Positions):

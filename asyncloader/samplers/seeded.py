@@ -79,7 +79,9 @@ class SeededSampler(Sampler[int]):
         index.
         """
         size = len(self.data_source)
-        if isinstance(index, bool) or not isinstance(index, int | np.integer) or not 0 <= index < size:
+        # Also a tensor, as a batch of indices has it.
+        index = -1 if isinstance(index, bool) or not hasattr(index, "__index__") else as_index(index)
+        if not 0 <= index < size:
             return []
         order = Permutation(size, self.seed, self.epoch)
         return [int(order.positions(index) if self.shuffle else index)]

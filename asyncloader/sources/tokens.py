@@ -42,10 +42,10 @@ def positions(indices: Sequence[int], length: int) -> np.ndarray[Any, np.dtype[n
     found = np.asarray(indices)
     if found.dtype.kind not in "iu" and found.size:
         raise TypeError(f"indices of samples are integers, not {found.dtype}")
-    found = found.astype(np.int64, copy=False)
-    wrong = (found < -length) | (found >= length)
+    wrong = (found < -length) | (found >= length)  # before the conversion: uint64 may not fit
     if wrong.any():
         raise IndexError(f"sample {int(found[wrong][0]):,} of a dataset of {length:,}")
+    found = found.astype(np.int64, copy=False)
     return np.where(found < 0, found + length, found)
 
 

@@ -7,6 +7,7 @@ would have saved before it is written down without the run.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,8 +67,9 @@ def begin_at(loader: DataLoader[Any] | AsyncDataLoader[Any], keeper: StateKeeper
         IndexError: the epoch has fewer steps.
         ValueError: epoch or step is not a number from 0 on.
     """
-    for name, value in (("epoch", epoch), ("step", step)):
-        _check_number(name, value)
+    epoch, step = _checked_number("epoch", epoch), _checked_number("step", step)
+    if epoch >= 1 << 63:
+        raise ValueError(f"epoch should be below 2**63, but got epoch={epoch}")
     keeper.alone = True  # other ranks need not make this batch, too
     try:
         loader.load_state_dict(_before(loader.state_dict(), epoch, step))
@@ -115,9 +117,7 @@ def without_steps(spec: LoaderSpec[Any], state: dict[str, Any], steps: Iterable[
         IndexError: the epoch has fewer steps.
         ValueError: the loader's batches do not follow from epoch and step, or a step is not a number from 0 on.
     """
-    config, left_out = _checked(spec), set(steps)
-    for step in left_out:
-        _check_number("each step", step)
+    config, left_out = _checked(spec), {_checked_number("each step", step) for step in steps}
     if state["finished"]:
         state = _before(state, state["epoch"] + 1, 0) | {"sampler": None, "seeds": None}
     with suppress(TypeError):  # the number is not known yet
@@ -134,9 +134,12 @@ def _before(state: dict[str, Any], epoch: int, step: int) -> dict[str, Any]:
     return {**state, "epoch": epoch, "step": step, "beyond": [], "finished": False}
 
 
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+def _checked_number(name: str, value: Any) -> int:
+    # Also an integer of numpy or torch: steps are found by comparing losses.
+    number = -1 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+    if number < 0:
         raise ValueError(f"{name} should be an integer from 0 on, but got {value!r}")
+    return number
 
 
 def _checked(spec: LoaderSpec[Any], *, indexed: bool = False) -> EpochConfig:

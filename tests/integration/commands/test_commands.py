@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, write_shards_sync
 from asyncloader.__main__ import main
 from tests.helpers.running import ROOT
 from tests.helpers.seeded_datasets import Rows
@@ -124,6 +125,20 @@ def test_an_index_that_counts_wrong(tmp_path: Path, run: Run) -> None:
     assert found["empty shards"][:2] == ("note", "1")
 
 
+def test_the_index_of_write_shards(tmp_path: Path, run: Run) -> None:
+    """Counts without reading, and shows that lines, or bytes behind an archive's end, are missing."""
+    for ending, name in (("jsonl", "txt"), ("tar", "__key__")):
+        samples = [{name: f"line{number}", "txt": "a"} for number in range(6)]
+        shards = write_shards_sync(samples, f"{tmp_path}/{ending}/{{shard:02d}}.{ending}", max_samples=2)
+        assert run("inspect", f"{tmp_path}/{ending}/", "--no-read")[1]["samples"][2]["samples"] == 6
+        assert run("inspect", f"{tmp_path}/{ending}/")[0] == 0
+        whole = Path(shards[1].url).read_bytes()
+        Path(shards[1].url).write_bytes(whole[: whole.index(b"\n") + 1] if ending == "jsonl" else whole[:-100])
+        code, found = run("inspect", f"{tmp_path}/{ending}/")
+        assert code == 1
+        assert "but its index says" in found["damage"][1]
+
+
 # ------------------------------------------------------------------------------------- checkpoint show
 
 
@@ -177,7 +192,7 @@ def test_states_in_words(case: str, tmp_path: Path, run: Run) -> None:
     make, *words = CASES[case]
     state = make()
     torch.save({"model": {"weight": torch.zeros(9)}, "loaders": [None, {"train": state}]}, tmp_path / "a.pt")
-    (tmp_path / "a.json").write_text(json.dumps(state))
+    (tmp_path / "a.json").write_text("\ufeff\n" + json.dumps(state, indent=1))
     for file, place in (("a.pt", "loaders[1].train"), ("a.json", "the file")):
         code, found = run("checkpoint", "show", tmp_path / file)
         assert code == 0
@@ -207,6 +222,29 @@ def test_states_that_cannot_be_loaded(tmp_path: Path, run: Run) -> None:
     assert "of version 99" in found["[2]"][1]
 
 
+def test_a_checkpoint_of_objects_within_themselves(tmp_path: Path, run: Run) -> None:
+    """Each is looked through once."""
+    whole: dict[str, Any] = {"loader": state_of(2, **SEEDED)}
+    for name in "abc":
+        whole[name] = whole
+    torch.save(whole, tmp_path / "a.pt")
+    assert [*run("checkpoint", "show", tmp_path / "a.pt")[1]] == ["loader", "  order", "  resumes on"]
+
+
+def test_names_that_a_terminal_would_obey(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Are printed with escapes, and no part of a file looks like a finding; nor do they end the command."""
+    for name in ("\x1b[2Ja.jsonl", "\nok  damage.jsonl", os.fsdecode(b"\xff.jsonl")):
+        (tmp_path / name).write_text("no\n")
+    assert main(["inspect", f"{tmp_path}/"]) == 1
+    out = capsys.readouterr().out
+    assert all(line.startswith(("ok ", "!! ", "   ")) for line in out.splitlines())
+    assert "\nok  damage" not in out
+    assert all(each in out for each in (r"\x1b[2Ja.jsonl", r"\udcff.jsonl", "damaged shards        3 of 3"))
+    torch.save({"\x1b[2J\nok": state_of(2, **SEEDED)}, tmp_path / "a.pt")
+    assert main(["checkpoint", "show", str(tmp_path / "a.pt")]) == 0
+    assert r"\x1b[2J\nok" in capsys.readouterr().out
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return (exec, ("raise SystemExit('it ran')",))
@@ -219,7 +257,11 @@ class Evil:
         (b"", "not a checkpoint that can be read safely"),
         (b"PK\x03\x04 no archive", "not a checkpoint that can be read safely"),
         (b'{"a": [1, 2]}', "has no loader's state in it"),
-        (b'{"a": [1, 2', "Expecting"),
+        (b'{"a": [1, 2', "a.pt is not JSON that can be read: Expecting"),
+        (b'{"a": "\xff"}', "a.pt is not JSON that can be read: 'utf-8' codec"),
+        (b"[" * 100_000, "nests too deep"),
+        (b"\x80\x02(1.", "not a checkpoint that can be read safely"),
+        (b"\x80\x02h\x05.", "not a checkpoint that can be read safely"),
     ],
 )
 def test_files_without_states(content: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader, Mixture, RemoteIterableDataset, sample_rng
@@ -282,7 +283,7 @@ def test_shares_of_tokens(folder: Path) -> None:
     names = COMBINATIONS["map+stream"]
     lengths = np.arange(SIZES["map"]) + 5
     mean = Fraction(int(lengths.sum()), len(lengths))
-    for given in (lengths, mean):
+    for given in (lengths, mean, np.float32(mean), torch.tensor(int(mean))):
         epoch = epochs_of(loader_of(folder, names, lengths=[given, 40], num_samples=600), 1)[0]
         rows = Fraction(shares(epoch))
         assert abs(rows * mean / (rows * mean + (1 - rows) * 40) - Fraction(2, 3)) < Fraction(1, 200)
@@ -304,6 +305,8 @@ class Endless(IterableDataset[int]):
         ([Rows(0, 3)], [1], {"on_exhausted": "wait"}, ValueError, "should be one of"),
         ([Rows(0, 3)], [1], {"on_exhausted": "stop", "num_samples": 3}, ValueError, "num_samples=3 needs"),
         ([Rows(0, 3)], [1], {"num_samples": -3}, ValueError, "num_samples should be 0 or more"),
+        ([Rows(0, 3)], [1], {"num_samples": 2.5}, TypeError, "as an integer"),
+        ([Rows(0, 3)], [1], {"lengths": [float("nan")]}, TypeError, "but got nan"),
         ([Rows(0, 3)], [1], {"lengths": []}, ValueError, "lengths for each source"),
         ([Rows(0, 3)], [1], {"lengths": [0]}, ValueError, "should be positive"),
         ([Rows(0, 3)], [1], {"lengths": [[1, 2]]}, ValueError, "has 3 samples, but got 2 lengths"),
@@ -325,6 +328,69 @@ def test_without_a_seed() -> None:
     mixture = Mixture([Rows(0, 3)], [1])
     with DataLoader[Any](mixture) as loader, pytest.raises(TypeError, match="give a seed"):
         list(loader)
+
+
+class Exhausted(Rows):
+    """Its sample 2 raises StopIteration."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index if index != 2 else next(iter(()))
+
+
+@pytest.mark.parametrize("workers", ["none", "threads"])
+def test_a_sample_that_raises_stop_iteration(workers: str) -> None:
+    """Is an error like others; a future of asyncio cannot have this one as its exception."""
+    mixture = Mixture([Exhausted(0, 4)], [1], shuffle=False)
+    with DataLoader[Any](mixture, batch_size=2, seed=1, **WORKERS[workers]) as loader:
+        batches = iter(loader)
+        assert next(batches).tolist() == [0, 1]
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            next(batches)
+    with DataLoader[Any](mixture, batch_size=2, seed=1, on_error="skip", **WORKERS[workers]) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1], [3]]
+
+
+class ClosedRows(AwaitedRows):
+    """Cannot be entered."""
+
+    async def __aenter__(self) -> Any:
+        raise OSError("closed today")
+
+
+def test_a_source_that_cannot_be_entered() -> None:
+    """Those that were entered before it are exited."""
+    first = AwaitedRows(0, 4)
+    with DataLoader[Any](Mixture([first, ClosedRows(0, 4)], [1, 1]), seed=1) as loader:
+        with pytest.raises(OSError, match="closed today"):
+            list(loader)
+        assert not first.entered
+
+
+def test_a_state_of_other_sources(folder: Path) -> None:
+    """The error says which source differs, and in which value."""
+    names = COMBINATIONS["stream+map"]
+    with loader_of(folder, names) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    others: list[tuple[Any, str]] = [
+        ([source_of(folder, names[0]), Rows(0, 30)], r"saved with sources\[1\]\.samples=31, but .*\]\.samples=30"),
+        ([source_of(folder, "tar"), Rows(0, 31)], r"saved with sources\[0\]\.shuffle_buffer=0"),
+        ([RemoteIterableDataset(f"{folder}/a/", streams=2), Rows(0, 31)], r"other shards \(sources\[0\]\.shards\)"),
+    ]
+    for sources, text in others:
+        with DataLoader[Any](Mixture(sources, WEIGHTS), batch_size=GLOBAL, seed=3, decode=decoded) as loader:
+            loader.load_state_dict(state)
+            with pytest.raises(StateError, match=text):
+                list(loader)
+
+
+def test_weights_for_an_empty_source() -> None:
+    """Are refused where they are given, and the run goes on."""
+    with DataLoader[Any](Mixture([Rows(0, 3), Rows(9, 0)], [1, 0]), seed=1) as loader:
+        assert len(list(loader)) == 3
+        with pytest.raises(ValueError, match="dataset 1 is empty"):
+            loader.feedback([1, 1])
+        assert len(list(loader)) == 3
 
 
 def test_an_empty_source(folder: Path, tmp_path: Path) -> None:

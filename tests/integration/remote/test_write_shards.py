@@ -148,11 +148,12 @@ async def test_what_mosaicml_wrote_is_written_again(tmp_path: Path) -> None:
         assert all(same(one[name], other[name]) for name in columns)
 
 
-async def test_no_samples_and_their_index(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["tar", "mds", "parquet"])
+async def test_no_samples_and_their_index(format: str, tmp_path: Path) -> None:
     """Nothing is written but an index without shards."""
-    assert await write_shards([], pattern(tmp_path, "tar")) == []
-    assert await write_shards([], pattern(tmp_path, "tar")) == []
-    index = json.loads((tmp_path / "_train-index.tar.json").read_text())
+    assert await write_shards([], pattern(tmp_path, format)) == []
+    assert await write_shards([], pattern(tmp_path, format)) == []
+    index = json.loads((tmp_path / f"_train-index.{format}.json").read_text())
     assert (index["complete"], index["shards"]) == (True, {})
 
 

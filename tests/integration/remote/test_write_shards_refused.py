@@ -53,3 +53,12 @@ async def test_samples_and_limits_are_checked() -> None:
         await write_shards(samples_of("mds"), "{shard}.mds", transport=MemoryTransport(), max_bytes="4GiB")
     with pytest.raises(ShardWriteError, match="sample 0 cannot be written: its field 'a' is a object"):
         await write_shards([{"a": object()}], "{shard}.mds", transport=MemoryTransport())
+
+
+@pytest.mark.parametrize("format", ["tar", "tfrecord", "mds", "parquet"])
+async def test_no_dictionary_of_names(format: str) -> None:
+    """Is an error of the sample, also of the first, whose columns are looked for."""
+    none: Any
+    for none, text in (([3], "it is a int; a sample is a dictionary"), ([{"__key__": "a", 1: b"2"}], "its field 1 ")):
+        with pytest.raises(ShardWriteError, match=f"sample 0 .*cannot be written: .*{text}"):
+            await write_shards(none, f"{{shard}}.{format}", transport=MemoryTransport())

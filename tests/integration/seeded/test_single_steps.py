@@ -16,6 +16,7 @@ from asyncloader import (
     BucketBatchSampler,
     DataLoader,
     MixtureSampler,
+    PackingSampler,
     RemoteIterableDataset,
     StatefulDataLoader,
 )
@@ -231,6 +232,10 @@ def test_fixed_streams(tmp_path: Path, ranks: int) -> None:
         assert [numbers.tolist() for numbers, _ in loader] == [*batches[0][:2], *batches[0][3:]]
         with pytest.raises(ValueError, match="streams have no indices"):
             loader.where(3)
+    with DataLoader(dataset, batch_size=6 // ranks, seed=3, decode=fields_of, **given) as loader:
+        loader.skip([0, 100])  # the samples are counted later
+        with pytest.raises(IndexError, match=f"epoch 0 has no step 100: it has {len(batches[0])} batches"):
+            next(iter(loader))
 
 
 def test_of_a_service(tmp_path: Path) -> None:
@@ -303,10 +308,41 @@ def test_wrong_arguments() -> None:
             ({"step": -1}, "step should be an integer from 0 on, but got -1"),
             ({"step": 1, "epoch": 1.5}, "epoch should be an integer from 0 on, but got 1.5"),
             ({"step": 1, "rank": 2}, "rank should be between 0 and 1, but got rank=2"),
+            ({"step": 1, "epoch": 1 << 63}, r"epoch should be below 2\*\*63"),
         ]
         for given, text in cases:
             with pytest.raises(ValueError, match=text):
                 loader.batch_at(**given)
+
+
+@pytest.mark.parametrize("one", [np.int64(1), np.uint8(1), torch.tensor(1)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_integers_of_arrays(one: Any, shuffle: bool) -> None:
+    """Count as Python's: steps and indices are found in arrays and batches."""
+    with DataLoader(Rows(9), batch_size=2, seed=1, shuffle=shuffle) as loader:
+        batches = list(loader)
+        assert_same(loader.batch_at(one, epoch=0), batches[1])
+        assert loader.where(one, epoch=0) == loader.where(1, epoch=0) != []
+        loader.set_epoch(0)
+        loader.skip([one])
+        assert_same(list(loader), [batches[0], *batches[2:]])
+
+
+def test_packed_rows() -> None:
+    """A row is found, and so is a sequence in its row, or in all rows that have a part of it."""
+    for strategy in ("best_fit", "wrap"):
+        lengths: Any = [1 + i % 7 for i in range(SIZE)]
+        sampler = PackingSampler(lengths, 8, 4, strategy=strategy)  # type: ignore[arg-type]
+        rows = list(sampler)
+        with DataLoader(Rows(SIZE), batch_size=4, seed=1, sampler=sampler) as loader:  # type: ignore[arg-type]
+            for index in range(SIZE):
+                wanted = [
+                    at
+                    for at, row in enumerate(rows)
+                    if any(index in (part, part[0] if type(part) is tuple else -1) for part in row)
+                ]
+                assert [4 * place.step + place.number for place in loader.where(index)] == wanted != []
+            assert loader.where(rows[5]) == [(1, 0, 1)]  # type: ignore[arg-type]
 
 
 def test_in_another_process(tmp_path: Path) -> None:

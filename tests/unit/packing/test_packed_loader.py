@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader as TorchDataLoader
 
 from asyncloader import (
     AsyncDataLoader,
@@ -312,3 +313,11 @@ def test_padding_and_nothing(tmp_path: Path) -> None:
     nothing: Any = []
     packed = PackedLoader(DataLoader[Any](nothing, batch_size=4, collate_fn=JoinSequences(MOST)))
     assert list(packed) == []
+
+
+def test_loaders_without_windows(tmp_path: Path) -> None:
+    """The error says what to give."""
+    with pytest.raises(TypeError, match=r"but got torch\.utils\.data\.dataloader\.DataLoader"):
+        PackedLoader(TorchDataLoader(Map()))
+    with pytest.raises(TypeError, match=r"gave list: give the loader collate_fn=JoinSequences"):
+        next(iter(PackedLoader(make("seeded", tmp_path, collate_fn=list))))

@@ -169,6 +169,8 @@ def test_too_long(strategy: Any, rule: Any, rows: list[Any]) -> None:
     sampler = PackingSampler([2, 9, 3], 6, 0, strategy=strategy, on_too_long=rule, shuffle=False)
     assert list(sampler) == rows
     assert sampler.skipped == (rule == "skip")
+    small = np.array([2, 3], np.uint8)  # `max_tokens` is no such number
+    assert sum(len(row) for row in PackingSampler(small, 1000, 0, strategy=strategy, on_too_long=rule)) == 2
 
 
 def test_too_long_is_an_error() -> None:

@@ -118,3 +118,19 @@ def test_other_fields() -> None:
     join = JoinSequences(MOST)
     with pytest.raises(ValueError, match=r"have \['b'\], and those before \['a'\]"):
         run([join([{"a": torch.ones(2)}]), join([{"b": torch.ones(2)}])], False)
+
+
+@pytest.mark.parametrize("pad_to", [None, MOST])
+def test_rows_are_on_the_device_of_their_windows(pad_to: int | None) -> None:
+    """With all of their tensors; also those that have parts of two windows."""
+    sequences = [{"tokens": torch.zeros(size, device="meta"), "name": str(size)} for size in (20, 9, 8)]
+    windows = [JoinSequences(MOST)(sequences[:2]), JoinSequences(MOST)(sequences[2:])]
+    packer = WindowPacker(PackSequences(pad_to=pad_to), drop_last=False, state=0, carried=[], delivered=0)
+    rows: list[dict[str, Any]] = []
+    for state in range(3):
+        packer.add(state, windows[state : state + 1])
+        while (row := packer.row()) is not None:
+            rows.append(row)
+            packer.delivered += 1
+    assert [name for row in rows for name in row["name"]] == ["20", "9", "8"]
+    assert {row[name].device.type for row in rows for name in ("tokens", "position_ids", "cu_seqlens")} == {"meta"}

@@ -38,6 +38,13 @@ def test_too_long_is_an_error() -> None:
         JoinSequences(3)([[1, 2, 3, 4]])
 
 
+def test_fields_that_are_no_tokens() -> None:
+    """Whatever is no array of numbers is a value of its sequence: also lists of lists of different lengths."""
+    for value in ([[1, 2], [3]], ["a", "b"], {"a": [1]}, None, 0.5, [2**70], [{}]):
+        window = JoinSequences(3)([{"tokens": [1, 2], "about": value}] * 2)
+        assert window.fields["about"] == [value, value]
+
+
 def test_nothing() -> None:
     """A window may have no sequence that is packed."""
     assert len(JoinSequences(3)([[]]).lengths) == 0
@@ -54,3 +61,12 @@ def test_bad_arguments() -> None:
     none: Any = lambda _: 0.5  # noqa: E731
     with pytest.raises(TypeError, match=r"a domain should be an integer or a string, but got 0\.5"):
         JoinSequences(3, domain=none)([[1]])
+
+
+def test_fields_of_some_sequences() -> None:
+    """Are an error that names them, whichever sequence has them; so are those of sequences without names."""
+    one: Any = {"tokens": [1], "__key__": "a"}
+    for samples in ([one, {"tokens": [2]}], [{"tokens": [2]}, one], [[2], one], [one, [2]]):
+        with pytest.raises(ValueError, match=r"the first and sequence 1 has \['__key__'\]: leave these out"):
+            JoinSequences(3)(samples)
+    assert len(JoinSequences(3)([[1], {"tokens": [2]}]).lengths) == 2
