@@ -180,20 +180,20 @@ class RankWatch:
             return {}
         for rank, data in zip(ranks, store.multi_get([str(rank) for rank in ranks]), strict=True):
             self._received[rank].take(bytes(data))
-        found = {rank: unpack(each.data) for rank, each in self._received.items() if each.fresh}
-        return {rank: wait for rank, wait in found.items() if wait is not None}
+        return {rank: each.wait for rank, each in self._received.items() if each.wait is not None and each.fresh}
 
 
 class _Received:
     """The newest figures of a rank. What was in the store before, of an earlier loader or run, does not count."""
 
     def __init__(self, data: bytes) -> None:
-        self.data = data
+        self.wait: RankWait | None = None
+        self._data = data
         self._unchanged: int | None = None  # exchanges; None: it has not changed at all
 
     def take(self, data: bytes) -> None:
-        if data != self.data:
-            self.data, self._unchanged = data, 0
+        if data != self._data:
+            self.wait, self._data, self._unchanged = unpack(data), data, 0
         elif self._unchanged is not None:
             self._unchanged += 1
 
