@@ -59,6 +59,7 @@ from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import DeviceTransfer
+    from asyncloader.progress_bar import EpochProgress
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
@@ -339,6 +340,12 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     def diagnose(self) -> Diagnosis:
         """The bound of the run so far, and how to move it; see `DataLoader.diagnose`."""
         return diagnose_run(self._spec, self._statistics)
+
+    def progress(self) -> EpochProgress[B_co]:
+        """The batches with a progress bar: ``async for batch in loader.progress()``; see `DataLoader.progress`."""
+        from asyncloader.progress_bar import EpochProgress
+
+        return EpochProgress(self, self._statistics, lambda: self._keeper.first_step)
 
     def explain(self) -> str:
         """The effective configuration, and `diagnose` in words; see `DataLoader.explain`."""

@@ -52,6 +52,7 @@ from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.tracebacks import hide_our_frames
 
 if TYPE_CHECKING:
+    from asyncloader.progress_bar import EpochProgress
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
@@ -324,6 +325,18 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         ``loader.clone(**loader.diagnose().change)`` applies them. They alter neither order nor samples.
         """
         return diagnose_run(self, self._asyncloader_state.statistics)
+
+    def progress(self) -> EpochProgress[B_co]:
+        """The loader's batches, with a progress bar: ``for batch in loader.progress()``.
+
+        In a terminal, on standard error, tqdm's or rich's bar shows the steps, the rate, the share of waiting in the
+        last seconds, and the bound that `diagnose` finds. Without a terminal, or either package, nothing is shown.
+        Each iteration is a new epoch.
+        """
+        from asyncloader.progress_bar import EpochProgress
+
+        state = self._asyncloader_state
+        return EpochProgress(self, state.statistics, lambda: state.keeper.first_step)
 
     def explain(self) -> str:
         """The effective configuration, and what bounds the run and what to change: `diagnose` in words."""
