@@ -77,7 +77,7 @@ format: $(VENV)/.stamp-check ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.stamp-docs ## build the pages into build/docs; a warning is an error
+docs: $(VENV)/.stamp-docs ## build the pages into build/docs, and llms.txt with each as Markdown; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "built build/docs/index.html"
 

@@ -36,6 +36,7 @@ from asyncloader.options.declaration import (
 )
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.unknown_dataset import ask_dataset
+from asyncloader.ranks.watch import watch_ranks
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.shielding import shielded
@@ -58,6 +59,7 @@ from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import DeviceTransfer
+    from asyncloader.progress_bar import EpochProgress
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
@@ -175,6 +177,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             undo()
             raise
         self._newest = weakref.ref(iterator)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            watch_ranks(spec, self._statistics)
         self._iterators.add(iterator)
         # `close`, in another thread, may have looked at the iterators before this one was among them.
         if self._closed:
@@ -336,6 +340,12 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     def diagnose(self) -> Diagnosis:
         """The bound of the run so far, and how to move it; see `DataLoader.diagnose`."""
         return diagnose_run(self._spec, self._statistics)
+
+    def progress(self) -> EpochProgress[B_co]:
+        """The batches with a progress bar: ``async for batch in loader.progress()``; see `DataLoader.progress`."""
+        from asyncloader.progress_bar import EpochProgress
+
+        return EpochProgress(self, self._statistics, lambda: self._keeper.first_step)
 
     def explain(self) -> str:
         """The effective configuration, and `diagnose` in words; see `DataLoader.explain`."""

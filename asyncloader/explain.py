@@ -78,6 +78,7 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
             "the consumer held more batches than the ring can spare"
         )
     lines += _waiting(statistics)
+    lines += [] if statistics.watch is None else statistics.watch.lines()
     lines.append(diagnose_run(spec, statistics).text)
     return "\n".join(lines)
 

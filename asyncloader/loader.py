@@ -33,6 +33,7 @@ from asyncloader.options.declaration import (
     fixed_option,
 )
 from asyncloader.options.unknown_dataset import ask_dataset
+from asyncloader.ranks.watch import watch_ranks
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.state.checkpoint import StateKeeper
@@ -51,6 +52,7 @@ from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.tracebacks import hide_our_frames
 
 if TYPE_CHECKING:
+    from asyncloader.progress_bar import EpochProgress
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
@@ -117,6 +119,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
                 undo()
                 raise
             state.newest = weakref.ref(iterator)
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                watch_ranks(self, state.statistics)
         state.iterators.add(iterator)
         # `close`, in another thread, may have looked at the iterators before this one was among them.
         if state.closed:
@@ -322,6 +326,18 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         ``loader.clone(**loader.diagnose().change)`` applies them. They alter neither order nor samples.
         """
         return diagnose_run(self, self._asyncloader_state.statistics)
+
+    def progress(self) -> EpochProgress[B_co]:
+        """The loader's batches, with a progress bar: ``for batch in loader.progress()``.
+
+        In a terminal, on standard error, tqdm's or rich's bar shows the steps, the rate, the share of waiting in the
+        last seconds, and the bound that `diagnose` finds. Without a terminal, or either package, nothing is shown.
+        Each iteration is a new epoch.
+        """
+        from asyncloader.progress_bar import EpochProgress
+
+        state = self._asyncloader_state
+        return EpochProgress(self, state.statistics, lambda: state.keeper.first_step)
 
     def explain(self) -> str:
         """The effective configuration, and what bounds the run and what to change: `diagnose` in words."""

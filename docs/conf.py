@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any
 
 project = "asyncloader"
 author = "the asyncloader authors"
@@ -26,3 +28,16 @@ python_use_unqualified_type_names = True
 maximum_signature_line_length = 100  # a longer one has a line for each argument
 autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings = False
+
+
+def setup(app: Any) -> None:
+    """Write the pages for language models beside the HTML pages."""
+    app.connect("build-finished", write_llms)
+
+
+def write_llms(app: Any, error: Exception | None) -> None:
+    """Called by Sphinx when a build has ended."""
+    if error is None and app.builder.name == "html":
+        from docs.llms import write
+
+        write(Path(app.outdir))

@@ -47,6 +47,26 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
     return prepared
 
 
+def log_stats(accelerator: Any, loader: Any, step: int, prefix: str = "", *, interval: bool = False) -> None:
+    """Log a prepared loader's `stats()` to the accelerator's trackers.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`, after its `init_trackers`. It logs on its main process alone, whose
+            loader's figures these are.
+        loader: a loader that `prepare` or `adopt` returned, or one of ours.
+        step: number of the training step.
+        prefix: put before every key, as ``"train/"``.
+        interval: count only from the last call with ``interval=True`` on.
+
+    Raises:
+        TypeError: the loader, or the loader inside the wrapper, is not one of asyncloader.
+    """
+    inside = loader.base_dataloader if issubclass(type(loader), DataLoaderAdapter) else loader
+    if not isinstance(inside, DataLoader):
+        raise TypeError(f"log_stats takes a loader of asyncloader, but got a {type(inside).__name__}; see prepare")
+    accelerator.log(inside.stats(prefix, interval=interval), step=step)
+
+
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Do for a prepared loader of ours the work of `accelerate.skip_first_batches`, which builds a stock loader.
 

@@ -73,7 +73,7 @@ class Agreement:
         self._over = False
         self._closed: str | None = None  # the reason, if this rank gave the epoch up
         self._owner = os.getpid()
-        at_exit(_leave_all)
+        join_at_exit()
         _live.add(self)
         # Held while reducing: another thread may give the epoch up while one waits for its steps.
         self._lock = threading.Lock()
@@ -296,6 +296,11 @@ def start_thread(function: Callable[[], None]) -> None:
     thread = threading.Thread(target=function, name="asyncloader-agree", daemon=True)
     _threads.add(thread)
     thread.start()
+
+
+def join_at_exit() -> None:
+    """Let an exiting process wait for the threads of `start_thread`, two seconds at most."""
+    at_exit(_leave_all)
 
 
 def _leave_all() -> None:

@@ -108,6 +108,11 @@ class StateKeeper:
         return None if old is None or old.finished or old.moment == self._moment else old
 
     @property
+    def first_step(self) -> int:
+        """Steps that were delivered before the newest iterator, which resumed there."""
+        return 0 if self._newest is None else self._newest.first_step
+
+    @property
     def padding(self) -> int:
         """Samples at the end of the newest batch that only keep the ranks even."""
         newest = self._late or self._newest

@@ -187,6 +187,12 @@ def stage_times(block: Sequence[float], stage: Stage) -> StageTimes:
     return StageTimes(round(count), block[base], p50, p95, p99)
 
 
+def number_below(block: Sequence[float], stage: Stage, octave: int) -> float:
+    """Return how often a stage took less than ``2**octave`` microseconds. `octave` is from 1 to 31."""
+    base = _BASE[stage] + 1
+    return sum(block[base : base + 4 * octave])
+
+
 def _quantile(buckets: Sequence[float], rank: float) -> float:
     """The seconds below which `rank` of the entries lie, taken to be spread evenly within each bucket."""
     if not rank:

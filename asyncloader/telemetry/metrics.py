@@ -9,8 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from asyncloader.telemetry.counters import STAGES, stage_times
+from asyncloader.telemetry.counters import STAGES, number_below, stage_times
 from asyncloader.telemetry.figures import FIGURES, NODE_FIGURES, Figure
+
+_WAIT_OCTAVES = range(6, 27, 2)
+"""Upper bounds of the histogram's buckets, as powers of two of a microsecond: 64 us to a minute."""
 
 
 class MetricSample(NamedTuple):
@@ -25,7 +28,7 @@ class Metric(NamedTuple):
     """One metric with all of its values."""
 
     name: str
-    type: Literal["counter", "gauge", "summary"]
+    type: Literal["counter", "gauge", "histogram", "summary"]
     unit: str
     help: str
     samples: Sequence[MetricSample]
@@ -47,7 +50,13 @@ def metrics(stats: Mapping[str, float], blocks: Mapping[int, Sequence[float]]) -
     for name, figure in NODE_FIGURES.items() if addresses else ():
         values = [({"node": address}, stats[f"node/{address}/{name}"]) for address in addresses]
         found.append(_metric(f"node/{name}", figure, values))
-    return [*found, _stages(blocks)]
+    return [*found, _waits(blocks), _stages(blocks)]
+
+
+def definitions() -> list[Metric]:
+    """Return all metrics that a loader may have, without values."""
+    stats = dict.fromkeys([*FIGURES, *(f"node/ADDRESS/{name}" for name in NODE_FIGURES)], 0.0)
+    return [each._replace(samples=()) for each in metrics(stats, {})]
 
 
 def _metric(key: str, figure: Figure, values: Sequence[tuple[dict[str, str], float]]) -> Metric:
@@ -56,6 +65,20 @@ def _metric(key: str, figure: Figure, values: Sequence[tuple[dict[str, str], flo
     full = name if kind == "gauge" else f"{name}_total"
     samples = [MetricSample(full, labels, value) for labels, value in values]
     return Metric(name, kind, figure.unit, f"{figure.unit} {figure.help}", samples)
+
+
+def _waits(blocks: Mapping[int, Sequence[float]]) -> Metric:
+    """The consumer's waits as a histogram, which unlike quantiles can be added up over ranks."""
+    name, samples = "asyncloader_wait_seconds", []
+    if (main := blocks.get(-1)) is not None:
+        times = stage_times(main, "wait")
+        for octave in _WAIT_OCTAVES:
+            labels = {"le": str(2**octave / 1e6)}
+            samples.append(MetricSample(f"{name}_bucket", labels, number_below(main, "wait", octave)))
+        samples.append(MetricSample(f"{name}_bucket", {"le": "+Inf"}, float(times.number)))
+        samples.append(MetricSample(f"{name}_sum", {}, times.total))
+        samples.append(MetricSample(f"{name}_count", {}, float(times.number)))
+    return Metric(name, "histogram", "s", "seconds that the consumer waited for a batch", samples)
 
 
 def _stages(blocks: Mapping[int, Sequence[float]]) -> Metric:

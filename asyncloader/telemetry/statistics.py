@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from time import perf_counter, process_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,6 +26,17 @@ from asyncloader.telemetry.slow_start import is_slow, log_parts
 _log = logging.getLogger("asyncloader")
 
 _LOOK_S = 0.05  # between two looks at the CPU time
+
+
+class Watch(Protocol):
+    """Compares the loader with those on other ranks: `ranks.watch`."""
+
+    def look(self, now: float, statistics: Statistics) -> None:
+        """Called every now and then while batches are delivered."""
+
+    def lines(self) -> list[str]:
+        """The comparison in words."""
+        ...
 
 
 class Statistics(LoaderFigures):
@@ -59,6 +70,7 @@ class Statistics(LoaderFigures):
         "silent",
         "task_seconds",
         "waiting_since",
+        "watch",
         "worker_s",
     )
 
@@ -76,6 +88,7 @@ class Statistics(LoaderFigures):
         self.newest_skipped: list[Any] = []  # records of the newest iterator's bad samples
         self.silent: set[str] = set()  # stores that workers say do not answer
         self.waiting_since: float | None = None  # the consumer waits for a batch since then
+        self.watch: Watch | None = None  # on several ranks
         self.recorder = Recorder()
         """Counts and times of the main process's work for this loader."""
         # Functions that note a time of each batch, see `Recorder.note`.
@@ -205,15 +218,21 @@ class Statistics(LoaderFigures):
         used, self._cpu_mark = self._cpu_mark, process_time()
         self.main_cpu_s += self._cpu_mark - used
         self.recorder.count_noted()
+        if self.watch is not None:
+            self.watch.look(now, self)
 
     # ----------------------------------------------------------------------------------------------- reading
 
     def blocks(self) -> dict[int, Sequence[float]]:
         """What each worker has counted, by its number; -1: the main process."""
+        return {worker: block.tolist() for worker, block in self.arrays().items()}
+
+    def arrays(self) -> dict[int, np.ndarray[Any, np.dtype[np.float64]]]:
+        """`blocks` as copies in arrays."""
         with self._lock:
-            workers = {worker: each.total().tolist() for worker, each in sorted(self._workers.items())}
+            workers = {worker: each.total() for worker, each in sorted(self._workers.items())}
         self.recorder.count_noted()
-        return {-1: self.recorder.block.tolist(), **workers}
+        return {-1: np.array(self.recorder.block), **workers}
 
     def _totals(self, left_out: Mapping[str, float]) -> _Totals:
         self.recorder.count_noted()

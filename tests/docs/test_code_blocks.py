@@ -112,7 +112,7 @@ def page_id(page: Path) -> str:
 
 
 RUN = [page for page in PAGES if program(page.read_text()).strip()]
-FRAMEWORKS = ["accelerate", "av", "lightning", "ray"]
+FRAMEWORKS = ["accelerate", "av", "lightning", "opentelemetry", "prometheus_client", "ray"]
 WITH_WORKERS = [
     page
     for page in RUN

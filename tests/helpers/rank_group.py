@@ -23,14 +23,19 @@ class RankGroup:
     Args:
         world: number of ranks.
         folder: for the file by which they find one another, and for their stderr.
+        store: "file", or "tcp" where rank 0 serves a store by which they find one another.
 
     Attributes:
         held: for each rank, the resources that it holds without any loader (see `Place.left`).
     """
 
-    def __init__(self, world: int, folder: Path) -> None:
+    def __init__(self, world: int, folder: Path, store: str = "file") -> None:
         self.world = world
         self._folder = Path(tempfile.mkdtemp(dir=folder))
+        self._store = f"file://{self._folder}/store"
+        if store == "tcp":
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self._store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         self.processes: list[subprocess.Popen[str]] = []
         self._pipes: list[Connection] = []
         try:
@@ -47,7 +52,7 @@ class RankGroup:
         with theirs, (self._folder / f"stderr{rank}").open("wb") as errors:
             self._pipes.append(Connection(ours.detach()))
             script = [sys.executable, "-m", "tests.helpers.ranks_script", "0"]  # its standard input
-            command = [*script, f"file://{self._folder}/store", str(rank), str(self.world)]
+            command = [*script, self._store, str(rank), str(self.world)]
             process = script_server.start(
                 command, env=environment(), cwd=ROOT, stdin=theirs.fileno(), stderr=errors.fileno()
             )

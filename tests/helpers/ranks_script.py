@@ -27,6 +27,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, get_worker_inf
 from asyncloader import AsyncDataLoader, Recovery
 from asyncloader.ranks.process_group import destroy_unused
 from asyncloader.transports import LocalTransport
+from tests.helpers import straggling
 from tests.helpers.remote_folders import dataset_of, with_method
 from tests.helpers.running import PATIENCE_S
 from tests.helpers.seeded_datasets import AllDraws, Rows
@@ -418,6 +419,16 @@ class Place:
             sampler.set_epoch(epoch)
             found.append([batch.tolist() for batch in loader])
         return found
+
+    # ------------------------------------------------------------------------------------------- waiting
+
+    def train(self, straggler: int, stage: str, **options: Any) -> tuple[list[str], str]:
+        """See `straggling.train`."""
+        return straggling.train(self.rank, straggler, stage, **options)
+
+    def read_apart(self, steps: list[int | None], **options: Any) -> list[str]:
+        """See `straggling.read_apart`."""
+        return straggling.read_apart(self.rank, steps, **options)
 
     # ------------------------------------------------------------------------------------------- the group
 

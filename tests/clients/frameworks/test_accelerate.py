@@ -9,9 +9,10 @@ import pytest
 import torch
 from accelerate import DataLoaderConfiguration
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.tracking import GeneralTracker
 
 import asyncloader
-from asyncloader.integrations.accelerate import prepare
+from asyncloader.integrations.accelerate import log_stats, prepare
 from tests.clients.frameworks.accelerate_runs import OURS, OWN, STOCK, accelerator, both, epochs, prepared
 from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given, seed_all, workers_of_now
 from tests.helpers.comparing import assert_same
@@ -229,7 +230,7 @@ def test_gather_in_two_processes(tmp_path: Path) -> None:
 
         def main():
             from asyncloader import DataLoader
-            from asyncloader.integrations.accelerate import prepare
+            from asyncloader.integrations.accelerate import log_stats, prepare
             accelerator = Accelerator(cpu=True)
             assert accelerator.num_processes == 2
             loader = prepare(accelerator, DataLoader(torch.arange(21), 4, num_workers=1))
@@ -250,3 +251,47 @@ def test_gather_in_two_processes(tmp_path: Path) -> None:
         """,
     )
     assert done.stdout.strip().endswith("done"), done.stderr
+
+
+# -------------------------------------------------------------------------------------------- trackers
+
+
+class Logged(GeneralTracker):
+    """A tracker that keeps what it is given."""
+
+    name = "logged"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[tuple[dict[str, Any], int | None]] = []
+
+    @property
+    def tracker(self) -> Any:
+        return self.values
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.values.append((values, step))
+
+
+def test_statistics_reach_the_trackers() -> None:
+    """A prepared loader's figures are logged with their step, in total or since the last time; a stock loader is
+    refused.
+    """
+    logged = Logged()
+    run = accelerator(log_with=[logged])
+    run.init_trackers("project")
+    loader = prepare(run, OURS(Rows(24), 8))
+    for step in (3, 6):
+        assert sum(1 for _ in loader) == 3
+        log_stats(run, loader, step, "train/", interval=True)
+    log_stats(run, loader.base_dataloader, 7)
+    assert [(step, values.get("train/data/batches")) for values, step in logged.values] == [(3, 3), (6, 3), (7, None)]
+    assert logged.values[-1][0]["data/batches"] == 6
+    with pytest.raises(
+        TypeError, match=r"^log_stats takes a loader of asyncloader, but got a DataLoader; see prepare$"
+    ):
+        log_stats(run, run.prepare(STOCK(Rows(4))), 1)

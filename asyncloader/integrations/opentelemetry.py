@@ -1,0 +1,94 @@
+"""Exports loaders' statistics through OpenTelemetry's metrics: observable instruments.
+
+An instrument's callback reads the loaders when the SDK's reader collects; between collections it costs nothing. The
+names are those of `loader.metrics()` with dots (``asyncloader.data.batches``), so that a collector which passes them on
+to Prometheus gives them the names of `asyncloader.integrations.prometheus`. Attributes are the same labels.
+
+OpenTelemetry has no observable histograms and summaries. The stages are two counters, ``asyncloader.stage.time`` and
+``asyncloader.stage.batches``, and a gauge, ``asyncloader.stage.quantile``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from time import monotonic
+
+from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation, get_meter_provider
+
+from asyncloader.integrations.exported import ExportedLoaders, Loader
+from asyncloader.telemetry.metrics import Metric, definitions
+from asyncloader.version import __version__
+
+__all__ = ["instrument"]
+
+_SAME_S = 0.1
+"""Callbacks that follow each other within this time belong to one collection, and share the figures."""
+_UNITS = {"s": "s", "bytes": "By"}
+_STAGES = "asyncloader_stage_seconds"
+
+_Read = Callable[[CallbackOptions], Iterable[Observation]]
+
+
+def instrument(meter_provider: MeterProvider | None = None, /, **loaders: Loader) -> ExportedLoaders:
+    """Make observable instruments for the metrics of loaders. To be called once in a process.
+
+    Args:
+        meter_provider: to make them with. Default: the global one.
+        loaders: by name, the value of the attribute ``loader``. They are held weakly: one that is freed is no longer
+            exported.
+
+    Returns:
+        An object whose ``add(name, loader)`` exports another loader.
+
+    Raises:
+        TypeError: a loader is not one of asyncloader.
+    """
+    exported = ExportedLoaders(loaders)
+    meter = (get_meter_provider() if meter_provider is None else meter_provider).get_meter("asyncloader", __version__)
+    newest = _Newest(exported)
+    for metric in definitions():
+        name = "asyncloader." + metric.name.removeprefix("asyncloader_").removesuffix("_seconds").replace("_", ".", 1)
+        unit = _UNITS.get(metric.unit, f"{{{metric.unit}}}")
+        if metric.type == "counter":
+            read = partial(_observe, newest, metric.name, f"{metric.name}_total")
+            meter.create_observable_counter(name, [read], unit, metric.help)
+        elif metric.type == "gauge":
+            read = partial(_observe, newest, metric.name, metric.name)
+            meter.create_observable_gauge(name, [read], unit, metric.help)
+    of_stages = partial(partial, _observe, newest, _STAGES)
+    meter.create_observable_counter(
+        "asyncloader.stage.time", [of_stages(f"{_STAGES}_sum")], "s", "seconds that batches spent in a stage"
+    )
+    meter.create_observable_counter(
+        "asyncloader.stage.batches", [of_stages(f"{_STAGES}_count")], "{batches}", "batches that passed a stage"
+    )
+    meter.create_observable_gauge(
+        "asyncloader.stage.quantile", [of_stages(_STAGES)], "s", "quantiles of the seconds of a batch in a stage"
+    )
+    return exported
+
+
+class _Newest:
+    """The metrics that are being collected."""
+
+    def __init__(self, exported: ExportedLoaders) -> None:
+        self._exported = exported
+        self._lock = threading.Lock()  # several readers of a provider collect in threads of their own
+        self._read_at = float("-inf")
+        self._metrics: dict[str, Metric] = {}
+
+    def get(self, name: str) -> Metric | None:
+        with self._lock:
+            now = monotonic()
+            if now - self._read_at > _SAME_S:
+                self._metrics, self._read_at = self._exported.metrics(), now
+            return self._metrics.get(name)
+
+
+def _observe(newest: _Newest, name: str, sample_name: str, _: CallbackOptions) -> list[Observation]:
+    metric = newest.get(name)
+    if metric is None:
+        return []
+    return [Observation(each.value, dict(each.labels)) for each in metric.samples if each.name == sample_name]

@@ -1,0 +1,214 @@
+"""Shows an epoch's progress in a terminal: steps, rate, share of waiting, and what bounds the run.
+
+Data path: loader -> [progress_bar] -> the user. For ``loader.progress()``.
+
+A bar of tqdm, or of rich where only that is installed. It is drawn from the consumer's thread, ten times a second at
+most; there is no thread, and a batch costs one call and a comparison of times in between. Without a terminal or without
+either package the loader's own iterator is returned.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from time import perf_counter
+from typing import Any, Generic, Protocol, TypeVar
+
+from asyncloader.telemetry.diagnosis import Diagnosis
+from asyncloader.telemetry.statistics import Statistics
+
+B = TypeVar("B")
+
+_DRAW_S = 0.1
+_JUDGE_S = 5.0  # between two verdicts, which take milliseconds
+_WINDOW_S = 3.0  # the least time that the share of waiting is of
+
+
+class EpochProgress(Generic[B]):
+    """The loader's batches, by ``for`` or ``async for`` as the loader is read. Each iteration is an epoch with a bar of
+    its own. Made by ``loader.progress()``.
+
+    Args:
+        loader: the loader.
+        statistics: of the loader.
+        first_step: returns the number of steps before the newest iterator, which resumed there.
+    """
+
+    def __init__(self, loader: Any, statistics: Statistics, first_step: Callable[[], int]) -> None:
+        self._loader = loader
+        self._statistics = statistics
+        self._first_step = first_step
+
+    def __len__(self) -> int:
+        """Batches in an epoch. TypeError when the sampler or dataset has no length."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[B]:
+        """Begin an epoch of a `DataLoader`."""
+        shown: Iterator[B] = self._shown(iter(self._loader))
+        return shown
+
+    def __aiter__(self) -> AsyncIterator[B]:
+        """Begin an epoch of an `AsyncDataLoader`."""
+        shown: AsyncIterator[B] = self._shown(aiter(self._loader))
+        return shown
+
+    def _shown(self, iterator: Any) -> Any:
+        try:
+            total = len(self._loader)
+        except TypeError:
+            total = None
+        bar = _open_bar(f"epoch {self._loader.epoch}", total, self._first_step())
+        return iterator if bar is None else _Counted(iterator, _Display(bar, self._statistics, self._loader.diagnose))
+
+
+class _Bar(Protocol):
+    def draw(self, steps: int, text: str) -> None:
+        """Advance by a number of steps."""
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+
+
+class _Counted:
+    """An iterator whose steps are displayed. It keeps no batch."""
+
+    def __init__(self, iterator: Any, display: _Display) -> None:
+        self._iterator = iterator
+        self._display = display
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __aiter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._iterator)
+        except BaseException:
+            self._display.close()
+            raise
+        self._display.step()
+        return batch
+
+    async def __anext__(self) -> Any:
+        try:
+            batch = await anext(self._iterator)
+        except BaseException:
+            self._display.close()
+            raise
+        self._display.step()
+        return batch
+
+    def __del__(self) -> None:  # a loop that was left
+        if not sys.is_finalizing():
+            self._display.close()
+
+
+class _Display:
+    """Draws a bar now and then.
+
+    Args:
+        bar: to draw.
+        statistics: of the loader.
+        diagnose: the loader's.
+    """
+
+    def __init__(self, bar: _Bar, statistics: Statistics, diagnose: Callable[[], Diagnosis]) -> None:
+        self._bar: _Bar | None = bar
+        self._statistics = statistics
+        self._diagnose = diagnose
+        self._steps = 0  # not drawn yet
+        self._verdict = ""
+        now = perf_counter()
+        self._draw_at, self._judge_at = now + _DRAW_S, now + 1.0
+        # Time and waiting at the begin of the window, and at the begin of the next.
+        self._since = self._next_since = (statistics.elapsed_s, statistics.wait_s)
+
+    def step(self) -> None:
+        """Count a batch."""
+        self._steps += 1
+        now = perf_counter()
+        if now >= self._draw_at:
+            self._draw(now)
+
+    def _draw(self, now: float) -> None:
+        if self._bar is None:
+            return
+        steps, self._steps = self._steps, 0
+        self._draw_at = now + _DRAW_S
+        if now >= self._judge_at:
+            self._judge_at = now + _JUDGE_S
+            bound = self._diagnose().bound
+            self._verdict = {"unknown": "", "consumer": ", the loader keeps up"}.get(bound, f", bound by {bound}")
+        here = (self._statistics.elapsed_s, self._statistics.wait_s)
+        passed, waited = here[0] - self._since[0], here[1] - self._since[1]
+        if here[0] - self._next_since[0] >= _WINDOW_S:
+            self._since, self._next_since = self._next_since, here
+        share = min(1.0, waited / passed) if passed > 0 else 0.0
+        self._bar.draw(steps, f"waits {share:.0%}{self._verdict}")
+
+    def close(self) -> None:
+        """Draw the last steps, and leave the bar. Idempotent."""
+        bar = self._bar
+        if bar is not None:
+            self._draw(perf_counter())
+            self._bar = None
+            bar.close()
+
+
+def _open_bar(title: str, total: int | None, done: int) -> _Bar | None:
+    """Return a bar on standard error; None without a terminal, or a package that draws it."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    for kind in (_Tqdm, _Rich):
+        try:
+            return kind(title, total, done)
+        except ImportError:
+            continue
+    return None
+
+
+class _Tqdm:
+    def __init__(self, title: str, total: int | None, done: int) -> None:
+        from tqdm import tqdm
+
+        # Else tqdm starts a thread that watches its bars.
+        kind: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
+        self._bar = kind(
+            desc=title, total=total, initial=done, unit="batch", mininterval=0.0, miniters=1, dynamic_ncols=True
+        )
+
+    def draw(self, steps: int, text: str) -> None:
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(steps)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Rich:
+    def __init__(self, title: str, total: int | None, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn(title),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
+        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+        self._task = self._progress.add_task(title, total=total, completed=done, text="")
+        self._begun, self._done = perf_counter(), 0
+        self._progress.start()
+
+    def draw(self, steps: int, text: str) -> None:
+        self._done += steps
+        rate = self._done / max(1e-9, perf_counter() - self._begun)
+        self._progress.update(self._task, advance=steps, text=f"{rate:.1f} batches/s, {text}", refresh=True)
+
+    def close(self) -> None:
+        self._progress.stop()

@@ -1,0 +1,205 @@
+"""Gathers how long each rank waits for batches, and says on rank 0 which ranks starve, and why.
+
+Data path: statistics -> [watch] -> explain, log.
+
+Each rank writes its figures to the store of torch.distributed, through which the ranks found each other, and rank 0
+reads them. This is no collective: no rank waits for another, so a rank that dies, ends early or never iterates this
+loader delays none, and its figures are left out once they are old. It happens in a thread that ends with it, once a
+second at most, while batches are delivered; without torch.distributed nothing of it exists.
+
+The store is taken from torch.distributed each time and not kept: rank 0's process owns its server, whose port must be
+free once the user has shut torch.distributed down.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import weakref
+from functools import partial
+from itertools import count
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from asyncloader.ranks.agreement import join_at_exit, start_thread
+from asyncloader.ranks.process_group import has_group
+from asyncloader.ranks.topology import Topology, process_group, topology
+from asyncloader.telemetry.counters import Stage
+from asyncloader.telemetry.rank_waits import RankWait, WaitWindow, compare, details, pack, unpack
+from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.memory.live_objects import LiveObjects
+
+_log = logging.getLogger("asyncloader")
+
+_EVERY_S = 1.0
+_REST = 50
+"""The least ratio of the time between two exchanges to the time of one: reading from thousands of ranks takes long."""
+_NEWS = 0.02
+"""Change of the share from which a rank's figures are written; else they are at every tenth exchange."""
+_LEAST_OFTEN = 10
+_MOST_UNCHANGED = 30
+"""Exchanges after which a rank's unchanged figures are left out: it has ended, or no longer reads this loader."""
+
+
+def watch_ranks(spec: Any, statistics: Statistics) -> None:
+    """Compare a loader's waiting with that on other ranks from now on, if torch.distributed connects them.
+
+    To be called where torch.distributed is initialized, for each of the loader's iterators.
+
+    Args:
+        spec: the loader's options.
+        statistics: of the loader.
+    """
+    watch = statistics.watch
+    if isinstance(watch, RankWatch) and not watch.stale:
+        return
+    here, members = topology(spec), process_group(spec._asyncloader_options.group)
+    if here.world_size > 1 and has_group(here, members):
+        kind = type(spec.dataset)
+        name = f"{kind.__module__}.{kind.__qualname__}, {spec.batch_size}"
+        statistics.watch = RankWatch(here, members, name)
+
+
+class RankWatch:
+    """One loader's part of the comparison.
+
+    Args:
+        here: this process's rank, and the number of ranks.
+        members: a process group of these ranks; None: all ranks.
+        name: of the loader, which is the same on all ranks. Loaders of one name that exist at the same time are
+            numbered in the order of their first iterators.
+    """
+
+    def __init__(self, here: Topology, members: Any, name: str) -> None:
+        self._world = weakref.ref(torch.distributed.group.WORLD)
+        self._here = here
+        self._name = (
+            "all" if members is None else "_".join(map(str, torch.distributed.get_process_group_ranks(members)))
+        )
+        self._name += f"/{name}"
+        taken = {each._number for each in _watches if each._name == self._name and not each.stale}
+        self._number: int = next(number for number in count() if number not in taken)
+        self._window = WaitWindow()
+        self._next = 0.0
+        self._busy = False
+        self._over = False
+        self._written: RankWait | None = None
+        self._unwritten = 0  # exchanges since
+        self._received: dict[int, _Received] = {}
+        self._waits: dict[int, RankWait] = {}
+        self._text = ""
+        self._starving: tuple[tuple[int, Stage], ...] = ()
+        self._logged: set[tuple[int, Stage]] = set()
+        _watches.add(self)
+        join_at_exit()
+
+    @property
+    def stale(self) -> bool:
+        """Whether torch.distributed was shut down since, and perhaps initialized again."""
+        return torch.distributed.group.WORLD is not self._world()
+
+    def look(self, now: float, statistics: Statistics) -> None:
+        """Exchange figures, if that is due. Returns at once. In the consumer's thread."""
+        if now < self._next or self._busy or self._over:
+            return
+        self._busy = True
+        try:
+            start_thread(partial(self._exchange, statistics))
+        except RuntimeError:  # no thread can be started, as at exit
+            self._over = True
+
+    def lines(self) -> list[str]:
+        """On rank 0 the comparison of the ranks in words, with figures of those that starve; else empty."""
+        waits, text, starving = self._waits, self._text, self._starving
+        if not text:
+            return []
+        known = (
+            "" if len(waits) == self._here.world_size else f" (of {self._here.world_size} ranks, {len(waits)} known)"
+        )
+        return [f"ranks: {text}{known}", *details(waits, [rank for rank, _ in starving if rank in waits])]
+
+    # ------------------------------------------------------------------------------------------- in a thread
+
+    def _exchange(self, statistics: Statistics) -> None:
+        begin = perf_counter()
+        try:
+            if self.stale:
+                self._over = True
+                return
+            own = self._window.measure(
+                socket.gethostname(),
+                max(0.0, statistics.elapsed_s - statistics.startup_s),
+                max(0.0, statistics.wait_s - statistics.startup_s),
+                statistics.batches,
+                statistics.arrays(),
+            )
+            from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+            store: Any = PrefixStore(f"asyncloader/waits/{self._name}/{self._number}", _get_default_store())
+            if self._here.rank:
+                if own is not None and self._is_news(own):
+                    store.set(str(self._here.rank), pack(own))
+            else:
+                self._judge(own, store)
+        except Exception as error:  # the store's process has ended, or torch.distributed is being shut down
+            self._over = True
+            _log.debug("the ranks' waiting is no longer compared: %s", error)
+        finally:
+            now = perf_counter()
+            self._next = now + max(_EVERY_S, _REST * (now - begin))
+            self._busy = False
+
+    def _is_news(self, own: RankWait) -> bool:
+        """Whether to write these figures: a store in a file keeps all that was ever written."""
+        last, self._unwritten = self._written, self._unwritten + 1
+        known = last is not None and last.stage == own.stage and abs(last.share - own.share) < _NEWS
+        if known and self._unwritten < _LEAST_OFTEN:
+            return False
+        self._written, self._unwritten = own, 0
+        return True
+
+    def _judge(self, own: RankWait | None, store: Any) -> None:
+        waits = {} if own is None else {0: own}
+        waits |= self._read(store)
+        found = compare(waits)
+        # Twice in a row: a hiccup of a second is not worth a line.
+        confirmed = set(found.starving) & set(self._starving)
+        self._waits, self._text, self._starving = waits, found.text, found.starving
+        if confirmed - self._logged:
+            self._logged |= confirmed
+            _log.warning("%s", found.text)
+
+    def _read(self, store: Any) -> dict[int, RankWait]:
+        """Return the other ranks' figures."""
+        ranks = range(1, self._here.world_size)
+        if not self._received:
+            # Unlike `get`, this does not wait for a key that no rank has written: it writes an empty value.
+            self._received = {rank: _Received(bytes(store.compare_set(str(rank), "", ""))) for rank in ranks}
+            return {}
+        for rank, data in zip(ranks, store.multi_get([str(rank) for rank in ranks]), strict=True):
+            self._received[rank].take(bytes(data))
+        return {rank: each.wait for rank, each in self._received.items() if each.wait is not None and each.fresh}
+
+
+class _Received:
+    """The newest figures of a rank. What was in the store before, of an earlier loader or run, does not count."""
+
+    def __init__(self, data: bytes) -> None:
+        self.wait: RankWait | None = None
+        self._data = data
+        self._unchanged: int | None = None  # exchanges; None: it has not changed at all
+
+    def take(self, data: bytes) -> None:
+        if data != self._data:
+            self.wait, self._data, self._unchanged = unpack(data), data, 0
+        elif self._unchanged is not None:
+            self._unchanged += 1
+
+    @property
+    def fresh(self) -> bool:
+        return self._unchanged is not None and self._unchanged <= _MOST_UNCHANGED
+
+
+_watches: LiveObjects[RankWatch] = LiveObjects()

@@ -1,0 +1,118 @@
+"""The progress bar of both loaders, in a terminal and without, drawn by both packages."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import termios
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader.epoch.async_inline import AsyncInlineIterator
+from asyncloader.epoch.sync_inline import SyncInlineIterator
+from tests import script_server
+from tests.helpers.datasets import Numbers
+from tests.helpers.running import PATIENCE_S, environment
+
+HEAD = """
+    import asyncio, os, sys, threading, time
+    from asyncloader import AsyncDataLoader, DataLoader
+    from tests.helpers.datasets import Numbers
+"""
+SYNC = """
+    with DataLoader(Numbers(60), batch_size=2, num_workers={workers}, seed=1) as loader:
+        bar = loader.progress()
+        assert len(bar) == 30
+        before = loader.state_dict()
+        begun = time.perf_counter()
+        for number, batch in enumerate(bar):
+            time.sleep(0.02)
+        print(number, time.perf_counter() - begun)
+        for batch in bar:
+            break
+        loader.load_state_dict({{**before, "step": 20}})
+        print(sum(1 for _ in bar))
+    print(threading.active_count())
+"""
+ASYNC = """
+    async def main():
+        async with AsyncDataLoader(Numbers(60), batch_size=2, num_workers={workers}, seed=1) as loader:
+            bar = loader.progress()
+            before = loader.state_dict()
+            begun, number = time.perf_counter(), -1
+            async for batch in bar:
+                number += 1
+                await asyncio.sleep(0.02)
+            print(number, time.perf_counter() - begun)
+            async for batch in bar:
+                break
+            loader.load_state_dict({{**before, "step": 20}})
+            print(len([1 async for _ in bar]))
+
+    asyncio.run(main())
+    print(threading.active_count())
+"""
+RICH = "    sys.modules['tqdm'] = None\n"
+
+
+def in_terminal(program: str, folder: Path) -> tuple[list[str], str]:
+    """Run a program whose standard error is a terminal. Returns the lines of its standard output, and the terminal's
+    text.
+    """
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(HEAD) + "if __name__ == '__main__':\n" + program)
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 160))
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        process = script_server.start([sys.executable, str(script)], env=environment(), stderr=theirs, cwd=folder)
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                data = terminal.read(1 << 16)
+            except OSError:  # Linux: the last process has closed it
+                break
+            if not data:
+                break
+            shown += data
+        output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, shown.decode()
+    return output.splitlines(), shown.decode()
+
+
+@pytest.mark.parametrize("package", ["tqdm", pytest.param("rich", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("program", "workers"), [(SYNC, 0), (ASYNC, 2), pytest.param(SYNC, 2, marks=pytest.mark.thorough)]
+)
+def test_a_bar_in_a_terminal(tmp_path: Path, package: str, program: str, workers: int) -> None:
+    """It counts all steps, shows rate and waiting, is drawn ten times a second at most, closes when the loop is left,
+    begins where the loader resumes, and leaves no thread.
+    """
+    pytest.importorskip(package)
+    lines, shown = in_terminal((RICH if package == "rich" else "") + program.format(workers=workers), tmp_path)
+    (number, seconds), resumed, threads = lines[0].split(), lines[1], lines[2]
+    assert (number, resumed, threads) == ("29", "10", "1")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert "epoch 0" in text
+    assert re.search(r"30/30.*batch", text)
+    assert re.search(r"waits \d+%", text)
+    first = text.partition("30/30")[0]
+    assert first.count("epoch 0") <= 10 * float(seconds) + 4
+    assert re.search(r"\b1/30", text)
+    assert "30/30" in text.rpartition("epoch")[2], "ten steps from the twentieth on"
+
+
+def test_nothing_is_shown_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """Then the loader's own iterator is returned, which costs nothing, and nothing is written."""
+    loader = DataLoader(Numbers(4), batch_size=2)
+    iterator = iter(loader.progress())
+    assert type(iterator) is SyncInlineIterator
+    assert len(list(iterator)) == 2
+    assert type(aiter(AsyncDataLoader(Numbers(4)).progress())) is AsyncInlineIterator
+    with pytest.raises(TypeError, match="read with 'async for'"):
+        iter(AsyncDataLoader(Numbers(4)).progress())
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,69 @@
+"""Ranks that starve are named, with their reason, in the log and in `explain()` of rank 0; no rank waits for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncloader import DataLoader
+from tests.helpers.datasets import Numbers
+from tests.helpers.rank_group import RankGroup
+
+WORDS = {"fetch": "worker fetches", "decode": "decoding", "collate": "collation", "sampler": "the sampler"}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
+    with RankGroup(3, tmp_path_factory.mktemp("three")) as group:
+        yield group
+
+
+@pytest.mark.parametrize(
+    ("straggler", "stage", "kind"),
+    [
+        (2, "fetch", "sync"),
+        pytest.param(0, "collate", "asyncio", marks=pytest.mark.thorough),
+        pytest.param(1, "sampler", "sync", marks=pytest.mark.thorough),
+        pytest.param(1, "decode", "uvloop", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_straggler_is_named(ranks: RankGroup, straggler: int, stage: str, kind: str) -> None:
+    """Of three ranks that train in step, the rank with the slow stage is named once, with that stage; the other ranks
+    say nothing.
+    """
+    found = ranks("train", straggler, stage, kind=kind)
+    (line,) = found[0][0]
+    assert line.startswith(f"rank {straggler} waits ")
+    assert f"% of the time for {WORDS[stage]}; the others " in line
+    shown = [each for each in found[0][1].splitlines() if each.startswith("rank")]
+    assert shown[0].startswith(f"ranks: rank {straggler} waits ")
+    assert shown[1].startswith(f"rank {straggler}, ")
+    assert f"its stage {stage}: worker 0 " in shown[1]
+    for lines, explained in found[1:]:
+        assert lines == []
+        assert "\nrank" not in explained
+    assert all(not left["threads"] and not left["children"] for left in ranks("left"))
+
+
+@pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.thorough), "tcp"])
+def test_ranks_that_end_or_die_delay_no_other(tmp_path: Path, store: str) -> None:
+    """A rank that is killed, and ranks that take fewer steps, are no trouble for the rest: they read all their batches,
+    close, and exit with code 0.
+    """
+    with RankGroup(3, tmp_path, store) as group:
+        group.ask("read_apart", [60, 120, None])
+        (first,) = group.answers(0)
+        group.end(0)  # the process that serves the store
+        (second,) = group.answers(1)
+        assert first[-1].startswith("Input-bound")
+        assert second[-1].startswith("Input-bound")
+        assert not any(line.startswith("rank") for line in second)
+
+
+def test_nothing_exists_without_a_group() -> None:
+    """In a program that has not initialized torch.distributed no rank is watched."""
+    with DataLoader(Numbers(100), batch_size=2) as loader:
+        assert sum(1 for _ in loader) == 50
+        assert loader._asyncloader_state.statistics.watch is None
