@@ -2,6 +2,7 @@
 
     accelerate     `prepare`, `skip_first_batches`
     lightning      `LoaderCallback`
+    pytest         the fixture `asyncloader_verify`
     ray            `RayWorkers`, `prepare_data_loader`
     transformers   `AsyncTrainerMixin`
 
