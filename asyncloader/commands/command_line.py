@@ -41,8 +41,12 @@ def parser() -> argparse.ArgumentParser:
     checkpoint = commands.add_parser("checkpoint", help="what a saved state says")
     show = checkpoint.add_subparsers(dest="action", required=True).add_parser("show", help="in words")
     show.add_argument("file", type=Path, help="a checkpoint of torch.save, or JSON, that has loaders' states in it")
-    verify = commands.add_parser("verify", help="disturb a loader, compare its batches, and name what makes them differ")
-    verify.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns a loader; or file.py:function")
+    verify = commands.add_parser(
+        "verify", help="disturb a loader, compare its batches, and name what makes them differ"
+    )
+    verify.add_argument(
+        "target", metavar="MODULE:FUNCTION", help="a function that returns a loader; or file.py:function"
+    )
     verify.add_argument("--seed", type=int, default=0, help="of the drawn disturbances; default 0")
     verify.add_argument("--seconds", type=float, default=60.0, help="begin no run after these; default 60")
     verify.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML, too")

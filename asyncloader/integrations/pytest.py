@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def asyncloader_verify() -> Callable[..., list[Finding]]:
     """Return a function that verifies a loader as `asyncloader verify` does, and fails the test if it finds a problem.
 
-    It takes ``"module:make_loader"``, ``"file.py:make_loader"``, or a function at the top of a module, without arguments;
-    ``seed`` (default 0) and ``seconds`` (default 60). It returns the findings.
+    It takes ``"module:make_loader"``, ``"file.py:make_loader"``, or a function at the top of a module, without
+    arguments; ``seed`` (default 0) and ``seconds`` (default 60). It returns the findings.
     """
 
     def verified(target: str | Callable[[], Any], *, seed: int = 0, seconds: float = 60.0) -> list[Finding]:

@@ -58,7 +58,7 @@ def in_fork(experiment: Callable[[], Any], seconds: float) -> Any:
                 faulthandler.dump_traceback_later(seconds, exit=True, file=stacks.fileno())
                 try:
                     result = {"value": experiment()}
-                except BaseException as error:  # noqa: BLE001 - the fork must not go on as its parent does
+                except BaseException as error:  # the fork must not go on as its parent does
                     result = {"error": f"{type(error).__name__}: {error}"}
                 faulthandler.cancel_dump_traceback_later()
                 with os.fdopen(writing, "w") as pipe:
@@ -153,7 +153,7 @@ def _until(loader: Any, job: Job) -> Iterator[Any]:
         for _ in islice(loader, job["batches"]):
             pass
         loader.set_epoch(0)
-    batches = iter(loader)
+    batches: Iterator[Any] = iter(loader)
     for _ in range(job["at"]):
         next(batches)
     return batches
@@ -342,7 +342,7 @@ def _equal_seeds(loader: Any, job: Job) -> Any:
         np.random.seed(seed)
         torch.manual_seed(seed)
         info = torch.utils.data._utils.worker
-        info._worker_info = info.WorkerInfo(id=worker, num_workers=2, seed=seed, dataset=loader.dataset)  # type: ignore[attr-defined]
+        info._worker_info = info.WorkerInfo(id=worker, num_workers=2, seed=seed, dataset=loader.dataset)
         with changes(_generators) as lines:
             loader.worker_init_fn(worker)
         return {"states": _generators(), "lines": [list(each) for each in lines]}
@@ -357,6 +357,6 @@ def _equal_seeds(loader: Any, job: Job) -> Any:
 
 
 def _generators() -> list[str | None]:
-    legacy: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
-    inst: Any = random._inst  # type: ignore[attr-defined]
+    legacy: Any = np.random.mtrand._rand
+    inst: Any = random._inst
     return [state_of_generator(each) for each in (inst, legacy, torch.default_generator)]

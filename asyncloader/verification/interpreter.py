@@ -45,7 +45,9 @@ class Interpreter:
         # Sockets of start methods and what user code puts there are gone with the folder.
         self._folder = tempfile.TemporaryDirectory(prefix="alv", ignore_cleanup_errors=True)
         ours, theirs = socket.socketpair()
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(asyncloader.__file__).parent.parent)]))
+        path = os.pathsep.join(
+            filter(None, [os.environ.get("PYTHONPATH"), str(Path(asyncloader.__file__).parent.parent)])
+        )
         environ = {
             **os.environ,
             "PYTHONPATH": path,

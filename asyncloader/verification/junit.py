@@ -17,11 +17,8 @@ _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 def as_junit(suite: str, findings: Sequence[Finding], seconds: float) -> str:
     """Return a test suite: a test for each finding. Problems have failed, and notes have an output."""
     failed = sum(each.state == "problem" for each in findings)
-    lines = [
-        '<?xml version="1.0" encoding="UTF-8"?>',
-        f'<testsuites><testsuite name="asyncloader verify" tests="{len(findings)}" failures="{failed}" errors="0" '
-        f'skipped="0" time="{seconds:.3f}">',
-    ]
+    counts = f'tests="{len(findings)}" failures="{failed}" errors="0" skipped="0" time="{seconds:.3f}"'
+    lines = ['<?xml version="1.0" encoding="UTF-8"?>', f'<testsuites><testsuite name="asyncloader verify" {counts}>']
     for each in findings:
         place = each.figures.get("file")
         where = f" file={_quoted(place)} line={_quoted(str(each.figures.get('line')))}" if place else ""

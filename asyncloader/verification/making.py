@@ -66,7 +66,9 @@ def import_target(target: str) -> Callable[[], Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise CannotVerify(f"{target!r}: there is no module {error.name!r} in {folder} or among the installed") from error
+        raise CannotVerify(
+            f"{target!r}: there is no module {error.name!r} in {folder} or among the installed"
+        ) from error
     finally:
         kind.__iter__ = plain
     for part in name.split("."):
@@ -108,11 +110,14 @@ def made(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataLoader[A
     if isinstance(loader, AsyncDataLoader):
         loader = loader._spec
     if not isinstance(loader, torch.utils.data.DataLoader):
-        why = ": return the loader, not an iterator over it" if hasattr(given, "__next__") or hasattr(given, "__anext__") else ""
+        why = (
+            ": return the loader, not an iterator over it"
+            if hasattr(given, "__next__") or hasattr(given, "__anext__")
+            else ""
+        )
         raise CannotVerify(f"the function returned a {type(given).__name__}, which is no DataLoader{why}")
-    if isinstance(loader, LoaderSpec) and isinstance(loader._asyncloader_options.workers, str | list | tuple):
-        if loader._asyncloader_options.workers != "threads":
-            raise CannotVerify("the loader's workers are a service: verify a loader whose workers are processes")
+    if isinstance(loader, LoaderSpec) and loader._asyncloader_options.workers not in (None, "threads"):
+        raise CannotVerify("the loader's workers are a service: verify a loader whose workers are processes")
     return loader
 
 

@@ -1,4 +1,4 @@
-"""Walks all that a loader's dataset, sampler and functions keep: values that change, handles, and parts that do not pickle.
+"""Walks all that a loader's dataset, sampler and functions keep: values, handles, and parts that do not pickle.
 
 Data path: loader -> [objects] -> causes.
 """
@@ -63,7 +63,7 @@ def _is_library(value: Any) -> bool:
 
 
 def kept(roots: dict[str, Any]) -> Iterator[Kept]:
-    """Yield what the objects keep: attributes, elements, values in closures, and data of the modules of their classes."""
+    """Yield what the objects keep: attributes, elements, closures' values, and data of their classes' modules."""
     seen: set[int] = set()
     modules: dict[str, types.ModuleType] = {}
     left: list[tuple[str, Any, int]] = [(name, value, 0) for name, value in roots.items()]
@@ -146,12 +146,18 @@ def _members(path: str, value: Any) -> Iterator[Kept]:
     for kind in type(value).__mro__:
         for slot in getattr(kind, "__slots__", ()):
             if isinstance(slot, str) and hasattr(value, slot) and not slot.startswith("__"):
-                yield Kept(f"{path}.{slot}", functools.partial(getattr, value, slot), functools.partial(setattr, value, slot))
+                yield Kept(
+                    f"{path}.{slot}", functools.partial(getattr, value, slot), functools.partial(setattr, value, slot)
+                )
 
 
 def _class_data(kind: type) -> Iterator[Kept]:
     for name, value in list(vars(kind).items()):
-        if not name.startswith("__") and _is_data(value) and isinstance(value, int | float | list | dict | set | _GENERATORS):
+        if (
+            not name.startswith("__")
+            and _is_data(value)
+            and isinstance(value, int | float | list | dict | set | _GENERATORS)
+        ):
             path = f"{kind.__module__}.{kind.__qualname__}.{name}"
             yield Kept(path, functools.partial(getattr, kind, name), functools.partial(setattr, kind, name))
 
@@ -266,7 +272,7 @@ def _refusal(value: Any) -> str:
 
     _set_spawning(_Collector())
     try:
-        reduction.ForkingPickler(_Nowhere(), pickle.HIGHEST_PROTOCOL).dump(value)  # type: ignore[arg-type]
+        reduction.ForkingPickler(_Nowhere(), pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
@@ -279,5 +285,3 @@ class _Nowhere:
 
     def write(self, data: Any) -> int:
         return memoryview(data).nbytes
-
-

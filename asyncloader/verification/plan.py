@@ -68,7 +68,7 @@ class LoaderFacts(NamedTuple):
 
 def disturbances(facts: LoaderFacts, seed: int, most: int = 16) -> Iterator[Disturbance]:
     """Yield the runs: each kind first, then drawn ones."""
-    rng = random.Random(f"asyncloader verify {seed}")  # noqa: S311 - draws of a test
+    rng = random.Random(f"asyncloader verify {seed}")
     counts = [facts.workers] if facts.iterable else [1, 2, 3]
     if facts.iterable and facts.workers <= 1:
         counts = [0, 1]  # the same stream

@@ -80,7 +80,7 @@ def _steps(loader: DataLoader[Any], job: Job, result: dict[str, Any]) -> Iterato
     most, kind, at = job["batches"], job.get("kind", "plain"), job.get("at", 0)
     batches: list[dict[str, Any]] = result["batches"]
     length = _length(loader)
-    if kind == "again" or kind == "break":
+    if kind in {"again", "break"}:
         for number, _ in enumerate(loader, 1):
             yield number
             if number >= (most if kind == "again" else at):

@@ -49,7 +49,7 @@ def main(fd: int, target: str) -> None:
         answer = {"iterated": None if error.place is None else list(error.place)}
     except CannotVerify as error:
         answer = {"refused": str(error)}
-    except BaseException as error:  # noqa: BLE001 - sys.exit() of the module is an answer, too
+    except BaseException as error:  # sys.exit() of the module is an answer, too
         answer = {"raised": described(error)}
     lines = connection.makefile("rw")
     _send(lines, answer)
@@ -81,7 +81,11 @@ def _in_child(job: Job, make: Callable[[], Any], sources: Sources) -> dict[str, 
             return dict(json.loads(data))
         stacks.seek(0)
         text = stacks.read(200_000).decode(errors="replace")
-        return {"late" if late else "died": status, "stacks": text, "note": note[:].partition(b"\0")[0].decode(errors="replace")}
+        return {
+            "late" if late else "died": status,
+            "stacks": text,
+            "note": note[:].partition(b"\0")[0].decode(errors="replace"),
+        }
 
 
 def _collect(pid: int, reading: int, deadline: float) -> tuple[bytes, int, bool]:
@@ -148,7 +152,7 @@ def _child(
             result = _carry_out(job, make, sources, write)
         except CannotVerify as error:
             result = {"refused": str(error)}
-        except BaseException as error:  # noqa: BLE001 - sys.exit() of user code is an answer, too
+        except BaseException as error:  # sys.exit() of user code is an answer, too
             result = {"raised": described(error)}
         with os.fdopen(writing, "w") as pipe:
             pipe.write(json.dumps(result) + "\n")
@@ -157,9 +161,7 @@ def _child(
         os._exit(0)
 
 
-def _carry_out(
-    job: Job, make: Callable[[], Any], sources: Sources, note: Callable[[str], None]
-) -> dict[str, Any]:
+def _carry_out(job: Job, make: Callable[[], Any], sources: Sources, note: Callable[[str], None]) -> dict[str, Any]:
     match job["do"]:
         case "look":
             return look(make, job)

@@ -101,7 +101,7 @@ class Sources:
             begin(sock, *args, **kwargs)
             sources.opens(sock, sys._getframe(1))
 
-        socket.socket.__init__ = init  # type: ignore[method-assign]
+        socket.socket.__init__ = init  # type: ignore[method-assign,assignment]
 
     def _opener(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def opened(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ class Sources:
 
         def entropy(size: int) -> bytes:
             number = self.asks("os.urandom")
-            return urandom(size) if number is None else random.Random(number).randbytes(size)  # noqa: S311 - frozen
+            return urandom(size) if number is None else random.Random(number).randbytes(size)
 
         os.urandom = random._urandom = entropy  # type: ignore[attr-defined]
         uuid1, seed_method = uuid.uuid1, random.Random.seed
@@ -142,7 +142,7 @@ class Sources:
             seed_method(generator, a if number is None else number, version)
 
         random.Random.seed = seed  # type: ignore[method-assign,assignment]
-        random.seed = random._inst.seed  # type: ignore[attr-defined]
+        random.seed = random._inst.seed
         draw = torch.seed
 
         def torch_seed() -> int:

@@ -31,7 +31,11 @@ def _text(value: Any, depth: int) -> str:
         case None | bool() | int() | float() | complex():
             return repr(value)
         case str():
-            return f"str:{value!r}" if len(value) < 200 else f"str:{len(value)}:{zlib.crc32(value.encode('utf8', 'replace'))}"
+            return (
+                f"str:{value!r}"
+                if len(value) < 200
+                else f"str:{len(value)}:{zlib.crc32(value.encode('utf8', 'replace'))}"
+            )
         case bytes() | bytearray():
             return f"bytes:{len(value)}:{zlib.crc32(value)}"
         case torch.Tensor():
@@ -64,7 +68,9 @@ def _text(value: Any, depth: int) -> str:
             return "ended" if frame is None else f"generator:{frame.f_lasti}:{_text(frame.f_locals, inner)}"
     own = getattr(value, "__dict__", None)
     if isinstance(own, dict):
-        return f"{type(value).__qualname__}({_text({k: own[k] for k in own if not k.startswith('_asyncloader')}, inner)})"
+        return (
+            f"{type(value).__qualname__}({_text({k: own[k] for k in own if not k.startswith('_asyncloader')}, inner)})"
+        )
     reduced = _position(value)
     return f"{type(value).__qualname__}{reduced}"
 
@@ -87,13 +93,13 @@ def state_of_generator(value: Any) -> str | None:
         holder = getattr(value, "bit_generator", None) or value._bit_generator  # type: ignore[union-attr]
         return str(zlib.crc32(repr(holder.state).encode()))
     if isinstance(value, torch.Generator):
-        return str(zlib.crc32(value.get_state().numpy()))
+        return str(zlib.crc32(bytes(value.get_state().numpy())))
     return None
 
 
 def _tensor(value: torch.Tensor) -> str:
     head = f"{value.dtype}{tuple(value.shape)}"
-    if value.layout != torch.strided or value.device.type == "meta" or value.dtype.is_complex and value.is_conj():
+    if value.layout != torch.strided or value.device.type == "meta" or (value.dtype.is_complex and value.is_conj()):
         return f"{head}{value.layout}:{_text(value.coalesce().values(), 1) if value.layout == torch.sparse_coo else ''}"
     with torch.no_grad():
         plain = value.detach().cpu().contiguous().reshape(-1)
@@ -110,7 +116,9 @@ def _array(value: Any, depth: int) -> str:
 def _crc(data: Any) -> int:
     if data.nbytes <= _MOST_BYTES:
         return zlib.crc32(data)
-    return zlib.crc32(np.ascontiguousarray(data[:: data.nbytes // _MOST_BYTES + 1]), zlib.crc32(data[:65536]))
+    return zlib.crc32(
+        memoryview(np.ascontiguousarray(data[:: data.nbytes // _MOST_BYTES + 1])), zlib.crc32(data[:65536])
+    )
 
 
 def leaves(batch: Any) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Which files are the user's, and which line of them is on the stack.
 
-Data path: none. Python's own library, torch, numpy and asyncloader are nobody's pipeline; other installed packages count
-only where no file of the user's is on the stack.
+Data path: none. Python's own library, torch, numpy and asyncloader do not count; other installed packages count only
+where no file of the user's is on the stack.
 """
 
 from __future__ import annotations

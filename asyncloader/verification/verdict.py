@@ -33,7 +33,10 @@ def place(given: Sequence[Any] | None) -> Place | None:
 def at(name: str, state: State, where: Place | None, text: str, advice: str, **figures: Any) -> Finding:
     """Return a finding about a line."""
     if where is not None:
-        text, figures = f"{where} in {where.function}: {text}", {**figures, "file": short(where.file), "line": where.line}
+        text, figures = (
+            f"{where} in {where.function}: {text}",
+            {**figures, "file": short(where.file), "line": where.line},
+        )
     return Finding(name, state, text, advice, figures)
 
 
@@ -130,7 +133,9 @@ def handle(given: Sequence[Any], *, forks: bool) -> Finding:
     state: State = "problem" if forks else "note"
     figures = {"path": path} | ({} if there is None else {"opened_file": short(there.file), "opened_line": there.line})
     advice = "open it at the first sample in each worker (worker_resource() does), or make the lock there"
-    return at("handles", state, where, f"uses it in a forked worker. {text}{why}" if used else text + why, advice, **figures)
+    return at(
+        "handles", state, where, f"uses it in a forked worker. {text}{why}" if used else text + why, advice, **figures
+    )
 
 
 def equal_seeds(given: Sequence[Any], *, seeded: bool) -> Finding:
@@ -165,7 +170,9 @@ def broken(name: str, result: dict[str, Any], doing: str) -> Finding | None:
         lines = error["text"].strip().splitlines()
         text = f"{error['type']}: {lines[-1] if lines else ''}"
         notes = f" ({error['notes'][0]})" if error["notes"] else ""
-        return at(name, "problem", where, f"{doing} raised {text}{notes}", "the line above raised it", error=error["type"])
+        return at(
+            name, "problem", where, f"{doing} raised {text}{notes}", "the line above raised it", error=error["type"]
+        )
     if "late" in result:
         where = line_of_stacks(result["stacks"])
         if where is None:  # the loader itself, the start of processes, a busy machine

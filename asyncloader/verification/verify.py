@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from asyncloader.commands.findings import Finding
@@ -162,7 +162,9 @@ class _Verification:
         file, _, rest = note.rpartition("|")[0].partition("|") if note.count("|") == 2 else ("", "", "")
         if not file:
             return failed
-        found = verdict.broken("undisturbed run", {**result, "line": [file, int(rest), note.rpartition("|")[2]]}, "the undisturbed run")
+        found = verdict.broken(
+            "undisturbed run", {**result, "line": [file, int(rest), note.rpartition("|")[2]]}, "the undisturbed run"
+        )
         return found or failed
 
     def _noticed(self, result: dict[str, Any]) -> Iterator[Finding]:
@@ -213,7 +215,10 @@ class _Verification:
             if number is not None:
                 yield self._why_another(number, ambient), not ambient or self._facts["asynchronous"]
                 return
-        yield Finding("repeated runs", "ok", "the same bytes with another hash seed, clock and state of generators"), False
+        yield (
+            Finding("repeated runs", "ok", "the same bytes with another hash seed, clock and state of generators"),
+            False,
+        )
 
     def _why_another(self, number: int, ambient: int) -> Finding:
         job = {"do": "sites", "at": number, "batches": MOST_BATCHES, "workers": 0, "ambient": 0}
@@ -239,7 +244,7 @@ class _Verification:
 
     # ------------------------------------------------------------------------------------------- the set-up
 
-    def _set_up(self) -> Iterator[Finding]:
+    def _set_up(self) -> Generator[Finding, None, bool]:
         """Look at what the workers get. Returns whether it cannot be pickled."""
         facts = self._facts
         found = self._ask({"do": "setup", "batches": MOST_BATCHES, "workers": 0, "ambient": 0})
@@ -275,7 +280,10 @@ class _Verification:
                 break
             finding = self._differs(each)
             self._done.append(str(each))
-            if finding is not None and (cause := f"{finding.figures.get('path')} {finding.text.partition(':')[0]}") not in causes:
+            if (
+                finding is not None
+                and (cause := f"{finding.figures.get('path')} {finding.text.partition(':')[0]}") not in causes
+            ):
                 if finding.state == "problem":
                     causes.add(cause)
                 elif cause in noted:
@@ -316,10 +324,10 @@ class _Verification:
     def _why_other(self, number: int, each: Disturbance, got: dict[str, Any]) -> Finding:
         part = verdict.part_of(self._expected[number], got)
         if self._facts["worker_init_fn"] and each.workers:
-            job = {"workers": each.workers, "method": each.method, "without_init": True}
-            if verdict.difference(self._expected, self._run(**job).get("batches", [])) is None:
-                found = self._ask({"do": "setup", "batches": MOST_BATCHES, "workers": 0, "ambient": 0})
-                where = verdict.place(found.get("init_place"))
+            without: dict[str, Any] = {"workers": each.workers, "method": each.method, "without_init": True}
+            if verdict.difference(self._expected, self._run(**without).get("batches", [])) is None:
+                setup = self._ask({"do": "setup", "batches": MOST_BATCHES, "workers": 0, "ambient": 0})
+                where = verdict.place(setup.get("init_place"))
                 return verdict.at(
                     "worker_init_fn", "problem", where,
                     f"worker_init_fn changes the samples: batch {number} ({part}) is another one with {each}",
@@ -388,9 +396,10 @@ class _Verification:
         if found.name != "bytes":
             return found
         places = self._ask({"do": "kept", "at": 0, "workers": 0, "ambient": 0}).get("places", {})
+        order = next((places[name] for name in ("sampler", "batch_sampler", "dataset") if name in places), None)
         return verdict.at(
-            "ranks", "problem", verdict.place(places.get("sampler") or places.get("batch_sampler") or places.get("dataset")),
-            f"gives ranks other samples than a single rank: at step {number} the joined batches of 2 ranks are not its batch",
+            "ranks", "problem", verdict.place(order),
+            f"gives ranks other samples than a single rank: at step {number} the joined batches of 2 are not its batch",
             "let all ranks draw the same order: from one seed and the epoch, not from the rank or the process",
             batch=number,
         )  # fmt: skip

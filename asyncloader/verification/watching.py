@@ -27,7 +27,7 @@ def _tracing(trace: Callable[[FrameType, str, Any], Any]) -> Generator[None]:
         yield
     finally:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
 
 
 @contextmanager
@@ -114,9 +114,7 @@ def following(note: Callable[[str], None]) -> Generator[None]:
         yield
 
 
-def parting(
-    first: Iterable[tuple[str, int, str, str]], second: Iterable[tuple[str, int, str, str]]
-) -> Place | None:
+def parting(first: Iterable[tuple[str, int, str, str]], second: Iterable[tuple[str, int, str, str]]) -> Place | None:
     """Return the first line that had another effect in the second run than in the first."""
     before: Place | None = None
     for one, other in zip(first, second, strict=False):
@@ -150,4 +148,4 @@ def uses(values: Iterable[Any]) -> Generator[dict[int, Place]]:
         yield found
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
