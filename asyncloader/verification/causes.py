@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from asyncloader.verification.objects import (
-    Handle,
     Kept,
+    SharedHandle,
     copied,
     handles,
     kept,
@@ -33,7 +33,7 @@ from asyncloader.verification.objects import (
 from asyncloader.verification.runs import Job, opened
 from asyncloader.verification.sources import Sources
 from asyncloader.verification.tokens import leaves, state_of_generator, token
-from asyncloader.verification.user_code import Place, definition_of, rank
+from asyncloader.verification.user_code import CodeLine, definition_of, rank
 from asyncloader.verification.watching import changes, record, uses
 
 _MOST_CANDIDATES = 12
@@ -247,7 +247,7 @@ def sites(make: Callable[[], Any], job: Job, sources: Sources) -> dict[str, Any]
         sources: of this process.
     """
     thawed = job.get("thawed")
-    sources.thawed = None if thawed is None else {(each[0], Place(*each[1:])) for each in thawed}
+    sources.thawed = None if thawed is None else {(each[0], CodeLine(*each[1:])) for each in thawed}
     sources.active = True
     with record() if job.get("trace") else _nothing() as events:
         loader = opened(make, job)
@@ -288,7 +288,7 @@ def setup(make: Callable[[], Any], job: Job, sources: Sources) -> dict[str, Any]
     return found
 
 
-def _used(loader: Any, there: list[Handle], job: Job, sources: Sources) -> list[Any]:
+def _used(loader: Any, there: list[SharedHandle], job: Job, sources: Sources) -> list[Any]:
     """Return the handles that samples use in a forked process: path, kind, line, and where it was opened."""
     held = {id(each.value) for each in there if each.kind == "a lock" and _is_held(each.value)}
     if all(each.kind == "a lock" and id(each.value) not in held for each in there):

@@ -22,7 +22,7 @@ from asyncloader.bridge import run_in_thread
 from asyncloader.errors import NoEffectWarning
 from asyncloader.loader import DataLoader
 from asyncloader.options.declaration import LoaderSpec
-from asyncloader.verification.user_code import Place, place_of
+from asyncloader.verification.user_code import CodeLine, place_of
 
 
 class CannotVerify(ValueError):
@@ -32,7 +32,7 @@ class CannotVerify(ValueError):
 class IteratedAtImport(BaseException):  # no handler of the module's takes it
     """A loader was read while the user's module was being imported."""
 
-    def __init__(self, place: Place | None) -> None:
+    def __init__(self, place: CodeLine | None) -> None:
         super().__init__(place)
         self.place = place
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from asyncloader.verification.tokens import token
-from asyncloader.verification.user_code import Place, definition_of, rank
+from asyncloader.verification.user_code import CodeLine, definition_of, rank
 
 _MOST_OBJECTS = 5_000
 _DEEPEST = 6
@@ -192,7 +192,7 @@ def copied(value: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- handles
 
 
-class Handle(NamedTuple):
+class SharedHandle(NamedTuple):
     """Something that a forked worker shares with the process that it is forked from.
 
     Attributes:
@@ -206,16 +206,16 @@ class Handle(NamedTuple):
     value: Any
 
 
-def handles(roots: dict[str, Any]) -> list[Handle]:
+def handles(roots: dict[str, Any]) -> list[SharedHandle]:
     """Return the open files, sockets, connections and locks that the objects keep."""
-    found: list[Handle] = []
+    found: list[SharedHandle] = []
     seen: set[int] = set()
     for each in kept(roots):
         value = _value(each)
         kind = _kind_of_handle(value)
         if kind and id(value) not in seen:
             seen.add(id(value))
-            found.append(Handle(each.path, kind, value))
+            found.append(SharedHandle(each.path, kind, value))
     return found
 
 
@@ -242,7 +242,7 @@ class Unpicklable(NamedTuple):
     value: Any
     what: str
     why: str
-    place: Place | None
+    place: CodeLine | None
 
 
 def unpicklable(roots: dict[str, Any]) -> Unpicklable | None:

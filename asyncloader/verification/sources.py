@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncloader.verification.user_code import Place, place_of, rank
+from asyncloader.verification.user_code import CodeLine, place_of, rank
 
 _THROUGH = {random.__file__, uuid.__file__, secrets.__file__, __file__}
 _CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time")
@@ -47,9 +47,9 @@ class Sources:
 
     def __init__(self) -> None:
         self.active = False
-        self.thawed: set[tuple[str, Place]] | None = None
-        self.sites: Counter[tuple[str, Place]] = Counter()
-        self.opened: dict[int, Place] = {}
+        self.thawed: set[tuple[str, CodeLine]] | None = None
+        self.sites: Counter[tuple[str, CodeLine]] = Counter()
+        self.opened: dict[int, CodeLine] = {}
         self._opened_alive: dict[int, Any] = {}
 
     def asks(self, name: str) -> int | None:
@@ -67,7 +67,7 @@ class Sources:
         return int.from_bytes(hashlib.blake2b(f"{name} {place} {number}".encode(), digest_size=8).digest(), "big")
 
     @staticmethod
-    def _asking(frame: Any) -> Place | None:
+    def _asking(frame: Any) -> CodeLine | None:
         """Return the user's line, if it asked directly or through Python's modules of random numbers."""
         while frame is not None and frame.f_code.co_filename in _THROUGH:
             frame = frame.f_back

@@ -116,9 +116,8 @@ def _array(value: Any, depth: int) -> str:
 def _crc(data: Any) -> int:
     if data.nbytes <= _MOST_BYTES:
         return zlib.crc32(data)
-    return zlib.crc32(
-        memoryview(np.ascontiguousarray(data[:: data.nbytes // _MOST_BYTES + 1])), zlib.crc32(data[:65536])
-    )
+    sampled: Any = np.ascontiguousarray(data[:: data.nbytes // _MOST_BYTES + 1])
+    return zlib.crc32(sampled, zlib.crc32(data[:65536]))
 
 
 def leaves(batch: Any) -> dict[str, str]:

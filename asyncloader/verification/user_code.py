@@ -29,7 +29,7 @@ _FOREIGN = (
 )
 
 
-class Place(NamedTuple):
+class CodeLine(NamedTuple):
     """A line of a file, and the function that it is in."""
 
     file: str
@@ -73,37 +73,37 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     return best
 
 
-def place_of(frame: FrameType | None) -> Place | None:
+def place_of(frame: FrameType | None) -> CodeLine | None:
     """Return the place of the user's innermost frame."""
     found = users_frame(frame)
-    return None if found is None else Place(found.f_code.co_filename, found.f_lineno or 0, found.f_code.co_name)
+    return None if found is None else CodeLine(found.f_code.co_filename, found.f_lineno or 0, found.f_code.co_name)
 
 
-def place_of_error(error: BaseException) -> Place | None:
+def place_of_error(error: BaseException) -> CodeLine | None:
     """Return the user's innermost line in an error's traceback, also in that of its causes."""
-    best: Place | None = None
+    best: CodeLine | None = None
     level, trace = 0, error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if rank(code.co_filename) and rank(code.co_filename) >= level:
-            level, best = rank(code.co_filename), Place(code.co_filename, trace.tb_lineno, code.co_name)
+            level, best = rank(code.co_filename), CodeLine(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     if best is None and (error.__cause__ or error.__context__) is not None:
         return place_of_error(error.__cause__ or error.__context__)  # type: ignore[arg-type]
     return best
 
 
-def definition_of(value: Any) -> Place | None:
+def definition_of(value: Any) -> CodeLine | None:
     """Return where a function, or the class of an object, is defined."""
     code = getattr(getattr(value, "__func__", value), "__code__", None)
     if isinstance(code, CodeType):
-        return Place(code.co_filename, code.co_firstlineno, code.co_name)
+        return CodeLine(code.co_filename, code.co_firstlineno, code.co_name)
     kind = value if isinstance(value, type) else type(value)
     module = sys.modules.get(kind.__module__)
     for member in vars(kind).values():
         code = getattr(member, "__code__", None)
         if isinstance(code, CodeType) and module is not None:
-            return Place(code.co_filename, code.co_firstlineno, kind.__name__)
+            return CodeLine(code.co_filename, code.co_firstlineno, kind.__name__)
     return None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from asyncloader.commands.findings import Finding
-from asyncloader.verification.user_code import Place, rank, short
+from asyncloader.verification.user_code import CodeLine, rank, short
 
 State = Literal["ok", "note", "problem"]
 
@@ -25,12 +25,12 @@ _ENTROPY = {
 OWN_GENERATOR = "draw from asyncloader.sample_rng(), or in a blocking __getitem__ from random, numpy.random or torch"
 
 
-def place(given: Sequence[Any] | None) -> Place | None:
+def place(given: Sequence[Any] | None) -> CodeLine | None:
     """Return a place from its plain values."""
-    return None if not given else Place(str(given[0]), int(given[1]), str(given[2]))
+    return None if not given else CodeLine(str(given[0]), int(given[1]), str(given[2]))
 
 
-def at(name: str, state: State, where: Place | None, text: str, advice: str, **figures: Any) -> Finding:
+def at(name: str, state: State, where: CodeLine | None, text: str, advice: str, **figures: Any) -> Finding:
     """Return a finding about a line."""
     if where is not None:
         text, figures = (
@@ -66,7 +66,7 @@ def part_of(expected: dict[str, Any], got: dict[str, Any]) -> str:
     return ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
 
 
-def entropy(name: str, where: Place, number: int) -> Finding:
+def entropy(name: str, where: CodeLine, number: int) -> Finding:
     """A line that asks for what no seed decides."""
     says = _ENTROPY.get(name, f"reads the clock ({name})" if name.startswith("time.") else f"asks {name}")
     advice = "leave the clock out of samples" if name.startswith("time.") else OWN_GENERATOR
@@ -74,7 +74,7 @@ def entropy(name: str, where: Place, number: int) -> Finding:
     return at("random numbers", "problem", where, text, advice, source=name, batch=number)
 
 
-def parts_ways(where: Place | None, number: int, why: str, advice: str, state: State) -> Finding:
+def parts_ways(where: CodeLine | None, number: int, why: str, advice: str, state: State) -> Finding:
     """The first line that had another effect in a second run."""
     text = f"batch {number} differs between two runs with the same seed: {why}"
     if where is None:
@@ -193,16 +193,16 @@ def broken(name: str, result: dict[str, Any], doing: str) -> Finding | None:
     return None
 
 
-def line_of_stacks(stacks: str) -> Place | None:
+def line_of_stacks(stacks: str) -> CodeLine | None:
     """Return the user's innermost line in stacks of `faulthandler`, of which the innermost come first."""
     for file, line, function in re.findall(r'^  File "(.+?)", line (\d+) in (\S+)', stacks, re.MULTILINE):
         if rank(file) == 2:
-            return Place(file, int(line), function)
+            return CodeLine(file, int(line), function)
     return None
 
 
-def line_of_traceback(text: str) -> Place | None:
+def line_of_traceback(text: str) -> CodeLine | None:
     """Return the user's innermost line in a traceback's text."""
     found = re.findall(r'^ *File "(.+?)", line (\d+), in (\S+)', text, re.MULTILINE)
-    users = [Place(file, int(line), function) for file, line, function in found if rank(file) == 2]
+    users = [CodeLine(file, int(line), function) for file, line, function in found if rank(file) == 2]
     return users[-1] if users else None

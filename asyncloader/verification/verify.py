@@ -15,7 +15,7 @@ from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
 from asyncloader.verification.interpreter import Interpreter, ServerEnded
 from asyncloader.verification.plan import Disturbance, LoaderFacts, disturbances
-from asyncloader.verification.user_code import Place
+from asyncloader.verification.user_code import CodeLine
 
 MOST_BATCHES = 24
 _MOST_PROBLEMS = 3  # of disturbed runs, before the rest is left out
@@ -228,7 +228,7 @@ class _Verification:
         if not ambient and one.get("leaves") == two.get("leaves"):
             for name, *where in one.get("sites", [])[:_MOST_SITES]:
                 if self._ask({**job, "thawed": [[name, *where]]}).get("leaves") != one["leaves"]:
-                    return verdict.entropy(name, Place(*where), number)
+                    return verdict.entropy(name, CodeLine(*where), number)
         place = _parting(one, two)
         state: verdict.State = "problem" if not ambient or self._facts["seeded"] else "note"
         if ambient:
@@ -405,7 +405,7 @@ class _Verification:
         )  # fmt: skip
 
 
-def _parting(one: dict[str, Any], two: dict[str, Any]) -> Place | None:
+def _parting(one: dict[str, Any], two: dict[str, Any]) -> CodeLine | None:
     from asyncloader.verification.watching import parting
 
     events = ([(str(a), int(b), str(c), str(d)) for a, b, c, d in each.get("events", [])] for each in (one, two))

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from asyncloader.verification.tokens import token
-from asyncloader.verification.user_code import Place, is_users, rank
+from asyncloader.verification.user_code import CodeLine, is_users, rank
 
 _MOST_EVENTS = 100_000
 
@@ -31,9 +31,9 @@ def _tracing(trace: Callable[[FrameType, str, Any], Any]) -> Generator[None]:
 
 
 @contextmanager
-def changes(read: Callable[[], Any]) -> Generator[list[Place]]:
+def changes(read: Callable[[], Any]) -> Generator[list[CodeLine]]:
     """Yield a list, which gets the user's lines during which `read()` came to return another value, in their order."""
-    found: list[Place] = []
+    found: list[CodeLine] = []
     last: list[Any] = [read(), None]  # the value, and the line that runs
 
     def look() -> None:
@@ -67,8 +67,8 @@ def changes(read: Callable[[], Any]) -> Generator[list[Place]]:
         look()
 
 
-def _here(frame: FrameType) -> Place:
-    return Place(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
+def _here(frame: FrameType) -> CodeLine:
+    return CodeLine(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
 
 
 @contextmanager
@@ -114,11 +114,11 @@ def following(note: Callable[[str], None]) -> Generator[None]:
         yield
 
 
-def parting(first: Iterable[tuple[str, int, str, str]], second: Iterable[tuple[str, int, str, str]]) -> Place | None:
+def parting(first: Iterable[tuple[str, int, str, str]], second: Iterable[tuple[str, int, str, str]]) -> CodeLine | None:
     """Return the first line that had another effect in the second run than in the first."""
-    before: Place | None = None
+    before: CodeLine | None = None
     for one, other in zip(first, second, strict=False):
-        place = Place(*one[:3])
+        place = CodeLine(*one[:3])
         if tuple(one[:3]) != tuple(other[:3]):
             return before or place
         if one[3] != other[3]:
@@ -128,10 +128,10 @@ def parting(first: Iterable[tuple[str, int, str, str]], second: Iterable[tuple[s
 
 
 @contextmanager
-def uses(values: Iterable[Any]) -> Generator[dict[int, Place]]:
+def uses(values: Iterable[Any]) -> Generator[dict[int, CodeLine]]:
     """Yield a dictionary, which gets the first user line that called a method of each value, by the value's id."""
     ids = {id(value) for value in values}
-    found: dict[int, Place] = {}
+    found: dict[int, CodeLine] = {}
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         owner = id(getattr(arg, "__self__", None)) if event == "c_call" else 0

@@ -112,7 +112,7 @@ def hash_order() -> Any:
 
 
 class Awaiting(Rows):
-    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+    async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
         flip = torch.rand(()).item()  # fault: asynchronous
         return torch.tensor([index, flip])
