@@ -39,7 +39,7 @@ FLOORS = [
     "stateful_loader writing",
     ("dataloader2 dataloader2.datapipes dataloader2.graph dataloader2.random dataloader2.services dataloader2.utils"),
     "integrations.ray",
-    "integrations asyncloader commands",
+    "integrations asyncloader commands verification",
     "__main__",
 ]
 FLOOR = {

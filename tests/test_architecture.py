@@ -112,6 +112,8 @@ PURE = {
         "transports.object_version",
         "transports.ranges",
         "transports.retry",
+        "verification.junit",
+        "verification.plan",
         "version",
         "workers.fetch.dataset_marks",
         "workers.fetch.dataset_state",

@@ -14,6 +14,7 @@ import warnings
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.errors import LoaderError
@@ -41,7 +42,16 @@ def parser() -> argparse.ArgumentParser:
     checkpoint = commands.add_parser("checkpoint", help="what a saved state says")
     show = checkpoint.add_subparsers(dest="action", required=True).add_parser("show", help="in words")
     show.add_argument("file", type=Path, help="a checkpoint of torch.save, or JSON, that has loaders' states in it")
-    for each in (doctor, inspect, show):
+    verify = commands.add_parser(
+        "verify", help="disturb a loader, compare its batches, and name what makes them differ"
+    )
+    verify.add_argument(
+        "target", metavar="MODULE:FUNCTION", help="a function that returns a loader; or file.py:function"
+    )
+    verify.add_argument("--seed", type=int, default=0, help="of the drawn disturbances; default 0")
+    verify.add_argument("--seconds", type=float, default=60.0, help="begin no run after these; default 60")
+    verify.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML, too")
+    for each in (doctor, inspect, show, verify):
         each.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -64,7 +74,8 @@ def run(argv: Sequence[str] | None = None) -> int:
 def _report(command: str, flags: dict[str, Any]) -> int:
     from asyncloader.commands.findings import as_json, as_lines, has_problem
 
-    findings = []
+    findings: list[Finding] = []
+    began = perf_counter()
     try:
         for finding in _findings(command, flags):
             findings.append(finding)
@@ -74,6 +85,10 @@ def _report(command: str, flags: dict[str, Any]) -> int:
             print(as_json(findings), flush=True)  # noqa: T201 - a command's own words
     except BrokenPipeError:  # the reader of the pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if flags.get("junit"):
+        from asyncloader.verification.junit import as_junit
+
+        flags["junit"].write_text(as_junit(flags["target"], findings, perf_counter() - began))
     return int(has_problem(findings))
 
 
@@ -87,6 +102,10 @@ def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
         from asyncloader.commands.shard_inspection import inspect
 
         return run_in_thread(inspect(flags["urls"], flags["format"], read=not flags["no_read"]))
+    if command == "verify":
+        from asyncloader.verification.verify import verify
+
+        return verify(flags["target"], seed=flags["seed"], seconds=flags["seconds"])
     return _show(flags["file"])
 
 

@@ -4,6 +4,7 @@
     lightning      `LoaderCallback`
     opentelemetry  `instrument`
     prometheus     `LoaderCollector`, `dashboard`
+    pytest         the fixture `asyncloader_verify`
     ray            `RayWorkers`, `prepare_data_loader`
     tensorboard    `log_stats`
     transformers   `AsyncTrainerMixin`

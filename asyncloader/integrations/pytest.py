@@ -1,0 +1,38 @@
+"""A pytest plugin: the fixture `asyncloader_verify`, which fails a test with the findings about a loader.
+
+pytest imports this module in every run in an environment that has asyncloader; torch is imported by the fixture's call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from asyncloader.commands.findings import Finding
+
+
+@pytest.fixture
+def asyncloader_verify() -> Callable[..., list[Finding]]:
+    """Return a function that verifies a loader as `asyncloader verify` does, and fails the test if it finds a problem.
+
+    It takes ``"module:make_loader"``, ``"file.py:make_loader"``, or a function at the top of a module, without
+    arguments; ``seed`` (default 0) and ``seconds`` (default 60). It returns the findings.
+    """
+
+    def verified(target: str | Callable[[], Any], *, seed: int = 0, seconds: float = 60.0) -> list[Finding]:
+        __tracebackhide__ = True
+        from asyncloader.commands.findings import as_lines, has_problem
+        from asyncloader.verification.verify import verify
+
+        if not isinstance(target, str):
+            target = f"{inspect.getfile(target)}:{target.__qualname__}"
+        findings = list(verify(target, seed=seed, seconds=seconds))
+        if has_problem(findings):
+            pytest.fail("\n".join(map(as_lines, findings)), pytrace=False)
+        return findings
+
+    return verified

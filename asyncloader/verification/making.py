@@ -1,0 +1,171 @@
+"""Imports the user's function, calls it, and makes the loader that a run reads of the loader that it returns.
+
+Data path: module:make_loader -> [making] -> runs, causes. In processes of the verification only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncloader.async_loader import AsyncDataLoader
+from asyncloader.bridge import run_in_thread
+from asyncloader.errors import NoEffectWarning
+from asyncloader.loader import DataLoader
+from asyncloader.options.declaration import LoaderSpec
+from asyncloader.verification.user_code import CodeLine, place_of
+
+
+class CannotVerify(ValueError):
+    """The target makes no loader that can be verified. The text says why."""
+
+
+class IteratedAtImport(BaseException):  # no handler of the module's takes it
+    """A loader was read while the user's module was being imported."""
+
+    def __init__(self, place: CodeLine | None) -> None:
+        super().__init__(place)
+        self.place = place
+
+
+def import_target(target: str) -> Callable[[], Any]:
+    """Import the function that ``"module:name"``, or ``"file.py:name"``, names.
+
+    Raises:
+        CannotVerify: there is no such function, or it needs arguments.
+        IteratedAtImport: the module reads a loader while it is imported.
+        Exception: whatever the module raises.
+    """
+    module_name, _, name = target.rpartition(":")
+    if not module_name or not name:
+        raise CannotVerify(f"{target!r} names no function: give module:make_loader, or file.py:make_loader")
+    folder = Path.cwd()
+    if module_name.endswith(".py"):
+        file = Path(module_name).resolve()
+        folder, module_name = file.parent, file.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    kind: Any = torch.utils.data.DataLoader
+    plain = kind.__iter__
+
+    def refuse(_: Any) -> Any:
+        raise IteratedAtImport(place_of(sys._getframe(1)))
+
+    kind.__iter__ = refuse
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise CannotVerify(
+            f"{target!r}: there is no module {error.name!r} in {folder} or among the installed"
+        ) from error
+    finally:
+        kind.__iter__ = plain
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise CannotVerify(f"{target!r}: {getattr(found, '__name__', found)} has no {part!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise CannotVerify(f"{target!r} is a {type(found).__name__}: give a function that returns a loader")
+    needed = [
+        each.name
+        for each in inspect.signature(found).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if needed:
+        raise CannotVerify(
+            f"{target!r} needs arguments: {', '.join(needed)}. Give a function without any, which calls it with those "
+            "to be verified"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def made(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataLoader[Any]:
+    """Call the user's function, and return the loader; an async loader's options.
+
+    Args:
+        make: the function; it may be async.
+        ambient: seeds the process's generators before.
+
+    Raises:
+        CannotVerify: it returns something else.
+    """
+    random.seed(ambient)
+    np.random.seed(ambient)
+    torch.manual_seed(ambient)
+    loader: Any = make()
+    if inspect.iscoroutine(loader):
+        loader = run_in_thread(loader)
+    given = loader
+    if isinstance(loader, AsyncDataLoader):
+        loader = loader._spec
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        why = (
+            ": return the loader, not an iterator over it"
+            if hasattr(given, "__next__") or hasattr(given, "__anext__")
+            else ""
+        )
+        raise CannotVerify(f"the function returned a {type(given).__name__}, which is no DataLoader{why}")
+    if isinstance(loader, LoaderSpec) and loader._asyncloader_options.workers not in (None, "threads"):
+        raise CannotVerify("the loader's workers are a service: verify a loader whose workers are processes")
+    return loader
+
+
+def facts(loader: torch.utils.data.DataLoader[Any]) -> dict[str, Any]:
+    """Describe a loader in plain values."""
+    ours = isinstance(loader, LoaderSpec)
+    iterable = loader._dataset_kind == torch.utils.data._DatasetKind.Iterable
+    context = loader.multiprocessing_context
+    method = context.get_start_method() if context is not None and hasattr(context, "get_start_method") else None
+    options = loader._asyncloader_options if isinstance(loader, LoaderSpec) else None
+    dataset = loader.dataset
+    fetches = type(dataset).__dict__.get("__getitem__") or getattr(type(dataset), "__getitem__", None)
+    plain_collate = loader.collate_fn is torch.utils.data.default_collate
+    size = loader.batch_size
+    whole_batches = size is not None and size % 2 == 0 and plain_collate and not iterable
+    single = options is None or (options.rank is None and options.group is None and options.balance is None)
+    return {
+        "class": f"{type(loader).__module__.partition('.')[0]}.{type(loader).__name__}",
+        "ours": ours,
+        "seeded": options is not None and options.seed is not None,
+        "iterable": bool(iterable),
+        "workers": loader.num_workers,
+        "threads": options is not None and options.workers == "threads",
+        "method": method or torch.multiprocessing.get_start_method(allow_none=True) or _default_method(),
+        "asynchronous": inspect.iscoroutinefunction(fetches),
+        "stateful": hasattr(dataset, "state_dict"),
+        "ranks": bool(whole_batches and single),
+        "worker_init_fn": loader.worker_init_fn is not None,
+    }
+
+
+def _default_method() -> str:
+    return torch.multiprocessing.get_all_start_methods()[0]
+
+
+def changed(loader: torch.utils.data.DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Return the loader that a run reads: like the user's, on the CPU, and seeded.
+
+    Args:
+        loader: the user's.
+        changes: arguments that replace the user's.
+    """
+    options = loader._asyncloader_options if isinstance(loader, LoaderSpec) else None
+    always: dict[str, Any] = {"device": None, "pin_memory": False}
+    if options is None or options.seed is None:
+        always["seed"] = 0
+    if loader._dataset_kind == torch.utils.data._DatasetKind.Iterable and not hasattr(loader.dataset, "state_dict"):
+        always["allow_replay"] = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoEffectWarning)
+        return DataLoader.from_torch(loader, **(always | changes))

@@ -1,0 +1,93 @@
+"""Draws the disturbed runs of a loader from a seed. Pure.
+
+Data path: facts about the loader, seed -> [plan] -> runs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["plain", "again", "break", "kill", "resume", "ranks"]
+
+
+class Disturbance(NamedTuple):
+    """A disturbed run.
+
+    Attributes:
+        kind: ``"plain"``: with other workers. ``"again"``: the epoch is read twice by one loader. ``"break"``: left at
+            a batch, and begun again. ``"kill"``: a worker is killed. ``"resume"``: goes on from a state in a new
+            process. ``"ranks"``: cut into two ranks.
+        workers: the number of workers.
+        method: how they are started; None: without workers.
+        at: the batch at which it happens.
+        then: the number of workers that goes on from a state.
+    """
+
+    kind: Kind
+    workers: int
+    method: str | None
+    at: int = 0
+    then: int = 0
+
+    def __str__(self) -> str:
+        some = f"{self.workers} worker{'s' * (self.workers != 1)}" + (f" ({self.method})" if self.method else "")
+        match self.kind:
+            case "plain":
+                return some
+            case "again":
+                return f"the epoch read twice, {some}"
+            case "break":
+                return f"left after batch {self.at} and begun again, {some}"
+            case "kill":
+                return f"a worker killed after batch {self.at}, {some}"
+            case "resume":
+                return f"resumed after batch {self.at}, {some}, then {self.then}"
+            case "ranks":
+                return f"2 ranks, {some} each"
+
+
+class LoaderFacts(NamedTuple):
+    """What the draws depend on.
+
+    Attributes:
+        iterable: the dataset is iterated: the number of workers stays.
+        workers: that of the loader.
+        methods: start methods that the loader can be run with.
+        batches: those of the undisturbed run.
+        ranks: whether the batches can be cut into two ranks.
+    """
+
+    iterable: bool
+    workers: int
+    methods: Sequence[str]
+    batches: int
+    ranks: bool
+
+
+def disturbances(facts: LoaderFacts, seed: int, most: int = 16) -> Iterator[Disturbance]:
+    """Yield the runs: each kind first, then drawn ones."""
+    rng = random.Random(f"asyncloader verify {seed}")
+    counts = [facts.workers] if facts.iterable else [1, 2, 3]
+    if facts.iterable and facts.workers <= 1:
+        counts = [0, 1]  # the same stream
+
+    def drawn(kind: Kind, method: str | None = None, workers: int | None = None) -> Disturbance:
+        at = rng.randrange(1, facts.batches) if facts.batches > 1 else 1
+        number = rng.choice(counts) if workers is None else workers
+        way = (method or rng.choice(facts.methods)) if number else None
+        then = number if facts.iterable else rng.choice([0, *counts])
+        return Disturbance(kind, number, way, at, then)
+
+    several = facts.workers if facts.iterable else 2
+    first = [drawn("again", workers=facts.workers if facts.iterable else 0)]
+    first += [drawn("plain", method, several) for method in facts.methods[:1]]
+    kinds: list[Kind] = ["break", "resume"]
+    kinds += [] if facts.iterable else ["kill"]  # a stream goes on as from a state
+    kinds += ["ranks"] if facts.ranks else []
+    first += [drawn(kind, facts.methods[0]) for kind in kinds]
+    first += [drawn("plain", method, several) for method in facts.methods[1:]]
+    yield from first[:most]
+    for _ in range(most - len(first)):
+        yield drawn(rng.choice(["plain", *kinds]), rng.choice([facts.methods[0], facts.methods[0], *facts.methods]))

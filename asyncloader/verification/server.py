@@ -1,0 +1,188 @@
+"""A process that imports the user's module once and runs each job in a fork of itself, under a deadline.
+
+Data path: jobs as lines of JSON -> [server: fork -> runs, causes] -> results as lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import IO, Any
+
+from asyncloader.verification import causes
+from asyncloader.verification.making import CannotVerify, IteratedAtImport, import_target
+from asyncloader.verification.runs import Job, described, look, run
+from asyncloader.verification.sources import Sources
+from asyncloader.verification.watching import following
+
+_LARGEST_RESULT = 64 << 20
+_NOTE_BYTES = 4096
+_GRACE_S = 2.0
+
+
+def main(fd: int, target: str) -> None:
+    """Serve jobs over a socket until it is closed."""
+    import torch
+
+    torch.set_num_threads(1)
+    connection = socket.socket(fileno=fd)
+    connection.set_inheritable(False)
+    sources = Sources()
+    sources.install()
+    warnings.simplefilter("ignore")
+    answer: dict[str, Any] = {"ready": True}
+    make: Callable[[], Any] | None = None
+    try:
+        make = import_target(target)
+    except IteratedAtImport as error:
+        answer = {"iterated": None if error.place is None else list(error.place)}
+    except CannotVerify as error:
+        answer = {"refused": str(error)}
+    except BaseException as error:  # sys.exit() of the module is an answer, too
+        answer = {"raised": described(error)}
+    lines = connection.makefile("rw")
+    _send(lines, answer)
+    if make is None:
+        return
+    for line in lines:
+        _send(lines, _in_child(json.loads(line), make, sources))
+
+
+def _send(lines: IO[str], answer: dict[str, Any]) -> None:
+    lines.write(json.dumps(answer) + "\n")
+    lines.flush()
+
+
+def _in_child(job: Job, make: Callable[[], Any], sources: Sources) -> dict[str, Any]:
+    note, (reading, writing) = mmap.mmap(-1, _NOTE_BYTES), os.pipe()
+    with tempfile.TemporaryFile() as stacks:
+        pid = os.fork()
+        if not pid:
+            _child(job, make, sources, note, writing, stacks)
+        os.close(writing)
+        try:
+            data, status, late = _collect(pid, reading, time.monotonic() + job["limit"])
+        finally:
+            os.close(reading)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        if data.endswith(b"\n"):
+            return dict(json.loads(data))
+        stacks.seek(0)
+        text = stacks.read(200_000).decode(errors="replace")
+        return {
+            "late" if late else "died": status,
+            "stacks": text,
+            "note": note[:].partition(b"\0")[0].decode(errors="replace"),
+        }
+
+
+def _collect(pid: int, reading: int, deadline: float) -> tuple[bytes, int, bool]:
+    """Read a child's result; end the child at the deadline. Returns the bytes, its status, and whether it was late."""
+    data, late, status = bytearray(), False, None
+    watched = [reading]
+    pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    if pidfd is not None:
+        watched.append(pidfd)
+    try:
+        while not data.endswith(b"\n") and len(data) < _LARGEST_RESULT:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                late = True
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGABRT)  # the stacks are written
+                _wait(pid, _GRACE_S)
+                break
+            # Without pidfds the child's end is looked for now and then; its workers may hold the pipe open.
+            ready = select.select(watched, [], [], left if pidfd is not None else min(left, 0.1))[0]
+            if reading in ready:
+                chunk = os.read(reading, 1 << 16)
+                data += chunk
+                if not chunk:
+                    break
+            elif pidfd in ready or _wait(pid, 0) is not None:
+                break
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if not data.endswith(b"\n"):
+                status = _wait(pid, _GRACE_S)
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+    with contextlib.suppress(ChildProcessError):
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return bytes(data), status or 0, late
+
+
+def _wait(pid: int, seconds: float) -> int | None:
+    """Wait for the child's end, without taking its status from `waitpid`."""
+    end = time.monotonic() + seconds
+    while True:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return 0
+        if time.monotonic() >= end:
+            return None
+        select.select([], [], [], 0.02)
+
+
+def _child(
+    job: Job, make: Callable[[], Any], sources: Sources, note: mmap.mmap, writing: int, stacks: IO[bytes]
+) -> None:
+    """Carry out a job in this fork, write the result, and end the process."""
+    try:
+        os.setsid()
+        faulthandler.enable(stacks, all_threads=True)
+
+        def write(text: str) -> None:
+            data = text.encode(errors="replace")[: _NOTE_BYTES - 1]
+            note[: len(data) + 1] = data + b"\0"
+
+        try:
+            result = _carry_out(job, make, sources, write)
+        except CannotVerify as error:
+            result = {"refused": str(error)}
+        except BaseException as error:  # sys.exit() of user code is an answer, too
+            result = {"raised": described(error)}
+        with os.fdopen(writing, "w") as pipe:
+            pipe.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
+    finally:
+        os._exit(0)
+
+
+def _carry_out(job: Job, make: Callable[[], Any], sources: Sources, note: Callable[[str], None]) -> dict[str, Any]:
+    match job["do"]:
+        case "look":
+            return look(make, job)
+        case "run":
+            return run(make, job, note)
+        case "last_line":
+            with following(note):
+                return run(make, job, lambda _: None)
+        case "state":
+            return causes.state(make, job)
+        case "sites":
+            return causes.sites(make, job, sources)
+        case "setup":
+            return causes.setup(make, job, sources)
+        case "kept":
+            return causes.kept_values(make, job)
+        case "aliasing":
+            return {"lines": causes.aliasing(make, job)}
+        case _:
+            return {"lines": causes.length(make, job)}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,156 @@
+"""Short texts that change when a value changes: of batches, of samples, and of all that a dataset keeps.
+
+Data path: batch, dataset -> [tokens] -> comparison.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+import types
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+_MOST_BYTES = 16 << 20  # of an array, of which more is sampled
+_MOST_ITEMS = 1000
+_MOST_LEAVES = 64
+
+
+def token(value: Any, depth: int = 4) -> str:
+    """Return a text that follows from a value alone: the order of a set, or the place of an object, is not in it."""
+    return format(zlib.crc32(_text(value, depth).encode("utf-8", "surrogatepass")), "08x")
+
+
+def _text(value: Any, depth: int) -> str:
+    match value:
+        case None | bool() | int() | float() | complex():
+            return repr(value)
+        case str():
+            return (
+                f"str:{value!r}"
+                if len(value) < 200
+                else f"str:{len(value)}:{zlib.crc32(value.encode('utf8', 'replace'))}"
+            )
+        case bytes() | bytearray():
+            return f"bytes:{len(value)}:{zlib.crc32(value)}"
+        case torch.Tensor():
+            return _tensor(value)
+        case np.ndarray() | np.generic():
+            return _array(np.asarray(value), depth)
+    if (state := state_of_generator(value)) is not None:
+        return f"{type(value).__name__}:{state}"
+    if depth <= 0:
+        return type(value).__name__
+    inner = depth - 1
+    match value:
+        case Mapping():
+            items = itertools.islice(value.items(), _MOST_ITEMS)
+            return f"{len(value)}{{{','.join(f'{_text(k, inner)}={_text(v, inner)}' for k, v in items)}}}"
+        case list() | tuple():
+            return f"{type(value).__name__}:{len(value)}[{','.join(_text(v, inner) for v in value[:_MOST_ITEMS])}]"
+        case set() | frozenset():
+            return f"set:{len(value)}:{sorted(_text(v, inner) for v in itertools.islice(value, _MOST_ITEMS))}"
+        case types.ModuleType() | type() | types.FunctionType() | types.BuiltinFunctionType():
+            return getattr(value, "__qualname__", value.__name__)
+        case types.MethodType():
+            return f"{value.__func__.__qualname__}"
+        case io.IOBase():
+            return type(value).__name__
+        case itertools.count():
+            return repr(value)
+        case types.GeneratorType():
+            frame = value.gi_frame
+            return "ended" if frame is None else f"generator:{frame.f_lasti}:{_text(frame.f_locals, inner)}"
+    own = getattr(value, "__dict__", None)
+    if isinstance(own, dict):
+        return (
+            f"{type(value).__qualname__}({_text({k: own[k] for k in own if not k.startswith('_asyncloader')}, inner)})"
+        )
+    reduced = _position(value)
+    return f"{type(value).__qualname__}{reduced}"
+
+
+def _position(value: Any) -> str:
+    """Return the position of an iterator over a list or a range."""
+    if type(value).__name__ in {"list_iterator", "range_iterator", "tuple_iterator"}:
+        return repr(value.__length_hint__())
+    return ""
+
+
+def state_of_generator(value: Any) -> str | None:
+    """Return the state of a random generator as a text; None: the value is no generator."""
+    if isinstance(value, random.Random):
+        try:
+            return str(zlib.crc32(repr(value.getstate()).encode()))
+        except NotImplementedError:  # the operating system's
+            return "system"
+    if isinstance(value, np.random.Generator | np.random.RandomState):
+        holder = getattr(value, "bit_generator", None) or value._bit_generator  # type: ignore[union-attr]
+        return str(zlib.crc32(repr(holder.state).encode()))
+    if isinstance(value, torch.Generator):
+        return str(zlib.crc32(bytes(value.get_state().numpy())))
+    return None
+
+
+def _tensor(value: torch.Tensor) -> str:
+    head = f"{value.dtype}{tuple(value.shape)}"
+    if value.layout != torch.strided or value.device.type == "meta" or (value.dtype.is_complex and value.is_conj()):
+        return f"{head}{value.layout}:{_text(value.coalesce().values(), 1) if value.layout == torch.sparse_coo else ''}"
+    with torch.no_grad():
+        plain = value.detach().cpu().contiguous().reshape(-1)
+        return f"{head}:{_crc(plain.view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8))}"
+
+
+def _array(value: Any, depth: int) -> str:
+    head = f"{value.dtype}{value.shape}"
+    if value.dtype.hasobject:
+        return f"{head}{_text(value.reshape(-1)[:_MOST_ITEMS].tolist(), depth - 1)}" if depth > 0 else head
+    return f"{head}:{_crc(np.ascontiguousarray(value).reshape(-1).view(np.uint8))}"
+
+
+def _crc(data: Any) -> int:
+    if data.nbytes <= _MOST_BYTES:
+        return zlib.crc32(data)
+    sampled: Any = np.ascontiguousarray(data[:: data.nbytes // _MOST_BYTES + 1])
+    return zlib.crc32(sampled, zlib.crc32(data[:65536]))
+
+
+def leaves(batch: Any) -> dict[str, str]:
+    """Return the token of each part of a batch, by its path, such as ``[0]`` or ``['image']``; at most 64 parts."""
+    return {path or "the batch": token(part) for path, part in itertools.islice(_parts(batch, ""), _MOST_LEAVES)}
+
+
+def _parts(value: Any, path: str, depth: int = 5) -> Iterator[tuple[str, Any]]:
+    if depth and isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _parts(inner, f"{path}[{key!r}]", depth - 1)
+    elif depth and isinstance(value, list | tuple) and len(value) <= _MOST_LEAVES:
+        for number, inner in enumerate(value):
+            yield from _parts(inner, f"{path}[{number}]", depth - 1)
+    else:
+        yield path, value
+
+
+def rows(batch: Any) -> list[str] | None:
+    """Return a token of each sample of a batch that torch's `default_collate` made; None if it cannot be cut."""
+    columns: list[Any] = []
+
+    def collect(value: Any) -> bool:
+        if isinstance(value, torch.Tensor) and value.dim():
+            columns.append(value)
+            return True
+        if isinstance(value, Mapping):
+            return all(map(collect, value.values()))
+        if isinstance(value, list | tuple) and value and all(isinstance(each, str | bytes) for each in value):
+            columns.append(value)
+            return True
+        return isinstance(value, list | tuple) and all(map(collect, value))
+
+    if not collect(batch) or not columns or len({len(column) for column in columns}) != 1:
+        return None
+    return [token([column[number] for column in columns]) for number in range(len(columns[0]))]

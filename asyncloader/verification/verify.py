@@ -1,0 +1,412 @@
+"""Verifies a loader: an undisturbed run, disturbed runs, and experiments about each difference.
+
+Data path: target -> [verify: interpreters, plan, verdict] -> findings. User code runs in child processes only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from asyncloader.commands.findings import Finding
+from asyncloader.verification import verdict
+from asyncloader.verification.interpreter import Interpreter, ServerEnded
+from asyncloader.verification.plan import Disturbance, LoaderFacts, disturbances
+from asyncloader.verification.user_code import CodeLine
+
+MOST_BATCHES = 24
+_MOST_PROBLEMS = 3  # of disturbed runs, before the rest is left out
+_MOST_SITES = 10
+
+
+def verify(target: str, *, seed: int = 0, seconds: float = 60.0) -> Iterator[Finding]:
+    """Yield the findings, as they are made.
+
+    Args:
+        target: ``"module:make_loader"`` or ``"file.py:make_loader"``: a function without arguments that returns a
+            loader, torch's or asyncloader's. It may be async.
+        seed: of the draws of disturbed runs.
+        seconds: after these no further run is begun. A run that hangs is ended after a part of them.
+
+    Raises:
+        ValueError: there is no such function, it makes no loader, or `seconds` is not above 0.
+        UnsupportedPlatform: processes cannot be forked here.
+    """
+    if not seconds > 0:
+        raise ValueError(f"seconds should be above 0, but got {seconds!r}")
+    if "fork" not in multiprocessing.get_all_start_methods():
+        from asyncloader.errors import UnsupportedPlatform
+
+        raise UnsupportedPlatform(f"asyncloader verify forks the processes of its runs, which {sys.platform} cannot do")
+    with Interpreter(target, 1) as here, Interpreter(target, 2) as elsewhere:
+        yield from _Verification(here, elsewhere, seed, seconds).findings()
+
+
+class _Verification:
+    """One verification.
+
+    Attributes:
+        here: the interpreter of all runs but those in `elsewhere`, which has another hash seed.
+    """
+
+    def __init__(self, here: Interpreter, elsewhere: Interpreter, seed: int, seconds: float) -> None:
+        self.here, self.elsewhere, self.seed = here, elsewhere, seed
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self._cap = max(seconds, 30.0)  # for one run; a busy machine takes its time
+        self._facts: dict[str, Any] = {}
+        self._expected: list[dict[str, Any]] = []
+        self._done: list[str] = []
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the findings."""
+        ready = self._ready(self.here)
+        if ready is not None:
+            yield ready
+            return
+        try:
+            yield from self._verified()
+        except ServerEnded as error:
+            yield Finding("process", "problem", str(error), "the module's code ended its process, or holds it up")
+
+    def _ready(self, interpreter: Interpreter) -> Finding | None:
+        """Wait for the import of the module. Returns why it cannot be used.
+
+        Raises:
+            ValueError: there is no such function.
+        """
+        try:
+            answer = interpreter.answer(max(self._seconds, 30.0))
+        except ServerEnded as error:
+            text = f"importing the module ended its process, or took too long: {error}"
+            return Finding("import", "problem", text, "a module must only define its functions when it is imported")
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        if "iterated" in answer:
+            return verdict.at(
+                "import", "problem", verdict.place(answer["iterated"]),
+                "reads a loader while the module is imported, which every spawned worker does again",
+                'put all but imports, classes and functions under `if __name__ == "__main__":`',
+            )  # fmt: skip
+        return verdict.broken("import", answer, "importing the module")
+
+    def _ask(self, job: dict[str, Any], interpreter: Interpreter | None = None) -> dict[str, Any]:
+        answer = (interpreter or self.here).ask({"seconds": max(self._seconds / 6, 5.0), **job}, self._cap)
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        return answer
+
+    def _run(self, interpreter: Interpreter | None = None, **job: Any) -> dict[str, Any]:
+        most = len(self._expected) or MOST_BATCHES
+        return self._ask({"do": "run", "batches": most, "ambient": 0, **job}, interpreter)
+
+    @property
+    def _time_is_up(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    # ------------------------------------------------------------------------------------ the undisturbed run
+
+    def _verified(self) -> Iterator[Finding]:
+        self._facts = facts = self._ask({"do": "look", "ambient": 0})
+        if failed := verdict.broken("make_loader", facts, "making the loader"):
+            yield failed
+            return
+        mode = "seed= is set" if facts["seeded"] else "verified as with seed=0"
+        kind = "iterable" if facts["iterable"] else "map"
+        text = f"{facts['class']}, {kind} dataset, num_workers={facts['workers']}; {mode}; drawn by --seed {self.seed}"
+        yield Finding("loader", "ok", text, figures={**facts, "seed": self.seed})
+        workers = facts["workers"] if facts["iterable"] and facts["workers"] > 1 else 0
+        self._base: dict[str, Any] = {"workers": workers, "method": self._own_method if workers else None}
+        result = self._run(**self._base, rows=True)
+        if failed := verdict.broken("undisturbed run", result, "the undisturbed run"):
+            if "died" in result:
+                failed = self._located(failed, result)
+            yield failed
+            return
+        self._expected = result["batches"]
+        if not self._expected:
+            yield Finding("undisturbed run", "problem", "the loader has no batch", "give it a dataset with samples")
+            return
+        yield Finding(
+            "undisturbed run", "ok", f"{len(self._expected)} batches", figures={"batches": len(self._expected)}
+        )
+        yield from self._noticed(result)
+        repeatable = True
+        for finding, stops in self._repeated():
+            yield finding
+            repeatable = repeatable and not stops
+        refused = yield from self._set_up()
+        if self._shares and self._forks:
+            text = "left out, as forked workers share what is named above"
+            yield Finding("disturbed runs", "note", text, "mend what is above first")
+        elif repeatable:
+            yield from self._disturbed(refused)
+        else:
+            text = "left out, as two undisturbed runs differ already"
+            yield Finding("disturbed runs", "note", text, "mend what is above first")
+
+    @property
+    def _own_method(self) -> str:
+        return "threads" if self._facts["threads"] else "fork"
+
+    @property
+    def _forks(self) -> bool:
+        return self._facts["workers"] > 0 and self._facts["method"] == "fork" and not self._facts["threads"]
+
+    def _located(self, failed: Finding, result: dict[str, Any]) -> Finding:
+        """Find the line that ended the process."""
+        answer = self._ask({"do": "last_line", "batches": MOST_BATCHES, "ambient": 0, **self._base})
+        note = str(answer.get("note", ""))
+        file, _, rest = note.rpartition("|")[0].partition("|") if note.count("|") == 2 else ("", "", "")
+        if not file:
+            return failed
+        found = verdict.broken(
+            "undisturbed run", {**result, "line": [file, int(rest), note.rpartition("|")[2]]}, "the undisturbed run"
+        )
+        return found or failed
+
+    def _noticed(self, result: dict[str, Any]) -> Iterator[Finding]:
+        if "alias" in result:
+            number = result["alias"]
+            lines = self._ask({"do": "aliasing", "at": number, "batches": MOST_BATCHES, "workers": 0}).get("lines", [])
+            yield verdict.at(
+                "aliased batches", "problem", verdict.place(lines[0]) if lines else None,
+                f"changes batch {number} after it was delivered, while the next batch is made",
+                "return new tensors from collate_fn and from samples, not a buffer that is used again", batch=number,
+            )  # fmt: skip
+        if "lengths" in result:
+            before, after = result["lengths"]
+            lines = self._ask({"do": "length", "batches": MOST_BATCHES, "workers": 0}).get("lines", [])
+            yield verdict.at(
+                "length", "problem", verdict.place(lines[0]) if lines else None,
+                f"changes the dataset's length: {before} before the epoch, {after} after it",
+                "a loader plans the epoch by the length, and each worker has a copy of the dataset",
+            )  # fmt: skip
+        first = self._expected[:2]
+        if self._base["workers"] > 1 and len(first) == 2 and first[0]["leaves"] == first[1]["leaves"]:
+            alone = self._run(workers=0)
+            if verdict.difference(alone.get("batches", [])[:1], alone.get("batches", [])[1:2]) is not None:
+                places = self._ask({"do": "kept", "at": 0, "workers": 0}).get("places", {})
+                yield verdict.at(
+                    "duplicates", "problem", verdict.place(places.get("dataset")),
+                    f"gives the same samples in each of {self._base['workers']} workers",
+                    "give each worker a part, by torch.utils.data.get_worker_info()",
+                )  # fmt: skip
+
+    # ---------------------------------------------------------------------------------------- run once more
+
+    def _repeated(self) -> Iterator[tuple[Finding, bool]]:
+        """Run in another interpreter, then with other seeds of the process's generators. Yields the findings, and
+        whether disturbed runs cannot be compared.
+        """
+        if (failed := self._ready(self.elsewhere)) is not None:
+            yield failed, True
+            return
+        for ambient in (0, 1):
+            result = self._run(self.elsewhere, **{**self._base, "ambient": ambient})
+            if failed := verdict.broken("repeated run", result, "the same run in another process"):
+                yield failed, True
+                return
+            number = verdict.difference(self._expected, result["batches"])
+            if number is None and result.get("ended") and len(result["batches"]) < len(self._expected):
+                number = len(result["batches"])
+            if number is not None:
+                yield self._why_another(number, ambient), not ambient or self._facts["asynchronous"]
+                return
+        yield (
+            Finding("repeated runs", "ok", "the same bytes with another hash seed, clock and state of generators"),
+            False,
+        )
+
+    def _why_another(self, number: int, ambient: int) -> Finding:
+        job = {"do": "sites", "at": number, "batches": MOST_BATCHES, "workers": 0, "ambient": 0}
+        other = {**job, "ambient": ambient}
+        one = self._ask({**job, "thawed": [], "trace": True})
+        two = self._ask({**other, "thawed": [], "trace": True}, self.elsewhere)
+        if not ambient and one.get("leaves") == two.get("leaves"):
+            for name, *where in one.get("sites", [])[:_MOST_SITES]:
+                if self._ask({**job, "thawed": [[name, *where]]}).get("leaves") != one["leaves"]:
+                    return verdict.entropy(name, CodeLine(*where), number)
+        place = _parting(one, two)
+        state: verdict.State = "problem" if not ambient or self._facts["seeded"] else "note"
+        if ambient:
+            why = "it draws from a generator of the process that nothing seeds, outside of a blocking sample"
+            advice = "seed it where the loader is made, or give the sampler or dataset a generator with a seed: "
+            return verdict.parts_ways(place, number, why, advice + verdict.OWN_GENERATOR, state)
+        again = self._ask({**job, "thawed": []})
+        if again.get("leaves") == one.get("leaves"):
+            why = "this line has another effect with another hash seed, as the order of a set of strings has"
+            return verdict.parts_ways(place, number, why, "sort a set before its order counts", state)
+        why = "this line is the first with another effect"
+        return verdict.parts_ways(place, number, why, verdict.OWN_GENERATOR, state)
+
+    # ------------------------------------------------------------------------------------------- the set-up
+
+    def _set_up(self) -> Generator[Finding, None, bool]:
+        """Look at what the workers get. Returns whether it cannot be pickled."""
+        facts = self._facts
+        found = self._ask({"do": "setup", "batches": MOST_BATCHES, "workers": 0, "ambient": 0})
+        for each in found.get("handles", []):
+            yield verdict.handle(each, forks=self._forks)
+        if found.get("seeds"):
+            yield verdict.equal_seeds(found["seeds"], seeded=facts["seeded"] and not facts["asynchronous"])
+        if refused := found.get("unpicklable"):
+            needed = facts["workers"] > 0 and facts["method"] != "fork" and not facts["threads"]
+            yield verdict.unpicklable(refused, needed=needed, method=facts["method"])
+        self._shares = [each[0] for each in found.get("handles", [])]
+        return bool(refused)
+
+    # -------------------------------------------------------------------------------------- disturbed runs
+
+    def _disturbed(self, refused: bool) -> Iterator[Finding]:
+        facts = self._facts
+        methods = ["fork"] if refused else ["fork", "spawn", "forkserver"]
+        methods = [each for each in methods if each in multiprocessing.get_all_start_methods()]
+        if facts["threads"]:
+            methods = ["threads"]
+        elif facts["method"] in methods:
+            methods = sorted(methods, key=lambda each: each != facts["method"])
+        plan = LoaderFacts(facts["iterable"], facts["workers"], methods, len(self._expected), facts["ranks"])
+        causes: set[str] = set()
+        noted: set[str] = set()
+        drawn = list(disturbances(plan, self.seed))
+        for each in drawn:
+            if self._time_is_up or len(causes) >= _MOST_PROBLEMS:
+                why = "the time is up" if self._time_is_up else "enough was found"
+                text = f"{len(self._done)} of {len(drawn)} were made: {why}"
+                yield Finding("disturbed runs", "note", text, "give more --seconds for all" if self._time_is_up else "")
+                break
+            finding = self._differs(each)
+            self._done.append(str(each))
+            if (
+                finding is not None
+                and (cause := f"{finding.figures.get('path')} {finding.text.partition(':')[0]}") not in causes
+            ):
+                if finding.state == "problem":
+                    causes.add(cause)
+                elif cause in noted:
+                    continue
+                noted.add(cause)
+                yield finding
+        if not causes:
+            yield Finding(
+                "disturbed runs", "ok", f"{len(self._done)} gave the same bytes: {'; '.join(self._done)}",
+                figures={"runs": self._done},
+            )  # fmt: skip
+
+    def _differs(self, each: Disturbance) -> Finding | None:
+        job: dict[str, Any] = {"workers": each.workers, "method": each.method}
+        match each.kind:
+            case "resume":
+                return self._resumed(each, job)
+            case "ranks":
+                return self._ranks(each, job)
+            case _:
+                pass
+        job |= {"kind": each.kind, "at": each.at}
+        result = self._run(**job)
+        if failed := self._broken(result, each):
+            return failed
+        number = verdict.difference(self._expected, result["batches"])
+        if number is None and result.get("ended") and len(result["batches"]) < len(self._expected):
+            number = len(result["batches"])
+            return verdict.unexplained(number, f"{each}: the epoch ended before it", "all", [])
+        return None if number is None else self._why_other(number, each, result["batches"][number])
+
+    def _broken(self, result: dict[str, Any], each: Disturbance) -> Finding | None:
+        failed = verdict.broken("disturbed run", result, f"the run with {each}")
+        if failed is not None and self._shares:
+            return failed._replace(advice=f"see the handles above: {', '.join(self._shares)}")
+        return failed
+
+    def _why_other(self, number: int, each: Disturbance, got: dict[str, Any]) -> Finding:
+        part = verdict.part_of(self._expected[number], got)
+        if self._facts["worker_init_fn"] and each.workers:
+            without: dict[str, Any] = {"workers": each.workers, "method": each.method, "without_init": True}
+            if verdict.difference(self._expected, self._run(**without).get("batches", [])) is None:
+                setup = self._ask({"do": "setup", "batches": MOST_BATCHES, "workers": 0, "ambient": 0})
+                where = verdict.place(setup.get("init_place"))
+                return verdict.at(
+                    "worker_init_fn", "problem", where,
+                    f"worker_init_fn changes the samples: batch {number} ({part}) is another one with {each}",
+                    "leave out of it what samples depend on",
+                )  # fmt: skip
+        job = {"do": "state", "workers": 0, "ambient": 0, "batches": len(self._expected), "at": number}
+        if each.kind in ("again", "break"):
+            job |= {"passes": 2, "batches": each.at if each.kind == "break" else len(self._expected)}
+        elif not number:
+            job["at"] = min(1, len(self._expected) - 1)
+        moves_on = self._facts["iterable"] and "passes" not in job  # each stream keeps its position
+        answer = {} if moves_on else self._ask(job)
+        if answer.get("path"):
+            found = verdict.kept_state(answer["path"], answer["lines"], number, str(each), part)
+            # A sampler may count its epochs, where no seed says that an epoch can be read again.
+            counts = answer["path"].startswith(("sampler", "batch_sampler")) and not self._facts["seeded"]
+            return found._replace(state="note") if counts else found
+        found = verdict.unexplained(number, str(each), part, [*self._shares, *answer.get("changed", [])])
+        if "raised" in answer:
+            found = found._replace(text=f"{found.text}. The search for its cause failed: {answer['raised']['text']}")
+        return found
+
+    def _resumed(self, each: Disturbance, job: dict[str, Any]) -> Finding | None:
+        first = self._run(**job, until=each.at)
+        failed = self._broken(first, each)
+        if failed is not None:
+            return failed
+        number = verdict.difference(self._expected, first["batches"])
+        if number is not None:
+            return self._why_other(number, each, first["batches"][number])
+        if "state" not in first:
+            return None
+        state, left = first["state"], len(self._expected) - each.at
+        if left <= 0:
+            return None
+        then = {"workers": each.then, "method": each.method if each.then else None}
+        rest = self._run(**{**then, "state": state, "batches": left})
+        places = self._ask({"do": "kept", "at": 0, "workers": 0, "ambient": 0}).get("places", {})
+        if (error := rest.get("error")) and not rest["batches"] and error["type"] == "StateError":
+            return verdict.not_resumed([], places, each.at, each.at, error["text"].splitlines()[-1])
+        if failed := self._broken(rest, each):
+            return failed
+        number = verdict.difference(self._expected, rest["batches"], each.at)
+        if number is None:
+            return None
+        if not self._facts["iterable"] and not self._facts["stateful"]:
+            found = self._why_other(number, each, rest["batches"][number - each.at])
+            if found.name != "bytes":
+                return found
+        one = self._ask({"do": "kept", "at": each.at + 1, "workers": 0, "ambient": 0}).get("kept", {})
+        two = self._ask({"do": "kept", "at": 1, "workers": 0, "ambient": 0, "state": state}).get("kept", {})
+        paths = [path for path in one if one[path] != two.get(path)]
+        return verdict.not_resumed(paths, places, each.at, number)
+
+    def _ranks(self, each: Disturbance, job: dict[str, Any]) -> Finding | None:
+        shares: list[Any] = []
+        for rank in range(2):
+            result = self._run(**job, rank=rank, rows=True)
+            if failed := self._broken(result, each):
+                return failed
+            shares.append(result["batches"])
+        number = verdict.joined_difference(self._expected, shares)
+        if number is None:
+            return None
+        found = self._why_other(number, each, self._expected[number])
+        if found.name != "bytes":
+            return found
+        places = self._ask({"do": "kept", "at": 0, "workers": 0, "ambient": 0}).get("places", {})
+        order = next((places[name] for name in ("sampler", "batch_sampler", "dataset") if name in places), None)
+        return verdict.at(
+            "ranks", "problem", verdict.place(order),
+            f"gives ranks other samples than a single rank: at step {number} the joined batches of 2 are not its batch",
+            "let all ranks draw the same order: from one seed and the epoch, not from the rank or the process",
+            batch=number,
+        )  # fmt: skip
+
+
+def _parting(one: dict[str, Any], two: dict[str, Any]) -> CodeLine | None:
+    from asyncloader.verification.watching import parting
+
+    events = ([(str(a), int(b), str(c), str(d)) for a, b, c, d in each.get("events", [])] for each in (one, two))
+    return parting(*events)

@@ -1,0 +1,100 @@
+"""Functions that make it hard to verify their loaders, and loaders without a fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+import asyncloader
+from tests.integration.verification.planted import Rows, loader
+
+
+class Sound(Rows):
+    """Draws from the generators that are seeded for each sample, and keeps a cache, a file and a count to itself."""
+
+    def __init__(self) -> None:
+        self.cache: dict[int, Any] = {}
+        self.reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if index not in self.cache:
+            self.cache[index] = torch.tensor([index, index])
+        return {"rows": self.cache[index] + torch.rand(2), "name": f"{index}"}
+
+
+def sound() -> Any:
+    return loader(Sound(), shuffle=True)
+
+
+class Divided(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return (torch.tensor([number, torch.rand(()).item()]) for number in range(first, 32, step))
+
+
+def divided() -> Any:
+    return asyncloader.DataLoader(Divided(), batch_size=4, num_workers=2, seed=3)
+
+
+def local_class() -> Any:
+    class Local(Rows):
+        pass
+
+    return loader(Local())
+
+
+def raising() -> Any:
+    raise RuntimeError("no data here")  # fault: raising
+
+
+def iterator() -> Any:
+    return iter(loader(Rows(), num_workers=0))
+
+
+def needs(root: str) -> Any:
+    return root
+
+
+class Chatty(Rows):
+    def __getitem__(self, index: int) -> Any:
+        sys.stdout.write("x" * 100_000 + "\n")
+        return super().__getitem__(index)
+
+
+def chatty() -> Any:
+    marks = Path(os.environ["VERIFY_MARKS"])  # a process of its own, which leaves the session
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    (marks / str(child.pid)).touch()
+    return loader(Chatty())
+
+
+class Deadly(Rows):
+    def __getitem__(self, index: int) -> Any:
+        if index == 6:
+            os.kill(os.getpid(), signal.SIGKILL)  # fault: deadly
+        return super().__getitem__(index)
+
+
+def deadly() -> Any:
+    return loader(Deadly())
+
+
+class Endless(Rows):
+    def __getitem__(self, index: int) -> Any:
+        while index == 6:
+            pass  # fault: endless
+        return super().__getitem__(index)
+
+
+def endless() -> Any:
+    return loader(Endless())
