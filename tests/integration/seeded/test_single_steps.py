@@ -332,9 +332,9 @@ def test_packed_rows() -> None:
     """A row is found, and so is a sequence in its row, or in all rows that have a part of it."""
     for strategy in ("best_fit", "wrap"):
         lengths: Any = [1 + i % 7 for i in range(SIZE)]
-        sampler = PackingSampler(lengths, 8, 4, strategy=strategy)  # type: ignore[arg-type]
+        sampler = PackingSampler(lengths, 8, 4, strategy=strategy)
         rows = list(sampler)
-        with DataLoader(Rows(SIZE), batch_size=4, seed=1, sampler=sampler) as loader:  # type: ignore[arg-type]
+        with DataLoader(Rows(SIZE), batch_size=4, seed=1, sampler=sampler) as loader:
             for index in range(SIZE):
                 wanted = [
                     at

@@ -40,6 +40,7 @@ def test_too_long_is_an_error() -> None:
 
 def test_fields_that_are_no_tokens() -> None:
     """Whatever is no array of numbers is a value of its sequence: also lists of lists of different lengths."""
+    value: Any
     for value in ([[1, 2], [3]], ["a", "b"], {"a": [1]}, None, 0.5, [2**70], [{}]):
         window = JoinSequences(3)([{"tokens": [1, 2], "about": value}] * 2)
         assert window.fields["about"] == [value, value]
