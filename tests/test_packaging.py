@@ -45,12 +45,12 @@ def build(tree: Path, out: Path, kind: str) -> Path:
 
 
 def package_files() -> set[str]:
-    """Return every source file of the three folders, by the path that it must have in the wheel."""
+    """Return every source file of the three folders and the dashboard, by the path that it must have in the wheel."""
     return {
         f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, package in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and path.suffix in {".py", ".typed"}
+        if path.is_file() and path.suffix in {".json", ".py", ".typed"}
         if not any((ROOT / link) in path.parents for link in LINKS)
     }
 

@@ -256,7 +256,7 @@ def test_gather_in_two_processes(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- trackers
 
 
-class Logged(GeneralTracker):
+class Logged(GeneralTracker):  # type: ignore[misc]
     """A tracker that keeps what it is given."""
 
     name = "logged"
