@@ -30,7 +30,8 @@ def verify(target: str, *, seed: int = 0, seconds: float = 60.0) -> Iterator[Fin
         target: ``"module:make_loader"`` or ``"file.py:make_loader"``: a function without arguments that returns a
             loader, torch's or asyncloader's. It may be async.
         seed: of the draws of disturbed runs.
-        seconds: after these no further run is begun, but for four disturbed ones that are always made. A run that hangs is ended after a part of them.
+        seconds: after these no further run is begun, but for four disturbed ones that are always made. A run that hangs
+            is ended.
 
     Raises:
         ValueError: there is no such function, it makes no loader, or `seconds` is not above 0.
