@@ -49,7 +49,12 @@ def parser() -> argparse.ArgumentParser:
         "target", metavar="MODULE:FUNCTION", help="a function that returns a loader; or file.py:function"
     )
     verify.add_argument("--seed", type=int, default=0, help="of the drawn disturbances; default 0")
-    verify.add_argument("--seconds", type=float, default=60.0, help="begin no run after these; default 60")
+    verify.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="begin no run after these, but for four that are always made; default 60",
+    )
     verify.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML, too")
     for each in (doctor, inspect, show, verify):
         each.add_argument("--json", action="store_true", help="print JSON")

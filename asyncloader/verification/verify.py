@@ -20,6 +20,7 @@ from asyncloader.verification.user_code import CodeLine
 MOST_BATCHES = 24
 _MOST_PROBLEMS = 3  # of disturbed runs, before the rest is left out
 _MOST_SITES = 10
+_ALWAYS = 4  # disturbed runs that are made even when the time is up: of different kinds, with forked workers
 
 
 def verify(target: str, *, seed: int = 0, seconds: float = 60.0) -> Iterator[Finding]:
@@ -29,7 +30,8 @@ def verify(target: str, *, seed: int = 0, seconds: float = 60.0) -> Iterator[Fin
         target: ``"module:make_loader"`` or ``"file.py:make_loader"``: a function without arguments that returns a
             loader, torch's or asyncloader's. It may be async.
         seed: of the draws of disturbed runs.
-        seconds: after these no further run is begun. A run that hangs is ended after a part of them.
+        seconds: after these no further run is begun, but for four disturbed ones that are always made. A run that hangs
+            is ended.
 
     Raises:
         ValueError: there is no such function, it makes no loader, or `seconds` is not above 0.
@@ -273,10 +275,11 @@ class _Verification:
         noted: set[str] = set()
         drawn = list(disturbances(plan, self.seed))
         for each in drawn:
-            if self._time_is_up or len(causes) >= _MOST_PROBLEMS:
-                why = "the time is up" if self._time_is_up else "enough was found"
+            late = self._time_is_up and len(self._done) >= _ALWAYS
+            if late or len(causes) >= _MOST_PROBLEMS:
+                why = "the time is up" if late else "enough was found"
                 text = f"{len(self._done)} of {len(drawn)} were made: {why}"
-                yield Finding("disturbed runs", "note", text, "give more --seconds for all" if self._time_is_up else "")
+                yield Finding("disturbed runs", "note", text, "give more --seconds for all" if late else "")
                 break
             finding = self._differs(each)
             self._done.append(str(each))
