@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from asyncloader.stateful_loader import StatefulDataLoader
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric, MetricSample
+    from asyncloader.tracing.trace import Trace
     from asyncloader.workers.fetch.dataset_state import Stateful
     from asyncloader.workers.fetch.sample_errors import SkippedSample
     from asyncloader.workers.fetch.seeding import sample_rng
@@ -149,6 +150,7 @@ _OWN = {
     "TokenBudgetBatchSampler": "asyncloader.samplers.by_length",
     "TokenFile": "asyncloader.sources.tokens",
     "TooManySkippedSamples": "asyncloader.errors",
+    "Trace": "asyncloader.tracing.trace",
     "Tuning": "asyncloader.options.objects",
     "UnsupportedPlatform": "asyncloader.errors",
     "WorkerDied": "asyncloader.errors",
@@ -229,6 +231,7 @@ __all__ = [
     "TokenBudgetBatchSampler",
     "TokenFile",
     "TooManySkippedSamples",
+    "Trace",
     "Tuning",
     "UnsupportedPlatform",
     "WeightedRandomSampler",

@@ -7,8 +7,10 @@ epoch/async_inline.py without workers.
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -22,6 +24,7 @@ from asyncloader.epoch.thread_workers import has_thread_workers, refusal
 from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
+from asyncloader.loader_trace import begin_trace, finish_trace
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
     OPTION_NAMES,
@@ -63,6 +66,7 @@ if TYPE_CHECKING:
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
+    from asyncloader.tracing.trace import Trace
 
 _SPEC_NAMES = frozenset(OPTION_NAMES) - {"shuffle"}
 _SETTABLE = _SPEC_NAMES - set(OUR_OPTION_NAMES)
@@ -242,6 +246,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             await shielded(in_thread(rings.close))
         if self._keeper.grouped:
             await shielded(in_thread(self._keeper.retire_group))
+        if self._statistics.trace is not None:
+            await shielded(in_thread(partial(finish_trace, self._statistics)))
         release_service(vars(self._spec).get("dataset"))  # the attribute would ask about an unknown one
 
     def close(self) -> None:
@@ -255,6 +261,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         if rings := kept_rings_of(self._spec):
             rings.close()
         self._keeper.retire_group()
+        finish_trace(self._statistics)
         release_service(vars(self._spec).get("dataset"))  # the attribute would ask about an unknown one
 
     def _newest_iterator(self) -> AsyncLoaderIterator[Any] | AsyncInlineIterator[Any] | None:
@@ -346,6 +353,12 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         from asyncloader.progress_bar import EpochProgress
 
         return EpochProgress(self, self._statistics, lambda: self._keeper.first_step)
+
+    def trace(self, file: str | os.PathLike[str], *, last: float | None = None) -> Trace:
+        """Record what each worker and this process does from now on; see `DataLoader.trace`. ``async with`` writes the
+        file in a thread.
+        """
+        return begin_trace(type(self).__name__, self._spec, self._statistics, file, last)
 
     def explain(self) -> str:
         """The effective configuration, and `diagnose` in words; see `DataLoader.explain`."""

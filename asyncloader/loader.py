@@ -21,6 +21,7 @@ from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
+from asyncloader.loader_trace import begin_trace, finish_trace
 from asyncloader.never_iterated import warn_if_replaced
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
+    from asyncloader.tracing.trace import Trace
 
     class BatchIterator(_BaseDataLoaderIter, Generic[B_co]):
         """What `iter()` gives, to type checkers: torch's iterator, whose batches have a type."""
@@ -148,6 +150,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         if rings := kept_rings_of(self):
             rings.close()
         state.keeper.retire_group()
+        finish_trace(state.statistics)
         release_service(vars(self).get("dataset"))  # the attribute would ask about a dataset that is still unknown
 
     def state_dict(self) -> dict[str, Any]:
@@ -338,6 +341,26 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
         state = self._asyncloader_state
         return EpochProgress(self, state.statistics, lambda: state.keeper.first_step)
+
+    def trace(self, file: str | os.PathLike[str], *, last: float | None = None) -> Trace:
+        """Record what each worker and this process does from now on, until the returned trace is closed, as a ``with``
+        block does: ``with loader.trace("run.json.gz"):``. The file has Chrome's trace events, which ui.perfetto.dev,
+        chrome://tracing and ``asyncloader trace`` show.
+
+        Memory is bounded: the newest 50,000 batches or so are kept. The loader's `close` ends the trace, too.
+
+        Args:
+            file: ends with ``.json`` or ``.json.gz``. It is written when the trace ends, by `Trace.dump`, and if `last`
+                is given also beside it, under a number and the reason: when the consumer gets a `LoaderTimeout`, or
+                `diagnose` names another bound than before; at most 10 times.
+            last: seconds that a file covers, for a trace that stays on. Default: all.
+
+        Raises:
+            OSError: the file cannot be written.
+            RuntimeError: the loader is being traced already.
+            ValueError: the file's name, or `last`.
+        """
+        return begin_trace(type(self).__name__, self, self._asyncloader_state.statistics, file, last)
 
     def explain(self) -> str:
         """The effective configuration, and what bounds the run and what to change: `diagnose` in words."""

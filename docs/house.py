@@ -24,7 +24,7 @@ PICTURE = ROOT / "docs" / "_static" / "house.svg"
 # runs, is not counted.
 FLOORS = [
     "errors cpus process_hooks shielding sizes version workers.ipc",
-    "telemetry events bridge formats transports workers.memory never_iterated",
+    "telemetry tracing events bridge formats transports workers.memory never_iterated",
     "workers.fetch ranks transports.testing",
     "samplers shared sources workers",
     "delivery packing remote service workers.threads",
@@ -34,7 +34,7 @@ FLOORS = [
     "options",
     "state",
     "epoch",
-    "explain progress_bar",
+    "explain loader_trace progress_bar",
     "loader async_loader",
     "stateful_loader writing",
     ("dataloader2 dataloader2.datapipes dataloader2.graph dataloader2.random dataloader2.services dataloader2.utils"),

@@ -41,6 +41,7 @@ PURE = {
         "formats.encoder",
         "commands.findings",
         "commands.state_words",
+        "commands.trace_summary",
         "formats.jsonl",
         "formats.jsonl_writer",
         "formats.mds",
@@ -104,6 +105,9 @@ PURE = {
         "telemetry.prediction",
         "telemetry.rank_waits",
         "telemetry.run_figures",
+        "tracing.chrome",
+        "tracing.clocks",
+        "tracing.spans",
         "transports.cache_layout",
         "transports.checks",
         "transports.errors",
@@ -471,7 +475,8 @@ def test_a_local_loader_loads_nothing_of_remote_ones() -> None:
         unneeded = (
             "asyncloader.dataloader2", "asyncloader.delivery.cuda", "asyncloader.delivery.transfer",
             "asyncloader.formats", "asyncloader.integrations", "asyncloader.remote", "asyncloader.service.protocol",
-            "asyncloader.shared", "asyncloader.telemetry.diagnosis", "asyncloader.transports", "aiofiles", "html",
+            "asyncloader.shared", "asyncloader.telemetry.diagnosis", "asyncloader.tracing", "asyncloader.transports",
+            "aiofiles", "html",
         )
         found = [name for name in sys.modules if name.startswith(unneeded)]
         assert not found, found

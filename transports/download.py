@@ -25,9 +25,10 @@ from contextlib import aclosing
 from functools import partial
 from hashlib import sha256
 from math import isfinite
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from asyncloader.telemetry.counters import count
+from asyncloader.telemetry.counters import count, span
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, gather_all, overrides
 from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
 from asyncloader.transports.errors import RangeOutOfBounds, ReadFailed
@@ -89,6 +90,7 @@ class Download(ABC, Generic[_K, _V]):
         self._slots: asyncio.Semaphore | None = None
         self._attempts: Attempts | None = None
         self._paused_at = 0.0
+        self._requested = 0.0  # when it got that slot
         self._queued_s = 0.0  # time spent waiting for a slot since the last failure: not part of an outage
         self._parts: list[bytes] = []
         self._skip = 0  # bytes of this response that lie before the position
@@ -124,6 +126,7 @@ class Download(ABC, Generic[_K, _V]):
         if self._slots is not None:
             self._slots.release()
             self._slots = None
+            span("read", perf_counter() - self._requested)
 
     # --- implemented by subclasses
 
@@ -297,6 +300,7 @@ class Download(ABC, Generic[_K, _V]):
         else:
             await slots.acquire()  # does not wait
         self._slots = slots
+        self._requested = perf_counter()
         count("requests")
 
     def _out_of_bounds(self, size: int | None) -> RangeOutOfBounds:

@@ -41,7 +41,7 @@ from datetime import UTC
 from math import isfinite
 from typing import NamedTuple, Self
 
-from asyncloader.telemetry.counters import count
+from asyncloader.telemetry.counters import count, span
 from asyncloader.transports.errors import TransportError
 
 RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529, 530})
@@ -238,6 +238,7 @@ class RetryCounts:
         self.waited_s += delay
         count("retries")
         count("retry_wait_s", delay)
+        span("retry", 0.0)
 
     def resume(self) -> None:
         """Count a download that continues."""

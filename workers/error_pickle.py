@@ -107,3 +107,11 @@ class UnknownType:
     def __call__(self, *_: Any) -> Any:
         """Refuse."""
         raise TypeError(f"{self.__name__} could not be pickled")
+
+
+class PickledStartError(Exception):
+    """Carries the pickled error of a worker's start-up to where its tasks are answered."""
+
+    def __init__(self, payload: bytes) -> None:
+        super().__init__(payload)
+        self.payload = payload

@@ -23,6 +23,7 @@ from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.watchdog import TaskWatchdog
 
+_MOST_SPANS = 1 << 16  # bytes of a frame
 _ANSWERS = (wire.ERROR, wire.EXHAUSTED, wire.ALL_DROPPED)
 
 
@@ -41,6 +42,7 @@ class Inbox:
         self._codec = process.codec
         self._template: Template | None = None
         self._records: Sequence[SkippedSample] = ()  # of the task that is answered next
+        self._spans = b""  # of a task; those that came last
 
     def frame(
         self, kind: int, body: bytes, epoch: int, listener: Listener | None, watchdog: TaskWatchdog | None
@@ -86,6 +88,10 @@ class Inbox:
                 if watchdog is not None:
                     watchdog.asked(self._worker)
                 listener.on_ask(self._worker, number, batch, self._codec.loads(left))
+        elif kind == wire.SPANS:
+            if len(body) > _MOST_SPANS:
+                raise ValueError(f"broken stream: {len(body)} bytes of spans from worker {self._worker}")
+            self._spans = body
         elif kind == wire.COUNTS:
             process.recorder.take(body)
         elif kind == wire.LOG and self._codec.trusted:
@@ -122,7 +128,7 @@ class Inbox:
                 os.close(fd)
             raise
         records = self._answered(result.epoch == epoch, result.seq, watchdog)
-        answer = Answer(result, template, ring, fd, cursor, records, perf_counter())
+        answer = Answer(result, template, ring, fd, cursor, records, perf_counter(), self._spans)
         self._process.answers += 1
         # An answer of an epoch that was abandoned still frees its slot.
         if result.epoch == epoch and listener is not None:

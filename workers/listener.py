@@ -33,6 +33,8 @@ class Answer(NamedTuple):
     """The samples that were dropped or replaced."""
     arrived: float = 0.0
     """When it was received, by `perf_counter`."""
+    spans: bytes = b""
+    """The spans that the worker sent last, for a trace: of this task, if it asked for them."""
 
     def discard(self) -> None:
         """Free the memory of a batch that is not wanted."""

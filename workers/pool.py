@@ -325,7 +325,10 @@ class WorkerPool:
         if manager.unneeded is not None:
             self._send(process, wire.pack_trim(number, manager.unneeded))
             manager.unneeded = None
-        self._send(process, wire.pack_task(epoch, seq, slot, number, perf_counter(), packed))
+        sent = perf_counter()
+        if self._statistics is not None and self._statistics.trace is not None:
+            sent = -sent  # asks for the task's spans
+        self._send(process, wire.pack_task(epoch, seq, slot, number, sent, packed))
 
     def send_assignment(self, worker: int, epoch: int, number: int, answer: Any) -> None:
         """Answer the worker's request for assignment `number`."""

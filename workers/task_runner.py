@@ -23,10 +23,11 @@ from torch.utils.data._utils import collate as torch_collate
 from asyncloader.errors import LoaderError, RingMemoryError
 from asyncloader.events import bare_index
 from asyncloader.telemetry.counters import Recorder
+from asyncloader.workers.error_pickle import PickledStartError
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
-from asyncloader.workers.fetch.dataset_state import PackedCursor, is_stateful
+from asyncloader.workers.fetch.dataset_state import PackedCursor, bytes_of, is_stateful
 from asyncloader.workers.fetch.error_notes import add_note, note_collation
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
@@ -43,6 +44,7 @@ from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.processor_use import ProcessorUse
 from asyncloader.workers.rng_state import restore_rng_state, save_rng_state
 from asyncloader.workers.stderr_capture import captured_stderr
+from asyncloader.workers.task_spans import TracedTasks
 
 _log = logging.getLogger("asyncloader")
 
@@ -86,6 +88,7 @@ class TaskRunner:
         self._draw_check = draw_check
         self._codec = codec
         self._time = recorder.time
+        self._traced = TracedTasks(recorder, shared=draw_check is not None)
         self._processor_use = ProcessorUse(recorder, self._clock) if draw_check is None else None
         self._look_at = 0.0  # when to record it again
         self._starting = self._fresh = True  # no epoch has begun, no batch was made
@@ -198,7 +201,7 @@ class TaskRunner:
                 cursor = self._reader.first_cursor()
             except Exception as error:  # the user's `state_dict`
                 self._start_error = self._dump_start_error(error)
-        self.channel.send_all(wire.pack_started(self._epoch, self._start_error or b"", _bytes(cursor)))
+        self.channel.send_all(wire.pack_started(self._epoch, self._start_error or b"", bytes_of(cursor)))
 
     def _dump_start_error(self, error: BaseException) -> bytes:
         # A `for` loop would take it for the end of an empty epoch, or end the process.
@@ -368,6 +371,8 @@ class TaskRunner:
         self._worked = True
         epoch, seq, slot, ring, sent, packed = wire.unpack_task(body)
         begin = perf_counter()
+        if sent < 0.0 or self._traced.log is not None:
+            sent = self._traced.begin(sent, begin)
         records: list[SkippedSample] = []
         try:
             index = self._codec.loads(packed)
@@ -395,6 +400,8 @@ class TaskRunner:
         self._worked = True
         epoch, seq, slot, ring_number, sent, packed = wire.unpack_task(body)
         begin = perf_counter()
+        if sent < 0.0 or self._traced.log is not None:
+            sent = self._traced.begin(sent, begin)
         # A task begins after all frames that came with it were handled, and these may have brought a newer ring. The
         # task's slot is in the ring that its frame names; if that has been replaced, the batch gets a segment of its
         # own.
@@ -433,7 +440,7 @@ class TaskRunner:
 
     def _reader_or_error(self) -> DatasetReader:
         if self._start_error is not None:
-            raise _StartError(self._start_error)
+            raise PickledStartError(self._start_error)
         assert self._reader is not None  # or there would be a start error
         return self._reader
 
@@ -476,7 +483,10 @@ class TaskRunner:
             *(epoch, seq, slot, encoded.nbytes, encoded.pickled, self._samples, busy, same, len(data), perf_counter())
         )
         try:
-            self.channel.send_all(wire.pack_result(result, encoded.template, data), fds)
+            frame = wire.pack_result(result, encoded.template, data)
+            if self._traced.log is not None:
+                frame = self._traced.before(frame, self.channel, epoch, seq)
+            self.channel.send_all(frame, fds)
         finally:
             for fd in fds:
                 # The frame carries a duplicate.
@@ -506,16 +516,16 @@ class TaskRunner:
             self._send_skipped_samples(epoch, seq, records)
         if isinstance(error, NoSamples):
             cursor = self._reader.cursor() if self._reader is not None else None
-            self.channel.send_all(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), _bytes(cursor)))
+            self.channel.send_all(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), bytes_of(cursor)))
             return
         if isinstance(error, EndOfData):
             # The main process voids all other tasks of this worker when it reads the answer, so none of them may be
             # answered.
             self._ended = True
             cursor = self._reader.last_cursor() if self._reader is not None else None
-            self.channel.send_all(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), _bytes(cursor)))
+            self.channel.send_all(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), bytes_of(cursor)))
             return
-        if isinstance(error, _StartError):
+        if isinstance(error, PickledStartError):
             payload = error.payload
         else:
             if not isinstance(error, Exception):  # it would end the main process
@@ -526,15 +536,3 @@ class TaskRunner:
                 # was read.
                 self._reader.failed()
         self.channel.send_all(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))
-
-
-def _bytes(cursor: PackedCursor | None) -> bytes:
-    return b"" if cursor is None else cursor.data
-
-
-class _StartError(Exception):
-    """Carries a pickled start-up error to `_answer_error`."""
-
-    def __init__(self, payload: bytes) -> None:
-        super().__init__(payload)
-        self.payload = payload

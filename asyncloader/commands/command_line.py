@@ -56,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
         help="begin no run after these, but for four that are always made; default 60",
     )
     verify.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML, too")
-    for each in (doctor, inspect, show, verify):
+    trace = commands.add_parser("trace", help="what a trace of `loader.trace()` shows, in words")
+    trace.add_argument("file", type=Path, help="the .json or .json.gz file")
+    for each in (doctor, inspect, show, verify, trace):
         each.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -111,6 +113,11 @@ def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
         from asyncloader.verification.verify import verify
 
         return verify(flags["target"], seed=flags["seed"], seconds=flags["seconds"])
+    if command == "trace":
+        from asyncloader.commands.trace_summary import summarize
+        from asyncloader.tracing.trace_file import read
+
+        return summarize(read(flags["file"]))
     return _show(flags["file"])
 
 

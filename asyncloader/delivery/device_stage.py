@@ -16,6 +16,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -31,6 +32,7 @@ from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.errors import warn_aside
 from asyncloader.events import Action
 from asyncloader.telemetry.counters import Recorder
+from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory.ring import Ring
@@ -81,7 +83,8 @@ class DeviceStage(Stage):
             self._statistics.staged_batches += 1
         slot = torch.frombuffer(source, dtype=torch.uint8) if locked else None
         began = perf_counter()
-        ready = self._transfer.start(batch, locked=locked, slot=slot)
+        with in_range("asyncloader::h2d") if recorded() else nullcontext():
+            ready = self._transfer.start(batch, locked=locked, slot=slot)
         del slot  # it keeps the source alive
         if ready.copied is not None:
             self._releaser.hold(ready.copied, batch if source is None else source, began)
@@ -93,7 +96,8 @@ class DeviceStage(Stage):
     def take(self, outcome: OnDevice) -> Any:
         """The batch for the consumer. In the consumer's thread."""
         try:
-            return self._transfer.take(outcome.ready)
+            with in_range("asyncloader::take") if recorded() else nullcontext():
+                return self._transfer.take(outcome.ready)
         finally:
             self.taken()
 

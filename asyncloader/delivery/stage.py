@@ -22,7 +22,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -33,6 +33,7 @@ from asyncloader.cpus import use_one_core
 from asyncloader.delivery.opener import Opener
 from asyncloader.events import Action, Deliver, Fail
 from asyncloader.telemetry.counters import Recorder
+from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.ipc import wire
@@ -251,7 +252,8 @@ class PinStage(Stage):
     def prepare(self, answer: Answer) -> Pinned:
         """A pinned copy of the batch."""
         batch, began = self._opener.open(answer), perf_counter()
-        pinned = self._pin(batch)
+        with in_range("asyncloader::pin") if recorded() else nullcontext():
+            pinned = self._pin(batch)
         self._recorder.time("pin", perf_counter() - began)
         return Pinned(pinned, answer.result, answer.cursor, answer.records)
 

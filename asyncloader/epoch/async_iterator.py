@@ -45,6 +45,7 @@ from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.shielding import shielded
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import recording
+from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
@@ -263,7 +264,11 @@ class AsyncLoaderIterator(Generic[B_co]):
                             held.awaiting += 1
                             if held.holding:
                                 self._send_held(held)
-                        await self._wait()
+                        if recorded():
+                            with in_range("asyncloader::wait"):
+                                await self._wait()
+                        else:
+                            await self._wait()
                     finally:
                         self._statistics.waiting_since = None
                         if held is not None:
@@ -321,7 +326,12 @@ class AsyncLoaderIterator(Generic[B_co]):
                 await self._queue.wait()
         except TimeoutError:
             error = LoaderTimeout(self._timeout)
-            error.add_note(await pipeline.report())
+            report = await pipeline.report()
+            error.add_note(report)
+            if (trace := self._statistics.trace) is not None and (
+                written := await in_thread(partial(trace.timed_out, report))
+            ):
+                error.add_note(written)
             raise error from None
 
     async def _end(self, item: Action) -> BaseException:

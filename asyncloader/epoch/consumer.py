@@ -95,6 +95,7 @@ class Consumer:
         self._taken = 0  # deliveries
         self._arrived = 0.0  # when the current delivery's item was taken from the queue
         self._begun = begun
+        self._run = statistics.epochs  # number of the iterator, in traces
         self._workers = config.num_workers
         self._source = config.source
         self._scheduler = make_scheduler(config, progress.next_worker)
@@ -379,6 +380,10 @@ class Consumer:
                 self._statistics.first_batch(self._begun)
             result = outcome.result
             self._statistics.prefetch_depth = self._scheduler.credits
+            if (trace := self._statistics.trace) is not None:
+                ring = outcome.ring if isinstance(outcome, Answer) else None
+                begin, copies = self._arrived - waited, self._statistics.ring_copies
+                trace.delivered(self._run, item.seq, item.worker, begin, self._arrived, ring, result.slot, copies)
             waited += perf_counter() - self._arrived
             self._statistics.batch(*(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers))
         # Before `_DONE`: after Ctrl-C between these two lines the call is repeated, which `delivered` ignores.
@@ -389,6 +394,8 @@ class Consumer:
         """Resolve an outcome without a worker's batch: to a substitute, `NO_BATCH` or an error. `waited` is None if it
         was counted already.
         """
+        if (trace := self._statistics.trace) is not None:
+            trace.event("no batch", outcome=type(outcome).__name__, iterator=self._run, batch=item.seq)
         if isinstance(outcome, WorkerFailure):
             # Before the records: they may be too many, and `add` then raises.
             self._failed(item)

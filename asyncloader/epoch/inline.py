@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import nullcontext
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -37,6 +38,7 @@ from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import Recorder
+from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_state import PackedCursor
@@ -98,6 +100,7 @@ class InlineEpoch:
         self._pin = torch_pin(torch_iter._pin_memory_device) if self.pins else None
         self._delivered = False
         self._begun = statistics.begin()
+        self._run = statistics.epochs  # number of the iterator, in traces
         self._skipped = SkippedSampleLog(self._config.max_skipped_samples, statistics)
         self.over = False
         """Whether more samples raised than are allowed."""
@@ -274,7 +277,8 @@ class InlineEpoch:
         """Begin to copy a batch to the device. Runs in any thread."""
         assert self.transfer is not None
         began = perf_counter()
-        ready = self.transfer.start(batch, locked=False)
+        with in_range("asyncloader::h2d") if recorded() else nullcontext():
+            ready = self.transfer.start(batch, locked=False)
         self._recorder.time("h2d", perf_counter() - began)
         return ready
 
@@ -282,7 +286,8 @@ class InlineEpoch:
         """The pinned copy of a batch. Any thread."""
         assert self._pin is not None
         began = perf_counter()
-        batch = self._pin(batch)
+        with in_range("asyncloader::pin") if recorded() else nullcontext():
+            batch = self._pin(batch)
         self._recorder.time("pin", perf_counter() - began)
         return batch
 
@@ -294,6 +299,8 @@ class InlineEpoch:
         Raises:
             TooManySkippedSamples: the consumer gets this error instead.
         """
+        trace = self.statistics.trace
+        ready = 0.0 if trace is None else perf_counter()
         # First: if there are too many, the consumer gets that error, and the batch does not count as delivered.
         if records:
             self._record(records)
@@ -308,6 +315,8 @@ class InlineEpoch:
             self._delivered = True
             self.statistics.first_batch(self._begun)
         self.statistics.batch(_count_samples(self._config, index, records), nbytes, 0, waited, waited, 1)
+        if trace is not None:
+            trace.delivered(self._run, self._tasks - 1, -1, ready - waited, ready, None, -1, 0)
         return batch
 
     def dropped(self, cursor: PackedCursor | None, records: list[SkippedSample]) -> Any:

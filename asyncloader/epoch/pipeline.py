@@ -114,6 +114,7 @@ class Pipeline(Listener):
         # Two workers must make the same batch of a task: `loss` says where they would not.
         hedges = self._at_nodes and not loss and scheduler.assignment == "least_loaded"
         self._late_tasks = LateTasks(pool, scheduler, self._statistics) if hedges else None
+        self._run = self._statistics.epochs  # number of the iterator, in traces
         self._pool = pool
         self._scheduler = scheduler
         self._sink = sink
@@ -273,6 +274,8 @@ class Pipeline(Listener):
             self._adapt()
         result = answer.result
         self._statistics.note_transfer(answer.arrived - result.sent)
+        if (trace := self._statistics.trace) is not None:
+            trace.made(self._run, worker, self._pool.processes[worker], answer)
         if self._at_nodes:
             self._statistics.came_from_node(worker, result.nbytes, result.busy)
         if result.slot == wire.ONEOFF:
@@ -348,6 +351,8 @@ class Pipeline(Listener):
     ) -> None:
         """Pass a worker's death to the scheduler. See `Listener`."""
         # Kept until `_replace`, which the scheduler may ask for in `_handle` below.
+        if (trace := self._statistics.trace) is not None:
+            trace.died(worker, death, left=saved_rng_state is not None, lost=lost)
         self._saved_rng_states[worker] = saved_rng_state
         self._deaths[worker] = death, lost
         # `begun` must not wait for this worker: the consumer gets the death with its next item.
@@ -394,6 +399,8 @@ class Pipeline(Listener):
             self._handle(PoolFailed(error))
             return
         if adopted:
+            if (trace := self._statistics.trace) is not None:
+                trace.event("worker replaced", made.worker_id, place=made.place)
             self._handle(Replaced(made.worker_id))
         else:  # Ctrl-C right after it was made caused it to be made a second time
             self._respawner.discard_soon(made)
@@ -418,10 +425,15 @@ class Pipeline(Listener):
             if isinstance(action, Deliver):
                 if isinstance(action.outcome, Answer):
                     self._statistics.note_order(perf_counter() - action.outcome.arrived)
+                    if self._statistics.trace is not None:
+                        self._statistics.trace.ordered(self._run, action.seq)
                 self._sink(action)
             elif isinstance(action, Assign):
-                task = action.task
+                task, trace = action.task, self._statistics.trace
+                began = 0.0 if trace is None else perf_counter()
                 self._pool.assign(action.worker, task.epoch, task.seq, task.index, suspect=action.suspect)
+                if trace is not None:
+                    trace.assigned(self._run, task.seq, action.worker, began)
                 if self._late_tasks is not None:
                     self._late_tasks.assigned(task.seq, action.worker)
                 if self._adapts:

@@ -17,6 +17,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from asyncloader.options.declaration import LoaderSpec
 from asyncloader.process_hooks import at_exit
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
+from asyncloader.telemetry.profiler_ranges import NVTX, in_range
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import UnexpectedCancellation, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData
@@ -48,11 +50,18 @@ _EXIT_SECONDS = 6.0
 class CountedNext(TorchIterator):
     """torch's `__next__`, but the profiler range (10 microseconds) is only entered while a profiler is active."""
 
+    _profiled = False
+    """Whether the current call is recorded by a profiler."""
+
     def __next__(self) -> Any:
         try:
-            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-                with torch.autograd.profiler.record_function(self._profile_name):
-                    data: Any = self._next_data()
+            if NVTX or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                self._profiled = True
+                try:
+                    with in_range(self._profile_name):
+                        data: Any = self._next_data()
+                finally:
+                    self._profiled = False
             else:
                 data = self._next_data()
         except StopIteration:
@@ -92,6 +101,8 @@ class SyncInlineIterator(CountedNext):
             raise LoaderClosed(_CLOSED)
         epoch.refresh()
         fetch = self._fetch_on_bridge if self._uses_loop else self._fetch_here
+        if self._profiled:
+            fetch = partial(_in_range, fetch)
         with recording(epoch.statistics.recorder):
             while not epoch.over:
                 try:
@@ -162,6 +173,11 @@ class SyncInlineIterator(CountedNext):
         # The attributes are missing if `__init__` raised before they were set.
         if not exiting() and getattr(self, "_owner", None) == os.getpid() and hasattr(self, "_epoch"):
             self._close_soon()
+
+
+def _in_range(fetch: Callable[[list[SkippedSample]], tuple[Any, Any]], records: list[SkippedSample]) -> tuple[Any, Any]:
+    with in_range("asyncloader::fetch"):
+        return fetch(records)
 
 
 async def _fetch(epoch: InlineEpoch, ahead: list[Any], records: list[SkippedSample]) -> tuple[Any, Any]:

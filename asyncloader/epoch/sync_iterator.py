@@ -36,6 +36,7 @@ from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSample
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
+from asyncloader.telemetry.profiler_ranges import in_range
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
@@ -225,14 +226,20 @@ class WorkerIterator(CountedNext):
                 if held.holding:
                     self._send_held(held)
                 self._statistics.waiting_since = begin
+                waiting = None
                 # One call into C moves the item from the queue to the deque, so Ctrl-C cannot lose it.
                 try:
+                    if self._profiled:
+                        waiting = in_range("asyncloader::wait")
+                        waiting.__enter__()
                     taken.extend(islice(map(self._queue.get, repeat(True), repeat(self._timeout_or_none)), 1))
                 except queue.Empty:
                     raise self._timed_out() from None
                 finally:
                     self._statistics.waiting_since = None
                     held.awaiting = 0
+                    if waiting is not None:
+                        waiting.__exit__(None, None, None)
             item = taken[0]
             # A request for a replacement: the top of the loop carries it out.
             if item is None:
@@ -283,7 +290,10 @@ class WorkerIterator(CountedNext):
         error = LoaderTimeout(self._timeout)
         if self._pipeline is not None:
             with contextlib.suppress(LoaderClosed):  # closed by another thread just now
-                error.add_note(self._bridge.run(self._pipeline.report()))
+                report = self._bridge.run(self._pipeline.report())
+                error.add_note(report)
+                if (trace := self._statistics.trace) is not None and (written := trace.timed_out(report)):
+                    error.add_note(written)
         return error
 
     def _end(self, item: Action) -> BaseException:

@@ -92,11 +92,13 @@ class Recorder:
         memory: a writable buffer of `BLOCK_BYTES` zeros; None: private memory.
     """
 
-    __slots__ = ("_noted", "block")
+    __slots__ = ("_noted", "block", "sink")
 
     def __init__(self, memory: Any = None) -> None:
         self.block = memoryview(bytearray(BLOCK_BYTES) if memory is None else memory)[:BLOCK_BYTES].cast("d")
         self._noted: dict[Stage, deque[float]] = {}  # times that `count_noted` will count
+        self.sink: Callable[[str, float], object] | None = None
+        """While a trace is recorded: called with the name and the seconds of each span that ends."""
 
     def keep(self) -> None:
         """Go on with a private copy of the block, so that its memory may go."""
@@ -137,6 +139,8 @@ class Recorder:
         base, block = _BASE[stage], self.block
         block[base] += seconds
         block[base + 1 + bucket] += 1.0
+        if self.sink is not None:
+            self.sink(stage, seconds)
 
     def note(self, stage: Stage) -> Callable[[float], object]:
         """Return a function that notes a time of this stage, in any thread, for `count_noted`. Like `time`, and takes a
@@ -221,6 +225,20 @@ def count(key: str, number: float = 1) -> None:
     (_current.get() or _process).add(key, number)
 
 
+def span(name: str, seconds: float) -> None:
+    """Pass a span that ends now, and is no stage, to the trace of the loader that this code runs for, if any."""
+    sink = (_current.get() or _process).sink
+    if sink is not None:
+        sink(name, seconds)
+
+
+def send_spans(recorder: Recorder, sink: Callable[[str, float], object] | None, *, process: bool = False) -> None:
+    """Set the recorder's sink, and that of all other code of its process (`process`: also if it serves others)."""
+    recorder.sink = sink
+    if process or _process.block is recorder.block:
+        _process.sink = sink
+
+
 class recording:  # noqa: N801 - used as a function; a generator would take three times as long
     """Context whose code, and the tasks that it starts, count for this recorder's loader."""
 
@@ -239,4 +257,5 @@ class recording:  # noqa: N801 - used as a function; a generator would take thre
 def record_process(recorder: Recorder) -> None:
     """Have all code of this process count for this recorder: a worker serves one loader."""
     _process.block = recorder.block
+    _process.sink = None
     _current.set(None)  # a forked worker inherits its parent's

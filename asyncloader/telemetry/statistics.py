@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from time import perf_counter, process_time
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from asyncloader.cpus import busy_seconds
 from asyncloader.telemetry.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, stage_times, total
 from asyncloader.telemetry.figures import COUNTED, KEY_NAMES, TOTALS, LoaderFigures
 from asyncloader.telemetry.slow_start import is_slow, log_parts
+
+if TYPE_CHECKING:
+    from asyncloader.tracing.recording import Recording
 
 _log = logging.getLogger("asyncloader")
 
@@ -69,6 +72,7 @@ class Statistics(LoaderFigures):
         "ring_needed",
         "silent",
         "task_seconds",
+        "trace",
         "waiting_since",
         "watch",
         "worker_s",
@@ -89,6 +93,7 @@ class Statistics(LoaderFigures):
         self.silent: set[str] = set()  # stores that workers say do not answer
         self.waiting_since: float | None = None  # the consumer waits for a batch since then
         self.watch: Watch | None = None  # on several ranks
+        self.trace: Recording | None = None  # while the loader is traced
         self.recorder = Recorder()
         """Counts and times of the main process's work for this loader."""
         # Functions that note a time of each batch, see `Recorder.note`.

@@ -202,3 +202,8 @@ class Bookmark:
         except Exception as error:  # a state that cannot be saved must not fail the batch
             problem = f"{type(error).__name__}: {error}"
         return self._pack(Cursor(self.batches, samples, ended, None, None, problem))
+
+
+def bytes_of(cursor: PackedCursor | None) -> bytes:
+    """Return a cursor as it is sent; empty for None."""
+    return b"" if cursor is None else cursor.data

@@ -41,6 +41,9 @@ class Channel:
         most_frame: bytes of a received frame, at most.
     """
 
+    joins = True
+    """Whether several frames may be sent as one."""
+
     def __init__(self, sock: socket.socket, most_frame: int = MOST_FRAME) -> None:
         self.sock = sock
         self.ended = False

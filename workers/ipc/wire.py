@@ -36,6 +36,8 @@ LEAVING = 19
 pickled RNG state."""
 ASK = 20
 """The worker requests its next assignment of shards."""
+SPANS = 23
+"""The spans of a task that asked for them (`unpack_task`); the task's answer follows. See `tracing/spans.py`."""
 COUNTS = 22
 """The figures of a worker that shares no memory with the main process: `Recorder.packed`."""
 LOG = 21
@@ -94,7 +96,9 @@ def pack(kind: int, payload: bytes = b"") -> bytes:
 
 
 def pack_task(epoch: int, seq: int, slot: int, ring: int, sent: float, index: bytes) -> bytes:
-    """Pack a task: write the batch of the pickled `index` to `slot` of ring number `ring`. `sent` is the time now."""
+    """Pack a task: write the batch of the pickled `index` to `slot` of ring number `ring`. `sent` is the time now;
+    negative: the worker is to send the task's spans, for a trace.
+    """
     return _TASK.pack(1 + _TASK_HEAD.size + len(index), TASK, epoch, seq, slot, ring, sent) + index
 
 

@@ -102,6 +102,8 @@ class ThreadChannel:
         other: of the other end.
     """
 
+    joins = False
+
     def __init__(
         self,
         inbox: SimpleQueue[tuple[int, bytes]],

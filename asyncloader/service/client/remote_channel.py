@@ -23,6 +23,7 @@ from asyncloader.errors import RingMemoryError
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.frames import Header
+from asyncloader.tracing.spans import with_asked
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.ring import WorkerRing
@@ -61,7 +62,7 @@ class RemoteChannel:
             with contextlib.suppress(OSError):  # the connection has ended, which its reader sees
                 link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         self._rings: dict[int, WorkerRing] = {}
-        self._tasks: dict[tuple[int, int], tuple[int, int]] = {}  # (epoch, task) -> ring, slot
+        self._tasks: dict[tuple[int, int], tuple[int, int, float]] = {}  # (epoch, task) -> ring, slot, time of sending
         self._segments: dict[tuple[int, int], int] = {}  # of batches that are larger than their slot
         self._began: dict[tuple[int, int], float] = {}  # when the payload began to arrive
         self._fds: deque[int] = deque()
@@ -91,7 +92,7 @@ class RemoteChannel:
         if kind == wire.RING:
             # The ring stays here. Older rings are still the place of batches whose tasks were sent before.
             number, slots, slot_bytes = wire.unpack_ring(body)
-            in_use = {ring for ring, _ in self._tasks.values()}
+            in_use = {ring for ring, _, _ in self._tasks.values()}
             self._rings = {number: ring for number, ring in self._rings.items() if number in in_use}
             # A duplicate: the pool may close its own once the frame is sent.
             self._rings[number] = WorkerRing(os.dup(fds[0]), slots, slot_bytes)
@@ -100,20 +101,20 @@ class RemoteChannel:
             return True  # this would free the pages in the loop's thread, for milliseconds
         if kind != wire.TASK:
             return self._send(kind, body)
-        epoch, task, slot, ring, _, index = wire.unpack_task(body)
+        epoch, task, slot, ring, sent, index = wire.unpack_task(body)
         if self._leaving:
             return True  # not sent: the pool gives all unanswered tasks to the worker's successor
-        self._tasks[epoch, task] = ring, slot
+        self._tasks[epoch, task] = ring, slot, abs(sent)
         loop = asyncio.get_running_loop()
         if self._timer is None or self._loop is not loop:  # a timer of an earlier loop, which is closed, never comes
             # No number of bytes: the first check sees a difference, and so gives the node a whole interval.
             self._seen, self._loop = -1, loop
             self._timer = loop.call_later(_CHECK_S, self._check)
-        return self._send(wire.TASK, index, epoch, task)
+        return self._send(wire.TASK, index, epoch, task, traced=sent < 0.0)
 
-    def _send(self, kind: int, body: bytes = b"", epoch: int = 0, task: int = 0) -> bool:
+    def _send(self, kind: int, body: bytes = b"", epoch: int = 0, task: int = 0, *, traced: bool = False) -> bool:
         try:
-            return self._link.send(kind, body, epoch=epoch, task=task)
+            return self._link.send(kind, body, epoch=epoch, task=task, traced=traced)
         except OSError as error:
             raise ConnectionError(str(error)) from None
 
@@ -151,6 +152,8 @@ class RemoteChannel:
                 header, body = message
                 if header.kind == wire.RESULT:
                     yield wire.RESULT, self._result(header, body)
+                elif header.kind == wire.SPANS:
+                    yield wire.SPANS, with_asked(body, self._sent_at)
                 elif header.kind == frames.DIED:
                     self.death = body
                     self._end("its process died")
@@ -169,6 +172,10 @@ class RemoteChannel:
             self._end(self._leaving)
         if self._link.ended:
             self._end(self.why)
+
+    def _sent_at(self, epoch: int, task: int) -> float:
+        """Return when a task was sent; 0.0: no such task is open."""
+        return self._tasks.get((epoch, task), (0, 0, 0.0))[2]
 
     def _answered(self, kind: int, body: bytes) -> None:
         if kind in (wire.ERROR, wire.ALL_DROPPED):
@@ -189,7 +196,7 @@ class RemoteChannel:
         # Before any byte is received: the slot of another task may hold a batch that the consumer is reading.
         if header.kind != wire.RESULT or key not in self._tasks:
             raise ValueError(f"broken stream: a batch for task {header.task}, which was not asked for")
-        number, slot = self._tasks[key]
+        number, slot, _ = self._tasks[key]
         self._began[key] = perf_counter()
         ring, nbytes = self._rings.get(number), header.payload
         if ring is not None and slot >= 0 and nbytes <= ring.slot_bytes:
@@ -208,7 +215,7 @@ class RemoteChannel:
         key = header.epoch, header.task
         if (result.epoch, result.seq) != key or result.nbytes != header.payload or key not in self._tasks:
             raise ValueError(f"broken stream: a batch for task {header.task}, which was not asked for")
-        _, slot = self._tasks.pop(key)
+        _, slot, _ = self._tasks.pop(key)
         if key in self._segments:
             self._fds.append(self._segments.pop(key))
             slot = wire.ONEOFF

@@ -131,6 +131,7 @@ class RelayedConnection:
         self._idle = asyncio.Event()
         self._sent = asyncio.Event()
         self._draining = False
+        self._traced = False  # whether the loader asks for the spans of its tasks
         self._reads_link = self._reads_process = True
         self._deaf: asyncio.TimerHandle | None = None
         self._queued_when_deaf = 0
@@ -172,6 +173,7 @@ class RelayedConnection:
     def _take(self, message: Message) -> None:
         kind, body = message.header.kind, message.body
         if kind == wire.TASK:
+            self._traced = message.header.traced
             self._task(message.header.epoch, message.header.task, body)
         elif kind in _PASSED_ON:
             self._pass_to_process(kind, body)
@@ -248,7 +250,8 @@ class RelayedConnection:
         """Give the task to the process."""
         self._renew_ring()
         number, slot = self._rings.assign(epoch, task)
-        self._send_frame(wire.pack_task(epoch, task, slot, number, perf_counter(), index))
+        sent = -perf_counter() if self._traced else perf_counter()
+        self._send_frame(wire.pack_task(epoch, task, slot, number, sent, index))
 
     def _renew_ring(self) -> None:
         """Send the process a larger ring, if it needs one. Raises RingMemoryError."""

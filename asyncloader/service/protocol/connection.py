@@ -102,6 +102,7 @@ class Link:
         payload: memoryview | None = None,
         sent: Callable[[], None] | None = None,
         fd: int = -1,
+        traced: bool = False,
     ) -> bool:
         """Send a message, after those that are still unsent. Returns whether everything is sent.
 
@@ -113,12 +114,13 @@ class Link:
             payload: its bytes, which must not change until `sent` is called.
             sent: called once the whole message was sent, or the link was closed.
             fd: a descriptor to pass with it; the caller may close its own at once.
+            traced: whether it is a task that asks for its spans.
 
         Raises:
             ConnectionError: the other end is closed.
         """
         nbytes = 0 if payload is None else payload.nbytes
-        head = memoryview(pack_header(kind, len(body), epoch, task, nbytes) + body)
+        head = memoryview(pack_header(kind, len(body), epoch, task, nbytes, traced=traced) + body)
         # Both are queued before any is sent: if sending raises, `close` still finds `sent`, and the ring gets its slot.
         self.unsent.put(head, () if fd < 0 else (fd,), None if nbytes else sent)
         if payload is not None and nbytes:

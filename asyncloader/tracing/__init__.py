@@ -1,0 +1,1 @@
+"""Traces of runs: the spans of each process, as Chrome's trace events."""

@@ -1,0 +1,187 @@
+"""Records the work of a loader's processes, in a bounded memory, while a trace is on.
+
+Data path: pipeline, stages, consumer -> [recording] -> chrome -> file.
+
+Every record is a tuple whose second item is a time, and is appended by one call that no lock guards: the loop's thread,
+the consumer's and those of stages record at the same time. Spans of workers stay packed as they came; all else is left
+to `dump`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter, time
+from typing import TYPE_CHECKING, Any
+
+from asyncloader.tracing.chrome import (
+    AssignedRecord,
+    BatchRecord,
+    EventRecord,
+    MadeRecord,
+    OrderedRecord,
+    Record,
+    Source,
+    StageRecord,
+    trace_of,
+)
+from asyncloader.tracing.trace_file import write
+
+if TYPE_CHECKING:
+    from asyncloader.errors import WorkerDied
+    from asyncloader.workers.listener import Answer
+    from asyncloader.workers.source import WorkerHandle
+
+MOST_RECORDS = 200_000
+"""Records that are kept: a batch has four, so the newest 50,000 batches."""
+
+_MOST_DUMPS = 10  # that are written by themselves
+_LOOK_S = 5.0  # between two looks at the verdict
+
+
+class Recording:
+    """The records of one trace, and the methods that add them.
+
+    Args:
+        file: where the trace is written.
+        loader: the name of the loader's class.
+        last: seconds that a file covers, up to when it is written; None: the whole trace.
+        verdict: returns what bounds the run, or None once the loader is gone.
+    """
+
+    def __init__(self, file: Path, loader: str, last: float | None, verdict: Callable[[], str | None]) -> None:
+        self.file = file
+        self._loader = loader
+        self._last = last
+        self._verdict = verdict
+        self._began, self._began_at = perf_counter(), time()
+        self._records: deque[Record] = deque(maxlen=MOST_RECORDS)
+        self._append = self._records.append
+        self._dumps = 0
+        self._looking: threading.Thread | None = None
+        self._look_at = float("inf") if last is None else self._began + _LOOK_S
+        self._bound: str | None = None
+        self._copies = 0
+        self._owner = os.getpid()
+
+    @property
+    def owned(self) -> bool:
+        """Whether this process began the trace, rather than a process that it was forked from."""
+        return os.getpid() == self._owner
+
+    # ---------------------------------------------------------------------------- called while the loader runs
+
+    def assigned(self, run: int, seq: int, worker: int, began: float) -> None:
+        """Record that a task was given to a worker, from `began` until now. In the loop's thread."""
+        self._append(AssignedRecord("assigned", began, perf_counter(), run, seq, worker))
+
+    def made(self, run: int, worker: int, process: WorkerHandle, answer: Answer) -> None:
+        """Record that a worker's batch has arrived. In the loop's thread."""
+        result = answer.result
+        batch = result.sent, result.busy, result.samples, result.nbytes
+        spans = answer.spans, result.epoch, len(answer.records)
+        source = Source(worker, process.place, process.node)
+        self._append(MadeRecord("made", answer.arrived, run, result.seq, source, *batch, *spans))
+
+    def ordered(self, run: int, seq: int) -> None:
+        """Record that all earlier batches have come, so that this batch is passed on. In the loop's thread."""
+        self._append(OrderedRecord("ordered", perf_counter(), run, seq))
+
+    def delivered(
+        self, run: int, seq: int, worker: int, begin: float, taken: float, ring: Any, slot: int, copies: int
+    ) -> None:
+        """Record that the consumer gets a batch now.
+
+        Args:
+            run: number of the iterator.
+            seq: number of the batch in it.
+            worker: its number; -1: there are no workers.
+            begin: when the consumer asked for the batch.
+            taken: when the batch was ready for it.
+            ring: the batch's; None: it is in none.
+            slot: in that.
+            copies: of batches out of rings, so far.
+        """
+        now = perf_counter()
+        held = -1 if ring is None else ring.leased
+        copied, self._copies = copies > self._copies, copies
+        self._append(BatchRecord("batch", now, run, seq, worker, begin, taken, slot, held, copied))
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._look()
+
+    def stage(self, name: str, seconds: float) -> None:
+        """Record a span of the main process that ends now. Any thread."""
+        self._append(StageRecord("stage", perf_counter(), name, seconds))
+
+    def event(self, name: str, worker: int | None = None, **figures: Any) -> None:
+        """Record an event that happens now, at a worker or (None) in the main process. Any thread."""
+        self._append(EventRecord("event", perf_counter(), name, worker, figures))
+
+    def died(self, worker: int, death: WorkerDied, *, left: bool, lost: bool) -> None:
+        """Record that a worker has ended although it was not asked to."""
+        name = "worker left" if left else "connection lost" if lost else "worker died"
+        self.event(name, worker, pid=death.pid, exitcode=death.exitcode, reason=death.reason)
+
+    def timed_out(self, report: str) -> str:
+        """Record that the consumer gets a time-out. Returns a line about the file that was written; may be empty."""
+        self.event("time-out", report=report)
+        return self._dump_now("timeout")
+
+    # ------------------------------------------------------------------------------------------------ files
+
+    def _dump_now(self, reason: str) -> str:
+        if self._last is None or self._dumps >= _MOST_DUMPS or not self.owned:
+            return ""
+        self._dumps += 1
+        stem, dot, rest = self.file.name.partition(".")
+        file = self.file.with_name(f"{stem}-{self._dumps}-{reason}{dot}{rest}")
+        try:
+            self.dump(file)
+        except OSError as error:  # of the disk: the run goes on, and its own error is the one to raise
+            return f"Its trace could not be written to {file}: {error}"
+        return f"Its last {self._last:g} seconds are in {file}"
+
+    def dump(self, file: Path) -> None:
+        """Write the trace so far. Blocks.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        now = perf_counter()
+        begin = self._began if self._last is None else max(self._began, now - self._last)
+        # Other threads append meanwhile, at which an iteration over the deque would raise; `copy` is atomic.
+        records = self._records.copy()
+        facts = {
+            "loader": self._loader,
+            "pid": self._owner,
+            "began": self._began_at + begin - self._began,
+            "seconds": now - begin,
+            "complete": len(records) < MOST_RECORDS or records[0][1] <= begin,
+        }
+        write(file, trace_of(records, begin, now, facts))
+
+    def _look(self) -> None:
+        """Have a thread of its own find out whether the verdict has changed."""
+        if self._looking is None or not self._looking.is_alive():
+            self._looking = threading.Thread(target=self._judge, name="asyncloader-trace", daemon=True)
+            with suppress(RuntimeError):  # no thread can be started at exit
+                self._looking.start()
+
+    def _judge(self) -> None:
+        bound = self._verdict()
+        if bound is None:
+            return
+        before, self._bound = self._bound, bound
+        if before is not None and before != bound:
+            self.event("verdict", before=before, now=bound)
+            self._dump_now("verdict")
+
+    def close(self) -> None:
+        """Wait for a look at the verdict."""
+        if self._looking is not None and self._looking.ident is not None:
+            self._looking.join()

@@ -1,0 +1,121 @@
+"""`loader.trace()`: a trace, from its beginning to its file.
+
+Data path: beside the consumer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from asyncloader.bridge import in_thread
+from asyncloader.tracing.recording import Recording
+from asyncloader.tracing.trace_file import check_writable
+
+if TYPE_CHECKING:
+    from asyncloader.telemetry.statistics import Statistics
+
+
+class Trace:
+    """A trace of a loader, which `DataLoader.trace` has begun. As a context manager it ends with the block; after
+    ``async with`` the file is written in a thread.
+    """
+
+    def __init__(
+        self,
+        statistics: Statistics,
+        file: str | os.PathLike[str],
+        loader: str,
+        last: float | None,
+        verdict: Callable[[], str | None],
+    ) -> None:
+        if last is not None and not last > 0:
+            raise ValueError(f"last is a number of seconds above 0, got {last!r}")
+        if statistics.trace is not None:
+            raise RuntimeError(f"the loader is being traced already, to {statistics.trace.file}: end that trace first")
+        # Absolute: the program may change its directory before the file is written.
+        path = Path(file).absolute()
+        check_writable(path)
+        self._statistics = statistics
+        self._recording = Recording(path, loader, last, verdict)
+        self._note_sampler = statistics.note_sampler
+        statistics.note_sampler = self._sampler
+        statistics.recorder.sink = self._recording.stage
+        # Last: from here on the loader's threads record.
+        statistics.trace = self._recording
+
+    def _sampler(self, seconds: float) -> None:
+        self._note_sampler(seconds)
+        self._recording.stage("sampler", seconds)
+
+    @property
+    def file(self) -> Path:
+        """Where the trace is written when it ends."""
+        return self._recording.file
+
+    def dump(self, file: str | os.PathLike[str] | None = None) -> Path:
+        """Write the trace so far, and go on. Blocks for about three seconds for 10,000 batches. Any thread.
+
+        Args:
+            file: as in `DataLoader.trace`. Default: the trace's own file.
+
+        Returns:
+            The file.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: its name does not end with .json or .json.gz.
+        """
+        path = self.file if file is None else Path(file)
+        if file is not None:
+            check_writable(path)
+        self._recording.dump(path)
+        return path
+
+    def close(self) -> None:
+        """End the trace, and write its file. Idempotent.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        end_trace(self._statistics, self._recording)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._end(error)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        await in_thread(partial(self._end, error))
+
+    def _end(self, error: BaseException | None) -> None:
+        try:
+            self.close()
+        except OSError as failed:
+            if error is None:
+                raise
+            error.add_note(f"Its trace could not be written to {self.file}: {failed}")
+
+
+def end_trace(statistics: Statistics, recording: Any = None) -> None:
+    """End a loader's trace, if it has one (`recording`: if it is this), and write its file. Blocks.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    current = statistics.trace
+    # Not in a forked child, which has a copy of all this: the file is its parent's.
+    if current is None or recording not in (None, current) or not current.owned:
+        return
+    statistics.trace = None
+    statistics.recorder.sink = None
+    statistics.note_sampler = statistics.recorder.note("sampler")
+    current.close()
+    current.dump(current.file)

@@ -1,0 +1,97 @@
+"""Spans never overlap in a lane, whatever is recorded, and the records of any order make a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.tracing import chrome
+from asyncloader.tracing.chrome import (
+    AssignedRecord,
+    BatchRecord,
+    MadeRecord,
+    OrderedRecord,
+    Source,
+    Span,
+    StageRecord,
+    Unit,
+    lanes,
+    nested,
+)
+
+BOUNDS = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
+
+
+@given(st.lists(BOUNDS))
+def test_nested_spans(bounds: list[list[int]]) -> None:
+    """All lie within the outer span, and two within or beside each other; what lay so before is left as it was."""
+    outer = Span("outer", 5, 25)
+    given_spans = [Span(str(number), begin, end) for number, (begin, end) in enumerate(bounds)]
+    found = nested(outer, given_spans)
+    for each in found:
+        assert 5 <= each.begin < each.end <= 25
+        for other in found:
+            beside = each.end <= other.begin or other.end <= each.begin
+            within = each.begin <= other.begin <= other.end <= each.end
+            assert beside or within or other.begin <= each.begin <= each.end <= other.end
+    assert {each.name for each in found} <= {each.name for each in given_spans}
+    assert nested(outer, found) == found
+
+
+@given(st.lists(BOUNDS))
+def test_lanes(bounds: list[list[int]]) -> None:
+    """No two units of a lane overlap, no lane is used without need, and each unit has one."""
+    units = [Unit(Span(str(number), begin, end + 1), [], None) for number, (begin, end) in enumerate(bounds)]
+    placed, left_out = lanes(units)
+    assert not left_out
+    assert sorted(unit.outer.name for _, unit in placed) == sorted(unit.outer.name for unit in units)
+    for lane, unit in placed:
+        for other_lane, other in placed:
+            if lane == other_lane and unit is not other:
+                assert unit.outer.end <= other.outer.begin or other.outer.end <= unit.outer.begin
+    at_once = max((sum(u.outer.begin <= at < u.outer.end for u in units) for at in range(32)), default=0)
+    assert len({lane for lane, _ in placed}) == at_once
+
+
+def test_lanes_are_bounded() -> None:
+    """Units beyond `MOST_LANES` at a time are left out, and counted."""
+    units = [Unit(Span(str(number), number, 1000), [], None) for number in range(chrome.MOST_LANES + 3)]
+    placed, left_out = lanes(units)
+    assert (len(placed), left_out) == (chrome.MOST_LANES, 3)
+
+
+def test_a_fetch_has_its_collation_within() -> None:
+    """The recorded seconds of a fetch leave the collation out, which is a part of it."""
+    records = [
+        StageRecord("stage", 10.0, "collate", 1.0),
+        StageRecord("stage", 11.0, "fetch", 4.0),
+        BatchRecord("batch", 11.5, 1, 0, -1, 5.5, 11.25, -1, -1, copied=False),
+    ]
+    spans = events(records, "X")
+    assert [(each["name"], each["ts"], each["dur"]) for each in spans] == [
+        ("batch 0", 5.5e6, 6e6),
+        ("wait", 5.5e6, 5.75e6),
+        ("fetch", 6e6, 5e6),
+        ("collate", 9e6, 1e6),
+        ("open", 11.25e6, 0.25e6),
+    ]
+
+
+def test_a_task_of_two_workers() -> None:
+    """Both are seen, and the arrow goes through that whose batch was delivered."""
+    made = [
+        MadeRecord("made", at, 1, 7, Source(worker, f"pid {worker}", ""), at, 1.0, 4, 16, b"", 0, 0)
+        for worker, at in ((0, 4.0), (1, 3.0))
+    ]
+    assigned = [AssignedRecord("assigned", 1.0 + worker / 10, 1.05 + worker / 10, 1, 7, worker) for worker in (0, 1)]
+    rest = [OrderedRecord("ordered", 3.5, 1, 7), BatchRecord("batch", 5.5, 1, 7, 1, 1.5, 5.0, 2, 3, copied=False)]
+    found = events([*made, *assigned, *rest], "stf")
+    assert [(each["ph"], each["ts"]) for each in found] == [("s", 1.1e6), ("t", 2e6), ("t", 3e6), ("f", 5e6)]
+    assert len({each["id"] for each in found}) == 1
+
+
+def events(records: Any, phases: str) -> list[dict[str, Any]]:
+    trace = chrome.trace_of(records, 0.0, 20.0, {"loader": "DataLoader", "pid": 1})
+    return [each for each in trace.events if each["ph"] in phases]

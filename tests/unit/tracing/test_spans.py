@@ -1,0 +1,70 @@
+"""A worker's spans: of its tasks, and those of no task; bytes that are no spans are refused."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from asyncloader.telemetry.counters import Recorder
+from asyncloader.tracing.spans import MOST_BYTES, SpanLog, unpack, with_asked
+
+
+def test_spans_of_a_task_and_of_none() -> None:
+    """Those that end after the answer go with the next; a recorder that is not traced notes nothing."""
+    recorder = Recorder()
+    recorder.time("fetch", 1.0)
+    log = SpanLog(recorder, process=False)
+    recorder.time("first_read", 0.25)
+    log.begin(5.0, 6.0)
+    recorder.time("fetch", 0.5)
+    first = unpack(log.answered(2, 3), 2, 3)
+    assert first is not None
+    assert (first.asked, first.begin) == (5.0, 6.0)
+    assert [(name, seconds) for name, _, seconds in first.own] == [("fetch", 0.5)]
+    assert [(name, seconds) for name, _, seconds in first.loose] == [("first_read", 0.25)]
+    recorder.time("collate", 0.125)
+    assert log.answered(2, 4) == b""
+    log.begin(7.0, 8.0)
+    body = log.answered(2, 4)
+    second = unpack(body, 2, 4)
+    assert second is not None
+    assert [name for name, _, _ in second.loose] == ["collate"]
+    assert unpack(body, 2, 5) is None
+    moved = unpack(with_asked(body, lambda epoch, seq: 100.0 * epoch + seq), 2, 4)
+    assert moved == second._replace(asked=204.0)
+    log.stop()
+    assert recorder.sink is None
+
+
+def test_a_frame_is_bounded() -> None:
+    """However many spans end, and in whatever task."""
+    recorder = Recorder()
+    log = SpanLog(recorder, process=False)
+    for _ in range(3000):
+        recorder.time("fetch", 0.0)
+    log.begin(1.0, 1.0)
+    for _ in range(3000):
+        recorder.time("fetch", 0.0)
+    assert len(log.answered(0, 0)) <= MOST_BYTES
+    log.stop()
+
+
+@pytest.mark.parametrize("body", [b"", b"12", bytes(MOST_BYTES + 1)])
+def test_bytes_that_are_no_spans(body: bytes) -> None:
+    """Of a node that cannot be trusted."""
+    assert unpack(body, 0, 0) is None
+    with pytest.raises(ValueError, match="broken stream"):
+        with_asked(body, lambda *_: 0.0)
+
+
+def test_numbers_that_cannot_be() -> None:
+    """A span of them is left out, a task of them has none."""
+    head = struct.Struct("=IQdddH")
+    wrong = [(255, 1.0, 0.5), (0, float("nan"), 0.0), (0, 1.0, float("inf")), (0, 1.0, 2.0), (0, -1.0, 0.0)]
+    spans = b"".join(struct.pack("=Bdd", *each) for each in wrong)
+    found = unpack(head.pack(0, 0, 1.0, 2.0, 3.0, 5) + spans, 0, 0)
+    assert found is not None
+    assert not found.own
+    assert unpack(head.pack(0, 0, 1.0, float("nan"), 3.0, 0), 0, 0) is None
+    assert unpack(head.pack(0, 0, 1.0, 4.0, 3.0, 0), 0, 0) is None
