@@ -31,6 +31,7 @@ from asyncloader.formats.base import (
 from asyncloader.formats.compressed import CompressedReader, Compression, decoder
 from asyncloader.formats.jsonl import JsonlReader, cut_lines
 from asyncloader.formats.mds import MdsReader, MdsShard, parse_mds_index
+from asyncloader.formats.push_parser import Reader
 from asyncloader.formats.tar import TarReader
 from asyncloader.formats.tfrecord import TFRecordReader, parse_example
 
@@ -108,6 +109,8 @@ def open_reader(
     max_sample_bytes: int = MAX_SAMPLE_BYTES,
     on_bad: OnBad | None = None,
     shard: MdsShard | None = None,
+    skip: int = 0,
+    most: int | None = None,
 ) -> ShardReader:
     """Make the reader of a shard. It opens nothing; `base` shows a caller's loop.
 
@@ -119,6 +122,9 @@ def open_reader(
         max_sample_bytes: refuse a sample with more (decompressed) bytes, before memory is allocated for it.
         on_bad: called with each bad sample that can be skipped. None: the first bad sample is raised.
         shard: the index's entry of an MDS shard. Its compression is used, not the extension's.
+        skip: samples, good or bad, at the beginning of the range that are passed over: their values are not made, and
+            no error of theirs is reported.
+        most: samples, good or bad, that are read after them; None: all of the range.
 
     Raises:
         ValueError: no format has this extension; an MDS shard without `shard`; `part` is not a valid range.
@@ -128,7 +134,7 @@ def open_reader(
     start, stop, sync = part or ShardRange(0, None, sync=False)
     if sync and name != "jsonl":
         raise ValueError(f"a {name} shard can be read only from where a sample begins")
-    reader: ShardReader
+    reader: Reader
     if name == "mds":
         if shard is None:
             raise ValueError("an MDS shard is read with its index: give the MdsShard from parse_mds_index")
@@ -140,10 +146,11 @@ def open_reader(
         reader = SIMPLE[name](url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
     else:
         raise ValueError(f"format {name!r} is unknown; the formats are {', '.join((*SIMPLE, 'jsonl', 'mds'))}")
+    reader.narrow(skip, most)
     return reader if compression is None else CompressedReader(url, reader, decoder(compression))
 
 
-SIMPLE: dict[str, Callable[..., ShardReader]] = {"tar": TarReader, "tfrecord": TFRecordReader}
+SIMPLE: dict[str, Callable[..., Reader]] = {"tar": TarReader, "tfrecord": TFRecordReader}
 
 
 def cut_shard(format: ShardFormat, size: int, parts: int) -> list[ShardRange]:

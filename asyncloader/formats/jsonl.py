@@ -65,6 +65,13 @@ class JsonlReader(Reader):
         lines = chunk.split(b"\n")
         last = lines.pop()
         for line in lines:
+            if self._skip and self._at and not self._begun and len(line) <= self._max:
+                # Passed over, as in `_read`, which would cost a call.
+                self._skip -= bool(line) and not line.isspace()
+                self._at += len(line) + 1
+                if self._is_past():
+                    return
+                continue
             whole = line
             if self._begun:
                 self._begun += line
@@ -82,7 +89,7 @@ class JsonlReader(Reader):
             self._read(bytes(self._begun), self._at + len(self._begun))
 
     def _is_past(self) -> bool:
-        self._done = self._stop is not None and self._at >= self._stop
+        self._done = not self._left or (self._stop is not None and self._at >= self._stop)
         return self._done
 
     def _read(self, line: bytes, resume: int) -> None:
@@ -92,6 +99,10 @@ class JsonlReader(Reader):
         if not at and line.startswith(BOM):
             line = line[len(BOM) :]
         if line and not line.isspace():
+            if self._skip:
+                self._skip -= 1
+                self._at = resume
+                return
             try:
                 value: Any = json.loads(line.decode())
             except (ValueError, RecursionError) as error:

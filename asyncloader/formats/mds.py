@@ -396,7 +396,7 @@ class MdsReader(PushReader):
             offsets = self._shard.offsets((yield self._shard.header_size), url=self._url)
             yield -(int(offsets[0]) - self._at)  # skip the config, which is in the index, too
             ends = iter(offsets[1:])
-        while self._at < self._end:
+        while self._left and self._at < self._end:
             at = self._at
             head = self._sizes.unpack((yield self._sizes.size))
             size = sum(head) + self._fixed

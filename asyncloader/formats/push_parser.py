@@ -9,6 +9,7 @@ without holding them.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import NoReturn, TypeAlias
@@ -57,6 +58,16 @@ class Reader(ABC):
         self._out: list[Located] = []
         self._done = stop is not None and start >= stop
         self._fault: ShardError | None = None
+        self._skip = 0  # samples, good or bad, that are passed over without being made
+        self._left = sys.maxsize  # samples, good or bad, until the reader is done
+
+    def narrow(self, skip: int, most: int | None) -> None:
+        """Pass over the first `skip` samples, and return or report at most `most` samples after them; None: all.
+
+        A sample is counted whether it is good or bad. A bad sample that is passed over is not reported. Call it before
+        the first bytes are fed.
+        """
+        self._skip, self._left = skip, sys.maxsize if most is None else most
 
     @property
     def feed_from(self) -> int:
@@ -114,6 +125,7 @@ class Reader(ABC):
         fields["__key__"] = f"{self._name}:{offset}"
         fields["__url__"] = self._url
         self._out.append(Located(fields, resume))
+        self._left -= 1
 
     def _fail(self, message: str, offset: int) -> NoReturn:
         raise ShardError(message, url=self._url, offset=offset)
@@ -125,6 +137,7 @@ class Reader(ABC):
         if self._on_bad is None:
             raise error
         self._on_bad(error)
+        self._left -= 1
 
     def _check_size(self, size: int, offset: int) -> None:
         if size > self._max:

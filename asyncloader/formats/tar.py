@@ -49,6 +49,10 @@ class TarReader(PushReader):
         pax_size: int | None = None
         while True:
             at = self._at
+            # A part ends where a sample begins: its header need not be read.
+            if first is None and self._stop is not None and at >= self._stop:
+                self._flush(at)
+                return
             block = yield BLOCK
             if block == END:
                 self._flush(at if first is None else first)
@@ -89,7 +93,7 @@ class TarReader(PushReader):
             if self._sample is None or key != self._key:
                 self._flush(begin)
                 # By the first header of a sample, so that each sample belongs to exactly one part.
-                if self._stop is not None and begin >= self._stop:
+                if not self._left or (self._stop is not None and begin >= self._stop):
                     return
                 self._sample, self._key, self._size = {"__key__": key, "__url__": self._url}, key, 0
             if field in self._sample:
@@ -97,13 +101,21 @@ class TarReader(PushReader):
             # Checked before the member's bytes are requested: a header may claim any size.
             self._size += size + self._at - begin
             self._check_size(self._size, begin)
+            if self._skip:
+                self._sample[field] = b""
+                yield -(size + -size % BLOCK)
+                continue
             self._sample[field] = yield size
             if size % BLOCK:
                 yield -(-size % BLOCK)
 
     def _flush(self, resume: int) -> None:
         if self._sample is not None:
-            self._out.append(Located(self._sample, resume))
+            if self._skip:
+                self._skip -= 1
+            else:
+                self._out.append(Located(self._sample, resume))
+                self._left -= 1
             self._sample = None
 
     def _header(self, block: bytes, at: int) -> int:

@@ -192,7 +192,7 @@ class TFRecordReader(PushReader):
         return self._checksum is not None
 
     def _parse(self) -> Parser:
-        while self._stop is None or self._at < self._stop:
+        while self._left and (self._stop is None or self._at < self._stop):
             at = self._at
             # The shard may end before a record, and nowhere else.
             self._may_end = True
@@ -203,6 +203,10 @@ class TFRecordReader(PushReader):
             if stated != mask_crc(crc32c(head[:8])):
                 self._fail("not a TFRecord: the checksum of its length is wrong", at)
             self._check_size(length, at)
+            if self._skip:
+                yield -(length + 4)
+                self._skip -= 1
+                continue
             data = yield length
             (stated,) = unpack("<I", (yield 4))
             if self._checksum is not None and stated != mask_crc(self._checksum(data)):

@@ -15,6 +15,9 @@ from asyncloader.formats.base import base_name
 PARQUET = ShardFormat("parquet", None)
 """Not read by a push parser: see `formats.parquet`."""
 
+CUSTOM = ShardFormat("custom", None)
+"""Read by a reader of the user's own."""
+
 PARQUET_ENDINGS = (".parquet", ".pq")
 
 

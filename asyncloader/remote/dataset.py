@@ -24,11 +24,12 @@ from torch.utils.data import IterableDataset
 from asyncloader.bridge import run_in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardFormat
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
-from asyncloader.remote.catalog import PARQUET, Shard
+from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard
 from asyncloader.remote.dataset_warnings import log_left_out, warn_without_effect
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.fixed_streams import FixedStreams
 from asyncloader.remote.pins import Pins
+from asyncloader.remote.prefetch import AnyRange
 from asyncloader.remote.rank_shares import (
     EpochPlan,
     EpochShares,
@@ -70,8 +71,6 @@ SHUFFLE_BUFFER = 1000
 
 MAX_SIZE_REQUESTS = 1024
 """With at most this number of shards, their sizes are requested, so that small shards can be assigned in groups."""
-
-CUSTOM = ShardFormat("custom", None)
 
 _LEAST_AHEAD = 1 << 18  # bytes that each of many streams fetches ahead, at least
 
@@ -390,12 +389,12 @@ class RemoteIterableDataset(IterableDataset[Any]):
         return Shards(self._listed, counted, partial(self._open_from, stores, Pins(), ahead), position)
 
     def _open(
-        self, pins: Pins, shard: Shard, shard_range: CatalogRange, on_bad: OnBad
+        self, pins: Pins, shard: Shard, shard_range: AnyRange, on_bad: OnBad
     ) -> AsyncGenerator[Sequence[Located], None]:
         return self._open_from(self._stores.here(), pins, self.read_ahead, shard, shard_range, on_bad)
 
     def _open_from(
-        self, stores: Stores, pins: Pins, read_ahead: int, shard: Shard, shard_range: CatalogRange, on_bad: OnBad
+        self, stores: Stores, pins: Pins, read_ahead: int, shard: Shard, shard_range: AnyRange, on_bad: OnBad
     ) -> AsyncGenerator[Sequence[Located], None]:
         return read_shard_range(
             stores,

@@ -15,14 +15,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from asyncloader.formats import Sample
+from asyncloader.remote.batch_rows import BatchRows
 from asyncloader.remote.sample_counts import Counted
-from asyncloader.remote.stream_blocks import Element, StreamBlocks, copied
+from asyncloader.remote.stream_blocks import Element, StreamBlocks, TableRow, copied
 from asyncloader.remote.stream_order import LANES, BlockPart, StreamOrder
 from asyncloader.remote.stream_rest import OrderBefore, order_of, read_before
 from asyncloader.shielding import wait_until_done
@@ -182,8 +183,10 @@ class FixedStreams(Dataset[Any]):
         (sample,) = await self.__getitems__([position])
         return sample
 
-    async def __getitems__(self, positions: Sequence[int]) -> list[Sample]:
+    async def __getitems__(self, positions: Sequence[int]) -> Sequence[Sample]:
         """Return the samples at these positions of the epoch's order. Quick for positions that follow one another.
+
+        Rows of tables are made later, when they are asked for.
 
         Raises:
             ShardError, ObjectNotFound: a sample cannot be read.
@@ -192,22 +195,26 @@ class FixedStreams(Dataset[Any]):
         """
         order = self._present_order()
         parts = list(order.parts_of(positions))
-        # Each block once: the last batch may come back to one.
-        readers = {part[:2]: self._reader(order, part) for part in {part[:2]: part for part in parts}.values()}
+        readers = [self._reader(order, part) for part in parts]
+        samples: list[Element] = []
         try:
             # All of them, before the first is waited for: they are loaded at the same time.
-            there = {place: reader.found(place[1]) for place, reader in readers.items()}
-            found = {place: elements or await readers[place].block(place[1]) for place, elements in there.items()}
+            there = [reader.found(part.block) for part, reader in zip(parts, readers, strict=True)]
+            for (_, block, start, stop), reader, elements in zip(parts, readers, there, strict=True):
+                samples += (elements or await reader.block(block))[start:stop]
         finally:
-            for place, reader in readers.items():
-                self._release(place[0], reader)
-        samples: list[Element] = []
-        for stream, block, start, stop in parts:
-            samples += found[stream, block][start:stop]
-        for sample in samples:
-            if isinstance(sample, Exception):
-                raise copied(sample)
-        return samples  # type: ignore[return-value]
+            for part, reader in zip(parts, readers, strict=True):
+                self._release(part.stream, reader)
+        kinds = {*map(type, samples)}
+        if kinds == {TableRow}:
+            return BatchRows(cast("list[TableRow]", samples))
+        if kinds != {dict}:
+            for number, sample in enumerate(samples):
+                if isinstance(sample, Exception):
+                    raise copied(sample)
+                if type(sample) is TableRow:  # beside samples of other formats
+                    samples[number] = sample.table.sample(sample.row)
+        return cast("list[Sample]", samples)
 
     def _present_order(self) -> StreamOrder:
         if self._order is None:

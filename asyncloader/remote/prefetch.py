@@ -22,11 +22,13 @@ from time import monotonic
 from asyncloader.formats import Located, OnBad, Sample, ShardError
 from asyncloader.formats.rows import LocatedRows
 from asyncloader.remote.catalog import Shard
-from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
+from asyncloader.remote.shard_splitting import CatalogRange, SegmentRange, bytes_left
 from asyncloader.shielding import wait_until_done
 from asyncloader.transports import TransportError
 
-Open = Callable[[Shard, CatalogRange, OnBad], AsyncGenerator[Sequence[Located], None]]
+AnyRange = CatalogRange | SegmentRange
+
+Open = Callable[[Shard, AnyRange, OnBad], AsyncGenerator[Sequence[Located], None]]
 """Opens a range for reading; the callback receives the bad samples that are skipped."""
 
 MAX_PREFETCHED_RANGES = 16
@@ -43,7 +45,7 @@ class RangeReading:
         shard_range: the range.
     """
 
-    def __init__(self, open: Open, shard: Shard, shard_range: CatalogRange) -> None:
+    def __init__(self, open: Open, shard: Shard, shard_range: AnyRange) -> None:
         self.shard_range = shard_range
         self._found: deque[Located] | LocatedRows = deque()  # read and not taken yet
         self.bad: deque[ShardError] = deque()
@@ -133,7 +135,7 @@ class RangePrefetcher:
         self._enough = enough
         self._readings: deque[RangeReading] = deque()
 
-    def look(self, present: CatalogRange, behind: Iterable[CatalogRange]) -> None:
+    def look(self, present: AnyRange, behind: Iterable[AnyRange]) -> None:
         """Open the ranges in `behind`, which follow the range `present`, as far as the limits allow. The ranges that
         are already open must be the first in `behind`.
         """
@@ -148,7 +150,7 @@ class RangePrefetcher:
                 reading.begin()
                 self._readings.append(reading)
 
-    def open(self, shard_range: CatalogRange) -> RangeReading:
+    def open(self, shard_range: AnyRange) -> RangeReading:
         """Return the reading of the next range, which may have been opened early."""
         # Not equal when a range is opened a second time, after an error.
         if self._readings and self._readings[0].shard_range == shard_range:
@@ -161,7 +163,7 @@ class RangePrefetcher:
             while self._readings:
                 stack.push_async_callback(self._readings.pop().aclose)
 
-    def _bytes(self, shard_range: CatalogRange) -> int | None:
+    def _bytes(self, shard_range: AnyRange) -> int | None:
         return bytes_left(self._shards[shard_range.shard], shard_range)
 
 

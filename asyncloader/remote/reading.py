@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TypeAlias, cast
 
 from asyncloader.formats import (
@@ -26,8 +26,8 @@ from asyncloader.formats import (
 )
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.pins import Pins
-from asyncloader.remote.prefetch import StreamBuffer
-from asyncloader.remote.shard_splitting import CatalogRange
+from asyncloader.remote.prefetch import AnyRange, StreamBuffer
+from asyncloader.remote.shard_splitting import SegmentRange
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import PinnedReader, RangeOutOfBounds, TransportError
 from asyncloader.workers.fetch.threads import JobThreads
@@ -40,6 +40,9 @@ READ_AHEAD = 8 << 20
 
 CHUNK = 1 << 20
 
+AT_ONCE = 1 << 18
+"""A range of at most this number of bytes is read whole: a stream of it would cost more than its bytes."""
+
 SLOW_CHUNK = 1 << 17
 """Parsing JSON takes about 10 ms per MB."""
 
@@ -47,7 +50,7 @@ SLOW_CHUNK = 1 << 17
 async def read_shard_range(
     stores: Stores,
     shard: Shard,
-    shard_range: CatalogRange,
+    shard_range: AnyRange,
     *,
     max_sample_bytes: int = MAX_SAMPLE_BYTES,
     on_bad: OnBad | None = None,
@@ -64,7 +67,8 @@ async def read_shard_range(
     Args:
         stores: finds the transport for the shard's URL.
         shard: the shard.
-        shard_range: the range. To continue after a sample: ``shard_range._replace(start=resume, sync=False)``.
+        shard_range: the range. To continue after a sample: ``shard_range._replace(start=resume, sync=False)``. Of a
+            `SegmentRange` with `skip` or `most` all is read that a reader of the user's own, or of Parquet, returns.
         max_sample_bytes: refuse a sample with more (decompressed) bytes.
         on_bad: called in the loop with each bad sample that can be skipped, before the samples after it are returned.
             None: the first bad sample is raised.
@@ -103,6 +107,7 @@ async def read_shard_range(
             )
         else:
             part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)
+            skip, most = (shard_range.skip, shard_range.most) if isinstance(shard_range, SegmentRange) else (0, None)
             if reader is not None:
                 shard_reader = reader(shard.url, part)
                 packed = isinstance(shard_reader, CompressedReader)
@@ -115,10 +120,15 @@ async def read_shard_range(
                     max_sample_bytes=max_sample_bytes,
                     on_bad=None if on_bad is None else bad.append,
                     shard=shard.mds,
+                    skip=skip,
+                    most=most,
                 )
             chunk_size = SLOW_CHUNK if shard.format.name == "jsonl" else CHUNK
             stop = None if packed or reader is not None else shard_range.stop
-            found = _push(pin.reader, shard_reader, stop=stop, chunk_size=chunk_size, most=read_ahead, thread=packed)
+            exact = isinstance(shard_range, SegmentRange)
+            found = _push(
+                pin.reader, shard_reader, stop=stop, chunk_size=chunk_size, most=read_ahead, thread=packed, exact=exact
+            )
         async with aclosing(found) as batches:
             try:
                 async for batch in batches:
@@ -155,6 +165,7 @@ async def _push(
     chunk_size: int,
     most: int,
     thread: bool,
+    exact: bool,
 ) -> AsyncGenerator[list[Located], None]:
     """Feed `reader` to its end. Yields one list per call of the reader, including empty lists.
 
@@ -165,6 +176,7 @@ async def _push(
         chunk_size: upper bound of the bytes per call of the reader.
         most: bytes that are fetched ahead.
         thread: run the reader in a thread.
+        exact: the last sample of the reader ends at `stop`.
     """
     parsing = JobThreads(1, "asyncloader-parse")
 
@@ -178,6 +190,16 @@ async def _push(
     if reader.done:
         return
     start = reader.feed_from
+    if exact and stop is not None and 0 < stop - start <= AT_ONCE:
+        # Of a shard that ends earlier, the samples before its end are streamed below.
+        data = b""
+        with suppress(RangeOutOfBounds):
+            (data,) = await pinned.read_ranges([(start, stop - start)])
+        for at in range(0, len(data), chunk_size):
+            yield await call(reader.feed, data[at : at + chunk_size])
+            if reader.done:
+                return
+        start += len(data)
     chunks = pinned.stream(start=start, stop=stop, chunk_size=chunk_size)
     wanted = None if stop is None else max(stop - start, 0)
     ahead = StreamBuffer(chunks, most=most, wanted=wanted)

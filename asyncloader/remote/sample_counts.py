@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.transports.base import gather_all
 
 MARKS = 32
-"""Most noted offsets in a shard: a reader that begins between two of them reads up to a 32nd of the shard uselessly."""
+"""Most noted offsets in a shard: a reader that begins between two of them passes over up to a 16th of the shard."""
 
 _MARK_BYTES = 1 << 15  # distance of the first offsets; doubled when there are too many
 
@@ -112,15 +113,19 @@ async def _count(shard: Shard, open: Open) -> Counted:
         async with aclosing(open(shard, CatalogRange(0), bad.append)) as batches:
             async for batch in batches:
                 # Bad samples are in the order of the good ones, as a later reader finds them.
-                samples += len(batch) + len(bad)
-                end = max(batch[-1].resume, *(error.resume or 0 for error in bad), 0)
-                bad.clear()
-                if end >= last + distance:
-                    marks.append(Mark(samples, end))
+                ends = [each.resume for each in batch]
+                if bad:
+                    ends = sorted([*ends, *(error.resume or ends[-1] for error in bad)])
+                    bad.clear()
+                while ends[-1] >= last + distance:
+                    # The first position at this distance: a chunk may have many samples.
+                    end = ends[bisect_left(ends, last + distance)]
+                    marks.append(Mark(samples + bisect_right(ends, end), end))
                     if len(marks) > MARKS:
                         del marks[::2]
                         distance *= 2
                     last = marks[-1].offset
+                samples += len(ends)
                 await asyncio.sleep(0)  # the reader of a shard in memory has nothing to wait for
         samples += len(bad)
     except Exception as error:

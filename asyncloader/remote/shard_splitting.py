@@ -41,6 +41,23 @@ class CatalogRange(NamedTuple):
     sync: bool = False
 
 
+class SegmentRange(NamedTuple):
+    """A part of a range: some samples of one shard of the catalog, good or bad.
+
+    Attributes:
+        shard, start, stop, sync: of the range, as in `CatalogRange`.
+        skip: samples of the range that come before.
+        most: their number; None: all behind `skip`.
+    """
+
+    shard: int
+    start: int = 0
+    stop: int | None = None
+    sync: bool = False
+    skip: int = 0
+    most: int | None = None
+
+
 def can_cut(shard: Shard) -> bool:
     """Return whether a shard can be cut, once its size (JSON lines) or its edges (MDS, Parquet) are known."""
     if shard.format.name == "mds":
@@ -109,7 +126,7 @@ def _ranges(shard: Shard, parts: int) -> list[ShardRange]:
     return [ShardRange(start, stop, sync=False) for start, stop in zip(starts, stops, strict=True)]
 
 
-def bytes_left(shard: Shard, shard_range: CatalogRange) -> int | None:
+def bytes_left(shard: Shard, shard_range: CatalogRange | SegmentRange) -> int | None:
     """Return the bytes of the object that a range covers; None if unknown, or if its offsets are of other bytes."""
     packed = shard.format.compression or (shard.mds is not None and shard.mds.compression)
     if packed or shard.format == PARQUET:

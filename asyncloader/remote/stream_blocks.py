@@ -13,17 +13,27 @@ import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from itertools import islice, takewhile
+from typing import NamedTuple
 
 from asyncloader.errors import is_about_sample
 from asyncloader.formats import Sample, ShardError
-from asyncloader.remote.catalog import PARQUET, Shard
+from asyncloader.formats.rows import Rows, RowTable
+from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard
 from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
 from asyncloader.remote.sample_counts import Counted
-from asyncloader.remote.shard_splitting import CatalogRange
+from asyncloader.remote.shard_splitting import SegmentRange
 from asyncloader.remote.stream_order import Block, Segment, StreamOrder
 from asyncloader.shielding import shielded, wait_until_done
 
-Element = Sample | Exception
+
+class TableRow(NamedTuple):
+    """A sample that is a row of a table, and is made when it is needed."""
+
+    table: RowTable
+    row: int
+
+
+Element = Sample | TableRow | Exception
 """A sample, or the error by which it could not be read."""
 
 OPEN_AHEAD = 2 << 20
@@ -57,25 +67,25 @@ class Shards:
         self._counted = counted
         self._position = position
 
-    async def begin(self, segment: Segment) -> tuple[CatalogRange, int]:
-        """Return the range to read for a segment, and the number of samples in it that come before the segment."""
-        shard = self.shards[segment.shard]
+    async def begin(self, segment: Segment) -> SegmentRange:
+        """Return the range to read for a segment."""
+        shard, whole = self.shards[segment.shard], self.whole(segment)
         if not segment.first:
-            return self.whole(segment), 0
+            return whole
         if shard.format == PARQUET:
-            return self.whole(segment)._replace(start=segment.first), 0
+            return whole._replace(start=segment.first)
         if shard.mds is not None:
-            return self.whole(segment)._replace(start=await self._position(shard, segment.first)), 0
+            return whole._replace(start=await self._position(shard, segment.first))
         mark = self._counted[segment.shard].before(segment.first)
-        return self.whole(segment)._replace(start=mark.offset), segment.first - mark.number
+        return whole._replace(start=mark.offset, skip=segment.first - mark.number)
 
-    def whole(self, segment: Segment) -> CatalogRange:
+    def whole(self, segment: Segment) -> SegmentRange:
         """Return the range from the shard's beginning to the first known position at or after the segment's end."""
         stop = segment.first + segment.span
         if self.shards[segment.shard].format == PARQUET:
-            return CatalogRange(segment.shard, 0, stop)
+            return SegmentRange(segment.shard, 0, stop, most=segment.span)
         mark = self._counted[segment.shard].after(stop)
-        return CatalogRange(segment.shard, 0, None if mark is None else mark.offset)
+        return SegmentRange(segment.shard, 0, None if mark is None else mark.offset, most=segment.span)
 
 
 async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGenerator[list[Element], None]:
@@ -94,7 +104,7 @@ async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGen
             segment = next_few.pop(0)
             next_few += islice(segments, 1)
             try:
-                shard_range, skip = await shards.begin(segment)
+                shard_range = await shards.begin(segment)
             except Exception as error:
                 if not is_about_sample(error):
                     raise
@@ -105,7 +115,10 @@ async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGen
             reading = ahead.open(shard_range)
             # Only what begins with its shard: where another begins may have to be read first.
             ahead.look(shard_range, map(shards.whole, takewhile(lambda each: not each.first, next_few)))
-            read = _read_segment(reading, shards.shards[segment.shard], segment, skip)
+            shard = shards.shards[segment.shard]
+            # All other readers begin behind these samples.
+            skip = shard_range.skip if shard.format == CUSTOM else 0
+            read = _read_segment(reading, shard, segment, skip)
             async with aclosing(reading), aclosing(read) as found:
                 async for elements in found:
                     yield elements
@@ -158,7 +171,10 @@ def _taken(reading: RangeReading, most: int) -> list[Element]:
     taken: list[Element] = []
     while len(taken) < most:
         samples, _ = reading.take(most - len(taken), bad[0].resume if bad else None)
-        taken += samples
+        if isinstance(samples, Rows):
+            taken += [TableRow(samples.table, row) for row in samples.within]
+        else:
+            taken += samples
         if not samples:
             if not bad:
                 break
@@ -253,10 +269,15 @@ class StreamBlocks:
             # Ended by the error, or by a cancellation: reading begins anew, at this block.
             self._elements = None
             raise
-        order = self._order.arranged(self._stream, block)
-        self._blocks[block.number] = [read[place] for place in order]
-        del read[: block.size]
-        after = self._order.block_after(self._stream, block)
+        # All blocks whose samples are there already: they take no more memory, and no task each.
+        taken = 0
+        after: Block | None = block
+        while after is not None and taken + after.size <= len(read):
+            order = self._order.arranged(self._stream, after)
+            self._blocks[after.number] = [read[taken + place] for place in order]
+            taken += after.size
+            after = self._order.block_after(self._stream, after)
+        del read[:taken]
         if after is None:
             self._ended = True
         else:

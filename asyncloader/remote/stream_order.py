@@ -116,6 +116,7 @@ class StreamOrder:
         """Samples in the epoch."""
         self._steps, self._rest = divmod(self.total, batch)
         self._bounds = [batch * part // self.parts for part in range(self.parts + 1)]
+        self._stretches: dict[int, tuple[int, int]] = {}
 
     def parts_of(self, positions: Sequence[int]) -> Iterator[BlockPart]:
         """Return where the samples at these positions of the order are found, in the same order."""
@@ -131,11 +132,13 @@ class StreamOrder:
         """Return the samples at these positions of the order, as runs of consecutive ones."""
         at, end = 0, len(positions)
         while at < end:
-            run = self._run(positions[at])
-            count = 1
-            while count < run.size and at + count < end and positions[at + count] == positions[at] + count:
-                count += 1
-            yield run._replace(size=count)
+            first = positions[at]
+            run = self._run(first)
+            count = min(run.size, end - at)
+            # Mostly all of them follow each other.
+            if list(positions[at : at + count]) != list(range(first, first + count)):
+                count = next(more for more in range(1, count) if positions[at + more] != first + more)
+            yield StreamRun(run.stream, run.first, count)
             at += count
 
     def _run(self, position: int) -> StreamRun:
@@ -166,6 +169,12 @@ class StreamOrder:
 
     def stretch(self, stream: int) -> tuple[int, int]:
         """Return where a stream begins in the sequence of all samples, and its number of samples."""
+        found = self._stretches.get(stream)
+        if found is None:
+            found = self._stretches[stream] = self._stretch(stream)
+        return found
+
+    def _stretch(self, stream: int) -> tuple[int, int]:
         lane, part = divmod(stream, self.parts)
         if lane == LANES:
             return self._steps * self.batch, self._rest
@@ -178,8 +187,8 @@ class StreamOrder:
 
     def block_at(self, stream: int, first: int) -> Block:
         """Return the block that has sample `first` of a stream."""
-        number, start, size = 0, 0, self._first_block(stream)
-        most = self._buffer or size
+        size = self._first_block(stream)
+        number, start, most = 0, 0, self._buffer or size
         while size < most and start + size <= first:
             number, start, size = number + 1, start + size, min(2 * size, most)
         if size >= most:

@@ -32,6 +32,7 @@ from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.seeding import BatchPosition
+from asyncloader.workers.memory.columns import SampleColumns
 
 
 class AsyncMapFetcher(MapFetcher):
@@ -40,12 +41,20 @@ class AsyncMapFetcher(MapFetcher):
     Args:
         maker, auto_collation, collate: as for `MapFetcher`.
         concurrency: samples that are awaited at a time, over all batches.
+        by_column: `collate` takes samples that are known by column; otherwise it gets a list.
     """
 
     def __init__(
-        self, maker: SampleMaker, auto_collation: bool, collate: Callable[[Any], Any], concurrency: int
+        self,
+        maker: SampleMaker,
+        auto_collation: bool,
+        collate: Callable[[Any], Any],
+        concurrency: int,
+        *,
+        by_column: bool = False,
     ) -> None:
         super().__init__(maker, auto_collation, collate)
+        self._by_column = by_column
         self._limiter = ConcurrencyLimiter(concurrency)
         # The dataset's coroutine can be the sample's task itself: none of the dataset's code runs before the task does.
         self._bare = (
@@ -60,9 +69,10 @@ class AsyncMapFetcher(MapFetcher):
             lambda _, __: self._await_batch(index, first), 1, lambda _, error: add_note(error, describe_batch(index))
         )
         if maker.decoder is None and not (maker.seeding is None and _holds_awaitables(samples)):
-            return samples
+            return list(samples) if isinstance(samples, SampleColumns) and not self._by_column else samples
         if maker.decoder is not None and not _holds_awaitables(samples):
-            return await self._decode_batch(maker.decoder, index, first, list(samples))
+            samples = samples if isinstance(samples, SampleColumns) else list(samples)
+            return await self._decode_batch(maker.decoder, index, first, samples)
         pending = list(samples)
         try:
             return await self._limiter.gather(
@@ -76,13 +86,9 @@ class AsyncMapFetcher(MapFetcher):
                     sample.close()  # not awaited because of an error; a no-op for the others
 
     async def _decode_batch(
-        self, decoder: Decoder, index: Any, first: BatchPosition | None, samples: list[Any]
+        self, decoder: Decoder, index: Any, first: BatchPosition | None, samples: Sequence[Any]
     ) -> list[Any]:
-        contexts: list[Context] = []
-        for item in range(len(samples)):
-            # In the current context, of which the next line takes a copy for this sample's decoding.
-            self._maker.seed(self._maker.position(first, item))
-            contexts.append(copy_context())
+        contexts = self._maker.contexts(first, len(samples))
         found = await decoder.decode_each(samples, contexts, until_failure=True)
         failed = next((item for item, result in enumerate(found) if isinstance(result, Failure)), None)
         if failed is None:
@@ -162,12 +168,16 @@ class AsyncMapFetcher(MapFetcher):
 
 def _holds_awaitables(samples: Any) -> bool:
     """Whether any sample is to be awaited. `samples` is whatever `__getitems__` gave, and no iterator."""
-    if isinstance(samples, (torch.Tensor, np.ndarray)):
+    if isinstance(samples, (torch.Tensor, np.ndarray, SampleColumns)):
         return False
     try:
-        return any(map(inspect.isawaitable, samples))
+        # Most batches have samples of one type, which is asked once.
+        return {*map(type, samples)} not in _PLAIN and any(map(inspect.isawaitable, samples))
     except TypeError:  # not iterable: `collate_fn` may accept it
         return False
+
+
+_PLAIN: list[set[type]] = [{dict}, {tuple}, {list}, {torch.Tensor}]
 
 
 class ConcurrencyLimiter:

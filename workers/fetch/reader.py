@@ -240,7 +240,8 @@ class DatasetReader:
             return ThreadMapFetcher(maker, setup.auto_collation, self._collate, self._threads)
         dataset = awaited_view(self.dataset, is_async_dataset)
         maker = SampleMaker(dataset, seeding, self._decoder, handler, asynchronous=True)
-        return AsyncMapFetcher(maker, setup.auto_collation, self._collate, setup.concurrency)
+        by_column = setup.collate_fn is torch_collate.default_collate
+        return AsyncMapFetcher(maker, setup.auto_collation, self._collate, setup.concurrency, by_column=by_column)
 
     def _stream_fetcher(
         self, start: EpochStart, seeding: EpochSeeding | None, handler: SampleErrorHandler | None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine
+from contextvars import Context, copy_context
 from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.errors import is_about_sample
@@ -100,6 +101,17 @@ class SampleMaker:
         """In seeded mode: give the sample at this position its own random numbers, in the current context."""
         if self.seeding is not None and position is not None:
             self.seeding.samples.sample(position)
+
+    def contexts(self, first: BatchPosition | None, count: int) -> list[Context]:
+        """Return a context for each of a batch's samples, which are decoded concurrently: copies of the current one, in
+        seeded mode with the sample's own random numbers.
+        """
+        if first is None or self.seeding is None:
+            return [copy_context() for _ in range(count)]
+        if isinstance(first, tuple):
+            return self.seeding.samples.contexts([first[item] for item in range(count)])
+        step = self.seeding.replicas
+        return self.seeding.samples.contexts(range(first, first + count * step, step))
 
     def seed_batch(self, first: BatchPosition | None) -> None:
         """In seeded mode: seed the code that makes a whole batch, by the position of its first sample."""

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Generator
-from contextvars import ContextVar
+from collections.abc import Callable, Generator, Iterable
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -158,6 +158,20 @@ class SampleSeeder:
     def sample(self, position: int) -> None:
         """Seed the code that makes the sample at `position`, in the current context."""
         self._begin((self._base + position * _GOLDEN) & _MASK)
+
+    def contexts(self, positions: Iterable[int]) -> list[Context]:
+        """Return a copy of the current context for each of these samples, with its random numbers. Of samples that are
+        made concurrently.
+        """
+        contexts = []
+        for position in positions:
+            # `sample`, inlined: this runs once per sample.
+            word = (self._base + position * _GOLDEN) & _MASK
+            word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
+            word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
+            _current.set(SampleRng(word ^ (word >> 31)))
+            contexts.append(copy_context())
+        return contexts
 
     def batch(self, position: int) -> None:
         """Seed the code that fetches a whole batch, whose first sample has this position."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import default_collate
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
 from asyncloader.errors import NoEffectWarning, ShardError, StateError
@@ -18,6 +20,7 @@ from tests.helpers.http_store import serving as serving_http
 from tests.helpers.running import run_async
 from tests.helpers.shards_of_formats import SIZES, write
 from tests.service.definitions import fields_of, unlucky_fields_of
+from tests.unit.remote.shards import MAKERS
 
 pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -374,3 +377,28 @@ def test_left_early(leaving: Any) -> None:
     """An iterator that is dropped leaves no reader behind; the next begins the epoch anew."""
     first = [next(iter(leaving)) for _ in range(3)]
     assert numbers(first)[0] == numbers(first)[1] == numbers(first)[2]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rows_of_tables(mixed: bool, tmp_path: Path) -> None:
+    """Rows that nothing decodes are collated by column, and a function of the user's gets them as a list of samples."""
+    for number in range(2):
+        (tmp_path / f"{number}.parquet").write_bytes(MAKERS["a.parquet"](range(9 * number, 9 * number + 9)))
+    if mixed:
+        (tmp_path / "2.jsonl").write_bytes(b"".join(b'{"n": %d, "text": "t%d"}\n' % (n, n) for n in range(18, 24)))
+
+    def batches(**options: Any) -> list[Any]:
+        with loader_of(tmp_path, decode=None, num_workers=0, **options) as loader:
+            return list(loader)
+
+    for columns, samples in zip(batches(), batches(collate_fn=samples_as_they_are), strict=True):
+        assert type(samples) is list
+        assert {type(sample) for sample in samples} == {dict}
+        wanted = default_collate(samples)
+        assert list(columns) == list(wanted)
+        for name, column in columns.items():
+            assert torch.equal(column, wanted[name]) if name == "n" else column == wanted[name]
+
+
+def samples_as_they_are(samples: Any) -> Any:
+    return samples

@@ -16,7 +16,8 @@ from asyncloader.errors import LoaderError
 from asyncloader.formats import CompressedReader, Located, ShardError, ShardRange, ShardReader, open_reader
 from asyncloader.formats.base import base_name
 from asyncloader.formats.compressed import decoder
-from tests.unit.formats.shard_readers import URL, check_any_split, check_resume
+from tests.unit.formats.shard_readers import URL, check_any_split, check_resume, chunked, cut_points, drive
+from tests.unit.remote.shards import MAKERS
 
 
 def test_shard_error_says_where() -> None:
@@ -39,6 +40,41 @@ def test_an_empty_part_is_done_at_once(url: str) -> None:
     assert not reader.pending
     assert reader.feed(b"anything") == []
     assert reader.end() == []
+
+
+NARROWED = {
+    "a.tar": MAKERS["a.tar"](range(7)),
+    "a.tar.gz": gzip.compress(MAKERS["a.tar"](range(7))),
+    "a.tfrecord": MAKERS["a.tfrecord"](range(7)),
+    "a.jsonl": b'\xef\xbb\xbf\n{"n": 0}\n\n{"n": 1}\nbad\n[]\n  \r\n{"n": 2}\r\n{"n": 3}\nbad\n{"n": 4}',
+}
+
+
+@pytest.mark.parametrize("url", NARROWED)
+@given(cuts=cut_points, skip=st.integers(0, 8), most=st.none() | st.integers(1, 8))
+def test_a_narrowed_reader(url: str, cuts: list[float], skip: int, most: int | None) -> None:
+    """Samples, good or bad, are counted: those before are passed over, and those behind are neither made nor read."""
+
+    def found(skip: int, most: int | None, cuts: list[float]) -> list[tuple[int | None, str]]:
+        bad: list[ShardError] = []
+        reader = open_reader(url, on_bad=bad.append, skip=skip, most=most)
+        samples, error = drive(reader, chunked(NARROWED[url], cuts))
+        assert error is None
+        good = [(resume, repr(sample)) for sample, resume in samples]
+        return sorted([*good, *((error.resume, str(error)) for error in bad)])
+
+    whole = found(0, None, [])
+    assert len(whole) >= 7
+    assert found(skip, most, cuts) == whole[skip:][:most]
+
+
+def test_a_part_of_a_tar_ends_where_the_next_sample_begins() -> None:
+    """No byte behind it is needed."""
+    data = NARROWED["a.tar"]
+    ends = [resume for _, resume in drive(open_reader("a.tar"), [data])[0]]
+    reader = open_reader("a.tar", part=ShardRange(ends[1], ends[3], sync=False))
+    assert [resume for _, resume in reader.feed(data[ends[1] : ends[3]])] == ends[2:4]
+    assert reader.done
 
 
 @pytest.mark.parametrize("url", ["a.tar", "a.jsonl", "a.tfrecord"])
