@@ -104,6 +104,7 @@ PURE = {
         "telemetry.prediction",
         "telemetry.rank_waits",
         "telemetry.run_figures",
+        "telemetry.worker_tuning",
         "transports.cache_layout",
         "transports.checks",
         "transports.errors",
