@@ -40,7 +40,11 @@ def parser() -> argparse.ArgumentParser:
     checkpoint = commands.add_parser("checkpoint", help="what a saved state says")
     show = checkpoint.add_subparsers(dest="action", required=True).add_parser("show", help="in words")
     show.add_argument("file", type=Path, help="a checkpoint of torch.save, or JSON, that has loaders' states in it")
-    for each in (doctor, inspect, show):
+    top = commands.add_parser("top", help="show running loaders of this user")
+    top.add_argument("socket", nargs="?", type=Path, help="a loader's socket; default: all loaders of this user")
+    top.add_argument("--web", action="store_true", help="serve the page of one loader, and print its address")
+    top.add_argument("--port", type=int, default=0, help="of the page; default: any that is free")
+    for each in (doctor, inspect, show, top):
         each.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -52,6 +56,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     if command == "serve":
         return _serve(flags)
     try:
+        if command == "top":
+            from asyncloader.commands import top
+
+            return top.run(flags["socket"], as_json=flags["json"], web=flags["web"], port=flags["port"])
         return _report(command, flags)
     except (LoaderError, ValueError, OSError, ImportError) as error:
         print(f"asyncloader {command}: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
