@@ -42,6 +42,8 @@ PURE = {
         "commands.findings",
         "commands.state_words",
         "formats.jsonl",
+        "live.http_requests",
+        "live.snapshot",
         "formats.jsonl_writer",
         "formats.mds",
         "formats.mds_writer",

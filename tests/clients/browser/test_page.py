@@ -100,11 +100,14 @@ def test_it_is_used_by_keyboard_and_screen_reader(open_page: Open) -> None:
         assert page.locator("#pause").get_attribute("aria-pressed") == "true"
         for _ in loader:
             pass
-        page.wait_for_function("last.totals.batches === 100", timeout=20_000)
+        page.evaluate(
+            """new Promise((done) =>
+              events.addEventListener("message", () => { if (last.totals.batches === 100) done(); }))"""
+        )
         has_text(page, "#place", "not iterated yet")
         page.keyboard.press("Enter")
         has_text(page, "#place", "epoch 0, finished")
-        has_text(page, "#said", "batches")
+        assert page.locator("#said").text_content() == page.locator("#text").text_content()
         for name in ("Waiting, by stage", "Workers", "Times of stages"):
             page.keyboard.press("Tab")
             focused = page.get_by_role("region", name=name)
