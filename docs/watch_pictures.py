@@ -1,6 +1,6 @@
 """Takes the pictures of the how-to page "Watch a run": a loader's page, and its view in a terminal.
 
-    python docs/watch_pictures.py     writes docs/_static/watch-*.png and watch-top.svg; needs Chromium, playwright, rich
+python docs/watch_pictures.py     writes docs/_static/watch-*.png and watch-top.svg; needs Chromium, playwright, rich
 """
 
 from __future__ import annotations

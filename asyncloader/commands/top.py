@@ -7,10 +7,10 @@ A terminal gets a view that is renewed each second, where rich is installed; a p
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,9 @@ def _findings(snapshot: dict[str, Any]) -> Iterator[Finding]:
     for name, each in texts.items():
         yield Finding(name, "note" if name in ("workers replaced", "samples skipped") else "ok", each)
     for worker in snapshot["workers"]:
-        yield Finding(f"worker {worker['worker']}", "ok", ", ".join((worker["place"], worker["activity"], _ring(worker))))
+        yield Finding(
+            f"worker {worker['worker']}", "ok", ", ".join((worker["place"], worker["activity"], _ring(worker)))
+        )
     yield Finding("verdict", "ok" if verdict["ok"] else "problem", text)
 
 
@@ -87,10 +89,8 @@ def _serve(opened: Sequence[LoaderSocket], port: int) -> int:
         names = "\n".join(f"  asyncloader top --web {each.path}" for each in opened)
         raise NotWatched(f"{len(opened)} loaders can be watched: name one.\n{names}")
     path = opened[0].path
-    try:
+    with suppress(KeyboardInterrupt):
         run_in_thread(_serve_page(path, port))
-    except KeyboardInterrupt:
-        pass
     return 0
 
 
@@ -137,7 +137,14 @@ def view(found: Sequence[dict[str, Any]]) -> Any:
     most = max(found, key=lambda each: each["rates"]["wait_frac"])
     workers = Table("worker", "place", "now", "busy", "tasks", "ring", expand=True, box=None)
     for each in most["workers"]:
-        texts = (each["worker"], each["place"], each["activity"], f"{each['busy_frac']:.0%}", each["tasks"], _ring(each))
+        texts = (
+            each["worker"],
+            each["place"],
+            each["activity"],
+            f"{each['busy_frac']:.0%}",
+            each["tasks"],
+            _ring(each),
+        )
         workers.add_row(*(Text(str(text)) for text in texts))
     stages = Table("stage", "batches", "median", "95 %", "99 %", expand=True, box=None)
     for each in most["stages"]:

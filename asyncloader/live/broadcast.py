@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _log = logging.getLogger("asyncloader")
 
@@ -57,7 +57,8 @@ class Broadcast:
             # Nothing has to be read: the first byte, or the end, ends the connection.
             leaving = asyncio.get_running_loop().create_task(reader.read(1))
             try:
-                await asyncio.wait([leaving, follower.done], return_when=asyncio.FIRST_COMPLETED)
+                ends: list[asyncio.Future[Any]] = [leaving, follower.done]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 leaving.cancel()
                 with suppress(asyncio.CancelledError, OSError):

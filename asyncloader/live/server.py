@@ -188,7 +188,6 @@ class LiveServer:
             await asyncio.wait(self._connections)
 
 
-
 def _text(found: AnswerError) -> bytes:
     data = f"{found.text}\n".encode()
     place = f"Location: {found.location}\r\n" if found.location else ""

@@ -133,7 +133,9 @@ class Snapshots:
                 **{name: stats[f"data/{name}"] for name in _TOTALS},
             },
             "stages": _stages(stats),
-            "workers": [_worker(worker, now, grown, now.clock - self._since[worker.place][1]) for worker in now.workers],
+            "workers": [
+                _worker(worker, now, grown, now.clock - self._since[worker.place][1]) for worker in now.workers
+            ],
             "store": {key: stats[key] for key in stats if key.startswith("store/") and stats[key]},
             "nodes": _nodes(stats),
             "verdict": _verdict(now.verdict),

@@ -63,7 +63,9 @@ def bind_socket() -> tuple[socket.socket, Path]:
                 sock.bind(str(path))
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    raise OSError(f"{path} cannot be a socket: {error}; set XDG_RUNTIME_DIR to another folder") from None
+                    raise OSError(
+                        f"{path} cannot be a socket: {error}; set XDG_RUNTIME_DIR to another folder"
+                    ) from None
             else:
                 sock.listen(8)
                 return sock, path

@@ -1,6 +1,6 @@
 """The page of a loader in a browser: it loads without errors, follows the run, and can be used by keyboard.
 
-    make test-browser        needs Chromium: apt-get install chromium
+make test-browser        needs Chromium: apt-get install chromium
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def test_only_what_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ASYNCLOADER_TOP opens the socket, and no port, when the loader is iterated; a failure is no failure of the run."""
+    """ASYNCLOADER_TOP opens the socket, and no port, at `iter()`; a failure there does not end the run."""
     monkeypatch.setenv("ASYNCLOADER_TOP", "1")
     with DataLoader[Any](Numbers(8), num_workers=1) as loader:
         batches = iter(loader)
