@@ -60,7 +60,7 @@ from asyncloader.workers.pool import WorkerPool
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import DeviceTransfer
     from asyncloader.live.dashboard import Dashboard
-    from asyncloader.live.reading import Watched
+    from asyncloader.live.reading import LoaderParts
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
@@ -367,11 +367,11 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._dashboard.serve_page(port)
         return self._dashboard
 
-    def _watched(self) -> Watched:
-        from asyncloader.live.reading import Watched
+    def _watched(self) -> LoaderParts:
+        from asyncloader.live.reading import LoaderParts
 
         newest = self._newest_iterator()
-        return Watched(
+        return LoaderParts(
             type(self).__name__,
             self._spec,
             self._statistics,

@@ -25,7 +25,7 @@ from asyncloader.workers.source import THREADS
 
 # The loaders' modules import this one for `repr`. So the functions import late what `repr` and an epoch do not need.
 if TYPE_CHECKING:
-    from asyncloader.live.reading import Watched
+    from asyncloader.live.reading import LoaderParts
     from asyncloader.telemetry.diagnosis import Diagnosis
 
 
@@ -39,7 +39,7 @@ def as_text(name: str, spec: LoaderSpec[Any], place: str) -> str:
     return f"<{name} of {parts['dataset']}: {options}; {place}>"
 
 
-def as_html(name: str, spec: LoaderSpec[Any], place: str, run: Watched | None = None) -> str:
+def as_html(name: str, spec: LoaderSpec[Any], place: str, run: LoaderParts | None = None) -> str:
     """The same as a table, with the figures and the verdict of its run so far."""
     import html
 

@@ -52,7 +52,7 @@ from asyncloader.workers.tracebacks import hide_our_frames
 
 if TYPE_CHECKING:
     from asyncloader.live.dashboard import Dashboard
-    from asyncloader.live.reading import Watched
+    from asyncloader.live.reading import LoaderParts
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
@@ -360,12 +360,12 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         state.dashboard.serve_page(port)
         return state.dashboard
 
-    def _asyncloader_watched(self) -> Watched:
-        from asyncloader.live.reading import Watched
+    def _asyncloader_watched(self) -> LoaderParts:
+        from asyncloader.live.reading import LoaderParts
 
         state = self._asyncloader_state
         newest = state.iterator()
-        return Watched(
+        return LoaderParts(
             type(self).__name__,
             self,
             state.statistics,

@@ -1,6 +1,6 @@
 """`asyncloader top`: shows loaders of this user's processes while they run.
 
-Data path: server -> client -> [top].
+Data path: live_server -> client -> [top].
 
 A terminal gets a view that is renewed each second, where rich is installed; a pipe gets the figures of one second.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from asyncloader.bridge import run_in_thread
 from asyncloader.commands.findings import Finding, as_lines, in_bytes
 from asyncloader.live.client import LoaderSocket, NotWatched, open_sockets, receive_all, relay
-from asyncloader.live.server import LiveServer
+from asyncloader.live.live_server import LiveServer
 from asyncloader.live.snapshot import summary
 
 _PATIENCE_S = 5.0

@@ -1,6 +1,6 @@
 """Reads the snapshots of loaders in other processes, from their sockets.
 
-Data path: server -> [client] -> terminal view, page.
+Data path: live_server -> [client] -> terminal view, page.
 
 Both ends check that the other is this user's. A snapshot has a bounded size, and is checked to be one of this version.
 """

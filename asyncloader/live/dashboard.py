@@ -1,6 +1,6 @@
 """Opens the view of a loader, and ends it with the loader.
 
-Data path: loader -> [dashboard] -> server, in a thread of its own.
+Data path: loader -> [dashboard] -> live_server, in a thread of its own.
 
 The thread and the sockets exist from `open_dashboard` to `Dashboard.close`; while nobody looks, the thread sleeps. It
 keeps no loader alive: when a loader is freed, or the process exits, its view ends. A forked child has none.
@@ -26,8 +26,8 @@ from torch.utils.data import get_worker_info
 from asyncloader.bridge import Bridge
 from asyncloader.epoch.sync_inline import close_at_exit
 from asyncloader.errors import LoaderClosed
-from asyncloader.live.reading import Watched, read
-from asyncloader.live.server import LiveServer
+from asyncloader.live.live_server import LiveServer
+from asyncloader.live.reading import LoaderParts, read
 from asyncloader.live.snapshot import Snapshots
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.telemetry.statistics import Statistics
@@ -50,7 +50,7 @@ class Dashboard:
         OSError: the folder of the sockets cannot be used.
     """
 
-    def __init__(self, loader: Any, look: Callable[[Any], Watched], statistics: Statistics) -> None:
+    def __init__(self, loader: Any, look: Callable[[Any], LoaderParts], statistics: Statistics) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._statistics = statistics
@@ -118,7 +118,7 @@ class Dashboard:
         return f'<a href="{self.url}" target="_blank" rel="noopener noreferrer">{self.url}</a>'
 
 
-async def _lines(loader: weakref.ref[Any], look: Callable[[Any], Watched]) -> AsyncGenerator[bytes]:
+async def _lines(loader: weakref.ref[Any], look: Callable[[Any], LoaderParts]) -> AsyncGenerator[bytes]:
     """Make a line each second: a snapshot of the loader, as JSON."""
     snapshots = Snapshots()
     while (line := _line(loader, look, snapshots)) is not None:
@@ -126,13 +126,13 @@ async def _lines(loader: weakref.ref[Any], look: Callable[[Any], Watched]) -> As
         await asyncio.sleep(_PERIOD_S)
 
 
-def _line(loader: weakref.ref[Any], look: Callable[[Any], Watched], snapshots: Snapshots) -> bytes | None:
+def _line(loader: weakref.ref[Any], look: Callable[[Any], LoaderParts], snapshots: Snapshots) -> bytes | None:
     # A function, because the reference to the loader must go before the next line.
     this = loader()
     return None if this is None else json.dumps(snapshots.take(read(look(this)))).encode()
 
 
-def watch(loader: Any, look: Callable[[Any], Watched], statistics: Statistics) -> Dashboard | None:
+def watch(loader: Any, look: Callable[[Any], LoaderParts], statistics: Statistics) -> Dashboard | None:
     """Open the socket of a loader whose process was started with ``ASYNCLOADER_TOP=1``; a failure is logged only."""
     if get_worker_info() is not None:  # a loader in a worker's dataset
         return None

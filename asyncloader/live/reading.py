@@ -23,7 +23,7 @@ from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.stacks import process_state
 
 
-class Watched(NamedTuple):
+class LoaderParts(NamedTuple):
     """The parts of a loader that are read.
 
     Attributes:
@@ -47,7 +47,7 @@ class Watched(NamedTuple):
     closed: bool
 
 
-def read(watched: Watched) -> Reading:
+def read(watched: LoaderParts) -> Reading:
     """Read a loader. Takes about a millisecond."""
     statistics, spec = watched.statistics, watched.spec
     clock, waiting_since = perf_counter(), statistics.waiting_since

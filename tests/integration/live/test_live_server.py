@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from asyncloader.live import server as server_module
-from asyncloader.live.server import LiveServer
+from asyncloader.live import live_server as server_module
+from asyncloader.live.live_server import LiveServer
 
 pytestmark = pytest.mark.network
 

@@ -1,6 +1,6 @@
 """Serves the view of a loader: lines at a Unix socket, and the page at a port of this machine.
 
-Data path: loader -> reading -> snapshot -> [server] -> terminal view, browser.
+Data path: loader -> reading -> snapshot -> [live_server] -> terminal view, browser.
 
 It runs in one event loop's thread. The number of connections, the size and the time of a request, and the bytes that
 wait for a slow reader are bounded. No request changes anything.
