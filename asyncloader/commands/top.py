@@ -40,8 +40,8 @@ def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
             return _live(opened)
         found = _one_second(opened)
     finally:
-        for each in opened:
-            each.close()
+        for connection in opened:
+            connection.close()
     ok = all(each["verdict"]["ok"] for each in found)
     if as_json:
         print(json.dumps({"ok": ok, "loaders": found}, indent=2))  # noqa: T201 - a command's own words
@@ -137,7 +137,7 @@ def view(found: Sequence[dict[str, Any]]) -> Any:
     most = max(found, key=lambda each: each["rates"]["wait_frac"])
     workers = Table("worker", "place", "now", "busy", "tasks", "ring", expand=True, box=None)
     for each in most["workers"]:
-        texts = (
+        does = (
             each["worker"],
             each["place"],
             each["activity"],
@@ -145,7 +145,7 @@ def view(found: Sequence[dict[str, Any]]) -> Any:
             each["tasks"],
             _ring(each),
         )
-        workers.add_row(*(Text(str(text)) for text in texts))
+        workers.add_row(*(Text(str(text)) for text in does))
     stages = Table("stage", "batches", "median", "95 %", "99 %", expand=True, box=None)
     for each in most["stages"]:
         times = (f"{each[name] * 1e3:.3g} ms" for name in ("p50_s", "p95_s", "p99_s"))

@@ -1,6 +1,6 @@
 """Decides what a request for the page gets. Pure.
 
-Data path: server -> [http_requests] -> live_server.
+Data path: live_server -> [http_requests] -> live_server.
 
 The page is for one person at this machine: a request is answered only if it names this machine as its host (a page of
 another site, whose name was made to point here, does not), and has the secret in its path.

@@ -147,7 +147,7 @@ class Snapshots:
 
 
 def _worker(worker: WorkerReading, now: Reading, grown: _Growth, since: float) -> dict[str, Any]:
-    spent = {stage: grown.seconds(worker.worker, stage) for stage in _AT_WORK}
+    spent: dict[Stage, float] = {stage: grown.seconds(worker.worker, stage) for stage in _AT_WORK}
     if not now.decodes_apart:
         spent["decode"] = 0.0
     return {

@@ -109,7 +109,7 @@ def test_a_loader_that_is_dropped() -> None:
     board = loader.dashboard()
     opened = LoaderSocket(Path(board.socket))
     receive_all([opened], PATIENCE_S)
-    loader.cycle = loader  # type: ignore[attr-defined]
+    loader.cycle = loader
     del loader
     gc.collect()
     await_our_threads()

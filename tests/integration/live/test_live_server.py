@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -43,7 +44,7 @@ class Feed:
 
 
 @asynccontextmanager
-async def serving(feed: Feed) -> AsyncIterator[LiveServer]:
+async def serving(feed: Feed) -> AsyncGenerator[LiveServer]:
     server = LiveServer(feed)
     await server.listen_at_port(0)
     try:
@@ -148,7 +149,7 @@ async def test_a_reader_that_is_slow() -> None:
     feed = Feed(b"x" * 100_000)
     async with serving(feed) as server:
         slow, kept = await stream(server)
-        slow_transport = kept.transport
+        slow_transport: Any = kept.transport
         slow_transport.pause_reading()
         good, other = await stream(server)
         await good.readuntil(b"\n\n")
@@ -206,10 +207,10 @@ async def test_more_connections_than_are_served() -> None:
         more = [await stream(server) for _ in range(server_module._MOST_CONNECTIONS - 20)]
         reader, writer = await connect(server)
         assert await reader.read() == b""
-        for each, _ in following:
-            assert await each.readuntil(b"\n\n")
-        for _, each in [*following, *silent, *more, (reader, writer)]:
-            each.close()
+        for events, _ in following:
+            assert await events.readuntil(b"\n\n")
+        for _, connection in [*following, *silent, *more, (reader, writer)]:
+            connection.close()
 
 
 async def test_a_port_in_use() -> None:
