@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo demo-remote demo-service test test-all test-integrations test-clients test-ray test-dataloader2-reference chaos bench check format docs clean
+.PHONY: help demo demo-remote demo-service test test-all test-integrations test-clients test-browser test-ray test-dataloader2-reference chaos bench check format docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
@@ -52,6 +52,9 @@ test-clients: $(VENV)/.stamp-test-clients ## compare libraries' batches inside i
 
 test-ray: $(VENV)/.stamp-test-ray ## read through RayWorkers in a Ray cluster of processes (300 MB)
 	$(BIN)/python -m pytest -o faulthandler_timeout=290 tests/ray_cluster $(ARGS)
+
+test-browser: $(VENV)/.stamp-test-browser ## read a loader's page in a browser; needs Chromium (apt-get install chromium)
+	$(BIN)/python -m pytest -m clients tests/clients/browser $(ARGS)
 
 # torchdata 0.9.0 has the last DataLoader2, and asks for an older torch, which it does not need: hence --no-deps.
 REFERENCE_VENV := $(VENV)-dataloader2-reference
@@ -92,6 +95,7 @@ $(VENV)/.stamp-demo-service: EXTRAS := demo,service
 $(VENV)/.stamp-test: EXTRAS := test,demo
 $(VENV)/.stamp-test-integrations: EXTRAS := test-integrations
 $(VENV)/.stamp-test-clients: EXTRAS := test-clients
+$(VENV)/.stamp-test-browser: EXTRAS := test-browser
 $(VENV)/.stamp-test-ray: EXTRAS := test-ray
 $(VENV)/.stamp-bench: EXTRAS := bench
 $(VENV)/.stamp-check: EXTRAS := lint,test,demo

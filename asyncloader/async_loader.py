@@ -63,6 +63,8 @@ from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import DeviceTransfer
+    from asyncloader.live.dashboard import Dashboard
+    from asyncloader.live.reading import LoaderParts
     from asyncloader.progress_bar import EpochProgress
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
@@ -83,6 +85,7 @@ _RUNNING = frozenset(
         "_idle_pool",
         "_claim",
         "_closed",
+        "_dashboard",
     )
 )
 
@@ -127,6 +130,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._idle_pool: WorkerPool | None = None
         self._claim: weakref.ref[_LoaderPoolCache] | None = None
         self._closed = False
+        self._dashboard: Dashboard | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what `_begin` makes; a subclass's attributes are included. The spec is copied: its options can be set.
@@ -194,6 +198,10 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         if self._closed:
             iterator.close()
             raise self._closed_error()
+        if self._dashboard is None and os.environ.get("ASYNCLOADER_TOP"):
+            from asyncloader.live.dashboard import watch
+
+            self._dashboard = watch(self, AsyncDataLoader._watched, self._statistics)
         return iterator
 
     def _closed_error(self) -> LoaderClosed:
@@ -251,6 +259,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         # Also those of iterators that were just dropped, which are ending in threads of their own.
         for pool in self._pools:
             await shielded(in_thread(pool.stop))
+        if self._dashboard is not None:
+            await shielded(in_thread(self._dashboard.close))
         if rings := kept_rings_of(self._spec):
             await shielded(in_thread(rings.close))
         if self._keeper.grouped:
@@ -267,6 +277,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._idle_pool = None
         for pool in self._pools:
             pool.stop()
+        if self._dashboard is not None:
+            self._dashboard.close()
         if rings := kept_rings_of(self._spec):
             rings.close()
         self._keeper.retire_group()
@@ -375,6 +387,32 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         pool = newest.pool if isinstance(newest, AsyncLoaderIterator) else None
         return explain(type(self).__name__, self._spec, self._statistics, pool or self._idle_pool)
 
+    def dashboard(self, port: int = 0) -> Dashboard:
+        """Serve a page that shows the loader while it runs; see `DataLoader.dashboard`."""
+        from asyncloader.live.dashboard import Dashboard
+
+        if self._closed:
+            raise self._closed_error()
+        if self._dashboard is None or not self._dashboard.open:
+            self._dashboard = Dashboard(self, AsyncDataLoader._watched, self._statistics)
+        self._dashboard.serve_page(port)
+        return self._dashboard
+
+    def _watched(self) -> LoaderParts:
+        from asyncloader.live.reading import LoaderParts
+
+        newest = self._newest_iterator()
+        return LoaderParts(
+            type(self).__name__,
+            self._spec,
+            self._statistics,
+            self._place,
+            self._keeper.tally.snapshot(),
+            0 if newest is None else newest.queue_depth,
+            (newest.pool if isinstance(newest, AsyncLoaderIterator) else None) or self._idle_pool,
+            self._closed,
+        )
+
     def __iter__(self) -> NoReturn:
         """Raises TypeError: batches are awaited."""
         raise TypeError(
@@ -389,7 +427,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             return object.__repr__(self)
 
     def _repr_html_(self) -> str:
-        return as_html(type(self).__name__, self._spec, self._place)
+        run = self._watched() if self._statistics.epochs else None
+        return as_html(type(self).__name__, self._spec, self._place, run)
 
     @property
     def _place(self) -> str:

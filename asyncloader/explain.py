@@ -24,6 +24,7 @@ from asyncloader.workers.source import THREADS
 
 # The loaders' modules import this one for `repr`. So the functions import late what `repr` and an epoch do not need.
 if TYPE_CHECKING:
+    from asyncloader.live.reading import LoaderParts
     from asyncloader.telemetry.diagnosis import Diagnosis
 
 
@@ -37,11 +38,16 @@ def as_text(name: str, spec: LoaderSpec[Any], place: str) -> str:
     return f"<{name} of {parts['dataset']}: {options}; {place}>"
 
 
-def as_html(name: str, spec: LoaderSpec[Any], place: str) -> str:
-    """The same as a table."""
+def as_html(name: str, spec: LoaderSpec[Any], place: str, run: LoaderParts | None = None) -> str:
+    """The same as a table, with the figures and the verdict of its run so far."""
     import html
 
     cells = {**_parts(spec), "position": place}
+    if run is not None:
+        from asyncloader.live.reading import read
+        from asyncloader.live.snapshot import Snapshots, summary
+
+        cells |= summary(Snapshots().take(read(run)))
     rows = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in cells.items())
     return f"<table><caption>{html.escape(name)}</caption>{rows}</table>"
 

@@ -54,6 +54,8 @@ from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.tracebacks import hide_our_frames
 
 if TYPE_CHECKING:
+    from asyncloader.live.dashboard import Dashboard
+    from asyncloader.live.reading import LoaderParts
     from asyncloader.progress_bar import EpochProgress
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
@@ -133,6 +135,11 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         if state.closed:
             iterator._shutdown_workers()
             raise self._asyncloader_closed()
+        # Only now, when the workers exist: they are forked before there is a thread for it.
+        if state.dashboard is None and os.environ.get("ASYNCLOADER_TOP"):
+            from asyncloader.live.dashboard import watch
+
+            state.dashboard = watch(self, DataLoader._asyncloader_watched, state.statistics)
         return iterator
 
     def _asyncloader_closed(self) -> LoaderClosed:
@@ -152,6 +159,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         for iterator in state.iterators:
             iterator._shutdown_workers()
         state.bridge.wait_for_releases()  # waits for iterators that were just dropped
+        if state.dashboard is not None:
+            state.dashboard.close()
         if rings := kept_rings_of(self):
             rings.close()
         state.keeper.retire_group()
@@ -373,6 +382,45 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         pool = newest._pool if isinstance(newest, WorkerIterator) else None
         return explain(type(self).__name__, self, self._asyncloader_state.statistics, pool)
 
+    def dashboard(self, port: int = 0) -> Dashboard:
+        """Serve a page that shows the loader while it runs: ``print(loader.dashboard())`` prints its address.
+
+        It is served to this machine alone, at an address with a secret, by a thread of its own, until `close`; and
+        `asyncloader top` shows the same in a terminal. Further calls return the same object.
+
+        Args:
+            port: the page's; 0: any that is free.
+
+        Raises:
+            LoaderClosed: the loader is closed.
+            OSError: the port is in use, or the folder for the socket of `asyncloader top` cannot be used.
+        """
+        from asyncloader.live.dashboard import Dashboard
+
+        state = self._asyncloader_state
+        if state.closed:
+            raise self._asyncloader_closed()
+        if state.dashboard is None or not state.dashboard.open:
+            state.dashboard = Dashboard(self, DataLoader._asyncloader_watched, state.statistics)
+        state.dashboard.serve_page(port)
+        return state.dashboard
+
+    def _asyncloader_watched(self) -> LoaderParts:
+        from asyncloader.live.reading import LoaderParts
+
+        state = self._asyncloader_state
+        newest = state.iterator()
+        return LoaderParts(
+            type(self).__name__,
+            self,
+            state.statistics,
+            self._asyncloader_place,
+            state.keeper.tally.snapshot(),
+            0 if newest is None else newest.queue_depth,
+            newest._pool if isinstance(newest, WorkerIterator) else None,
+            state.closed,
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.pop("_asyncloader_state", None)
@@ -420,7 +468,10 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             return object.__repr__(self)
 
     def _repr_html_(self) -> str:
-        return as_html(type(self).__name__, self, self._asyncloader_place)
+        # Not made for this: it means "was used".
+        used = "_asyncloader_state" in self.__dict__ and self._asyncloader_state.statistics.epochs
+        run = self._asyncloader_watched() if used else None
+        return as_html(type(self).__name__, self, self._asyncloader_place, run)
 
     @property
     def _asyncloader_place(self) -> str:
@@ -451,6 +502,7 @@ class _FacadeState:
         self.bridge = Bridge()
         self.keeper = StateKeeper()
         self.closed = False
+        self.dashboard: Dashboard | None = None
         self.iterators: LiveObjects[SyncInlineIterator | WorkerIterator | ThreadIterator] = LiveObjects()
         self.newest: weakref.ref[SyncInlineIterator | WorkerIterator] | None = None
 

@@ -43,6 +43,8 @@ PURE = {
         "commands.state_words",
         "commands.trace_summary",
         "formats.jsonl",
+        "live.http_requests",
+        "live.snapshot",
         "formats.jsonl_writer",
         "formats.mds",
         "formats.mds_writer",

@@ -50,7 +50,7 @@ def package_files() -> set[str]:
         f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, package in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and path.suffix in {".json", ".py", ".typed"}
+        if path.is_file() and path.suffix in {".html", ".json", ".py", ".typed"}
         if not any((ROOT / link) in path.parents for link in LINKS)
     }
 

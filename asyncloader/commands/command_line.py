@@ -58,7 +58,11 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML, too")
     trace = commands.add_parser("trace", help="what a trace of `loader.trace()` shows, in words")
     trace.add_argument("file", type=Path, help="the .json or .json.gz file")
-    for each in (doctor, inspect, show, verify, trace):
+    top = commands.add_parser("top", help="show running loaders of this user")
+    top.add_argument("socket", nargs="?", type=Path, help="a loader's socket; default: all loaders of this user")
+    top.add_argument("--web", action="store_true", help="serve the page of one loader, and print its address")
+    top.add_argument("--port", type=int, default=0, help="of the page; default: any that is free")
+    for each in (doctor, inspect, show, verify, trace, top):
         each.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -70,6 +74,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     if command == "serve":
         return _serve(flags)
     try:
+        if command == "top":
+            from asyncloader.commands import top
+
+            return top.run(flags["socket"], as_json=flags["json"], web=flags["web"], port=flags["port"])
         return _report(command, flags)
     except (LoaderError, ValueError, OSError, ImportError) as error:
         from asyncloader.commands.findings import printable

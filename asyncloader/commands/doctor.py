@@ -34,6 +34,7 @@ _EXTRAS = {
     "service": ("msgspec",),
     "notebook": ("cloudpickle",),
     "ray": ("ray",),
+    "top": ("rich",),
 }
 
 

@@ -129,6 +129,10 @@ class Statistics(LoaderFigures):
             if node:
                 self._nodes.setdefault(node, {"batches": 0.0, "busy_s": 0.0, "bytes": 0.0})
 
+    def renew_lock(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+
     def begin(self) -> float:
         """Begin to measure an iterator. Returns the time, for `begins` and `first_batch`."""
         self.epochs += 1

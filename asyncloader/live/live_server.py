@@ -1,0 +1,203 @@
+"""Serves the view of a loader: lines at a Unix socket, and the page at a port of this machine.
+
+Data path: loader -> reading -> snapshot -> [live_server] -> terminal view, browser.
+
+It runs in one event loop's thread. The number of connections, the size and the time of a request, and the bytes that
+wait for a slow reader are bounded. No request changes anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from asyncloader.live.broadcast import EVENTS, LINES, Broadcast
+from asyncloader.live.http_requests import MOST_HEAD, Answer200, AnswerError, answer
+from asyncloader.live.page import CONTENT_SECURITY_POLICY, PAGE
+from asyncloader.live.socket_folder import bind_socket
+from asyncloader.service.protocol.sockets import check_peer
+
+_log = logging.getLogger("asyncloader")
+
+_REQUEST_S = 5.0
+_MOST_CONNECTIONS = 32
+_SEND_BYTES = 1 << 16  # that the kernel keeps for a connection; a reader that is slower gets fewer lines
+_PAUSE_S = 0.1  # without new connections after one could not be accepted
+_HEADERS = (
+    "Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r\nX-Content-Type-Options: nosniff\r\n"
+    "Cross-Origin-Resource-Policy: same-origin\r\nCross-Origin-Opener-Policy: same-origin\r\nConnection: close\r\n"
+)
+
+_Serve: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class LiveServer:
+    """Serves the lines of a feed.
+
+    Args:
+        feed: see `Broadcast`.
+    """
+
+    def __init__(self, feed: Callable[[], AsyncGenerator[bytes]]) -> None:
+        self.broadcast = Broadcast(feed)
+        self._token = secrets.token_urlsafe(24)
+        self._listeners: list[socket.socket] = []
+        self._connections: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
+        self._waiting: dict[asyncio.Task[None], None] = {}  # those that have not sent a request yet, the oldest first
+        self.path: Path | None = None
+        """The Unix socket, once `listen_at_socket` was called."""
+        self.url = ""
+        """The page's address, once `listen_at_port` was called."""
+
+    async def listen_at_socket(self) -> None:
+        """Serve lines at a Unix socket. Raises OSError."""
+        listener, self.path = bind_socket()
+        self._listen(listener, self._serve_lines)
+
+    async def listen_at_port(self, port: int) -> None:
+        """Serve the page at a port of the loopback interface; 0: any. Raises OSError."""
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", port))
+            listener.listen(_MOST_CONNECTIONS)
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            raise OSError(error.errno, f"the page cannot be served at port {port}: {error.strerror}") from None
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/{self._token}/"
+        self._listen(listener, self._serve_http)
+
+    def _listen(self, listener: socket.socket, serve: _Serve) -> None:
+        self._listeners.append(listener)
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener, serve)
+
+    def _accept(self, listener: socket.socket, serve: _Serve) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            sock = listener.accept()[0]
+        except (BlockingIOError, InterruptedError, ConnectionError):  # the peer has closed it already
+            return
+        except OSError as error:
+            # No descriptor is left. The listener stays readable: without a pause the loop would do nothing else.
+            _log.warning("a connection could not be accepted: %s", error)
+            loop.remove_reader(listener.fileno())
+            loop.call_later(_PAUSE_S, self._accept_again, listener, serve)
+            return
+        try:
+            if sock.family == socket.AF_UNIX:
+                check_peer(sock)
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        except OSError as error:
+            _log.warning("a connection to the view of a loader is closed: %s", error)
+            sock.close()
+            return
+        if len(self._connections) >= _MOST_CONNECTIONS:
+            # A browser's request comes at once, so the oldest connection without one sends nothing, or slowly on
+            # purpose. If there is none, all are in use.
+            if not self._waiting:
+                sock.close()
+                return
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.cancel()
+        task = loop.create_task(self._serve(sock, serve))
+        self._connections[task] = sock
+        self._waiting[task] = None
+        task.add_done_callback(partial(self._served, sock))
+
+    def _accept_again(self, listener: socket.socket, serve: _Serve) -> None:
+        if listener in self._listeners:  # the server may have been closed since
+            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener, serve)
+
+    def _served(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._connections.pop(task, None)
+        self._waiting.pop(task, None)
+        sock.close()  # a task that was cancelled before it began has not closed it
+
+    async def _serve(self, sock: socket.socket, serve: _Serve) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(MOST_HEAD)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock)
+        # One line at most waits: `Broadcast` writes the next only if this is 0.
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        try:
+            await serve(reader, writer)
+            writer.close()
+            async with asyncio.timeout(_REQUEST_S):
+                await writer.wait_closed()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # the connection was reset or slow, or the request was cut off, or too long
+        finally:
+            transport.abort()
+
+    async def _serve_lines(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._in_use()
+        await self.broadcast.follow(reader, writer, LINES)
+
+    async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(_REQUEST_S):
+            head = await reader.readuntil(b"\r\n\r\n")
+        self._in_use()
+        found = answer(head, self._token)
+        if isinstance(found, Answer200) and found.kind == "events":
+            writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{_HEADERS}\r\n".encode())
+            await self.broadcast.follow(reader, writer, EVENTS)
+            return
+        writer.write(_text(found) if isinstance(found, AnswerError) else _page())
+        writer.write_eof()
+        # Read to the end: if bytes are unread when a socket is closed, the kernel resets the connection, and the client
+        # may lose the answer.
+        async with asyncio.timeout(_REQUEST_S):
+            while await reader.read(MOST_HEAD):
+                pass
+
+    def _in_use(self) -> None:
+        """The connection's request has come: another connection does not take its place."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.pop(task, None)
+
+    def descriptors(self) -> list[int]:
+        """The descriptors of all sockets, for a forked child."""
+        return [sock.fileno() for sock in [*self._listeners, *list(self._connections.values())]]
+
+    async def close(self) -> None:
+        """End all connections, and listen no more. Idempotent."""
+        loop = asyncio.get_running_loop()
+        # First: the name must not lead to a socket at which no process listens.
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+        for listener in self._listeners:
+            loop.remove_reader(listener.fileno())
+            listener.close()
+        self._listeners.clear()
+        # The last lines are on their way when this returns; readers that are slow lose them.
+        await self.broadcast.close()
+        for task in [*self._connections]:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+
+
+def _text(found: AnswerError) -> bytes:
+    data = f"{found.text}\n".encode()
+    place = f"Location: {found.location}\r\n" if found.location else ""
+    return (
+        f"HTTP/1.1 {found.status}\r\nContent-Type: text/plain\r\nContent-Length: {len(data)}\r\n{place}{_HEADERS}\r\n"
+    ).encode() + data
+
+
+def _page() -> bytes:
+    return (
+        f"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\nContent-Length: {len(PAGE)}\r\n"
+        f"Content-Security-Policy: {CONTENT_SECURITY_POLICY}\r\n{_HEADERS}\r\n"
+    ).encode() + PAGE

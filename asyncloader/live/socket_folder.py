@@ -1,0 +1,82 @@
+"""Names the sockets of loaders that can be watched, in a folder of this user.
+
+Data path: none.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import tempfile
+from itertools import count
+from pathlib import Path
+
+_numbers = count()
+
+
+def folder() -> Path:
+    """Return the folder, which only this user may enter; it is made if it does not exist.
+
+    It lies in ``$XDG_RUNTIME_DIR``, or else in the folder for temporary files.
+
+    Raises:
+        PermissionError: a folder of this name exists, and is another user's, or others may enter it.
+        OSError: it cannot be made.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and _is_private(Path(runtime)):
+        path = Path(runtime) / "asyncloader"
+    else:
+        path = Path(tempfile.gettempdir()) / f"asyncloader-{os.geteuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    # Others may write to the folder for temporary files, and may have made this one before.
+    if not _is_private(path):
+        raise PermissionError(
+            f"{path} must be a folder of this user that nobody else may enter (chmod 700): rename it, or set "
+            "XDG_RUNTIME_DIR to a folder of your own"
+        )
+    return path
+
+
+def _is_private(path: Path) -> bool:
+    try:
+        found = path.lstat()  # not through a link, whose target another user may change
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def bind_socket() -> tuple[socket.socket, Path]:
+    """Listen at a new socket of this process in the folder.
+
+    Raises:
+        OSError: it cannot; also if the folder's name is too long for a socket's address, some 100 bytes.
+    """
+    while True:
+        path = folder() / f"{os.getpid()}-{next(_numbers)}.sock"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            try:
+                sock.bind(str(path))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise OSError(
+                        f"{path} cannot be a socket: {error}; set XDG_RUNTIME_DIR to another folder"
+                    ) from None
+            else:
+                sock.listen(8)
+                return sock, path
+        except BaseException:
+            sock.close()
+            raise
+        # A process that had this number was killed and has left its socket: take the next name.
+        sock.close()
+
+
+def sockets() -> list[Path]:
+    """Return the sockets in the folder, the newest first. Some may be of processes that were killed."""
+    found = [path for path in folder().glob("*.sock") if path.is_socket()]
+    return sorted(found, key=lambda path: -path.lstat().st_mtime)

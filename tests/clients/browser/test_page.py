@@ -1,0 +1,148 @@
+"""The page of a loader in a browser: it loads without errors, follows the run, and can be used by keyboard.
+
+make test-browser        needs Chromium: apt-get install chromium
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader
+from tests.helpers.datasets import Numbers
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.network,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    """Opens an address, and checks in the end that the browser had nothing to complain about."""
+    complaints: list[str] = []
+    contexts = []
+
+    def call(url: str, **options: Any) -> Any:
+        context = browser.new_context(**options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield call
+    for context in contexts:
+        context.close()
+    assert not complaints
+
+
+def has_text(page: Any, selector: str, words: str) -> None:
+    """Wait until an element has this text."""
+    playwright.expect(page.locator(selector)).to_contain_text(words, timeout=20_000)
+
+
+def test_it_follows_a_run(open_page: Open) -> None:
+    """It shows a loader that was not iterated, its workers, its next epoch, and its end, without being loaded again."""
+    with DataLoader[Any](Numbers(4000), batch_size=4, num_workers=2, seed=1) as loader:
+        page = open_page(loader.dashboard().url)
+        has_text(page, "#name", "DataLoader of Numbers")
+        has_text(page, "#place", "not iterated yet")
+        batches = iter(loader)
+        for _ in range(10):
+            next(batches)
+        has_text(page, "#place", "epoch 0, 10 of 1000 batches")
+        has_text(page, "#workers tbody tr:nth-child(2)", "pid ")
+        has_text(page, "#stages tbody", "the dataset is read")
+        for _ in batches:
+            pass
+        has_text(page, "#place", "epoch 0, finished")
+        has_text(page, "#workers caption", "None run now")
+        for _, _ in zip(range(5), loader, strict=False):
+            pass
+        has_text(page, "#place", "epoch 1")
+        has_text(page, "#totals", "1,005")
+    has_text(page, "#state", "closed")
+    has_text(page, "#totals", "1,005")
+
+
+def test_it_is_used_by_keyboard_and_screen_reader(open_page: Open) -> None:
+    """The button and the tables are reached by Tab, pausing keeps the figures, and roles and names are there."""
+    with DataLoader[Any](Numbers(400), batch_size=4, num_workers=1) as loader:
+        page = open_page(loader.dashboard().url)
+        has_text(page, "#place", "not iterated yet")
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.id") == "pause"
+        page.keyboard.press("Space")
+        assert page.locator("#pause").get_attribute("aria-pressed") == "true"
+        for _ in loader:
+            pass
+        page.evaluate(
+            """new Promise((done) =>
+              events.addEventListener("message", () => { if (last.totals.batches === 100) done(); }))"""
+        )
+        has_text(page, "#place", "not iterated yet")
+        page.keyboard.press("Enter")
+        has_text(page, "#place", "epoch 0, finished")
+        assert page.locator("#said").text_content() == page.locator("#text").text_content()
+        for name in ("Waiting, by stage", "Workers", "Times of stages"):
+            page.keyboard.press("Tab")
+            focused = page.get_by_role("region", name=name)
+            assert page.evaluate("document.activeElement.getAttribute('aria-labelledby')") == (
+                focused.get_attribute("aria-labelledby")
+            )
+        assert page.locator("[aria-live]").count() == 1
+        assert page.locator("table thead th:not([scope=col])").count() == 0
+        assert page.get_by_role("row", name="fetch").count() >= 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read(scheme: str, open_page: Open) -> None:
+    """Texts have a contrast of 4.5 at least with the page behind them, in both color schemes."""
+    with DataLoader[Any](Numbers(400), batch_size=4, num_workers=1) as loader:
+        for _ in loader:
+            pass
+        page = open_page(loader.dashboard().url, color_scheme=scheme)
+        has_text(page, "#place", "finished")
+        worst = page.evaluate(
+            """() => {
+              const light = (color) => {
+                const part = (x) => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+                const [r, g, b] = color.match(/[0-9.]+/g).map((x) => part(x / 255));
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+              };
+              const back = (node) => {
+                const color = getComputedStyle(node).backgroundColor;
+                return color.endsWith(", 0)") && node.parentElement ? back(node.parentElement) : color;
+              };
+              return Math.min(...[...document.querySelectorAll("h1,h2,p,span,b,th,td,caption,button")]
+                .filter((node) => node.textContent.trim()).map((node) => {
+                  const [a, b] = [light(getComputedStyle(node).color), light(back(node))];
+                  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+                }));
+            }"""
+        )
+        assert worst >= 4.5
