@@ -110,7 +110,7 @@ def test_it_is_used_by_keyboard_and_screen_reader(open_page: Open) -> None:
         assert page.locator("#said").text_content() == page.locator("#text").text_content()
         for name in ("Waiting, by stage", "Workers", "Times of stages"):
             page.keyboard.press("Tab")
-            focused = page.get_by_role("region", name=name)
+            focused = page.get_by_role("group", name=name)
             assert page.evaluate("document.activeElement.getAttribute('aria-labelledby')") == (
                 focused.get_attribute("aria-labelledby")
             )
