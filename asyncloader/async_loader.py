@@ -25,6 +25,7 @@ from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.loader_trace import begin_trace, finish_trace
+from asyncloader.options.auto_workers import AUTO
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
     OPTION_NAMES,
@@ -105,6 +106,11 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     """
 
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
+        if arguments["num_workers"] == AUTO and arguments["seed"] is None:
+            raise ValueError(
+                'num_workers="auto" needs seed= in an AsyncDataLoader: without it a trial of some seconds before the '
+                "first epoch finds the number, for which the event loop would have to wait. Give a seed, or a number"
+            )
         self._spec: LoaderSpec[Any] = LoaderSpec(**arguments)
         self._begin()
 
@@ -204,7 +210,10 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             pool.stop_soon()
         if self._kept is not None and self._idle_pool is not None and self._claimant in (None, pool_cache):
             self._claim = weakref.ref(pool_cache)
-            self._kept = self._kept[0].duplicate(), self._kept[1]
+            config = self._kept[1]
+            if config.tunes:
+                config = config.with_workers(len(self._idle_pool.processes))
+            self._kept = self._kept[0].duplicate(), config
             self._kept[0]._begin_order(self._spec, progress)
             return self._kept
         torch_iter = TorchIterator(self._spec, progress)

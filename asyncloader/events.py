@@ -119,6 +119,18 @@ class Replaced(NamedTuple):
     worker: int
 
 
+class Joined(NamedTuple):
+    """There is one worker more: a new one with the next number, or one that had been excused."""
+
+    worker: int
+
+
+class Excused(NamedTuple):
+    """The worker with the highest number gets no more tasks. It answers those that it has."""
+
+    worker: int
+
+
 class PoolFailed(NamedTuple):
     """The pool cannot continue: for example no descriptors are left, or a stream is corrupt."""
 
@@ -126,7 +138,18 @@ class PoolFailed(NamedTuple):
 
 
 Event: TypeAlias = (
-    Started | Offered | SamplerEnded | Completed | Exhausted | Delivered | Died | Late | Replaced | PoolFailed
+    Started
+    | Offered
+    | SamplerEnded
+    | Completed
+    | Exhausted
+    | Delivered
+    | Died
+    | Late
+    | Replaced
+    | Joined
+    | Excused
+    | PoolFailed
 )
 
 
@@ -206,6 +229,12 @@ NOTHING: Final = _Mark("NOTHING")
 """Stands for an index: there is no plain sampler, or it had ended before."""
 
 
+class MoreOffers(tuple[Any, ...]):
+    """Stands for an index: several, which were taken from the sampler because there are more workers."""
+
+    __slots__ = ()
+
+
 class WorkerFailure:
     """A task's outcome if user code raised: `error` is an exception, or torch's wrapper of one."""
 
@@ -235,3 +264,9 @@ class Notice(NamedTuple):
 
     left: bool
     warning: str
+
+
+class Resized(NamedTuple):
+    """Notifies the consumer that another number of workers makes batches now."""
+
+    workers: int

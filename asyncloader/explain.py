@@ -1,6 +1,6 @@
 """Describes a loader: in a line for `repr`, in a table for notebooks, and in ``explain()`` with what bounds the run.
 
-Data path: beside the consumer. Pure, except that `explain` counts the CPUs.
+Data path: beside the consumer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler
 from torch.utils.data._utils import collate as torch_collate
 
-from asyncloader.cpus import cpu_limit, usable_cpus
 from asyncloader.delivery.loader_device import current_transfer
 from asyncloader.epoch.plan import start_method
 from asyncloader.options.declaration import LoaderSpec, given_options, is_iterable
@@ -77,6 +76,8 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
             f"copies: {statistics.ring_copies} of {statistics.batches} batches were copied out of their ring, because "
             "the consumer held more batches than the ring can spare"
         )
+    if config.auto is not None:
+        lines += [f"num_workers: {words}" for words in config.auto.decisions]
     lines += _waiting(statistics)
     lines += [] if statistics.watch is None else statistics.watch.lines()
     lines.append(diagnose_run(spec, statistics).text)
@@ -210,43 +211,7 @@ def _device(spec: LoaderSpec[Any], config: EpochConfig, statistics: Statistics) 
 
 def diagnose_run(spec: LoaderSpec[Any], statistics: Statistics) -> Diagnosis:
     """Judge what bounds a loader's run so far."""
-    from asyncloader.telemetry.counters import total
+    from asyncloader.epoch.run_reading import run_of
     from asyncloader.telemetry.diagnosis import diagnose
-    from asyncloader.telemetry.run_figures import Run
 
-    config = EpochConfig.of(spec)
-    blocks, in_threads = statistics.blocks(), start_method(config) == THREADS
-    # The process's CPU time has that of its worker threads.
-    of_workers = sum(total(block, "cpu_s") for worker, block in blocks.items() if worker >= 0) if in_threads else 0.0
-    size = getattr(config.batch_sampler, "batch_size", None) if config.auto_collation else 1
-    run = Run(
-        batches=statistics.batches,
-        epochs=statistics.epochs,
-        elapsed_s=statistics.elapsed_s,
-        wait_s=statistics.wait_s,
-        startup_s=statistics.startup_s,
-        main_cpu_s=max(0.0, statistics.main_cpu_s - of_workers),
-        ring_copies=statistics.ring_copies,
-        oversize=statistics.oversize_batches,
-        ring_needed=statistics.ring_needed,
-        retirements=statistics.worker_retirements,
-        blocks=blocks,
-        cpus=usable_cpus(),
-        cpu_limit=cpu_limit(),
-        others_cpu=statistics.others_cpu(),
-        workers=config.num_workers,
-        persistent=config.persistent_workers,
-        forks=start_method(config) == "fork",
-        in_threads=in_threads,
-        prefetch_factor=config.prefetch_factor,
-        batch_size=size if isinstance(size, int) and size > 0 else 1,
-        iterable=config.iterable,
-        asynchronous=config.concurrent and not config.fetch_threads,
-        threads=config.fetch_threads,
-        concurrency=config.concurrency,
-        in_order=config.in_order,
-        memory_limit=config.worker_memory_limit,
-        snapshot_every=config.snapshot_every or 1,
-        keeps_states=not config.iterable and config.stateful,
-    )
-    return diagnose(run)
+    return diagnose(run_of(EpochConfig.of(spec), statistics))

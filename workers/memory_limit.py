@@ -49,6 +49,15 @@ class PrivateMemory:
         return (int(resident) - int(shared)) * _PAGE
 
 
+def private_bytes(pid: int) -> int:
+    """Return the memory of a process that it shares with no other, its parent's included; 0 where that is unknown."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024
+
+
 _COUNTER_FILES = "memory.events", "memory.oom_control"  # of v2, of v1
 
 

@@ -49,7 +49,7 @@ class WorkerPool:
 
     Args:
         source: makes and ends the workers.
-        setup: the set-up that all workers share.
+        setup: the set-up that all workers share; the pool begins with a worker for each of its `starts`.
         credits: outstanding tasks per worker, as long as batches are small.
         ring_bytes: upper bound on the size of each ring; None: no bound.
         concurrent: whether a worker has several samples in flight, by awaiting them or in threads.
@@ -99,10 +99,12 @@ class WorkerPool:
         if statistics is not None:
             statistics.workers_start()
         self._ring_options = ring_options = RingOptions(
-            credits, ring_bytes, reorder_window, setup.num_workers, least_credits
+            credits, ring_bytes, reorder_window, len(setup.starts), least_credits
         )
         inherited = None if kept is None else kept.take(ring_options)
-        self.rings = inherited or [source.ring_manager(*ring_options) for _ in range(setup.num_workers)]
+        # The pool before may have ended with another number of workers than it began with.
+        self.rings = (inherited or [])[: len(setup.starts)]
+        self.rings += [source.ring_manager(*ring_options) for _ in range(len(setup.starts) - len(self.rings))]
         # Several samples in flight are several tasks at work, so none waits for another. And a node is far away.
         self.held = HeldTasks(self.rings, possible=not concurrent and source.start_method != "service")
         self._inboxes: list[Inbox] = []
@@ -118,7 +120,7 @@ class WorkerPool:
         # Before the first process exists: a program that exits during the start ends its workers, too.
         stop_at_exit(self)
         try:
-            self.processes += self.make(range(setup.num_workers), setup)
+            self.processes += self.make(range(len(setup.starts)), setup)
             self._inboxes += map(Inbox, self.processes, self.rings)
             # Last: until this line `stop` finds all processes here, wherever Ctrl-C strikes.
             self._spare.clear()
@@ -184,6 +186,59 @@ class WorkerPool:
         if self._loop is not None:
             self._listen_to(self._loop, process)
         return True
+
+    def extend(self, process: WorkerHandle) -> bool:
+        """Take a process from `make` as one worker more. In the loop's thread, while attached.
+
+        Returns False if its number is not the next one: `discard` it then.
+
+        Raises:
+            RingMemoryError: there is no memory for its ring. `discard` it, too.
+        """
+        workers = len(self.processes)
+        if process.worker_id != workers or self._loop is None:
+            return False
+        ring = self._source.ring_manager(*self._ring_options._replace(workers=workers + 1))
+        # `stop`, in another thread, ends the processes of both collections: it must find this one in one of them.
+        with self._making:
+            if process not in self._spare:
+                return False  # `stop` has taken it
+            self.processes.append(process)
+            self._spare.discard(process)
+        self.rings.append(ring)
+        self._inboxes.append(Inbox(process, ring))
+        if self._watchdog is not None:
+            self._watchdog.add_worker()
+        self._listen_to(self._loop, process)
+        return True
+
+    def shorten(self) -> WorkerHandle:
+        """Give up the worker with the highest number, which has no tasks, and return it: `dismiss` it then. In the
+        loop's thread, while attached.
+        """
+        process, worker = self.processes[-1], len(self.processes) - 1
+        if self._loop is not None:
+            process.unlisten(self._loop)
+        if self._watchdog is not None:
+            self._watchdog.drop_worker()
+        # In this order: `stop`, in another thread, must find it in one of the two.
+        with self._making:
+            self._spare.add(process)
+            self.processes.pop()
+        self._vacant.discard(worker)
+        self._inboxes.pop()
+        # Batches that are not delivered yet keep the ring's memory.
+        self.rings.pop().close()
+        return process
+
+    def dismiss(self, process: WorkerHandle) -> None:
+        """End a worker from `shorten` in order. Blocks until it has ended, a few seconds at most; any thread."""
+        with self._making:
+            if process not in self._spare:
+                return  # `stop` has taken it
+            self._spare.discard(process)
+        if not process.released:
+            self._source.end([process])
 
     def obstacle(self) -> str:
         """Why a dead worker cannot be replaced; empty if it can. See `WorkerSource.obstacle`."""
@@ -399,8 +454,8 @@ class WorkerPool:
 
     def _on_unkillable(self, process: WorkerHandle) -> None:
         """SIGKILL has not ended the worker: it hangs in a system call, and none of its code runs any more."""
-        # It has been replaced since, has ended after all, or the epoch is over.
-        if self.processes[process.worker_id] is not process or process.released or self._loop is None:
+        # It has been replaced or given up since, has ended after all, or the epoch is over.
+        if process not in self.processes or process.released or self._loop is None:
             return
         # `stop` still has to reap it, or to name it in a warning.
         self._unkillable.append(process)

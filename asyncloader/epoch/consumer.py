@@ -24,7 +24,19 @@ from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.respawn import WorkerRespawner
 from asyncloader.epoch.skipped_samples import SkippedSampleLog
 from asyncloader.epoch.torch_iterator import TorchIterator
-from asyncloader.events import ENDED, NOTHING, Action, AllDropped, Deliver, Notice, Poisoned, WorkerFailure
+from asyncloader.epoch.worker_count import WorkerCount
+from asyncloader.events import (
+    ENDED,
+    NOTHING,
+    Action,
+    AllDropped,
+    Deliver,
+    MoreOffers,
+    Notice,
+    Poisoned,
+    Resized,
+    WorkerFailure,
+)
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.ranks.topology import without_batch
@@ -89,14 +101,16 @@ class Consumer:
         self._statistics = statistics
         self._config = config
         self._quarantine = quarantine
-        self._notices: deque[Notice | WorkerBegun] = deque()
+        self._notices: deque[Notice | WorkerBegun | Resized] = deque()
         self._progress = progress
         self._tasks = 0  # indices taken from a plain sampler
         self._taken = 0  # deliveries
         self._arrived = 0.0  # when the current delivery's item was taken from the queue
         self._begun = begun
         self._run = statistics.epochs  # number of the iterator, in traces
-        self._workers = config.num_workers
+        self._workers = statistics.num_workers = config.num_workers
+        self._short = 0  # indices that must be taken besides, because there are more workers
+        self._extra: tuple[Any, ...] = ()  # of these, those that were taken and not passed on yet
         self._source = config.source
         self._scheduler = make_scheduler(config, progress.next_worker)
         # Weak: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
@@ -192,6 +206,9 @@ class Consumer:
             stateful=self._config.stateful,
             assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
             adapts=self._adapts,
+            count=WorkerCount(self._config.auto, self._config, self._statistics)
+            if self._config.auto is not None and self._config.tunes
+            else None,
             statistics=self._statistics,
         )
         # Shared with the loop's thread without a lock: `append` and `popleft` of a deque are atomic.
@@ -278,8 +295,8 @@ class Consumer:
                 self._advance(delivery)
             # Before the statistics and the position are updated, so that the worker has its next task early. If Ctrl-C
             # comes between these two lines, the call is repeated, and `Pipeline.advance` ignores the repetition.
-            advance(item.seq, delivery.offer)
-            delivery.reached = _ADVANCED
+            advance(item.seq, self._with_extra(delivery.offer) if self._extra else delivery.offer)
+            delivery.reached, self._extra = _ADVANCED, ()
         if delivery.error is None and delivery.reached < _DONE:
             self._count(delivery, item, item.outcome, waited)
         error = delivery.error
@@ -350,6 +367,8 @@ class Consumer:
         error, offer, left = delivery.error, NOTHING, self._tasks - self._taken - 1
         if self._reads:
             try:
+                if self._short:
+                    self._pull_more(left)
                 offer = self._pull(left)
             except Exception as raised:
                 # As torch, ask again after the next batch, unless no batch is outstanding.
@@ -362,6 +381,19 @@ class Consumer:
         self._taken += 1
         delivery.error, delivery.offer, delivery.reached = error, offer, _PULLED
         error = None  # its traceback refers to this frame
+
+    def _pull_more(self, left: int) -> None:
+        """Take the indices that further workers need, before that which follows from the delivery."""
+        while self._short:
+            offer = self._pull(left)
+            if offer is NOTHING or offer is ENDED:
+                self._short = 0
+                return
+            # No calls from here on: after Ctrl-C each index must be either counted and kept, or taken again.
+            self._extra, self._tasks, self._short = (*self._extra, offer), self._tasks + 1, self._short - 1
+
+    def _with_extra(self, offer: Any) -> MoreOffers:
+        return MoreOffers(self._extra if offer is NOTHING else (*self._extra, offer))
 
     def _count(self, delivery: Delivery, item: Deliver, outcome: Any, waited: float) -> None:
         """Count the batch in the statistics at most once, then in the position exactly once: a state that is saved
@@ -443,6 +475,11 @@ class Consumer:
             notice = self._notices.popleft()
             if isinstance(notice, WorkerBegun):
                 self._progress.begun(notice.worker, notice.cursor)
+                continue
+            if isinstance(notice, Resized):
+                self._workers = self._statistics.num_workers = notice.workers
+                wanted = self._config.credits * notice.workers + self._config.reorder_window
+                self._short = max(0, wanted - (self._tasks - self._taken))
                 continue
             if notice.left:
                 self._statistics.worker_retirements += 1

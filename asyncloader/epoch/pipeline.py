@@ -23,6 +23,7 @@ from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.epoch.timeout_report import report
+from asyncloader.epoch.worker_count import WorkerCount
 from asyncloader.errors import WorkerDied, ending
 from asyncloader.events import (
     ENDED,
@@ -37,12 +38,14 @@ from asyncloader.events import (
     Exhausted,
     Fail,
     Finish,
+    MoreOffers,
     Notice,
     Offered,
     PoolFailed,
     Pull,
     Replace,
     Replaced,
+    Resized,
     SamplerEnded,
     Started,
     WorkerFailure,
@@ -86,6 +89,7 @@ class Pipeline(Listener):
         stateful: whether the dataset has a state of its own.
         assigner: assigns shards to the workers; None if the dataset has no shards to assign.
         adapts: whether credits follow how many batches the rings have room for.
+        count: changes the number of workers; None: it stays.
         statistics: the loader's counters; default: counters that are never read.
     """
 
@@ -103,12 +107,14 @@ class Pipeline(Listener):
         stateful: bool = False,
         assigner: ShardAssigner | None = None,
         adapts: bool = False,
+        count: WorkerCount | None = None,
         statistics: Statistics | None = None,
     ) -> None:
         # A plain dictionary, without a reference to a sampler or dataset: those may refer to the loader and so to the
         # iterator, which the loop must not keep alive.
         self._ends = {} if ends is None else ends
         self._adapts = adapts
+        self._count = count
         self._statistics = Statistics() if statistics is None else statistics
         self._at_nodes = pool.start_method == "service"
         # Two workers must make the same batch of a task: `loss` says where they would not.
@@ -133,15 +139,15 @@ class Pipeline(Listener):
         self._resumes = scheduler.iterable or stateful  # else each worker makes any batch, whatever it made before
         self._assigner = assigner
         self._resume_points: ResumePoints | None = None  # None: not started
-        self._starts: Sequence[EpochStart] = ()
+        self._starts: list[EpochStart] = []
         self._deaths: dict[int, tuple[WorkerDied, bool]] = {}  # of workers that may be replaced; whether lost
         self._saved_rng_states: dict[int, bytes | None] = {}  # of workers that left; None: it was killed
         self._unbegun: set[int] = set()  # workers that have not begun the epoch yet
         # Made in the consumer's thread: an event belongs to a loop only from the first task that waits for it.
         self._begun = asyncio.Event()
         self._start_error: Any = None
-        self.notices: deque[Notice | WorkerBegun] = deque()
-        """For the consumer's thread: replaced workers, and started ones."""
+        self.notices: deque[Notice | WorkerBegun | Resized] = deque()
+        """For the consumer's thread: replaced workers, started ones, and another number of workers."""
 
     # ------------------------------------------------------------------------------- called by the consumer
 
@@ -157,7 +163,7 @@ class Pipeline(Listener):
     def _start(self, offers: Iterable[Any], starts: Sequence[EpochStart]) -> None:
         loop = asyncio.get_running_loop()
         self._respawner.attach(self._on_made)
-        self._starts = starts
+        self._starts = list(starts)
         self._resume_points = ResumePoints(
             starts,
             iterable=self._scheduler.iterable,
@@ -178,6 +184,22 @@ class Pipeline(Listener):
             self._adapt()
         self._offers.extend(offers)
         self._handle(Started())
+        if self._count is not None:
+            self._count.start(
+                self._pool,
+                self._scheduler,
+                self._respawner,
+                self._handle,
+                lambda workers: self.notices.append(Resized(workers)),
+                self._add_worker,
+                self._starts,
+            )
+
+    def _add_worker(self) -> None:
+        """There is one worker more; it begins as the first did, because any worker makes any batch."""
+        assert self._resume_points is not None
+        self._starts.append(self._starts[0])
+        self._resume_points.add_worker(self._starts[0])
 
     def advance(self, seq: int, offer: Any) -> None:
         """The consumer took delivery `seq`, and the sampler gave `offer` (an index, `ENDED` or `NOTHING`). A repeated
@@ -187,9 +209,14 @@ class Pipeline(Listener):
             return
         self._advanced = seq
         if offer is not NOTHING:
-            self._offers.append(offer)
+            if offer.__class__ is MoreOffers:
+                self._offers.extend(offer)
+            else:
+                self._offers.append(offer)
         try:
             self._carry_out(self._scheduler.delivered(seq))
+            if self._count is not None:
+                self._count.delivered()
             if self._late_tasks is not None:
                 self._mind_late()
             if self._offers and self._allowed:
@@ -225,6 +252,8 @@ class Pipeline(Listener):
             self._late_tasks.close()
         # Before the pool is detached: a process that is made from now on is discarded, not adopted.
         self._respawner.close()
+        if self._count is not None:
+            self._count.close()
         self._pool.detach()
         # The slots of these batches would never be freed otherwise.
         for held in self._scheduler.abandon():
@@ -295,6 +324,8 @@ class Pipeline(Listener):
             self._mind_late()
         if self._assigner is not None:
             self._send_assignments(self._assigner.answered(worker))
+        if self._count is not None:
+            self._count.answered(worker)
 
     def _note_oneoff(self, worker: int, nbytes: int) -> None:
         """Count a batch that came in memory of its own, if the worker's ring can never hold one of that size."""
@@ -366,6 +397,8 @@ class Pipeline(Listener):
         obstacle = "" if self._resume_points is None else self._resume_points.obstacle(worker)
         obstacle = obstacle or self._pool.obstacle()
         self._handle(Died(worker, death, at_work, saved_rng_state is not None, obstacle, outside, lost))
+        if self._count is not None:
+            self._count.answered(worker)
 
     def on_failure(self, error: Exception) -> None:
         """Pass the pool's failure to the scheduler. See `Listener`."""
@@ -389,8 +422,12 @@ class Pipeline(Listener):
             _log.log(logging.INFO if left else logging.WARNING, "worker %d (%s) is replaced: %s", worker, who, reason)
         self._respawner.request(Request(worker, start, rng_state, self._pool.epoch))
 
-    def _on_made(self, made: WorkerHandle | Exception) -> None:
-        """Take a replacement, or the error that prevented it."""
+    def _on_made(self, made: WorkerHandle | Exception, request: Request) -> None:
+        """Take a replacement or a further worker, or the error that prevented it."""
+        if request.joins:
+            assert self._count is not None  # which has made the request
+            self._count.made(made, request)
+            return
         try:
             if isinstance(made, Exception):
                 raise made

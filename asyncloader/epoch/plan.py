@@ -81,7 +81,7 @@ def worker_setup(
         drop_last=config.drop_last,
         base_seed=base_seed,
         worker_init_fn=init,
-        num_workers=config.num_workers,
+        num_workers=config.most_workers,
         concurrency=config.concurrency,
         starts=starts,
         snapshot_every=config.dataset_snapshot_every,
@@ -152,7 +152,7 @@ def _worker_source(config: EpochConfig) -> WorkerSource:
     if config.workers is None:
         return LocalWorkers(
             worker_context(config),
-            replaces=config.max_restarts > 0 or config.worker_memory_limit is not None,
+            replaces=config.max_restarts > 0 or config.worker_memory_limit is not None or config.tunes,
             # The user did not choose the fork server: see `worker_context`.
             passes_environ=config.planned and config.multiprocessing_context is None,
         )

@@ -34,7 +34,7 @@ class ResumePoints:
         stateful: bool = False,
         assigns: bool = False,
     ) -> None:
-        self._starts = starts
+        self._starts = list(starts)
         self._iterable = iterable
         self._replays = replays
         self._stateful = stateful
@@ -43,6 +43,14 @@ class ResumePoints:
         self._errors = [0] * len(starts)  # behind the last batch, of assigned shards
         self._made = [False] * len(starts)  # whether a batch came
         self._cursors: list[PackedCursor | None] = [None] * len(starts)
+
+    def add_worker(self, start: EpochStart) -> None:
+        """There is one worker more, with the next number, which begins so."""
+        self._starts.append(start)
+        self._answered.append(0)
+        self._errors.append(0)
+        self._made.append(False)
+        self._cursors.append(None)
 
     def began(self, worker: int, cursor: PackedCursor) -> None:
         """Record the cursor with which a worker's copy of the dataset began."""

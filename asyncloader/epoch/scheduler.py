@@ -21,6 +21,8 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
   again under the same sequence numbers: to the replacement if they are bound to this worker or may have caused the
   death, else to any live worker. Tasks that `reassignment.py` finds poisoned are delivered as `Poisoned`. Without
   restarts left the epoch ends with `Fail`.
+* The number of workers may change (`Joined`, `Excused`) where any worker may make any batch. Those that get tasks are
+  always the first ones; a worker that is excused answers the tasks that it has.
 * A task that is late (`Late`, see `hedging.py`) is given to a second worker too. The first outcome counts, the other
   one is dropped. If one of the two workers dies, the task stays with the other.
 
@@ -44,9 +46,11 @@ from asyncloader.events import (
     Died,
     Drop,
     Event,
+    Excused,
     Exhausted,
     Fail,
     Finish,
+    Joined,
     Late,
     Offered,
     Poisoned,
@@ -158,6 +162,10 @@ class Scheduler:
         """Number of tasks that the worker has not answered."""
         return self._unanswered[worker]
 
+    def replaces(self, worker: int) -> bool:
+        """Whether the worker is being replaced, or its replacement has a suspect alone."""
+        return not self._recovery.free(worker)
+
     def hedged(self, seq: int) -> bool:
         """Whether two workers were given the task, and one of them still has it."""
         return seq in self._second
@@ -204,6 +212,12 @@ class Scheduler:
         if isinstance(event, Replaced):
             self._recovery.up(event.worker)
             return self._send_waiting(event.worker)
+        if isinstance(event, Joined):
+            return self._joined(event.worker)
+        if isinstance(event, Excused):
+            self._active[event.worker] = False
+            self.workers -= 1
+            return []
         return self._fail(event.error)
 
     def abandon(self) -> list[Deliver]:
@@ -219,6 +233,21 @@ class Scheduler:
         for _ in range(count):
             actions += self.offered(None)
         return actions
+
+    def _joined(self, worker: int) -> list[Action]:
+        if worker == len(self._active):
+            self._active.append(True)
+            self._load.append(0)
+            self._unanswered.append(0)  # the list that `_choice` reads
+            self._recovery.add_worker()
+        self._active[worker] = True
+        self.workers += 1
+        # Never lowered: tasks that were given out while there were more workers still count.
+        self._most = max(self._most, self._most_credits * self.workers + self._share - self._most_credits)
+        if self._choice is not None:
+            self._choice.enter(worker)
+            return self._pull_ahead()
+        return [] if self._offers_ended else self._pull_for_credits()
 
     def offered(self, index: Any) -> list[Action]:
         """`handle` for `Offered`, of which each batch has one: no event is made. Errors as `handle`."""
@@ -377,12 +406,12 @@ class Scheduler:
             return self._finish_if_done()
         if self.assignment == "least_loaded":
             return self._pull_ahead()
-        # Not simply 1, because `credits` may have been lowered or raised since the last delivery.
+        return self._pull_for_credits()
+
+    def _pull_for_credits(self) -> list[Action]:
+        # After a delivery not simply 1: `credits`, or the number of workers, may have changed since the last one.
         number = self.credits * self.workers - len(self._owner) - self._asked
-        if number <= 0:
-            return []
-        self._asked += number
-        return [Pull(number)]
+        return self._pull(number) if number > 0 else []
 
     def _pull(self, number: int) -> list[Action]:
         self._asked += number
@@ -415,7 +444,8 @@ class Scheduler:
         open_twice = [seq for seq in twice if seq in self._unanswered_tasks] if twice else None
         poisoned = recovery.died(event, lost, open_twice)
         # For its stream, for indices that are still to come, or for tasks that are to be made again.
-        needed = self._active[worker] and (self.iterable or not self._offers_ended or len(lost) > len(poisoned))
+        # A worker that was excused is replaced for the tasks that it still had.
+        needed = len(lost) > len(poisoned) or (self._active[worker] and (self.iterable or not self._offers_ended))
         if poisoned and (self.iterable or not recovery.may_replace(worker)):
             # A stream cannot go on behind a batch that it cannot make.
             task = self._unanswered_tasks[poisoned[0]]

@@ -9,13 +9,12 @@ torch does not know are refused.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import Any
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from asyncloader.options.declaration import LoaderSpec, async_index_source, given_options
+from asyncloader.options.declaration import LoaderSpec, async_index_source, given_options, makes_threads
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
 _INSTEAD = (
@@ -26,13 +25,7 @@ _INSTEAD = (
 
 def has_thread_workers(spec: LoaderSpec[Any]) -> bool:
     """Whether the loader's multiprocessing context makes threads."""
-    context: Any = spec.multiprocessing_context
-    if context is None or not spec.num_workers:
-        return False
-    kind = context.Process
-    if isinstance(kind, type):
-        return issubclass(kind, threading.Thread)
-    return isinstance(kind(target=print, args=()), threading.Thread)  # a factory function; the thread is not started
+    return bool(spec.num_workers) and makes_threads(spec.multiprocessing_context)
 
 
 class ThreadIterator(_MultiProcessingDataLoaderIter):

@@ -16,6 +16,7 @@ import functools
 import inspect
 import os
 import re
+import threading
 import types
 import warnings
 from collections.abc import AsyncIterable, Callable, Collection, Iterable, Iterator
@@ -31,6 +32,7 @@ from typing_extensions import TypeVar
 from asyncloader.bridge import run_in_thread
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
+from asyncloader.options.auto_workers import AUTO, AutoWorkers, check_auto, number_of
 from asyncloader.options.checks import (
     ABOUT_DATASET,
     CHECKS,
@@ -78,7 +80,7 @@ class LoaderOptions(Generic[T_co, B_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | AsyncIterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | AsyncIterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[T_co]], B_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -118,7 +120,10 @@ class LoaderOptions(Generic[T_co, B_co]):
             sampler: The order, as an iterable of indices, also an async one; excludes `shuffle`.
             batch_sampler: An iterable of lists of indices, also an async one; excludes `batch_size`, `shuffle`,
                 `sampler` and `drop_last`.
-            num_workers: Worker processes, or threads; `0`: fetch in the main process.
+            num_workers: Worker processes, or threads; `0`: fetch in the main process; `"auto"`: the loader chooses.
+                With `seed` the number changes while the run shows what it gains; without, a trial of some seconds before
+                the first epoch finds it. CPUs and the control group's memory bound it. Refused where the batches depend on
+                the number.
             collate_fn: A function from a list of samples to a batch; `None`: stack them straight into the ring.
             pin_memory: Copy tensors to page-locked memory; without CUDA a warning and plain memory. Not needed with
                 `device="cuda"`.
@@ -301,6 +306,8 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     def _asyncloader_make(self, arguments: dict[str, Any]) -> None:
         """Check the arguments, and set the attributes."""
         dataset, given = arguments["dataset"], dict(arguments)
+        if given["num_workers"] == AUTO:
+            given["num_workers"] = AutoWorkers()
         check_num_workers(given["num_workers"])
         if isinstance(given["sampler"], Positions):  # of a loader from whose attributes this one is made
             given["sampler"] = None
@@ -344,6 +351,8 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         flat, defaults = flattened(arguments), FLAT_DEFAULTS
         for check in checks_of(flat, defaults, iterable=is_iterable(self)):
             check()  # here, and not in a function of its own: the user's traceback is a frame shorter
+        if isinstance(given["num_workers"], AutoWorkers):
+            check_auto(flat, iterable=is_iterable(self), makes_threads=makes_threads(self.multiprocessing_context))
         self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
         self.check_worker_number_rationality()
         changed = [name for name in defaults if flat[name] != defaults[name]]
@@ -418,9 +427,9 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         kind = "threads" if options.workers == THREADS else "processes"
         if kind == "processes" and not limit:
             super().check_worker_number_rationality()
-        elif self.num_workers > most:
+        elif (number := number_of(self.num_workers)) > most:
             warnings.warn(
-                f"This DataLoader will create {self.num_workers} worker {kind} in total. Our suggested max number of "
+                f"This DataLoader will create {number} worker {kind} in total. Our suggested max number of "
                 f"worker in current system is {most}{limit}, which is smaller than what this DataLoader is going to "
                 "create. Please be aware that excessive worker creation might get DataLoader running slow or even "
                 "freeze, lower the worker number to avoid potential slowness/freeze if necessary.",
@@ -469,6 +478,16 @@ class OverridableProperty(Generic[T]):
 def is_iterable(spec: LoaderSpec[Any]) -> bool:
     """Whether the dataset is iterated rather than indexed."""
     return bool(spec._dataset_kind == DatasetKind.Iterable)
+
+
+def makes_threads(context: Any) -> bool:
+    """Whether a multiprocessing context makes threads."""
+    if context is None:
+        return False
+    kind = context.Process
+    if isinstance(kind, type):
+        return issubclass(kind, threading.Thread)
+    return isinstance(kind(target=print, args=()), threading.Thread)  # a factory function; the thread is not started
 
 
 def given_options(spec: LoaderSpec[Any]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from asyncloader.delivery.accelerator import DeviceLike
+from asyncloader.options.auto_workers import AutoWorkers, number_of
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.credits import most_credits
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
@@ -74,6 +75,13 @@ class EpochConfig:
     generator: torch.Generator | None
 
     num_workers: int
+    """Workers at the beginning of the epoch."""
+    most_workers: int
+    """Workers that there may be in the epoch."""
+    auto: AutoWorkers | None
+    """The loader's own choice of the number; None: the user gave it."""
+    tunes: bool
+    """Whether the number changes while the epoch runs."""
     prefetch_factor: int | None
     least_credits: int
     """Batches that a copy of the dataset may have outstanding, however large they are: `prefetch_factor`; 1 without
@@ -146,12 +154,21 @@ class EpochConfig:
         positions = source if isinstance(source, PositionSource) else None
         sampler, batch_sampler = plain_sampler(loader), loader.batch_sampler
         every = ours.snapshot_every_n_steps or 0
+        given: Any = loader.num_workers
+        auto = given if isinstance(given, AutoWorkers) else None
+        # In torch mode the worker that makes a batch is part of its random numbers.
+        tunes = auto is not None and seeded
+        most_workers = auto.most if auto is not None and tunes else number_of(given)
         resolved: dict[str, Any] = {
             "dataset": dataset,
             "iterable": iterable,
             "assigns_shards": assigned,
             "planned": assigned or positions is not None,
-            "lane_of": None if positions is None else positions.lane_of(loader.num_workers),
+            "lane_of": None if positions is None else positions.lane_of(most_workers),
+            "num_workers": number_of(given),
+            "most_workers": most_workers,
+            "auto": auto,
+            "tunes": tunes,
             "concurrent": concurrent,
             "concurrency": concurrency,
             "stateful": stateful,
@@ -198,6 +215,14 @@ class EpochConfig:
         }
         config = cls()
         vars(config).update(as_given, **resolved)
+        return config
+
+    def with_workers(self, number: int) -> Self:
+        """The same options with another number of workers, which live on from an epoch before."""
+        if number == self.num_workers:
+            return self
+        config = type(self)()
+        vars(config).update(vars(self), num_workers=number)
         return config
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:

@@ -21,9 +21,11 @@ BATCH_COST_S = 300e-6
 WORTH = 1.1
 """The least gain for which a change is proposed."""
 
+MOST_WAITING_WORKERS = 16
+"""Workers that are proposed for a blocking dataset that waits, whatever the number of CPUs."""
+
 _CROWDED = 1.1  # how much longer computing takes if more workers than CPUs take turns
 _FORK_S, _SPAWN_S = 0.05, 2.0  # to start workers, where that was not measured
-_MOST_WAITING_WORKERS = 16  # workers that are proposed for a blocking dataset that waits
 _CONCURRENCIES = (16, 64, 256)
 
 
@@ -119,7 +121,7 @@ def _settings(run: Run, *, any_order: bool) -> list[_Setting]:
     if any_order or not run.iterable:
         # The samples of a stream that are awaited come one after the other, too.
         waits = run.computing_share < 0.6 and (run.iterable or not (run.asynchronous or run.threads))
-        most = max(run.cpus, _MOST_WAITING_WORKERS) if waits else run.cpus
+        most = max(run.cpus, MOST_WAITING_WORKERS) if waits else run.cpus
         least = 1 if run.held_up else 0  # this process would be no quicker at making batches
         workers = sorted(
             {run.workers, *(number for number in (0, 1, 2, 4, 8, 16, run.cpus) if least <= number <= most)}

@@ -1,0 +1,53 @@
+"""Reads the figures of a run from a loader's options and counters.
+
+Data path: statistics -> [run_reading] -> diagnosis.
+"""
+
+from __future__ import annotations
+
+from asyncloader.cpus import cpu_limit, usable_cpus
+from asyncloader.epoch.plan import start_method
+from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.telemetry.counters import total
+from asyncloader.telemetry.run_figures import Run
+from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.source import THREADS
+
+
+def run_of(config: EpochConfig, statistics: Statistics, workers: int | None = None) -> Run:
+    """Return the figures of a loader's run so far. `workers`: the number now. Default: that of the options."""
+    blocks, in_threads = statistics.blocks(), start_method(config) == THREADS
+    # The process's CPU time has that of its worker threads.
+    of_workers = sum(total(block, "cpu_s") for worker, block in blocks.items() if worker >= 0) if in_threads else 0.0
+    size = getattr(config.batch_sampler, "batch_size", None) if config.auto_collation else 1
+    return Run(
+        batches=statistics.batches,
+        epochs=statistics.epochs,
+        elapsed_s=statistics.elapsed_s,
+        wait_s=statistics.wait_s,
+        startup_s=statistics.startup_s,
+        main_cpu_s=max(0.0, statistics.main_cpu_s - of_workers),
+        ring_copies=statistics.ring_copies,
+        oversize=statistics.oversize_batches,
+        ring_needed=statistics.ring_needed,
+        retirements=statistics.worker_retirements,
+        blocks=blocks,
+        cpus=usable_cpus(),
+        cpu_limit=cpu_limit(),
+        others_cpu=statistics.others_cpu(),
+        workers=config.num_workers if workers is None else workers,
+        persistent=config.persistent_workers,
+        forks=start_method(config) == "fork",
+        in_threads=in_threads,
+        prefetch_factor=config.prefetch_factor,
+        batch_size=size if isinstance(size, int) and size > 0 else 1,
+        iterable=config.iterable,
+        asynchronous=config.concurrent and not config.fetch_threads,
+        threads=config.fetch_threads,
+        concurrency=config.concurrency,
+        in_order=config.in_order,
+        memory_limit=config.worker_memory_limit,
+        snapshot_every=config.snapshot_every or 1,
+        keeps_states=not config.iterable and config.stateful,
+        busy_s=statistics.busy_s,
+    )

@@ -1,0 +1,276 @@
+"""Changes the number of an epoch's workers while it runs, as the tuner decides: for ``num_workers="auto"``.
+
+Data path: beside the pipeline, in its loop's thread. `worker_tuning.py` has the rules.
+
+Time is looked at when a batch is delivered, so nothing ticks while the consumer rests. A window is closed once it is
+long enough; it begins anew when workers were started or excused.
+
+Workers that a trial leaves out are *excused*: they get no tasks, and live on until it is decided, so that a trial costs
+no start. A decision ends them, the last one first, once they have answered their tasks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+from asyncloader.cpus import usable_cpus
+from asyncloader.epoch.respawn import Request, WorkerRespawner
+from asyncloader.epoch.run_reading import run_of
+from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.events import Event, Excused, Joined
+from asyncloader.options.auto_workers import AutoWorkers
+from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.telemetry.diagnosis import diagnose
+from asyncloader.telemetry.prediction import MOST_WAITING_WORKERS
+from asyncloader.telemetry.run_figures import Run
+from asyncloader.telemetry.statistics import Statistics
+from asyncloader.telemetry.worker_tuning import Window
+from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.memory.segment import memory_limit
+from asyncloader.workers.memory_limit import private_bytes
+from asyncloader.workers.pool import WorkerPool
+from asyncloader.workers.source import WorkerHandle
+
+_log = logging.getLogger("asyncloader")
+
+_WINDOW_S, _SETTLED_WINDOW_S = 0.5, 2.0
+_LEAST_BATCHES = 8
+_STARTING_S = 60.0  # for workers to begin, before a trial of them is given up
+_RESERVE = 0.1  # the share of the memory that is left that no worker is started into
+
+
+class WorkerCount:
+    """The number of workers of one epoch.
+
+    Args:
+        auto: the loader's choice, which outlives the epoch.
+        config: the epoch's options.
+        statistics: the loader's counters.
+    """
+
+    def __init__(self, auto: AutoWorkers, config: EpochConfig, statistics: Statistics) -> None:
+        self._auto = auto
+        self._config = config
+        self._statistics = statistics
+        self._window = _WINDOW_S
+        self._due = 0.0
+        self._begun: Run | None = None  # the figures at the beginning of the window
+        self._early: dict[int, WorkerHandle] = {}  # workers that were made before those with lower numbers
+        self._requested = 0  # workers that exist, or were requested
+        self._at_work = 0  # workers that get tasks
+        self._ends_surplus = False
+        self._starting_until: float | None = None
+        self._in_first = True  # no batch was delivered yet
+
+    def start(
+        self,
+        pool: WorkerPool,
+        scheduler: Scheduler,
+        respawner: WorkerRespawner,
+        handle: Callable[[Event], None],
+        resized: Callable[[int], None],
+        add_worker: Callable[[], None],
+        starts: Sequence[EpochStart],
+    ) -> None:
+        """Begin with the epoch.
+
+        Args:
+            pool: the workers.
+            scheduler: the epoch's.
+            respawner: starts workers.
+            handle: passes an event to the scheduler, and carries out what follows.
+            resized: notifies the consumer of the number of workers.
+            add_worker: notes that there is one worker more.
+            starts: how the first workers begin.
+        """
+        self._pool, self._scheduler, self._respawner = pool, scheduler, respawner
+        self._handle, self._resized, self._add_worker, self._starts = handle, resized, add_worker, starts
+        self._requested = self._at_work = len(pool.processes)
+        self._auto.tuner.interrupted()
+        if self._auto.drive(self):
+            # Workers that an earlier epoch had tried, and that live on.
+            self._set(self._auto.number, ends_surplus=True)
+
+    # ------------------------------------------------------------------------------------- called by the pipeline
+
+    def delivered(self) -> None:
+        """A batch was delivered: see whether a window has ended."""
+        now = perf_counter()
+        if now < self._due and not self._in_first:
+            return
+        if self._in_first:
+            # From here: the time to the first batch is that of starting workers.
+            self._in_first = False
+            self._begin_window()
+            return
+        if not self._auto.drive(self):
+            self._due = now + _SETTLED_WINDOW_S
+            return
+        if self._starting_until is not None:
+            self._wait_for_start(now)
+            return
+        run = run_of(self._config, self._statistics, self._at_work)
+        assert self._begun is not None
+        window = run.since(self._begun)
+        if window.batches < max(_LEAST_BATCHES, 2 * self._at_work):
+            self._due = now + self._window / 4
+            return
+        self._observe(window)
+        self._begin_window(run)
+
+    def answered(self, worker: int) -> None:
+        """A worker has answered a task, or has died: end the last workers, if they are not needed and have no tasks."""
+        if worker >= self._at_work and self._ends_surplus:
+            self._end_surplus()
+
+    def made(self, made: WorkerHandle | Exception, request: Request) -> None:
+        """Take a requested worker, or the error that prevented it."""
+        if isinstance(made, Exception):
+            self._give_up(f"no further worker could be started: {type(made).__name__}: {made}")
+            return
+        if request.worker < len(self._pool.processes) or request.worker in self._early:
+            self._respawner.discard_soon(made)  # requested twice: the first request had been given up, and came late
+            return
+        self._early[request.worker] = made
+        while (worker := self._early.pop(len(self._pool.processes), None)) is not None:
+            try:
+                taken = self._pool.extend(worker)
+            except Exception as error:
+                self._respawner.discard_soon(worker)
+                self._give_up(f"{error}")
+                return
+            if not taken:
+                self._respawner.discard_soon(worker)
+                return
+            self._add_worker()
+            self._put_to_work()
+        if self._ends_surplus:
+            self._end_surplus()
+
+    def close(self) -> None:
+        """Discard the workers that were not taken."""
+        self._auto.release(self)
+        for worker in self._early.values():
+            self._respawner.discard_soon(worker)
+        self._early.clear()
+
+    # ----------------------------------------------------------------------------------------------- measuring
+
+    def _begin_window(self, run: Run | None = None) -> None:
+        self._window = _SETTLED_WINDOW_S if self._auto.tuner.settled else _WINDOW_S
+        self._begun = run or run_of(self._config, self._statistics, self._at_work)
+        self._due = perf_counter() + self._window
+
+    def _observe(self, run: Run) -> None:
+        verdict = diagnose(run)
+        proposed = verdict.change.get("num_workers")
+        most, limit = self._most(proposed or 0)
+        seconds = max(run.elapsed_s, 1e-9)
+        window = Window(
+            batches=run.batches,
+            seconds=seconds,
+            waited=min(1.0, run.wait_s / seconds),
+            bound=verdict.bound,
+            proposed=proposed,
+            busy=run.busy_s / (seconds * max(1, self._at_work)),
+            most=most,
+            limit=limit,
+        )
+        before = self._at_work
+        decision = self._auto.tuner.observe(window)
+        if decision is None:
+            return
+        if decision.workers > len(self._pool.processes) and (obstacle := self._pool.obstacle()):
+            self._give_up(f"no further worker can be started. {obstacle}")
+            return
+        verb = "tries" if not decision.kept else "keeps" if decision.workers == before else "goes to"
+        self._note(f"{verb} {_counted(decision.workers)}{_from(before, decision.workers)}: {decision.reason}")
+        self._set(decision.workers, ends_surplus=decision.kept)
+
+    def _most(self, proposed: int) -> tuple[int, str]:
+        """The most workers that there may be now, and what limits them."""
+        cpus = usable_cpus()
+        # Samples that are awaited, or read by threads, need no more workers than CPUs: `concurrency` overlaps them.
+        waiting = cpus if self._config.concurrent else max(cpus, MOST_WAITING_WORKERS)
+        most = waiting
+        limit = f"the {cpus} CPUs" if most == cpus else "reads that wait"
+        there = len(self._pool.processes)
+        # Only where it is asked for: the kernel walks through all pages of each worker to count them.
+        if proposed <= there or self._config.workers is not None or (room := memory_limit()[0]) is None:
+            return most, limit
+        rings = max(ring.nbytes for ring in self._pool.rings)
+        largest = max(1 << 20, rings + max(private_bytes(process.pid) for process in self._pool.processes))
+        more = int(room * (1 - _RESERVE)) // largest
+        if there + more < most:
+            most, limit = there + more, f"{room >> 20:,} MiB of free memory, at {largest >> 20:,} MiB a worker,"
+        return most, limit
+
+    def _give_up(self, reason: str) -> None:
+        """No further worker can be had: return to the number before the trial."""
+        decision = self._auto.tuner.failed(reason)
+        self._starting_until = None
+        self._requested = len(self._pool.processes)
+        if decision is not None:
+            self._note(f"goes to {_counted(decision.workers)}: {decision.reason}")
+            self._set(decision.workers, ends_surplus=True)
+
+    def _note(self, words: str) -> None:
+        self._auto.decisions.append(words)
+        _log.info('num_workers="auto" %s', words)
+
+    # ------------------------------------------------------------------------------------------------- changing
+
+    def _set(self, workers: int, *, ends_surplus: bool) -> None:
+        self._ends_surplus = ends_surplus
+        while self._at_work > workers:
+            self._at_work -= 1
+            self._handle(Excused(self._at_work))
+        self._put_to_work()
+        if workers > self._at_work:
+            self._starting_until = perf_counter() + _STARTING_S
+            while self._requested < workers:
+                worker, self._requested = self._requested, self._requested + 1
+                self._respawner.request(Request(worker, self._starts[0], b"", self._pool.epoch, joins=True))
+        self._resized(self._at_work)
+        if ends_surplus:
+            self._end_surplus()
+
+    def _put_to_work(self) -> None:
+        while self._at_work < min(self._auto.number, len(self._pool.processes)):
+            worker, self._at_work = self._at_work, self._at_work + 1
+            # Before the event: the scheduler asks for more indices, which the consumer takes from the sampler.
+            self._resized(self._at_work)
+            self._handle(Joined(worker))
+
+    def _wait_for_start(self, now: float) -> None:
+        """Begin to measure once all workers have begun."""
+        begun = self._at_work >= self._auto.number and all(
+            process.started for process in self._pool.processes[: self._at_work]
+        )
+        if not begun and self._starting_until is not None and now >= self._starting_until:
+            self._give_up(f"further workers have not begun within {_STARTING_S:g} s")
+            begun = True
+        if begun:
+            self._starting_until = None
+            self._auto.tuner.interrupted()
+            self._begin_window()
+        else:
+            self._due = now + _WINDOW_S / 4
+
+    def _end_surplus(self) -> None:
+        while len(self._pool.processes) > self._at_work:
+            last = len(self._pool.processes) - 1
+            if self._scheduler.unanswered(last) or self._scheduler.replaces(last):
+                return
+            self._respawner.dismiss_soon(self._pool.shorten())
+        self._requested = max(len(self._pool.processes), min(self._requested, self._auto.number))
+
+
+def _counted(workers: int) -> str:
+    return f"{workers} worker{'s'[: workers - 1]}"
+
+
+def _from(before: int, workers: int) -> str:
+    return "" if before == workers else f" instead of {before}"

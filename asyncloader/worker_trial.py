@@ -1,0 +1,114 @@
+"""Chooses the number of workers of a loader in torch mode, by a trial before its first epoch.
+
+Data path: none; `DataLoader.__iter__` waits for it once.
+
+In torch mode the worker that makes a batch is part of its random numbers, so the number must not change while the loader
+is read. The trial reads samples of the dataset with a loader of its own in seeded mode, whose number may change, until
+that has settled. It draws from no generator of this process, and asks neither the user's sampler nor his generator.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import RandomSampler, default_collate, default_convert
+
+from asyncloader.options.auto_workers import AUTO, AutoWorkers, number_of
+from asyncloader.options.checks import warn_only_of
+from asyncloader.options.declaration import LoaderSpec
+from asyncloader.options.objects import Tuning
+
+_log = logging.getLogger("asyncloader")
+
+_SECONDS = 10.0
+"""The longest trial, besides the start of the first workers."""
+_SEED = 0  # of the trial's order
+
+
+def choose_workers(spec: LoaderSpec[Any]) -> None:
+    """Choose the number of workers, if it is the loader's to choose by a trial and was not chosen yet. Blocks.
+
+    An error of the dataset ends the trial, with the number so far: the epoch raises it at its place.
+    """
+    auto: Any = spec.num_workers
+    if not isinstance(auto, AutoWorkers) or auto.chosen or spec._asyncloader_options.seed is not None:
+        return
+    auto.chosen = True  # first: a trial that fails is not repeated
+    began = perf_counter()
+    with _generators_kept():
+        try:
+            trial = _try(spec)
+        except Exception as error:
+            auto.decisions.append(f"keeps {auto.number}: the trial failed with {type(error).__name__}: {error}")
+            _log.warning('num_workers="auto" %s', auto.decisions[-1])
+            return
+    auto.decisions.extend(trial.decisions)
+    auto.tuner = trial.tuner
+    auto.decisions.append(f"has {number_of(auto)}, after a trial of {perf_counter() - began:.1f} s")
+    _log.info('num_workers="auto" %s', auto.decisions[-1])
+
+
+def _try(spec: LoaderSpec[Any]) -> AutoWorkers:
+    """Read the dataset until the number has settled. Returns the trial's choice."""
+    from asyncloader.loader import DataLoader
+
+    ours, collate = spec._asyncloader_options, spec.collate_fn
+    batched = spec.batch_size is not None or spec.batch_sampler is not None
+    size = spec.batch_size or getattr(spec.batch_sampler, "batch_size", None)
+    with warn_only_of(()):
+        loader = DataLoader[Any](
+            spec.dataset,
+            batch_size=size,
+            # As many samples as the longest trial may read.
+            sampler=_Endless(spec.dataset),
+            num_workers=AUTO,
+            collate_fn=None if collate is (default_collate if batched else default_convert) else collate,
+            timeout=spec.timeout,
+            worker_init_fn=spec.worker_init_fn,
+            multiprocessing_context=spec.multiprocessing_context,
+            prefetch_factor=spec.prefetch_factor,
+            seed=_SEED,
+            rank=0,
+            world_size=1,
+            concurrency=ours.concurrency,
+            decode=ours.decode,
+            on_error=ours.on_error if ours.on_error != "refill" else "skip",
+            tuning=Tuning(ring_bytes=ours.ring_bytes, decode_threads=ours.decode_threads),
+        )
+    auto: Any = loader.num_workers
+    ends = None
+    with loader:
+        for _ in loader:
+            now = perf_counter()
+            ends = ends or now + _SECONDS
+            if now >= ends or (auto.tuner.settled and not auto.tuner.tries):
+                break
+    return auto
+
+
+class _Endless(RandomSampler):
+    """Random samples of the dataset, more than a trial reads; from a generator of its own."""
+
+    def __init__(self, dataset: Any) -> None:
+        generator = torch.Generator()
+        generator.manual_seed(_SEED)
+        super().__init__(dataset, replacement=True, num_samples=1 << 40, generator=generator)
+
+
+@contextmanager
+def _generators_kept() -> Generator[None]:
+    """Set this process's global generators back afterwards: code of the user's that runs here may draw from them."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
