@@ -2,9 +2,9 @@
 
 Data path: none; `DataLoader.__iter__` waits for it once.
 
-In torch mode the worker that makes a batch is part of its random numbers, so the number must not change while the loader
-is read. The trial reads samples of the dataset with a loader of its own in seeded mode, whose number may change, until
-that has settled. It draws from no generator of this process, and asks neither the user's sampler nor his generator.
+In torch mode the worker that makes a batch is part of its random numbers, so the number must not change while the
+loader is read. The trial reads samples of the dataset with a loader of its own in seeded mode, whose number may change,
+until that has settled. It draws from no generator of this process, and reads neither the user's sampler nor generator.
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ class WorkerRespawner:
         """Pending requests, for the iterating thread."""
 
     def attach(self, done: Callable[[WorkerHandle | Exception, Request], None]) -> None:
-        """Set the callback for new processes and errors, each with its request. It runs in the loop's thread, where this is called, too."""
+        """Set the callback for new processes and errors, each with its request. It runs in the loop's thread, where
+        this is called, too.
+        """
         self._loop, self._done = asyncio.get_running_loop(), done
 
     def request(self, request: Request) -> None:

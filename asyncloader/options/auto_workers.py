@@ -33,6 +33,7 @@ class AutoWorkers(str):
     __slots__ = ("_driver", "chosen", "decisions", "tuner")
 
     def __new__(cls) -> Self:
+        """Make the choice of a new loader."""
         made = super().__new__(cls, AUTO)
         made.tuner = WorkerTuner(min(usable_cpus(), _FIRST))
         made.chosen = False

@@ -32,7 +32,7 @@ from typing_extensions import TypeVar
 from asyncloader.bridge import run_in_thread
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
-from asyncloader.options.auto_workers import AUTO, AutoWorkers, check_auto, number_of
+from asyncloader.options.auto_workers import AUTO, AutoWorkers, check_auto
 from asyncloader.options.checks import (
     ABOUT_DATASET,
     CHECKS,
@@ -121,9 +121,9 @@ class LoaderOptions(Generic[T_co, B_co]):
             batch_sampler: An iterable of lists of indices, also an async one; excludes `batch_size`, `shuffle`,
                 `sampler` and `drop_last`.
             num_workers: Worker processes, or threads; `0`: fetch in the main process; `"auto"`: the loader chooses.
-                With `seed` the number changes while the run shows what it gains; without, a trial of some seconds before
-                the first epoch finds it. CPUs and the control group's memory bound it. Refused where the batches depend on
-                the number.
+                With `seed` the number changes while the epochs run, where that gains; without, a trial of some seconds
+                before the first epoch finds it. CPUs and the control group's memory bound it. Refused where the batches
+                depend on the number.
             collate_fn: A function from a list of samples to a batch; `None`: stack them straight into the ring.
             pin_memory: Copy tensors to page-locked memory; without CUDA a warning and plain memory. Not needed with
                 `device="cuda"`.
@@ -419,17 +419,19 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     def check_worker_number_rationality(self) -> None:
         """Give torch's warning about too many workers, but also consider a container's CPU quota, and threads."""
         options = vars(self).get("_asyncloader_options")
-        if options is None or isinstance(self.dataset, RemoteDataset):
-            return  # torch's constructor calls this before the options are known; or the workers are elsewhere
+        if options is None or isinstance(self.dataset, RemoteDataset) or isinstance(self.num_workers, AutoWorkers):
+            # torch's constructor calls this before the options are known; or the workers are elsewhere; or their number
+            # was not asked for.
+            return
         quota, most, limit = cpu_quota(), affinity(), ""
         if quota is not None and quota < most:
             most, limit = quota, " (the control group's CPU quota)"
         kind = "threads" if options.workers == THREADS else "processes"
         if kind == "processes" and not limit:
             super().check_worker_number_rationality()
-        elif (number := number_of(self.num_workers)) > most:
+        elif self.num_workers > most:
             warnings.warn(
-                f"This DataLoader will create {number} worker {kind} in total. Our suggested max number of "
+                f"This DataLoader will create {self.num_workers} worker {kind} in total. Our suggested max number of "
                 f"worker in current system is {most}{limit}, which is smaller than what this DataLoader is going to "
                 "create. Please be aware that excessive worker creation might get DataLoader running slow or even "
                 "freeze, lower the worker number to avoid potential slowness/freeze if necessary.",

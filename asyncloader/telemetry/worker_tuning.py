@@ -5,8 +5,8 @@ Data path: statistics -> diagnosis -> [worker_tuning] -> pool.
 A change is tried only where `diagnose` proposes one, and kept only if it shows:
 
     CONTROL   two windows or more with the same number: what they differ by is noise (an A/A comparison)
-    TRIAL     two to five windows with the other number, behind one that is left out while the change takes effect
-    accept    more workers: the gain exceeds both 5 % and twice the noise of control and trial together
+    TRIAL     two to eight windows with the other number, behind one that is left out while the change takes effect
+    accept    more workers: the gain exceeds 5 %, and what the noise within control and trial can explain
               fewer workers: the loss does not
     reject    the number before comes back, and the same change is not tried again for a while: 16 windows, then 32,
               up to 512. So a number that is right is left alone, however the figures vary.
@@ -24,8 +24,9 @@ WORTH = 0.05
 """The least part by which batches must come faster for more workers to be kept."""
 
 _HEALTHY_WAIT = 0.05  # as in the diagnosis: a consumer that waits for less is the bound itself
-_LEAST, _MOST = 2, 5  # windows of a control or a trial
+_LEAST, _MOST = 2, 8  # windows of a control or a trial
 _CLEARLY = 0.85  # of the control's rate: a trial that is slower in its first window ends with that
+_T95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.9, 1.86, 1.83, 1.81, 1.8, 1.78)  # by degrees of freedom
 _BUSY = 0.7  # the share of their time for which fewer workers may be busy
 _FIRST_REST, _LAST_REST = 16, 512  # windows for which a rejected change is not tried again
 
@@ -194,8 +195,8 @@ class WorkerTuner:
             return self._reject(f"batches came {-change:.0%} slower")
         if len(self._trial) < _LEAST:
             return None
-        noise = sqrt(_error(self._control) ** 2 + _error(self._trial) ** 2) / max(control, 1e-9)
-        needed = max(WORTH, 2 * noise)
+        noise = _noise(self._control, self._trial) / max(control, 1e-9)
+        needed = max(WORTH, noise)
         words = f"batches came {change:+.1%} faster, where {noise:.1%} is noise"
         if more:
             if change > needed:
@@ -207,7 +208,7 @@ class WorkerTuner:
         # Fewer are kept unless they cost something: also waiting, where the consumer was the bound before.
         if -change > needed or (_mean(self._waited) > 2 * _HEALTHY_WAIT and -change > WORTH / 2):
             return self._reject(words)
-        if 2 * noise <= WORTH or len(self._trial) >= _MOST:
+        if noise <= WORTH or len(self._trial) >= _MOST:
             return self._accept(words)
         return None
 
@@ -235,9 +236,13 @@ def _mean(values: list[float]) -> float:
     return sum(values) / max(1, len(values))
 
 
-def _error(values: list[float]) -> float:
-    """The standard error of the mean, at least that of two values' difference."""
-    mean, number = _mean(values), len(values)
-    if number < _LEAST:
-        return 0.0
-    return sqrt(sum((each - mean) ** 2 for each in values) / (number - 1) / number)
+def _noise(control: list[float], trial: list[float]) -> float:
+    """The difference of the two means that 19 of 20 comparisons of equal numbers stay below (one-sided t-test)."""
+    freedom = len(control) + len(trial) - 2
+    variance = sum(_squares(values) for values in (control, trial)) / freedom
+    return _T95[min(freedom, len(_T95)) - 1] * sqrt(variance * (1 / len(control) + 1 / len(trial)))
+
+
+def _squares(values: list[float]) -> float:
+    mean = _mean(values)
+    return sum((each - mean) ** 2 for each in values)

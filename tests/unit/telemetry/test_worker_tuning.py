@@ -1,0 +1,233 @@
+"""The tuner of the number of workers: single decisions, and its convergence in a simulated pipeline."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.telemetry.worker_tuning import Decision, Window, WorkerTuner
+
+
+def window(rate: float, *, waited: float = 0.9, proposed: int | None = 8, busy: float = 1.0, most: int = 16) -> Window:
+    return Window(round(rate * 1000), 1000.0, waited, "fetch", proposed, busy, most)
+
+
+def fed(tuner: WorkerTuner, *windows: Window) -> list[Decision | None]:
+    return [tuner.observe(each) for each in windows]
+
+
+# ------------------------------------------------------------------------------------------------ single decisions
+
+
+def test_a_gain_is_tried_and_kept() -> None:
+    """Behind a window that is left out and two that agree, twice the number is tried, and kept for what it gains."""
+    tuner = WorkerTuner(2)
+    first = fed(tuner, window(1), window(10), window(10))
+    assert first == [None, None, Decision(4, kept=False, reason="the consumer waits 90% of the time, bound: fetch")]
+    assert tuner.tries
+    last = fed(tuner, window(1), window(19), window(19))[-1]
+    assert last is not None
+    assert (last.workers, last.kept, tuner.workers, tuner.tries) == (4, True, 4, False)
+    assert "+90.0% faster" in last.reason
+
+
+def test_a_difference_within_the_noise_is_no_gain() -> None:
+    """Control and trial differ by 8 %, and by more do the control's own windows: the number before comes back."""
+    tuner = WorkerTuner(2)
+    fed(tuner, window(1), window(9), window(11))
+    found = fed(tuner, *[window(rate) for rate in (1, 12, 9.5, 12, 9.5, 12, 9.5, 12, 9.5)])[-1]
+    assert found is not None
+    assert (found.workers, found.kept, tuner.tries) == (2, True, False)
+
+
+def test_a_rejected_number_rests() -> None:
+    """It is tried again 16 windows later, and after a second rejection 32 later."""
+    tuner, tried = WorkerTuner(2), []
+    for number in range(80):
+        found = tuner.observe(window(10))
+        if found is not None and not found.kept:
+            tried.append(number)
+    assert len(tried) == 3
+    assert 16 <= tried[1] - tried[0] <= 24
+    assert 32 <= tried[2] - tried[1] <= 42
+
+
+def test_a_trial_that_slows_the_run_ends_at_once() -> None:
+    tuner = WorkerTuner(2)
+    fed(tuner, window(1), window(10), window(10), window(1))
+    found = tuner.observe(window(8))
+    assert found is not None
+    assert (found.workers, found.reason) == (2, "batches came 20% slower, with 4")
+
+
+def test_workers_that_are_not_needed_go() -> None:
+    """The consumer is the bound: as many are tried as would be busy for 70 %, and kept as nothing becomes slower."""
+    tuner = WorkerTuner(8)
+    idle = window(10, waited=0.01, proposed=None, busy=0.15)
+    found = fed(tuner, idle, idle, idle)[-1]
+    assert found is not None
+    assert (found.workers, found.kept) == (2, False)
+    found = fed(tuner, idle, idle, idle)[-1]
+    assert found is not None
+    assert (found.workers, found.kept) == (2, True)
+
+
+def test_fewer_workers_that_cost_something_come_back() -> None:
+    tuner = WorkerTuner(4)
+    idle = window(10, waited=0.01, proposed=None, busy=0.3)
+    fed(tuner, idle, idle, idle)
+    found = fed(tuner, *[window(9.4, waited=0.2)] * 3)[-1]
+    assert found is not None
+    assert found.workers == 4
+
+
+def test_workers_for_which_there_is_no_room_go_without_a_trial() -> None:
+    tuner = WorkerTuner(8)
+    found = fed(tuner, window(10), window(10, most=3))[-1]
+    assert found == Decision(3, kept=True, reason="the cores allow 3 at most")
+
+
+def test_a_trial_without_further_workers_ends() -> None:
+    """Also after it had been told of a failure, no trial runs."""
+    tuner = WorkerTuner(2)
+    assert tuner.failed("no memory") is None
+    fed(tuner, window(1), window(10), window(10))
+    found = tuner.failed("no memory")
+    assert found is not None
+    assert (found.workers, tuner.workers, tuner.tries) == (2, 2, False)
+
+
+@given(
+    st.integers(1, 20),
+    st.lists(
+        st.builds(
+            Window,
+            st.integers(0, 10**6),
+            st.floats(0, 1e6),
+            st.floats(0, 1),
+            st.just("fetch"),
+            st.none() | st.integers(0, 64),
+            st.floats(0, 3),
+            st.integers(1, 32),
+        ),
+        max_size=120,
+    ),
+)
+def test_any_windows(workers: int, windows: list[Window]) -> None:
+    """The number stays at least 1, grows by twice at most and not beyond the limit, and is the one that it decides."""
+    tuner = WorkerTuner(workers)
+    for each in windows:
+        before = tuner.workers
+        found = tuner.observe(each)
+        assert (before if found is None else found.workers) == tuner.workers >= 1
+        if found is not None and not found.kept:
+            assert found.workers != before
+            assert found.workers <= max(before, min(2 * before, each.most))
+
+
+# -------------------------------------------------------------------------------------------------- convergence
+
+
+@dataclass
+class Simulated:
+    """A pipeline whose rate follows from the number of workers: the slowest stage bounds it.
+
+    Attributes:
+        consumer: seconds that the consumer takes for a batch.
+        waits: seconds that a worker waits for a batch.
+        computes: seconds of CPU for a batch.
+        cpus: number of CPUs.
+        lock: whether all workers wait one after the other.
+        noise: standard deviation of a window's rate, as a share.
+    """
+
+    consumer: float = 0.0
+    waits: float = 0.0
+    computes: float = 0.0
+    cpus: int = 4
+    lock: bool = False
+    noise: float = 0.02
+    switches: list[tuple[float, int]] = field(default_factory=list)
+
+    def rate(self, workers: int) -> float:
+        crowded = 1.1 if workers > self.cpus and self.computes > self.waits else 1.0
+        making = (self.waits + self.computes * max(1.0, workers / self.cpus)) / workers
+        periods = [self.consumer, making, self.computes / self.cpus * crowded, self.waits if self.lock else 0.0]
+        return 1 / max(periods)
+
+    def proposed(self, workers: int) -> int | None:
+        """As the diagnosis does, which cannot know of a lock: the least of some numbers that is predicted to be best."""
+        lock, self.lock = self.lock, False
+        most = 16 if self.waits > self.computes else self.cpus
+        best = workers
+        for each in sorted({1, 2, 4, 8, 16, self.cpus}):
+            if each <= most and self.rate(each) > 1.1 * self.rate(best):
+                best = each
+        self.lock = lock
+        return None if best == workers else best
+
+    def run(self, seconds: float, seed: int, workers: int) -> list[tuple[float, float, int]]:
+        """Returns time, rate and number of workers of each window."""
+        draw, tuner, now = random.Random(seed), WorkerTuner(workers), 0.0
+        found: list[tuple[float, float, int]] = []
+        while now < seconds:
+            length = 2.0 if tuner.settled else 0.5
+            number = tuner.workers
+            rate = self.rate(number) * max(0.1, draw.gauss(1, self.noise))
+            waited = max(0.0, 1 - self.consumer * rate)
+            work = self.waits + self.computes * max(1.0, number / self.cpus)
+            now += length
+            found.append((now, self.rate(number), number))
+            decision = tuner.observe(
+                Window(
+                    *(round(1e6 * rate * length), 1e6 * length, waited, "fetch"),
+                    *(self.proposed(number), min(1.0, rate * work / number), max(16, self.cpus)),
+                )
+            )
+            if decision is not None and not decision.kept:
+                self.switches.append((now, decision.workers))
+        return found
+
+
+RUNS = 12
+
+SCENES: dict[str, Callable[[], Simulated]] = {
+    "slow reads": lambda: Simulated(waits=0.032),
+    "slow reads, slow consumer": lambda: Simulated(waits=0.032, consumer=0.006),
+    "slow consumer": lambda: Simulated(waits=0.004, consumer=0.02),
+    "computing, 2 CPUs": lambda: Simulated(computes=0.03, cpus=2),
+    "computing, 32 CPUs": lambda: Simulated(computes=0.03, cpus=32),
+    "a lock": lambda: Simulated(waits=0.03, lock=True),
+    "both": lambda: Simulated(waits=0.02, computes=0.01),
+}
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+@pytest.mark.parametrize("name", SCENES)
+def test_convergence(name: str, noise: float) -> None:
+    """After 30 s the rate is within 10 % of the best number's, and never was below 0.9 of the first number's for 5 s;
+    in the two minutes after that the number moves for no more than a few trials. So in 11 of 12 runs at least.
+    """
+    failures: list[Any] = []
+    for seed in range(RUNS):
+        scene = SCENES[name]()
+        scene.noise = noise
+        first = min(4, scene.cpus)
+        seen = scene.run(150.0, seed, first)
+        best = max(scene.rate(number) for number in range(1, max(16, scene.cpus) + 1))
+        late = [rate for at, rate, _ in seen if at > 30]
+        low = longest = before = 0.0
+        for at, rate, _ in seen:
+            low = low + at - before if rate < 0.9 * scene.rate(first) else 0.0
+            before, longest = at, max(longest, low)
+        trials = [at for at, _ in scene.switches if at > 30]
+        reached = sum(late) / len(late) / best
+        if reached < 0.9 or longest > 5 or len(trials) > 6:
+            failures.append((seed, round(reached, 2), longest, scene.switches))
+    assert len(failures) <= RUNS // 12, failures
