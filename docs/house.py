@@ -34,7 +34,7 @@ FLOORS = [
     "options",
     "state",
     "epoch",
-    "explain loader_trace progress_bar",
+    "explain loader_trace progress_bar worker_trial",
     "loader async_loader",
     "stateful_loader writing",
     ("dataloader2 dataloader2.datapipes dataloader2.graph dataloader2.random dataloader2.services dataloader2.utils"),

@@ -108,6 +108,7 @@ PURE = {
         "tracing.chrome",
         "tracing.clocks",
         "tracing.spans",
+        "telemetry.worker_tuning",
         "transports.cache_layout",
         "transports.checks",
         "transports.errors",

@@ -11,6 +11,7 @@ no start. A decision ends them, the last one first, once they have answered thei
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -35,8 +36,8 @@ from asyncloader.workers.source import WorkerHandle
 
 _log = logging.getLogger("asyncloader")
 
-_WINDOW_S, _SETTLED_WINDOW_S = 0.5, 2.0
-_LEAST_BATCHES = 8
+_LOOK_S = 0.02  # between two looks at whether workers have begun, or at whether a window has enough batches
+_REST_S = 2.0  # between two looks at whether another iterator still changes the number
 _STARTING_S = 60.0  # for workers to begin, before a trial of them is given up
 _RESERVE = 0.1  # the share of the memory that is left that no worker is started into
 
@@ -54,7 +55,6 @@ class WorkerCount:
         self._auto = auto
         self._config = config
         self._statistics = statistics
-        self._window = _WINDOW_S
         self._due = 0.0
         self._begun: Run | None = None  # the figures at the beginning of the window
         self._early: dict[int, WorkerHandle] = {}  # workers that were made before those with lower numbers
@@ -106,24 +106,24 @@ class WorkerCount:
             self._begin_window()
             return
         if not self._auto.drive(self):
-            self._due = now + _SETTLED_WINDOW_S
+            self._due = now + _REST_S
             return
         if self._starting_until is not None:
             self._wait_for_start(now)
             return
-        run = run_of(self._config, self._statistics, self._at_work)
         assert self._begun is not None
-        window = run.since(self._begun)
-        if window.batches < max(_LEAST_BATCHES, 2 * self._at_work):
-            self._due = now + self._window / 4
+        if self._statistics.batches - self._begun.batches < self._auto.tuner.window[1]:
+            self._due = now + _LOOK_S
             return
-        self._observe(window)
+        run = run_of(self._config, self._statistics, self._at_work)
+        self._observe(run.since(self._begun))
         self._begin_window(run)
 
     def answered(self, worker: int) -> None:
         """A worker has answered a task, or has died: end the last workers, if they are not needed and have no tasks."""
         if worker >= self._at_work and self._ends_surplus:
-            self._end_surplus()
+            # Not here: this runs while the pool reads that worker's frames, or takes note of its death.
+            asyncio.get_running_loop().call_soon(self._end_surplus)
 
     def made(self, made: WorkerHandle | Exception, request: Request) -> None:
         """Take a requested worker, or the error that prevented it."""
@@ -152,6 +152,7 @@ class WorkerCount:
     def close(self) -> None:
         """Discard the workers that were not taken."""
         self._auto.release(self)
+        self._ends_surplus = False
         for worker in self._early.values():
             self._respawner.discard_soon(worker)
         self._early.clear()
@@ -159,9 +160,8 @@ class WorkerCount:
     # ----------------------------------------------------------------------------------------------- measuring
 
     def _begin_window(self, run: Run | None = None) -> None:
-        self._window = _SETTLED_WINDOW_S if self._auto.tuner.settled else _WINDOW_S
         self._begun = run or run_of(self._config, self._statistics, self._at_work)
-        self._due = perf_counter() + self._window
+        self._due = perf_counter() + self._auto.tuner.window[0]
 
     def _observe(self, run: Run) -> None:
         verdict = diagnose(run)
@@ -257,10 +257,12 @@ class WorkerCount:
             self._auto.tuner.interrupted()
             self._begin_window()
         else:
-            self._due = now + _WINDOW_S / 4
+            self._due = now + _LOOK_S
 
     def _end_surplus(self) -> None:
-        while len(self._pool.processes) > self._at_work:
+        """End the last workers, as long as they have no tasks. Not within the pool's callbacks."""
+        # A trial, or the end of the epoch, may have come since this was asked for.
+        while self._ends_surplus and len(self._pool.processes) > self._at_work:
             last = len(self._pool.processes) - 1
             if self._scheduler.unanswered(last) or self._scheduler.replaces(last):
                 return

@@ -24,6 +24,8 @@ WORTH = 0.05
 """The least part by which batches must come faster for more workers to be kept."""
 
 _HEALTHY_WAIT = 0.05  # as in the diagnosis: a consumer that waits for less is the bound itself
+_WINDOW_S, _SETTLED_WINDOW_S = 0.5, 2.0
+_LEAST_BATCHES = 8
 _LEAST, _MOST = 2, 8  # windows of a control or a trial
 _CLEARLY = 0.85  # of the control's rate: a trial that is slower in its first window ends with that
 _T95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.9, 1.86, 1.83, 1.81, 1.8, 1.78)  # by degrees of freedom
@@ -100,6 +102,11 @@ class WorkerTuner:
         self._up: tuple[int, int] = (0, 0)
         self._down: tuple[int, int] = (0, 0)
         self._rest = _FIRST_REST
+
+    @property
+    def window(self) -> tuple[float, int]:
+        """The least seconds and batches of the next window."""
+        return _SETTLED_WINDOW_S if self.settled else _WINDOW_S, max(_LEAST_BATCHES, 2 * self.workers)
 
     @property
     def tries(self) -> bool:

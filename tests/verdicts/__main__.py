@@ -1,4 +1,5 @@
-"""Run the planted runs: ``python -m tests.verdicts [--rows NAME,...] [--seeds 11,12] [--kinds sync,async]``.
+"""Run the planted runs: ``python -m tests.verdicts [--rows NAME,...] [--seeds 11,12] [--kinds sync,async]``;
+``--auto`` measures ``num_workers="auto"`` instead (`auto.py`).
 
 For each row, loop and seed: the run itself, its verdict, the run with the advised change, and the runs of the grid, all
 in this process, one after the other. Prints a line for each, and at the end the table; ``--save`` writes the table into
@@ -19,6 +20,7 @@ from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.cpus import usable_cpus
 from asyncloader.options.objects import grouped
 from asyncloader.telemetry.diagnosis import Diagnosis
+from tests.verdicts.auto import measure
 from tests.verdicts.planted import CannotPlant
 from tests.verdicts.rows import ROWS, Row
 
@@ -112,8 +114,12 @@ def main() -> int:
     parser.add_argument("--kinds", default="sync,async")
     parser.add_argument("--grid", default=True, action=argparse.BooleanOptionalAction)
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--auto", action="store_true", help='measure num_workers="auto" beside fixed numbers')
     given = parser.parse_args()
     wanted = [each for each in given.rows.split(",") if each]
+    if given.auto:
+        print(measure(wanted))
+        return 0
     outcomes: list[Outcome] = []
     for row in ROWS:
         if wanted and not any(part in row.name for part in wanted):

@@ -66,6 +66,11 @@ class MultiProcessingReadingService(PausableReadingService):
             raise AssertionError(
                 f"Please choose one available multiprocessing context from {mp.get_all_start_methods()}"
             )
+        if not isinstance(num_workers, int):
+            raise TypeError(
+                f"num_workers should be a number of processes, but got {num_workers!r}: each reads a part of the graph "
+                "that depends on their number, so it cannot be chosen while the graph is read"
+            )
         if num_workers < 0:
             raise ValueError(f"num_workers must be at least 0, not {num_workers}")
         self.num_workers = num_workers

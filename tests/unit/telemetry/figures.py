@@ -21,6 +21,7 @@ FIGURES = frozenset(
         "data/worker_busy_frac",
         "data/worker_restarts",
         "data/prefetch_depth",
+        "data/num_workers",
         "data/worker_retirements",
         "data/skipped_samples",
         "data/refilled_samples",

@@ -162,7 +162,7 @@ class Simulated:
         return 1 / max(periods)
 
     def proposed(self, workers: int) -> int | None:
-        """As the diagnosis does, which cannot know of a lock: the least of some numbers that is predicted to be best."""
+        """As the diagnosis does, which cannot know of a lock: the least of some numbers that is predicted best."""
         lock, self.lock = self.lock, False
         most = 16 if self.waits > self.computes else self.cpus
         best = workers
@@ -177,7 +177,7 @@ class Simulated:
         draw, tuner, now = random.Random(seed), WorkerTuner(workers), 0.0
         found: list[tuple[float, float, int]] = []
         while now < seconds:
-            length = 2.0 if tuner.settled else 0.5
+            length = tuner.window[0]
             number = tuner.workers
             rate = self.rate(number) * max(0.1, draw.gauss(1, self.noise))
             waited = max(0.0, 1 - self.consumer * rate)

@@ -1,0 +1,237 @@
+"""num_workers="auto" in seeded mode, with a tuner that decides as planned: whatever the number of workers does while an
+epoch runs, the batches are those of a fixed number, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
+from asyncloader.telemetry.worker_tuning import Decision, Window, WorkerTuner
+from tests.helpers.comparing import assert_same
+from tests.helpers.running import KINDS, run_async
+from tests.helpers.seeded_datasets import AllDraws, Rows
+from tests.helpers.shards_of_formats import write
+from tests.service.definitions import fields_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+SAMPLES = 600
+
+
+class Planned(WorkerTuner):
+    """Goes through these numbers of workers, one with each window; of each pair of changes the second is kept."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__(numbers[0])
+        self.numbers = list(numbers[1:])
+
+    @property
+    def window(self) -> tuple[float, int]:
+        return 0.0, 4
+
+    def observe(self, window: Window) -> Decision | None:
+        del window
+        if not self.numbers:
+            return None
+        self.before, self.workers = self.workers, self.numbers.pop(0)
+        return Decision(self.workers, kept=len(self.numbers) % 2 == 0, reason="it is planned")
+
+    def failed(self, reason: str) -> Decision | None:
+        self.workers = self.before
+        return Decision(self.workers, kept=True, reason=reason)
+
+
+def planned(loader: Any, *numbers: int) -> Any:
+    """Have the loader go through these numbers of workers."""
+    loader.num_workers.tuner = Planned(*numbers)
+    return loader
+
+
+class DyingOnce(Rows):
+    """The process that makes sample 200 kills itself, once."""
+
+    def __init__(self, length: int, mark: Path) -> None:
+        super().__init__(length)
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 200 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def epochs(kind: str, numbers: tuple[int, ...], count: int, dataset: Any, **options: Any) -> tuple[list[Any], Any]:
+    """The batches of the first epochs, and the loader's figures once it has had all planned numbers."""
+    found: list[Any] = []
+    if kind == "sync":
+        with planned(DataLoader(dataset, num_workers="auto", **options), *numbers) as loader:
+            while len(found) < count or loader.num_workers.tuner.numbers:
+                found.append(list(loader))
+            return found[:count], (loader.stats(), loader.explain())
+
+    async def run() -> Any:
+        async with planned(AsyncDataLoader(dataset, num_workers="auto", **options), *numbers) as loader:
+            while len(found) < count or loader.num_workers.tuner.numbers:
+                found.append([batch async for batch in loader])
+            return found[:count], (loader.stats(), loader.explain())
+
+    return run_async(run(), kind)
+
+
+OPTIONS = {"batch_size": 4, "seed": 3, "shuffle": True}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    """Two epochs of a loader without workers."""
+    with DataLoader[Any](AllDraws(SAMPLES), **OPTIONS) as loader:
+        return [list(loader) for _ in range(2)]
+
+
+@pytest.mark.loops
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_forked_workers_that_come_and_go(kind: str, persistent: bool, expected: list[Any]) -> None:
+    """Up and down in both epochs: every batch, all random numbers, and the number in `stats` and `explain`."""
+    numbers = (2, 5, 1, 4, 4, 2, 3)
+    found, (stats, text) = epochs(kind, numbers, 2, AllDraws(SAMPLES), persistent_workers=persistent, **OPTIONS)
+    assert_same(found, expected)
+    assert stats["data/worker_restarts"] == 0.0
+    assert "num_workers: tries 5 workers instead of 2: it is planned" in text
+    assert "num_workers: goes to 3 workers instead of 2: it is planned" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workers": "threads"},
+        pytest.param({"in_order": False}, marks=pytest.mark.thorough),
+        pytest.param({"prefetch_factor": 1, "drop_last": True}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_other_ways(kind: str, options: dict[str, Any]) -> None:
+    """Threads; batches out of order; a single credit for each worker."""
+    dataset: Any = Rows(SAMPLES)
+    found, _ = epochs(kind, (1, 4, 2, 2, 1, 3), 1, dataset, **OPTIONS, **options)
+    with DataLoader[Any](dataset, num_workers=2, **{**OPTIONS, **options, "workers": None}) as loader:
+        wanted = list(loader)
+    in_order = options.get("in_order", True)
+    assert_same(*(each if in_order else sorted(each, key=lambda batch: batch.tolist()) for each in (found[0], wanted)))
+
+
+@pytest.mark.spawns
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_workers_that_start_slowly(kind: str, method: str, expected: list[Any]) -> None:
+    """An epoch that ends while they start; an epoch that goes on until they work, and is left early."""
+    dataset = AllDraws(SAMPLES)
+    found, _ = epochs(kind, (1, 3), 1, dataset, multiprocessing_context=method, **OPTIONS)
+    assert_same(found[0], expected[0])
+    # The dataset is long enough for any start: the loop is left once all are at work.
+    with planned(
+        DataLoader[Any](AllDraws(10**7), num_workers="auto", multiprocessing_context=method, **OPTIONS), 1, 3
+    ) as loader:
+        batches = iter(loader)
+        while loader.stats()["data/num_workers"] < 3:
+            next(batches)
+        state, following = loader.state_dict(), [next(batches) for _ in range(30)]
+    with DataLoader[Any](AllDraws(10**7), num_workers=2, **OPTIONS) as other:
+        other.load_state_dict(state)
+        resumed = iter(other)
+        assert_same([next(resumed) for _ in range(30)], following)
+
+
+def test_a_worker_that_is_killed_while_the_number_changes(tmp_path: Path) -> None:
+    """Its tasks are made again, by a replacement or by others: nothing is lost or doubled."""
+    for round_, numbers in enumerate([(2, 4, 6, 3, 5), (4, 4, 1, 1, 1, 3)]):
+        dataset = DyingOnce(SAMPLES, tmp_path / str(round_))
+        found, (stats, _) = epochs("sync", numbers, 1, dataset, batch_size=4, seed=3)
+        assert [batch.tolist() for batch in found[0]] == [[*range(at, at + 4)] for at in range(0, SAMPLES, 4)]
+        assert stats["data/worker_restarts"] == 1.0
+
+
+def test_every_worker_is_killed_from_outside_after_each_change(expected: list[Any]) -> None:
+    """Also those that get no more tasks."""
+    with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 2, 4, 1, 3, 3) as loader:
+        batches, found = iter(loader), list[Any]()
+        for batch in batches:
+            found.append(batch)
+            if len(found) in (8, 40):
+                for process in list(batches._workers):  # type: ignore[attr-defined]
+                    process.kill()
+    assert_same(found, expected[0])
+
+
+def test_a_state_that_is_saved_during_a_change(expected: list[Any]) -> None:
+    """It is resumed with a fixed number, and the state of a fixed number with a number that changes."""
+    with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 1, 4, 2, 5) as loader:
+        batches = iter(loader)
+        for at in range(1, 40):
+            assert_same(next(batches), expected[0][at - 1])
+            if at % 19:
+                continue
+            with DataLoader[Any](AllDraws(SAMPLES), num_workers=3, **OPTIONS) as other:
+                other.load_state_dict(loader.state_dict())
+                assert_same(next(iter(other)), expected[0][at])
+                state = other.state_dict()
+            with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 2, 3, 1) as third:
+                third.load_state_dict(state)
+                assert_same(list(third), expected[0][at + 1 :])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_epoch_that_is_left_while_workers_start(persistent: bool, expected: list[Any]) -> None:
+    """At each of the first batches; the next epoch begins anew with the number so far."""
+    options = {**OPTIONS, "persistent_workers": persistent}
+    with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **options), 1, 6, 2, 5, 1, 4) as loader:
+        for stop in (1, 2, 3, 5, 6, 9, 14):
+            for number, batch in enumerate(loader, 1):
+                if number == stop:
+                    assert_same(batch, expected[0][stop - 1])
+                    break
+        assert_same(list(loader), expected[0])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_two_iterators_at_a_time(kind: str, expected: list[Any]) -> None:
+    """The first changes its number, the other keeps its own."""
+    if kind == "sync":
+        with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 1, 3, 2, 2, 4) as loader:
+            pairs: Iterator[Any] = zip(loader, loader, strict=True)
+            assert_same([each for each, _ in pairs], expected[0])
+        return
+
+    async def run() -> list[Any]:
+        async with planned(AsyncDataLoader(AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 1, 3, 2, 4) as loader:
+            first, second = aiter(loader), aiter(loader)
+            return [(await anext(second), batch)[1] async for batch in first]
+
+    assert_same(run_async(run()), expected[0])
+
+
+@pytest.mark.parametrize("numbers", [(1, 4, 2, 6, 1), (5, 1, 3, 3)])
+def test_fixed_streams(numbers: tuple[int, ...], tmp_path: Path) -> None:
+    """A stream of shards whose order does not depend on workers: its streams move to others."""
+    write(tmp_path, "tar")
+
+    def loader_of(workers: Any, **options: Any) -> DataLoader[Any]:
+        dataset = RemoteIterableDataset(f"{tmp_path}/", shuffle_buffer=5, streams=2)
+        return DataLoader[Any](dataset, batch_size=1, seed=3, decode=fields_of, num_workers=workers, **options)
+
+    with loader_of(0) as loader:
+        expected = [list(loader) for _ in range(2)]
+    with planned(loader_of("auto", multiprocessing_context="fork"), *numbers) as loader:
+        assert_same([list(loader) for _ in range(2)], expected)

@@ -1,0 +1,202 @@
+"""num_workers="auto": where it is refused, what a loader shows of it, and the trial in torch mode."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, definition, worker_trial
+from asyncloader.dataloader2 import MultiProcessingReadingService
+from asyncloader.options.auto_workers import AutoWorkers
+from tests.helpers.comparing import assert_same
+from tests.helpers.seeded_datasets import Rows
+from tests.integration.auto_workers.test_changing_workers import planned
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@definition
+def rows(length: int) -> Rows:
+    return Rows(length)
+
+
+class Stream(IterableDataset[Any]):
+    """An empty stream."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class WithState(Rows):
+    """A map dataset with a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+
+class Unsized:
+    """A map dataset without a length."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Drawing(Rows):
+    """Samples with random numbers of the worker."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, float(torch.rand(())), random.random(), float(np.random.random())])
+
+
+class Broken(Rows):
+    """Every sample raises."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError(f"sample {index} is broken")
+
+
+class ThreadContext:
+    """A multiprocessing context that makes threads."""
+
+    Process = threading.Thread
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "reason"),
+    [
+        (Stream(), {"seed": 1}, "another number of workers gives other batches"),
+        (Stream(), {}, "another number of workers gives other batches"),
+        (RemoteIterableDataset("/nowhere/"), {"seed": 1}, "with seed= and streams= on the dataset it does not"),
+        (WithState(4), {"seed": 1}, "each worker has a copy"),
+        (Rows(4), {"workers": "threads"}, "with seed= no trial is needed"),
+        (Unsized(), {"sampler": [0, 1]}, "whose length is unknown"),
+        (Rows(4), {"batch_sampler": [[0], [1]]}, "batch_sampler of another class"),
+    ],
+    ids=["stream", "torch stream", "shards", "state", "threads", "unsized", "batch sampler"],
+)
+def test_refusals(dataset: Any, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as raised:
+        DataLoader(dataset, num_workers="auto", **options)
+    assert str(raised.value).endswith("Give a number")
+
+
+def test_refusals_of_others() -> None:
+    """An async loader in torch mode, workers that are torch's own, a service, a reading service, another text."""
+    with pytest.raises(ValueError, match="needs seed= in an AsyncDataLoader"):
+        AsyncDataLoader(Rows(4), num_workers="auto")
+    with pytest.raises(ValueError, match="the service's"):
+        DataLoader(rows(4), num_workers="auto", seed=1, workers="tcp://127.0.0.1:1")
+    with pytest.raises(TypeError, match="a number of processes"):
+        MultiProcessingReadingService(num_workers="auto")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="num_workers should be an integer"):
+        DataLoader(Rows(4), num_workers="many")  # type: ignore[arg-type]
+
+
+def test_the_attribute() -> None:
+    """It is "auto", also for copies and clones; and the number now where it is compared with a number."""
+    loader = DataLoader[Any](Rows(64), num_workers="auto", seed=1)
+    number: Any = loader.num_workers
+    assert number == "auto"
+    assert f"{number}" == "auto"
+    assert number > 0
+    assert not number < 1
+    assert 1 <= number <= 64
+    assert [*range(number)] == [*range(int(number))]
+    assert "num_workers=auto" in repr(loader)
+    for other in (loader.clone(), pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
+        assert other.num_workers == "auto"
+        assert other.num_workers is not number
+    assert loader.clone(num_workers=0).num_workers == 0
+    assert loader.clone(num_workers=3).num_workers == 3
+    assert AsyncDataLoader.from_torch(loader).num_workers == "auto"
+    assert DataLoader[Any](Rows(64)).clone(num_workers="auto", seed=2).num_workers == "auto"
+    assert_same(loader.batch_at(7), DataLoader[Any](Rows(64), seed=1).batch_at(7))
+
+
+def test_worker_info_has_the_most_workers_that_there_may_be() -> None:
+    """Every worker's id is below that number, which never changes."""
+    with DataLoader[Any](Rows(64), num_workers="auto", seed=1, collate_fn=_info) as loader:
+        found = set(loader)
+    most: Any = loader.num_workers
+    assert {number for _, number in found} == {most.most}
+    assert all(worker < number for worker, number in found)
+
+
+def _info(_: Any) -> tuple[int, int]:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    return info.id, info.num_workers
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_torch_mode(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a trial the batches of two epochs, and all generators, are those of a loader with the chosen number."""
+    monkeypatch.setattr(worker_trial, "_SECONDS", 0.0)
+
+    def run(workers: Any) -> Any:
+        torch.manual_seed(5)
+        random.seed(6)
+        np.random.seed(7)
+        sampler = torch.utils.data.RandomSampler(Drawing(24), generator=torch.Generator().manual_seed(3))
+        with DataLoader[Any](
+            Drawing(24), batch_size=4, sampler=sampler, num_workers=workers, persistent_workers=persistent
+        ) as loader:
+            found = [list(loader) for _ in range(2)]
+            explained = loader.explain()
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+        return found, states, (int(loader.num_workers), explained)
+
+    found, states, (number, explained) = run("auto")
+    assert f"num_workers: has {number}, after a trial of" in explained
+    expected, expected_states, _ = run(number)
+    assert_same(found, expected)
+    assert_same(states, expected_states)
+
+
+def test_a_trial_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """The epoch raises the error in its place; the log has it, too."""
+    with (
+        caplog.at_level(logging.WARNING, "asyncloader"),
+        DataLoader[Any](Broken(8), num_workers="auto") as loader,
+        pytest.raises(RuntimeError, match="sample 0 is broken"),
+    ):
+        next(iter(loader))
+    assert "the trial failed with RuntimeError" in caplog.text
+
+
+def test_a_dataset_that_has_changed() -> None:
+    """Forked workers cannot be added to: they would have another dataset. The loader keeps those that it has."""
+    dataset = Rows(400)
+    with planned(DataLoader[Any](dataset, batch_size=2, num_workers="auto", seed=1), 1, 4) as loader:
+        batches = iter(loader)
+        next(batches)
+        dataset.length = 401
+        assert len(list(batches)) == 199
+        assert loader.stats()["data/num_workers"] == 1.0
+        assert "no further worker can be started" in loader.explain()
+
+
+def test_every_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """With its reason."""
+    with (
+        caplog.at_level(logging.INFO, "asyncloader"),
+        planned(DataLoader[Any](Rows(400), batch_size=2, num_workers="auto", seed=1), 1, 3) as loader,
+    ):
+        assert len(list(loader)) == 200
+    assert 'num_workers="auto" goes to 3 workers instead of 1: it is planned' in caplog.text
+
+
+def test_copies_are_of_one_type() -> None:
+    assert type(copy.copy(AutoWorkers())) is AutoWorkers

@@ -1,0 +1,116 @@
+"""Measures ``num_workers="auto"`` beside fixed numbers, on planted runs: ``python -m tests.verdicts --auto``.
+
+Each row is read for 40 s by a loader that chooses, and then by loaders with fixed numbers for some seconds each, twice,
+in turn; rates are batches per second. Promised is what `docs/how-to/choose-workers.md` says, in figures: after 30 s within 10 % of the best fixed
+number, and never for more than 5 s below 0.9 of the number that the loader begins with.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from asyncloader import DataLoader
+from tests.verdicts.planted import Locked, Planted, SlowSampler, nothing, sleeps
+
+_SECONDS, _SETTLED_S, _FIXED_S, _BIN_S = 40.0, 30.0, 4.0, 1.0
+_NUMBERS = (1, 2, 4, 8, 16)
+_LENGTH = 200_000
+
+
+@dataclass(frozen=True)
+class AutoRow:
+    """A planted run of any length.
+
+    Attributes:
+        name: the planted condition.
+        dataset: makes the dataset.
+        options: of the loader.
+        consume: called with each batch.
+    """
+
+    name: str
+    dataset: Callable[[], Any]
+    options: dict[str, Any]
+    consume: Callable[[Any], None] = nothing
+
+
+ROWS = [
+    AutoRow("slow reads", lambda: Planted(11, _LENGTH, waits=0.004), {}),
+    AutoRow("computing", lambda: Planted(11, _LENGTH, computes=0.003), {}),
+    AutoRow("one lock that all workers wait for", lambda: Locked(11, _LENGTH, 0.004), {}),
+    AutoRow("slow consumer", lambda: Planted(11, _LENGTH, waits=0.0005), {}, sleeps(0.02)),
+    AutoRow(
+        "a sampler that is slow",
+        lambda: Planted(11, _LENGTH, waits=0.0005),
+        {"sampler": SlowSampler(_LENGTH, 0.002)},
+    ),
+]
+
+
+def arrivals(row: AutoRow, workers: Any, seconds: float) -> tuple[list[float], list[float], list[str]]:
+    """Read for so long. Returns when batches came, since the first, the number of workers then, and the decisions."""
+    options = {"batch_size": 8, "seed": 1, "multiprocessing_context": "fork", **row.options}
+    came: list[float] = []
+    numbers: list[float] = []
+    with DataLoader[Any](row.dataset(), num_workers=workers, **options) as loader:
+        for batch in loader:
+            row.consume(batch)
+            came.append(time.perf_counter())
+            numbers.append(float(int(loader.num_workers)))
+            if came[-1] - came[0] > seconds:
+                break
+        chosen: Any = loader.num_workers
+        decisions = list(chosen.decisions) if workers == "auto" else []
+    return [at - came[0] for at in came], numbers, decisions
+
+
+def rate(came: list[float], begin: float = 0.5) -> float:
+    """Batches per second from a time on."""
+    late = [at for at in came if at >= begin]
+    return (len(late) - 1) / max(1e-9, late[-1] - late[0])
+
+
+def longest_below(came: list[float], least: float) -> float:
+    """The longest time for which the rate of whole seconds was below `least`."""
+    bins = [0] * int(came[-1] / _BIN_S)
+    for at in came:
+        if at / _BIN_S < len(bins):
+            bins[int(at / _BIN_S)] += 1
+    longest = here = 0
+    for number in bins:
+        here = here + 1 if number / _BIN_S < least else 0
+        longest = max(longest, here)
+    return longest * _BIN_S
+
+
+def measure(wanted: list[str]) -> str:
+    """Measure the rows whose names contain one of `wanted`, or all. Returns the table."""
+    lines = [
+        "| planted | begins with | settles on | trials | after 30 s | best fixed | promised | got | below 0.9 for |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in ROWS:
+        if wanted and not any(part in row.name for part in wanted):
+            continue
+        came, numbers, decisions = arrivals(row, "auto", _SECONDS)
+        fixed: dict[int, list[float]] = {number: [] for number in (*_NUMBERS, int(numbers[0]))}
+        for _ in range(2):
+            for number, rates in fixed.items():
+                rates.append(rate(arrivals(row, number, _FIXED_S)[0]))
+        found = {number: statistics.mean(rates) for number, rates in fixed.items()}
+        best = max(found, key=found.__getitem__)
+        got = rate(came, _SETTLED_S)
+        below = longest_below(came, 0.9 * found[int(numbers[0])])
+        trials = sum("tries" in each for each in decisions)
+        lines.append(
+            f"| {row.name} | {numbers[0]:.0f} | {numbers[-1]:.0f} | {trials} | {got:.1f} | {best}: {found[best]:.1f} "
+            f"| 90% | {got / found[best]:.0%} | {below:.0f} s |"
+        )
+        print(lines[-1], flush=True)
+        for each in decisions:
+            print(f"      {each}", flush=True)
+    return "\n".join([*lines, ""])
