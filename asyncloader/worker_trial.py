@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, default_collate, default_convert
 
-from asyncloader.options.auto_workers import AUTO, AutoWorkers, number_of
+from asyncloader.options.auto_workers import AutoWorkers, number_of
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.objects import Tuning
@@ -68,7 +68,7 @@ def _try(spec: LoaderSpec[Any]) -> AutoWorkers:
             batch_size=size,
             # As many samples as the longest trial may read.
             sampler=_Endless(spec.dataset),
-            num_workers=AUTO,
+            num_workers="auto",
             collate_fn=None if collate is (default_collate if batched else default_convert) else collate,
             timeout=spec.timeout,
             worker_init_fn=spec.worker_init_fn,
@@ -82,7 +82,7 @@ def _try(spec: LoaderSpec[Any]) -> AutoWorkers:
             on_error=ours.on_error if ours.on_error != "refill" else "skip",
             tuning=Tuning(ring_bytes=ours.ring_bytes, decode_threads=ours.decode_threads),
         )
-    auto: Any = loader.num_workers
+    auto: AutoWorkers = vars(loader)["num_workers"]
     ends = None
     with loader:
         for _ in loader:

@@ -65,7 +65,7 @@ class TaskWatchdog:
     def drop_worker(self) -> None:
         """The worker with the highest number, which has no tasks, is given up."""
         for of_workers in (self._tasks, self._since, self._starting, self._waiting):
-            of_workers.pop()  # type: ignore[attr-defined]
+            of_workers.pop()
 
     def starts(self, worker: int) -> None:
         """A new process or a new epoch starts: the user's start-up code runs now."""

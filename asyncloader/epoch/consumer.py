@@ -24,7 +24,6 @@ from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.respawn import WorkerRespawner
 from asyncloader.epoch.skipped_samples import SkippedSampleLog
 from asyncloader.epoch.torch_iterator import TorchIterator
-from asyncloader.epoch.worker_count import WorkerCount
 from asyncloader.events import (
     ENDED,
     NOTHING,
@@ -50,6 +49,7 @@ from asyncloader.workers.pool import WorkerPool
 if TYPE_CHECKING:
     from asyncloader.delivery.device_stage import DeviceStage
     from asyncloader.delivery.transfer import DeviceTransfer
+    from asyncloader.epoch.worker_count import WorkerCount
 
 NO_BATCH: Final[Any] = object()
 """Returned instead of a batch whose samples were all dropped: take the next item."""
@@ -206,14 +206,20 @@ class Consumer:
             stateful=self._config.stateful,
             assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
             adapts=self._adapts,
-            count=WorkerCount(self._config.auto, self._config, self._statistics)
-            if self._config.auto is not None and self._config.tunes
-            else None,
+            count=self._worker_count(),
             statistics=self._statistics,
         )
         # Shared with the loop's thread without a lock: `append` and `popleft` of a deque are atomic.
         self._notices = pipeline.notices
         return pipeline
+
+    def _worker_count(self) -> WorkerCount | None:
+        config = self._config
+        if config.auto is None or not config.tunes:
+            return None
+        from asyncloader.epoch.worker_count import WorkerCount  # late: few loaders choose their number
+
+        return WorkerCount(config.auto, config, self._statistics)
 
     async def end_stage(self) -> None:
         """Let the stage finish its current batch and end, without blocking the loop. It ends even if this is

@@ -23,7 +23,6 @@ from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.epoch.timeout_report import report
-from asyncloader.epoch.worker_count import WorkerCount
 from asyncloader.errors import WorkerDied, ending
 from asyncloader.events import (
     ENDED,
@@ -61,6 +60,7 @@ from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import WorkerHandle
 
 if TYPE_CHECKING:
+    from asyncloader.epoch.worker_count import WorkerCount
     from asyncloader.remote.assignment import Reply, ShardAssigner
 
 _log = logging.getLogger("asyncloader")
@@ -185,15 +185,8 @@ class Pipeline(Listener):
         self._offers.extend(offers)
         self._handle(Started())
         if self._count is not None:
-            self._count.start(
-                self._pool,
-                self._scheduler,
-                self._respawner,
-                self._handle,
-                lambda workers: self.notices.append(Resized(workers)),
-                self._add_worker,
-                self._starts,
-            )
+            parts = self._pool, self._scheduler, self._respawner
+            self._count.start(*parts, self._handle, self.notices, self._add_worker, starts[0])
 
     def _add_worker(self) -> None:
         """There is one worker more; it begins as the first did, because any worker makes any batch."""
@@ -209,10 +202,7 @@ class Pipeline(Listener):
             return
         self._advanced = seq
         if offer is not NOTHING:
-            if offer.__class__ is MoreOffers:
-                self._offers.extend(offer)
-            else:
-                self._offers.append(offer)
+            self._offers += offer if offer.__class__ is MoreOffers else (offer,)
         try:
             self._carry_out(self._scheduler.delivered(seq))
             if self._count is not None:

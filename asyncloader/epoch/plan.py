@@ -134,7 +134,12 @@ def make_pool(config: EpochConfig, setup: WorkerSetup, kept: KeptRings | None, s
         kept: the loader's page-locked rings between epochs.
         statistics: the loader's counters.
     """
-    return WorkerPool(
+    kind = WorkerPool
+    if config.tunes:
+        from asyncloader.workers.growing_pool import GrowingPool  # late: few loaders change their number
+
+        kind = GrowingPool
+    return kind(
         _worker_source(config),
         setup,
         config.credits,

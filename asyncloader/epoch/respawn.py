@@ -120,10 +120,6 @@ class WorkerRespawner:
         else:
             self._done(made, request)
 
-    def dismiss_soon(self, worker: WorkerHandle) -> None:
-        """Have a worker that is not needed any more end in order, in a thread that waits for that."""
-        threading.Thread(target=self._pool.dismiss, args=(worker,), name="asyncloader-stop", daemon=True).start()
-
     def discard_soon(self, made: WorkerHandle | Exception) -> None:
         """Discard a process that is not needed, in a thread that waits for its end."""
         threading.Thread(target=self._discard, args=(made,), name="asyncloader-stop", daemon=True).start()

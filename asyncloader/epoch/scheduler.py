@@ -21,8 +21,7 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
   again under the same sequence numbers: to the replacement if they are bound to this worker or may have caused the
   death, else to any live worker. Tasks that `reassignment.py` finds poisoned are delivered as `Poisoned`. Without
   restarts left the epoch ends with `Fail`.
-* The number of workers may change (`Joined`, `Excused`) where any worker may make any batch. Those that get tasks are
-  always the first ones; a worker that is excused answers the tasks that it has.
+* Where any worker may make any batch their number may change (`Joined`, `Excused`): the first ones get tasks.
 * A task that is late (`Late`, see `hedging.py`) is given to a second worker too. The first outcome counts, the other
   one is dropped. If one of the two workers dies, the task stays with the other.
 
@@ -215,8 +214,7 @@ class Scheduler:
         if isinstance(event, Joined):
             return self._joined(event.worker)
         if isinstance(event, Excused):
-            self._active[event.worker] = False
-            self.workers -= 1
+            self._active[event.worker], self.workers = False, event.worker
             return []
         return self._fail(event.error)
 

@@ -13,25 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 from asyncloader.cpus import usable_cpus
 from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.run_reading import run_of
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.events import Event, Excused, Joined
+from asyncloader.events import Event, Excused, Joined, Resized
 from asyncloader.options.auto_workers import AutoWorkers
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.telemetry.diagnosis import diagnose
 from asyncloader.telemetry.prediction import MOST_WAITING_WORKERS
 from asyncloader.telemetry.run_figures import Run
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.telemetry.worker_tuning import Window
+from asyncloader.telemetry.worker_tuning import Measured
 from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.growing_pool import GrowingPool
 from asyncloader.workers.memory.segment import memory_limit
 from asyncloader.workers.memory_limit import private_bytes
-from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import WorkerHandle
 
 _log = logging.getLogger("asyncloader")
@@ -66,27 +68,29 @@ class WorkerCount:
 
     def start(
         self,
-        pool: WorkerPool,
+        pool: Any,
         scheduler: Scheduler,
         respawner: WorkerRespawner,
         handle: Callable[[Event], None],
-        resized: Callable[[int], None],
+        notices: deque[Any],
         add_worker: Callable[[], None],
-        starts: Sequence[EpochStart],
+        first_start: EpochStart,
     ) -> None:
         """Begin with the epoch.
 
         Args:
-            pool: the workers.
+            pool: the workers, a `GrowingPool`.
             scheduler: the epoch's.
             respawner: starts workers.
             handle: passes an event to the scheduler, and carries out what follows.
-            resized: notifies the consumer of the number of workers.
+            notices: for the consumer, which gets the number of workers.
             add_worker: notes that there is one worker more.
-            starts: how the first workers begin.
+            first_start: how the first worker began, and so does each that is added.
         """
-        self._pool, self._scheduler, self._respawner = pool, scheduler, respawner
-        self._handle, self._resized, self._add_worker, self._starts = handle, resized, add_worker, starts
+        self._pool: GrowingPool = pool
+        self._scheduler, self._respawner = scheduler, respawner
+        self._handle, self._notices, self._add_worker = handle, notices, add_worker
+        self._first_start = first_start
         self._requested = self._at_work = len(pool.processes)
         self._auto.tuner.interrupted()
         if self._auto.drive(self):
@@ -168,7 +172,7 @@ class WorkerCount:
         proposed = verdict.change.get("num_workers")
         most, limit = self._most(proposed or 0)
         seconds = max(run.elapsed_s, 1e-9)
-        window = Window(
+        window = Measured(
             batches=run.batches,
             seconds=seconds,
             waited=min(1.0, run.wait_s / seconds),
@@ -232,8 +236,8 @@ class WorkerCount:
             self._starting_until = perf_counter() + _STARTING_S
             while self._requested < workers:
                 worker, self._requested = self._requested, self._requested + 1
-                self._respawner.request(Request(worker, self._starts[0], b"", self._pool.epoch, joins=True))
-        self._resized(self._at_work)
+                self._respawner.request(Request(worker, self._first_start, b"", self._pool.epoch, joins=True))
+        self._notices.append(Resized(self._at_work))
         if ends_surplus:
             self._end_surplus()
 
@@ -241,7 +245,7 @@ class WorkerCount:
         while self._at_work < min(self._auto.number, len(self._pool.processes)):
             worker, self._at_work = self._at_work, self._at_work + 1
             # Before the event: the scheduler asks for more indices, which the consumer takes from the sampler.
-            self._resized(self._at_work)
+            self._notices.append(Resized(self._at_work))
             self._handle(Joined(worker))
 
     def _wait_for_start(self, now: float) -> None:
@@ -266,7 +270,7 @@ class WorkerCount:
             last = len(self._pool.processes) - 1
             if self._scheduler.unanswered(last) or self._scheduler.replaces(last):
                 return
-            self._respawner.dismiss_soon(self._pool.shorten())
+            self._pool.dismiss_soon(self._pool.shorten())
         self._requested = max(len(self._pool.processes), min(self._requested, self._auto.number))
 
 

@@ -306,8 +306,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     def _asyncloader_make(self, arguments: dict[str, Any]) -> None:
         """Check the arguments, and set the attributes."""
         dataset, given = arguments["dataset"], dict(arguments)
-        if given["num_workers"] == AUTO:
-            given["num_workers"] = AutoWorkers()
+        given["num_workers"] = AutoWorkers() if given["num_workers"] == AUTO else given["num_workers"]
         check_num_workers(given["num_workers"])
         if isinstance(given["sampler"], Positions):  # of a loader from whose attributes this one is made
             given["sampler"] = None

@@ -33,7 +33,7 @@ _BUSY = 0.7  # the share of their time for which fewer workers may be busy
 _FIRST_REST, _LAST_REST = 16, 512  # windows for which a rejected change is not tried again
 
 
-class Window(NamedTuple):
+class Measured(NamedTuple):
     """The figures of a stretch of time in which the number of workers did not change.
 
     Attributes:
@@ -121,7 +121,7 @@ class WorkerTuner:
         """Workers could not be started: end the trial. Returns the number before; None if no trial runs."""
         return self._reject(reason) if self.tries else None
 
-    def observe(self, window: Window) -> Decision | None:
+    def observe(self, window: Measured) -> Decision | None:
         """Take a window into account. Returns the change to make now; None: none."""
         self._now += 1
         if self._skips:
@@ -140,7 +140,7 @@ class WorkerTuner:
 
     # ------------------------------------------------------------------------------------------------- trying
 
-    def _cut(self, window: Window) -> Decision:
+    def _cut(self, window: Measured) -> Decision:
         """Fewer workers without a trial: there is no room for these."""
         reason = f"{window.limit} allow {window.most} at most"
         self._go_to(window.most)
@@ -148,7 +148,7 @@ class WorkerTuner:
         self._control = []
         return Decision(window.most, kept=True, reason=reason)
 
-    def _try_up_or_down(self, window: Window) -> Decision | None:
+    def _try_up_or_down(self, window: Measured) -> Decision | None:
         if window.waited < _HEALTHY_WAIT:
             return self._try_fewer(window)
         if window.proposed is None or window.proposed == self.workers:
@@ -166,7 +166,7 @@ class WorkerTuner:
             why += f"; {window.limit} allow {window.most}"
         return self._start(target, why)
 
-    def _try_fewer(self, window: Window) -> Decision | None:
+    def _try_fewer(self, window: Measured) -> Decision | None:
         target = max(1, ceil(self.workers * window.busy / _BUSY))
         if target >= self.workers or self._rests_down(target):
             return None
@@ -192,7 +192,7 @@ class WorkerTuner:
 
     # ------------------------------------------------------------------------------------------------ judging
 
-    def _judge(self, window: Window) -> Decision | None:
+    def _judge(self, window: Measured) -> Decision | None:
         self._trial.append(window.rate)
         self._waited.append(window.waited)
         more = self.workers > self._before

@@ -1,8 +1,8 @@
 """Measures ``num_workers="auto"`` beside fixed numbers, on planted runs: ``python -m tests.verdicts --auto``.
 
 Each row is read for 40 s by a loader that chooses, and then by loaders with fixed numbers for some seconds each, twice,
-in turn; rates are batches per second. Promised is what `docs/how-to/choose-workers.md` says, in figures: after 30 s within 10 % of the best fixed
-number, and never for more than 5 s below 0.9 of the number that the loader begins with.
+in turn; rates are batches per second. Promised: after 30 s within 10 % of the best fixed number, and never for more
+than 5 s below 0.9 of the number that the loader begins with.
 """
 
 from __future__ import annotations

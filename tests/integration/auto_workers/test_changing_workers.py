@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
-from asyncloader.telemetry.worker_tuning import Decision, Window, WorkerTuner
+from asyncloader.telemetry.worker_tuning import Decision, Measured, WorkerTuner
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import KINDS, run_async
 from tests.helpers.seeded_datasets import AllDraws, Rows
@@ -36,7 +36,7 @@ class Planned(WorkerTuner):
     def window(self) -> tuple[float, int]:
         return 0.0, 4
 
-    def observe(self, window: Window) -> Decision | None:
+    def observe(self, window: Measured) -> Decision | None:
         del window
         if not self.numbers:
             return None
@@ -83,10 +83,10 @@ def epochs(kind: str, numbers: tuple[int, ...], count: int, dataset: Any, **opti
                 found.append([batch async for batch in loader])
             return found[:count], (loader.stats(), loader.explain())
 
-    return run_async(run(), kind)
+    return run_async(run(), kind)  # type: ignore[no-any-return]
 
 
-OPTIONS = {"batch_size": 4, "seed": 3, "shuffle": True}
+OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "shuffle": True}
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_every_worker_is_killed_from_outside_after_each_change(expected: list[An
         for batch in batches:
             found.append(batch)
             if len(found) in (8, 40):
-                for process in list(batches._workers):  # type: ignore[attr-defined]
+                for process in list(batches._workers):
                     process.kill()
     assert_same(found, expected[0])
 

@@ -13,12 +13,16 @@ from asyncloader.events import (
     Delivered,
     Died,
     Drop,
+    Excused,
     Exhausted,
     Fail,
     Finish,
+    Joined,
     Late,
     Offered,
     Pull,
+    Replace,
+    Replaced,
     SamplerEnded,
     Started,
     Task,
@@ -391,3 +395,35 @@ def test_a_late_task_stays_with_the_one_who_lives() -> None:
         actions = s.handle(Died(lost, error, lost=True))
         assert [each.task.seq for each in actions if isinstance(each, Assign)] == ([2] if lost == 0 else [1, 3])
         assert s.handle(Completed(1 - lost, 0, "A")) == [Deliver(0, 1 - lost, "A")]
+
+
+def test_the_number_of_workers_changes() -> None:
+    """A worker that joins brings its credits; one that is excused gets no task, and is made up for by the others."""
+    scheduler = Scheduler(workers=1, credits=2, assignment="least_loaded")
+    assert scheduler.handle(Started()) == [Pull(2)]
+    assert [scheduler.offered(index)[0].worker for index in "ab"] == [0, 0]  # type: ignore[union-attr]
+    assert scheduler.handle(Joined(1)) == [Pull(2)]
+    assert [scheduler.offered(index)[0].worker for index in "cd"] == [1, 1]  # type: ignore[union-attr]
+    assert scheduler.handle(Excused(1)) == []
+    assert scheduler.completed(1, 2, "c") == []  # held back
+    assert [action for seq in (0, 1) for action in scheduler.completed(0, seq, seq) if isinstance(action, Pull)] == []
+    assert scheduler.delivered(0) == []  # there are more tasks than credits now
+    assert scheduler.delivered(1) == []
+    assert scheduler.delivered(2) == [Pull(1)]
+    assert scheduler.offered("e")[0].worker == 0  # type: ignore[union-attr]
+    assert scheduler.handle(Joined(1)) == [Pull(2)]
+
+
+def test_an_excused_worker_that_dies_is_replaced_for_its_tasks() -> None:
+    """Its suspect waits for the replacement; what it had besides goes to the others."""
+    scheduler = Scheduler(workers=2, credits=2, assignment="least_loaded", max_restarts=1)
+    scheduler.handle(Started())
+    for index in range(4):
+        scheduler.offered(index)
+    scheduler.handle(Excused(1))
+    actions = scheduler.handle(Died(1, WorkerDied(1, 7, 1)))
+    assert actions == [Replace(1), Assign(0, Task(0, 3, 3))]
+    assert scheduler.replaces(1)
+    assert scheduler.handle(Replaced(1)) == [Assign(1, Task(0, 1, 1), suspect=True)]
+    assert not scheduler.replaces(1)
+    assert scheduler.unanswered(1) == 1

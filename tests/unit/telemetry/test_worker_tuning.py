@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.telemetry.worker_tuning import Decision, Window, WorkerTuner
+from asyncloader.telemetry.worker_tuning import Decision, Measured, WorkerTuner
 
 
-def window(rate: float, *, waited: float = 0.9, proposed: int | None = 8, busy: float = 1.0, most: int = 16) -> Window:
-    return Window(round(rate * 1000), 1000.0, waited, "fetch", proposed, busy, most)
+def window(
+    rate: float, *, waited: float = 0.9, proposed: int | None = 8, busy: float = 1.0, most: int = 16
+) -> Measured:
+    return Measured(round(rate * 1000), 1000.0, waited, "fetch", proposed, busy, most)
 
 
-def fed(tuner: WorkerTuner, *windows: Window) -> list[Decision | None]:
+def fed(tuner: WorkerTuner, *windows: Measured) -> list[Decision | None]:
     return [tuner.observe(each) for each in windows]
 
 
@@ -59,6 +61,7 @@ def test_a_rejected_number_rests() -> None:
 
 
 def test_a_trial_that_slows_the_run_ends_at_once() -> None:
+    """With its first window; the reason has the loss."""
     tuner = WorkerTuner(2)
     fed(tuner, window(1), window(10), window(10), window(1))
     found = tuner.observe(window(8))
@@ -79,6 +82,7 @@ def test_workers_that_are_not_needed_go() -> None:
 
 
 def test_fewer_workers_that_cost_something_come_back() -> None:
+    """Batches come 6 % slower, and the consumer waits again."""
     tuner = WorkerTuner(4)
     idle = window(10, waited=0.01, proposed=None, busy=0.3)
     fed(tuner, idle, idle, idle)
@@ -88,6 +92,7 @@ def test_fewer_workers_that_cost_something_come_back() -> None:
 
 
 def test_workers_for_which_there_is_no_room_go_without_a_trial() -> None:
+    """The limit has fallen below the number."""
     tuner = WorkerTuner(8)
     found = fed(tuner, window(10), window(10, most=3))[-1]
     assert found == Decision(3, kept=True, reason="the cores allow 3 at most")
@@ -107,7 +112,7 @@ def test_a_trial_without_further_workers_ends() -> None:
     st.integers(1, 20),
     st.lists(
         st.builds(
-            Window,
+            Measured,
             st.integers(0, 10**6),
             st.floats(0, 1e6),
             st.floats(0, 1),
@@ -119,7 +124,7 @@ def test_a_trial_without_further_workers_ends() -> None:
         max_size=120,
     ),
 )
-def test_any_windows(workers: int, windows: list[Window]) -> None:
+def test_any_windows(workers: int, windows: list[Measured]) -> None:
     """The number stays at least 1, grows by twice at most and not beyond the limit, and is the one that it decides."""
     tuner = WorkerTuner(workers)
     for each in windows:
@@ -185,7 +190,7 @@ class Simulated:
             now += length
             found.append((now, self.rate(number), number))
             decision = tuner.observe(
-                Window(
+                Measured(
                     *(round(1e6 * rate * length), 1e6 * length, waited, "fetch"),
                     *(self.proposed(number), min(1.0, rate * work / number), max(16, self.cpus)),
                 )

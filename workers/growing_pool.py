@@ -1,0 +1,76 @@
+"""The pool of a loader whose number of workers changes while an epoch runs.
+
+Data path: scheduler -> [growing_pool] -> worker -> ring -> reorder. See `epoch/worker_count.py`, which changes it.
+
+Workers are added with the next number, and given up from the highest number down. So the numbers have no gaps, and the
+lists of the pool stay parallel.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from asyncloader.workers.inbox import Inbox
+from asyncloader.workers.pool import WorkerPool
+from asyncloader.workers.source import WorkerHandle
+
+
+class GrowingPool(WorkerPool):
+    """A pool that workers are added to and taken from."""
+
+    def extend(self, process: WorkerHandle) -> bool:
+        """Take a process from `make` as one worker more. In the loop's thread, while attached.
+
+        Returns False if its number is not the next one: `discard` it then.
+
+        Raises:
+            RingMemoryError: there is no memory for its ring. `discard` it, too.
+        """
+        workers = len(self.processes)
+        if process.worker_id != workers or self._loop is None:
+            return False
+        ring = self._source.ring_manager(*self._ring_options._replace(workers=workers + 1))
+        # `stop`, in another thread, ends the processes of both collections: it must find this one in one of them.
+        with self._making:
+            if process not in self._spare:
+                return False  # `stop` has taken it
+            self.processes.append(process)
+            self._spare.discard(process)
+        self.rings.append(ring)
+        self._inboxes.append(Inbox(process, ring))
+        if self._watchdog is not None:
+            self._watchdog.add_worker()
+        self._listen_to(self._loop, process)
+        return True
+
+    def shorten(self) -> WorkerHandle:
+        """Give up the worker with the highest number, which has no tasks, and return it: `dismiss` it then. In the
+        loop's thread, while attached.
+        """
+        process, worker = self.processes[-1], len(self.processes) - 1
+        if self._loop is not None:
+            process.unlisten(self._loop)
+        if self._watchdog is not None:
+            self._watchdog.drop_worker()
+        # In this order: `stop`, in another thread, must find it in one of the two.
+        with self._making:
+            self._spare.add(process)
+            self.processes.pop()
+        self._vacant.discard(worker)
+        self._inboxes.pop()
+        # Batches that are not delivered yet keep the ring's memory.
+        self.rings.pop().close()
+        return process
+
+    def dismiss(self, process: WorkerHandle) -> None:
+        """End a worker from `shorten` in order. Blocks until it has ended, a few seconds at most; any thread."""
+        with self._making:
+            if process not in self._spare:
+                return  # `stop` has taken it
+            self._spare.discard(process)
+        if not process.released:
+            self._source.end([process])
+
+    def dismiss_soon(self, process: WorkerHandle) -> None:
+        """Run `dismiss` in a thread of its own."""
+        threading.Thread(target=self.dismiss, args=(process,), name="asyncloader-stop", daemon=True).start()
