@@ -53,7 +53,7 @@ ROWS = [
 
 def arrivals(row: AutoRow, workers: Any, seconds: float) -> tuple[list[float], list[float], list[str]]:
     """Read for so long. Returns when batches came, since the first, the number of workers then, and the decisions."""
-    options = {"batch_size": 8, "seed": 1, "multiprocessing_context": "fork", **row.options}
+    options: dict[str, Any] = {"batch_size": 8, "seed": 1, "multiprocessing_context": "fork", **row.options}
     came: list[float] = []
     numbers: list[float] = []
     with DataLoader[Any](row.dataset(), num_workers=workers, **options) as loader:
