@@ -186,13 +186,7 @@ class Pipeline(Listener):
         self._handle(Started())
         if self._count is not None:
             parts = self._pool, self._scheduler, self._respawner
-            self._count.start(*parts, self._handle, self.notices, self._add_worker, starts[0])
-
-    def _add_worker(self) -> None:
-        """There is one worker more; it begins as the first did, because any worker makes any batch."""
-        assert self._resume_points is not None
-        self._starts.append(self._starts[0])
-        self._resume_points.add_worker(self._starts[0])
+            self._count.start(*parts, self._handle, self.notices, self._resume_points, self._starts)
 
     def advance(self, seq: int, offer: Any) -> None:
         """The consumer took delivery `seq`, and the sampler gave `offer` (an index, `ENDED` or `NOTHING`). A repeated

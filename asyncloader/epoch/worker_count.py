@@ -20,6 +20,7 @@ from typing import Any
 
 from asyncloader.cpus import usable_cpus
 from asyncloader.epoch.respawn import Request, WorkerRespawner
+from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.run_reading import run_of
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.events import Event, Excused, Joined, Resized
@@ -73,8 +74,8 @@ class WorkerCount:
         respawner: WorkerRespawner,
         handle: Callable[[Event], None],
         notices: deque[Any],
-        add_worker: Callable[[], None],
-        first_start: EpochStart,
+        resume_points: ResumePoints,
+        starts: list[EpochStart],
     ) -> None:
         """Begin with the epoch.
 
@@ -84,13 +85,13 @@ class WorkerCount:
             respawner: starts workers.
             handle: passes an event to the scheduler, and carries out what follows.
             notices: for the consumer, which gets the number of workers.
-            add_worker: notes that there is one worker more.
-            first_start: how the first worker began, and so does each that is added.
+            resume_points: the epoch's.
+            starts: how the workers began. Each that is added is noted in both, and begins as the first did, because any
+                worker makes any batch.
         """
         self._pool: GrowingPool = pool
         self._scheduler, self._respawner = scheduler, respawner
-        self._handle, self._notices, self._add_worker = handle, notices, add_worker
-        self._first_start = first_start
+        self._handle, self._notices, self._resume_points, self._starts = handle, notices, resume_points, starts
         self._requested = self._at_work = len(pool.processes)
         self._auto.tuner.interrupted()
         if self._auto.drive(self):
@@ -148,7 +149,8 @@ class WorkerCount:
             if not taken:
                 self._respawner.discard_soon(worker)
                 return
-            self._add_worker()
+            self._starts.append(self._starts[0])
+            self._resume_points.add_worker(self._starts[0])
             self._put_to_work()
         if self._ends_surplus:
             self._end_surplus()
@@ -236,7 +238,7 @@ class WorkerCount:
             self._starting_until = perf_counter() + _STARTING_S
             while self._requested < workers:
                 worker, self._requested = self._requested, self._requested + 1
-                self._respawner.request(Request(worker, self._first_start, b"", self._pool.epoch, joins=True))
+                self._respawner.request(Request(worker, self._starts[0], b"", self._pool.epoch, joins=True))
         self._notices.append(Resized(self._at_work))
         if ends_surplus:
             self._end_surplus()

@@ -47,7 +47,7 @@ from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.ipc.peer_text import block_of, line_of
-from asyncloader.workers.ipc.watched import LoaderParts
+from asyncloader.workers.ipc.watched import Watched
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.message_codec import MessageCodec
@@ -295,7 +295,7 @@ def _hang_up(link: Link) -> None:
     shut_down(link.sock)
 
 
-class RemoteWorker(LoaderParts):
+class RemoteWorker(Watched):
     """A logical worker at a node. See `WorkerHandle`."""
 
     def __init__(
