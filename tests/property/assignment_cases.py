@@ -11,6 +11,7 @@ from asyncloader.formats import Located, OnBad, ShardError, ShardFormat
 from asyncloader.remote.assignment import Assignment
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.pins import Pins
+from asyncloader.remote.prefetch import AnyRange
 from asyncloader.remote.shard_splitting import CatalogRange
 
 
@@ -130,7 +131,7 @@ class Shards(RemoteIterableDataset):
         ]
 
     async def _open(
-        self, pins: Pins, shard: Shard, shard_range: CatalogRange, on_bad: OnBad
+        self, pins: Pins, shard: Shard, shard_range: AnyRange, on_bad: OnBad
     ) -> AsyncGenerator[list[Located], None]:
         case = self._case
         stop = sum(case.shards[shard_range.shard]) if shard_range.stop is None else shard_range.stop // case.unit

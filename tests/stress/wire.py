@@ -97,7 +97,7 @@ def _read_as_loader(data: bytes) -> None:
     link = Link(theirs)
     channel = RemoteChannel(link)
     link.most_payload = 1 << 20  # batches may be large; here other messages are tested
-    channel._tasks = {(0, task): (0, 0) for task in range(8)}
+    channel._tasks = {(0, task): (0, 0, 0.0) for task in range(8)}
     with ours:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         ours.sendall(data[: 1 << 17])

@@ -15,6 +15,7 @@ from asyncloader.formats import Located, OnBad, ShardFormat
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.dataset import RemoteIterableDataset
+from asyncloader.remote.prefetch import AnyRange
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream, merge_ranges
 from asyncloader.transports import MemoryTransport, TransportClosed
@@ -42,7 +43,7 @@ class Store:
         self.plan = [(CatalogRange(shard),) for shard in range(len(sizes))]
         self._bad, self._broken, self._wait = bad, broken, wait
 
-    async def open(self, shard: Shard, shard_range: CatalogRange, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
+    async def open(self, shard: Shard, shard_range: AnyRange, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
         stop = self.sizes[shard_range.shard] if shard_range.stop is None else shard_range.stop // UNIT
         for place in range(shard_range.start // UNIT, stop):
             number = 100 * shard_range.shard + place
