@@ -115,10 +115,7 @@ class RankWatch:
         waits, text, starving = self._waits, self._text, self._starving
         if not text:
             return []
-        known = (
-            "" if len(waits) == self._here.world_size else f" (of {self._here.world_size} ranks, {len(waits)} known)"
-        )
-        return [f"ranks: {text}{known}", *details(waits, [rank for rank, _ in starving if rank in waits])]
+        return [f"ranks: {text}", *details(waits, [rank for rank, _ in starving if rank in waits])]
 
     # ------------------------------------------------------------------------------------------- in a thread
 
@@ -166,10 +163,13 @@ class RankWatch:
         found = compare(waits)
         # Twice in a row: a hiccup of a second is not worth a line.
         confirmed = set(found.starving) & set(self._starving)
-        self._waits, self._text, self._starving = waits, found.text, found.starving
+        text = found.text
+        if text and len(waits) < self._here.world_size:
+            text += f" ({len(waits)} of {self._here.world_size} ranks are known)"
+        self._waits, self._text, self._starving = waits, text, found.starving
         if confirmed - self._logged:
             self._logged |= confirmed
-            _log.warning("%s", found.text)
+            _log.warning("%s", text)
 
     def _read(self, store: Any) -> dict[int, RankWait]:
         """Return the other ranks' figures."""

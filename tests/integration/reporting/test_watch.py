@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def test_a_straggler_is_named(ranks: RankGroup, straggler: int, stage: str, kind
     found = ranks("train", straggler, stage, kind=kind)
     (line,) = found[0][0]
     assert line.startswith(f"rank {straggler} waits ")
-    assert f"% of the time for {WORDS[stage]}; the others " in line
+    # On a busy machine a rank may be named before the third rank's figures have come.
+    assert re.search(rf"% of the time for {WORDS[stage]}; the other(s [^()]*|.* \(2 of 3 ranks are known\))$", line)
     shown = [each for each in found[0][1].splitlines() if each.startswith("rank")]
     assert shown[0].startswith(f"ranks: rank {straggler} waits ")
     assert shown[1].startswith(f"rank {straggler}, ")
