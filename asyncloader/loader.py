@@ -358,10 +358,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
     def trace(self, file: str | os.PathLike[str], *, last: float | None = None) -> Trace:
         """Record what each worker and this process does from now on, until the returned trace is closed, as a ``with``
-        block does: ``with loader.trace("run.json.gz"):``. The file has Chrome's trace events, which ui.perfetto.dev,
-        chrome://tracing and ``asyncloader trace`` show.
-
-        Memory is bounded: the newest 50,000 batches or so are kept. The loader's `close` ends the trace, too.
+        block does, or the loader's `close`. The file has Chrome's trace events, which ui.perfetto.dev and ``asyncloader
+        trace`` show. Memory is bounded: the newest 50,000 batches or so are kept.
 
         Args:
             file: ends with ``.json`` or ``.json.gz``. It is written when the trace ends, by `Trace.dump`, and if `last`
@@ -371,8 +369,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
         Raises:
             OSError: the file cannot be written.
-            RuntimeError: the loader is being traced already.
-            ValueError: the file's name, or `last`.
+            RuntimeError, ValueError: the loader is being traced already; the file's name, or `last`.
         """
         return begin_trace(type(self).__name__, self, self._asyncloader_state.statistics, file, last)
 

@@ -120,8 +120,7 @@ class Pipeline(Listener):
         # Two workers must make the same batch of a task: `loss` says where they would not.
         hedges = self._at_nodes and not loss and scheduler.assignment == "least_loaded"
         self._late_tasks = LateTasks(pool, scheduler, self._statistics) if hedges else None
-        self._run = self._statistics.epochs  # number of the iterator, in traces
-        self._pool = pool
+        self._run, self._pool = self._statistics.epochs, pool  # the iterator's number is for traces
         self._scheduler = scheduler
         self._sink = sink
         self._source = source
@@ -189,9 +188,7 @@ class Pipeline(Listener):
             self._count.start(*parts, self._handle, self.notices, self._resume_points, self._starts)
 
     def advance(self, seq: int, offer: Any) -> None:
-        """The consumer took delivery `seq`, and the sampler gave `offer` (an index, `ENDED` or `NOTHING`). A repeated
-        call, as after Ctrl-C, has no effect.
-        """
+        """Take note that `seq` was delivered, and of the sampler's `offer` (or `ENDED`, `NOTHING`). Idempotent."""
         if self._closed or seq == self._advanced:
             return
         self._advanced = seq
@@ -285,9 +282,9 @@ class Pipeline(Listener):
         if self._adapts:
             # Before the scheduler gets the answer, and requests more: a larger ring may follow, with fewer slots.
             self._adapt()
-        result = answer.result
+        result, trace = answer.result, self._statistics.trace
         self._statistics.note_transfer(answer.arrived - result.sent)
-        if (trace := self._statistics.trace) is not None:
+        if trace is not None:
             trace.made(self._run, worker, self._pool.processes[worker], answer)
         if self._at_nodes:
             self._statistics.came_from_node(worker, result.nbytes, result.busy)
@@ -366,8 +363,8 @@ class Pipeline(Listener):
     ) -> None:
         """Pass a worker's death to the scheduler. See `Listener`."""
         # Kept until `_replace`, which the scheduler may ask for in `_handle` below.
-        if (trace := self._statistics.trace) is not None:
-            trace.died(worker, death, left=saved_rng_state is not None, lost=lost)
+        if self._statistics.trace is not None:
+            self._statistics.trace.died(worker, death, left=saved_rng_state is not None, lost=lost)
         self._saved_rng_states[worker] = saved_rng_state
         self._deaths[worker] = death, lost
         # `begun` must not wait for this worker: the consumer gets the death with its next item.
