@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import faulthandler
+import importlib
 import json
 import os
 import pickle
@@ -162,7 +163,7 @@ def _until(loader: Any, job: Job) -> Iterator[Any]:
 def _restore(held: Kept, saved: Any) -> None:
     """Put a value back in place, so that all who hold the object see it."""
     value = held.get()
-    if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor) and value.shape == saved.shape:
+    if isinstance(value, torch.Tensor) and value.shape == getattr(saved, "shape", None):
         value.detach().copy_(saved)
     elif isinstance(value, np.ndarray) and value.flags.writeable and value.shape == np.shape(saved):
         value[...] = saved
@@ -341,7 +342,7 @@ def _equal_seeds(loader: Any, job: Job) -> Any:
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        info = torch.utils.data._utils.worker
+        info: Any = importlib.import_module("torch.utils.data._utils.worker")
         info._worker_info = info.WorkerInfo(id=worker, num_workers=2, seed=seed, dataset=loader.dataset)
         with changes(_generators) as lines:
             loader.worker_init_fn(worker)

@@ -227,9 +227,8 @@ def _kind_of_handle(value: Any) -> str:
             return "an open socket" if value.fileno() >= 0 else ""
         case sqlite3.Connection() | sqlite3.Cursor():
             return "an open connection of sqlite3"
-    if isinstance(value, _LOCKS):
-        return "a lock"
-    return ""
+        case _:
+            return "a lock" if isinstance(value, _LOCKS) else ""
 
 
 # ------------------------------------------------------------------------------------------------ pickling

@@ -84,8 +84,10 @@ def disturbances(facts: LoaderFacts, seed: int, most: int = 16) -> Iterator[Dist
     first = [drawn("again", workers=facts.workers if facts.iterable else 0)]
     first += [drawn("plain", method, several) for method in facts.methods[:1]]
     kinds: list[Kind] = ["break", "resume"]
-    kinds += [] if facts.iterable else ["kill"]  # a stream goes on as from a state
-    kinds += ["ranks"] if facts.ranks else []
+    if not facts.iterable:  # a stream goes on as from a state
+        kinds.append("kill")
+    if facts.ranks:
+        kinds.append("ranks")
     first += [drawn(kind, facts.methods[0]) for kind in kinds]
     first += [drawn("plain", method, several) for method in facts.methods[1:]]
     yield from first[:most]

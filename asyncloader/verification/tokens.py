@@ -42,6 +42,8 @@ def _text(value: Any, depth: int) -> str:
             return _tensor(value)
         case np.ndarray() | np.generic():
             return _array(np.asarray(value), depth)
+        case _:
+            pass
     if (state := state_of_generator(value)) is not None:
         return f"{type(value).__name__}:{state}"
     if depth <= 0:
@@ -66,6 +68,8 @@ def _text(value: Any, depth: int) -> str:
         case types.GeneratorType():
             frame = value.gi_frame
             return "ended" if frame is None else f"generator:{frame.f_lasti}:{_text(frame.f_locals, inner)}"
+        case _:
+            pass
     own = getattr(value, "__dict__", None)
     if isinstance(own, dict):
         return (

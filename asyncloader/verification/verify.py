@@ -366,8 +366,8 @@ class _Verification:
         state, left = first["state"], len(self._expected) - each.at
         if left <= 0:
             return None
-        then = {"workers": each.then, "method": each.method if each.then else None}
-        rest = self._run(**{**then, "state": state, "batches": left})
+        then: Any = {"workers": each.then, "method": each.method if each.then else None}
+        rest = self._run(**then, state=state, batches=left)
         places = self._ask({"do": "kept", "at": 0, "workers": 0, "ambient": 0}).get("places", {})
         if (error := rest.get("error")) and not rest["batches"] and error["type"] == "StateError":
             return verdict.not_resumed([], places, each.at, each.at, error["text"].splitlines()[-1])

@@ -123,7 +123,8 @@ def test_other_ways(kind: str, options: dict[str, Any]) -> None:
     """Threads; batches out of order; a single credit for each worker."""
     dataset: Any = Rows(SAMPLES)
     found, _ = epochs(kind, (1, 4, 2, 2, 1, 3), 1, dataset, **OPTIONS, **options)
-    with DataLoader[Any](dataset, num_workers=2, **{**OPTIONS, **options, "workers": None}) as loader:
+    fixed: Any = {**OPTIONS, **options, "workers": None}
+    with DataLoader[Any](dataset, num_workers=2, **fixed) as loader:
         wanted = list(loader)
     if not options.get("in_order", True):
         for each in (found[0], wanted):
@@ -195,7 +196,7 @@ def test_a_state_that_is_saved_during_a_change(expected: list[Any]) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_epoch_that_is_left_while_workers_start(persistent: bool, expected: list[Any]) -> None:
     """At each of the first batches; the next epoch begins anew with the number so far."""
-    options = {**OPTIONS, "persistent_workers": persistent}
+    options: Any = {**OPTIONS, "persistent_workers": persistent}
     with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **options), 1, 6, 2, 5, 1, 4) as loader:
         for stop in (1, 2, 3, 5, 6, 9, 14):
             for number, batch in enumerate(loader, 1):

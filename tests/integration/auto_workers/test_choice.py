@@ -109,12 +109,12 @@ def test_the_attribute() -> None:
     """It is "auto", also for copies and clones; and the number now where it is compared with a number."""
     loader = DataLoader[Any](Rows(64), num_workers="auto", seed=1)
     number: Any = loader.num_workers
-    assert number == "auto"
-    assert f"{number}" == "auto"
     assert number > 0
     assert not number < 1
     assert 1 <= number <= 64
     assert [*range(number)] == [*range(int(number))]
+    assert f"{number}" == "auto"
+    assert number == "auto"
     assert "num_workers=auto" in repr(loader)
     other: Any
     for other in (loader.clone(), pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):

@@ -34,7 +34,8 @@ class Rows(Dataset[Any]):
 
 
 def loader(dataset: Any, **options: Any) -> Any:
-    return torch.utils.data.DataLoader(dataset, **{"batch_size": 4, "num_workers": 2} | options)
+    chosen: Any = {"batch_size": 4, "num_workers": 2} | options
+    return torch.utils.data.DataLoader(dataset, **chosen)
 
 
 # ------------------------------------------------------------------------------------------- no seed decides
