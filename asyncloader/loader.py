@@ -99,8 +99,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             self._iterator = None  # it has the persistent workers of the parent process
         try:
             if not self._asyncloader_state.closed:
-                ask_dataset(self)  # before torch's code is on the stack, which warnings would name
-                choose_workers(self)
+                # Before torch's code is on the stack, which warnings would name. A number is chosen for local datasets.
+                choose_workers(self) if vars(self)["num_workers"] == "auto" else ask_dataset(self)
             return super().__iter__()  # type: ignore[return-value]
         except Exception as error:
             hide_our_frames(error)

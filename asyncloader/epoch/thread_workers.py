@@ -25,7 +25,8 @@ _INSTEAD = (
 
 def has_thread_workers(spec: LoaderSpec[Any]) -> bool:
     """Whether the loader's multiprocessing context makes threads."""
-    return bool(spec.num_workers) and makes_threads(spec.multiprocessing_context)
+    context = spec.multiprocessing_context
+    return context is not None and bool(spec.num_workers) and makes_threads(context)
 
 
 class ThreadIterator(_MultiProcessingDataLoaderIter):
