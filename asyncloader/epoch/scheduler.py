@@ -238,8 +238,7 @@ class Scheduler:
             self._load.append(0)
             self._unanswered.append(0)  # the list that `_choice` reads
             self._recovery.add_worker()
-        self._active[worker] = True
-        self.workers += 1
+        self._active[worker], self.workers = True, self.workers + 1
         # Never lowered: tasks that were given out while there were more workers still count.
         self._most = max(self._most, self._most_credits * self.workers + self._share - self._most_credits)
         if self._choice is not None:
