@@ -23,7 +23,6 @@ from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.loader_trace import begin_trace, finish_trace
 from asyncloader.never_iterated import warn_if_replaced
-from asyncloader.options.auto_workers import AutoWorkers
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
     OUR_OPTION_NAMES,
@@ -49,6 +48,7 @@ from asyncloader.state.single_steps import (
 )
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
+from asyncloader.worker_trial import choose_workers
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.tracebacks import hide_our_frames
@@ -99,11 +99,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             self._iterator = None  # it has the persistent workers of the parent process
         try:
             if not self._asyncloader_state.closed:
-                ask_dataset(self)  # before torch's code is on the stack, which warnings would name
-                if isinstance(self.num_workers, AutoWorkers):
-                    from asyncloader.worker_trial import choose_workers
-
-                    choose_workers(self)
+                # Before torch's code is on the stack, which warnings would name. A number is chosen for local datasets.
+                choose_workers(self) if vars(self)["num_workers"] == "auto" else ask_dataset(self)
             return super().__iter__()  # type: ignore[return-value]
         except Exception as error:
             hide_our_frames(error)

@@ -206,7 +206,7 @@ class Consumer:
             stateful=self._config.stateful,
             assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
             adapts=self._adapts,
-            count=self._worker_count(),
+            count=None if self._config.auto is None else self._worker_count(),
             statistics=self._statistics,
         )
         # Shared with the loop's thread without a lock: `append` and `popleft` of a deque are atomic.

@@ -238,14 +238,14 @@ class Scheduler:
             self._load.append(0)
             self._unanswered.append(0)  # the list that `_choice` reads
             self._recovery.add_worker()
-        self._active[worker] = True
-        self.workers += 1
+        self._active[worker], self.workers = True, self.workers + 1
         # Never lowered: tasks that were given out while there were more workers still count.
         self._most = max(self._most, self._most_credits * self.workers + self._share - self._most_credits)
         if self._choice is not None:
             self._choice.enter(worker)
             return self._pull_ahead()
-        return [] if self._offers_ended else self._pull_for_credits()
+        number = self.credits * self.workers - len(self._owner) - self._asked
+        return self._pull(number) if number > 0 and not self._offers_ended else []
 
     def offered(self, index: Any) -> list[Action]:
         """`handle` for `Offered`, of which each batch has one: no event is made. Errors as `handle`."""
@@ -404,12 +404,12 @@ class Scheduler:
             return self._finish_if_done()
         if self.assignment == "least_loaded":
             return self._pull_ahead()
-        return self._pull_for_credits()
-
-    def _pull_for_credits(self) -> list[Action]:
-        # After a delivery not simply 1: `credits`, or the number of workers, may have changed since the last one.
+        # Not simply 1: `credits`, or the number of workers, may have changed since the last delivery.
         number = self.credits * self.workers - len(self._owner) - self._asked
-        return self._pull(number) if number > 0 else []
+        if number <= 0:
+            return []
+        self._asked += number
+        return [Pull(number)]
 
     def _pull(self, number: int) -> list[Action]:
         self._asked += number

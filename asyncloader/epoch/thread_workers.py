@@ -9,6 +9,7 @@ torch does not know are refused.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -25,7 +26,13 @@ _INSTEAD = (
 
 def has_thread_workers(spec: LoaderSpec[Any]) -> bool:
     """Whether the loader's multiprocessing context makes threads."""
-    return bool(spec.num_workers) and makes_threads(spec.multiprocessing_context)
+    context: Any = spec.multiprocessing_context
+    if context is None or not spec.num_workers:
+        return False
+    # The usual case without a call: this runs in each epoch.
+    return (
+        issubclass(context.Process, threading.Thread) if isinstance(context.Process, type) else makes_threads(context)
+    )
 
 
 class ThreadIterator(_MultiProcessingDataLoaderIter):

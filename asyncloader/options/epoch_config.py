@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from asyncloader.delivery.accelerator import DeviceLike
-from asyncloader.options.auto_workers import AutoWorkers, number_of
+from asyncloader.options.auto_workers import AutoWorkers
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.credits import most_credits
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
@@ -158,14 +158,15 @@ class EpochConfig:
         auto = given if isinstance(given, AutoWorkers) else None
         # In torch mode the worker that makes a batch is part of its random numbers.
         tunes = auto is not None and seeded
-        most_workers = auto.most if auto is not None and tunes else number_of(given)
+        number = given if auto is None else auto.number
+        most_workers = auto.most if auto is not None and tunes else number
         resolved: dict[str, Any] = {
             "dataset": dataset,
             "iterable": iterable,
             "assigns_shards": assigned,
             "planned": assigned or positions is not None,
             "lane_of": None if positions is None else positions.lane_of(most_workers),
-            "num_workers": number_of(given),
+            "num_workers": number,
             "most_workers": most_workers,
             "auto": auto,
             "tunes": tunes,
