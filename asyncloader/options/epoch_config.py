@@ -158,7 +158,7 @@ class EpochConfig:
         auto = given if isinstance(given, AutoWorkers) else None
         # In torch mode the worker that makes a batch is part of its random numbers.
         tunes = auto is not None and seeded
-        number: int = given if auto is None else auto.number
+        number = int(given) if auto is None else auto.number
         most_workers = auto.most if auto is not None and tunes else number
         resolved: dict[str, Any] = {
             "dataset": dataset,
