@@ -1,6 +1,7 @@
 """A pytest plugin: the fixture `asyncloader_verify`, which fails a test with the findings about a loader.
 
-pytest imports this module in every run in an environment that has asyncloader; torch is imported by the fixture's call.
+It is named in a `conftest.py` (``pytest_plugins = ["asyncloader.integrations.pytest"]``). It is no entry point, because
+pytest would rewrite the asserts of every module of a package that has one, in every run of any test.
 """
 
 from __future__ import annotations

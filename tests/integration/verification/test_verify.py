@@ -161,11 +161,10 @@ def test_the_fixture_fails_a_test(tmp_path: Path) -> None:
     test = tmp_path / "test_it.py"
     body = "def test_{0}(asyncloader_verify):\n    asyncloader_verify('{1}:{0}', seconds=8)\n\n\n"
     test.write_text(body.format("cursor", PLANTED) + body.format("sound", AWKWARD))
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["asyncloader.integrations.pytest"]\n')
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test), "--rootdir", str(tmp_path)]
-    installed = subprocess.run([*command, "--fixtures"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    plugin = [] if "asyncloader_verify" in installed.stdout else ["-p", "asyncloader.integrations.pytest"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *plugin], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert f"planted.py:{line_of(PLANTED, 'cursor')} in __getitem__: changes dataset.seen" in done.stdout
 
