@@ -15,8 +15,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.pairwise import quickly
-
 from . import inputs, inputs_report
 from .harness import JobFailed, Results
 from .inputs_child import Epochs
@@ -40,9 +38,12 @@ from .inputs_video import CHUNK, EACH, FRAMES, SAMPLES, STEPS, Episodes, ffmpeg_
 from .plan import FACADE, OURS, TORCH, Job
 from .workloads import ContentError
 
+RUN = ("lengths", "lines", "shards")
+"""Rows of a map dataset, of a stream of local files and of a store. The others are slow: 10 to 25 seconds each."""
+
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", quickly(tuple(ROWS), "lengths"))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in RUN)) for name in ROWS])
 def test_row_is_measured_and_verified(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Torch and ours deliver the content of the files, beside a bare limit; the row comes into the page, and stays."""
     if absent := inputs.missing(*ROWS[name].needs):

@@ -11,8 +11,10 @@ from .service import BARE, BARE_TLS, FLIGHT, GRPC, KINDS, LOCAL, RAY, TCP, TLS, 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind not in (GRPC, RAY)]
-)  # only the `bench` extra has these
+    "kind",
+    # Only the `bench` extra has GRPC and RAY. What TLS and UNIX have of their own takes twenty seconds each.
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind in (TLS, UNIX))) for kind in KINDS if kind not in (GRPC, RAY)],
+)
 def test_each_kind_is_measured(kind: str) -> None:
     """In a process of its own, with every batch checked."""
     figure = service.run_apart(kind, 1 << 20, 1 << 25)
