@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncloader.errors import RanksDisagree
 from asyncloader.ranks.topology import Topology
 
 _TIMEOUT = timedelta(days=1)
@@ -184,6 +185,7 @@ def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or has another number of ranks.
+        RanksDisagree: another rank cannot be connected.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -199,9 +201,15 @@ def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -
     if old is not None and not old.stale:
         return old
     destroy_unused()
-    if members is None:
-        return RankGroup(distributed.new_group(backend="gloo", timeout=_TIMEOUT))
-    return RankGroup(_of_members(members))
+    try:
+        if members is None:
+            return RankGroup(distributed.new_group(backend="gloo", timeout=_TIMEOUT))
+        return RankGroup(_of_members(members))
+    except RuntimeError as error:
+        raise RanksDisagree(
+            "the ranks could not be connected: another rank failed or left while the loader's group was made, or cannot "
+            f"be reached ({error})"
+        ) from error
 
 
 def _of_members(members: Any) -> Any:

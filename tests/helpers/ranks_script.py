@@ -281,11 +281,11 @@ class Place:
             store.waits = self.rank == victim
             dataset = dataset_of("/", streams=4, transport=store)
             async with AsyncDataLoader[Any](dataset, batch_size=2, seed=3) as loader:
-                first = asyncio.ensure_future(anext(aiter(loader)))
-                if self.rank == victim:
-                    await store.reached.wait()
-                    first.cancel()
                 try:
+                    first = asyncio.ensure_future(anext(aiter(loader)))
+                    if self.rank == victim:
+                        await store.reached.wait()
+                        first.cancel()
                     await first
                 except asyncio.CancelledError:
                     return "cancelled"

@@ -165,8 +165,13 @@ def own_folders() -> set[str]:
     return {path.name for path in Path(tempfile.gettempdir()).glob("asyncloader-samples-*")}
 
 
-def test_the_folder_of_a_dataset_ends_with_it(tars: Path) -> None:
+def test_the_folder_of_a_dataset_ends_with_it(
+    tars: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not with its copies."""
+    monkeypatch.setattr(
+        tempfile, "tempdir", str(tmp_path_factory.mktemp("folders"))
+    )  # without other processes' folders
     before = own_folders()
     dataset = RemoteMapDataset(f"{tars}/")
     assert len(dataset) == TOTAL

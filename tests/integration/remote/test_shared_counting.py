@@ -154,7 +154,8 @@ def test_a_rank_that_is_cancelled_while_it_plans(two: RankGroup, five: Path) -> 
     """The other rank does not wait for it."""
     first, second = two("fixed_cancelled", str(five), 0)
     assert first == "cancelled"
-    assert "RanksDisagree: the ranks could not agree on a plan" in second
+    # "agree on a plan"; or "be connected", if it was still making the loader's group.
+    assert "RanksDisagree: the ranks could not" in second
 
 
 # -------------------------------------------------------------------------------------------- the cache directory
