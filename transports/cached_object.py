@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
 from mmap import mmap
@@ -110,22 +110,25 @@ class CachedObject(PinnedReader):
 
     def read_mapped(
         self, ranges: Sequence[tuple[int, int]], files: MappedFiles
-    ) -> list[tuple[bytes | mmap, int] | None]:
+    ) -> Iterator[tuple[bytes | mmap, int] | None]:
         """Find ranges in the cache's files, without the event loop: blocks, and is called in a thread.
 
         Args:
-            ranges: ``(start, length)`` pairs.
+            ranges: ``(start, length)`` pairs; quicker if they ascend.
             files: keeps the files that are read.
 
-        Returns:
+        Yields:
             For each range its bytes and their position in them, or None: the range must be read by `read_ranges`,
             because a block of it is not cached, or cannot be read, or the object has no such range.
         """
         version = self._version
         if version is None or not self.cached.serves:
-            return [None] * len(ranges)
+            yield from [None] * len(ranges)
+            return
         search = _Search(self, version, files)
-        return [search.find(start, length) for start, length in ranges]
+        # One by one: a range that was used refers to no file any more, of which `files` limits the number.
+        for start, length in ranges:
+            yield search.find(start, length)
 
     async def stream_version(
         self, version: ObjectInfo, start: int, stop: int | None, chunk_size: int
@@ -310,7 +313,7 @@ class _Search:
         self._files = files
         self._whole = files.find((self._name, None))
         self._looked = self._whole is not None  # for a file of the whole object
-        self._found: dict[int, mmap | None] = {}
+        self._newest: tuple[int, mmap | None] = -1, None  # the last block that was looked for, and its file
 
     def find(self, start: int, length: int) -> tuple[bytes | mmap, int] | None:
         """Return bytes and the position of a range in them."""
@@ -334,8 +337,8 @@ class _Search:
 
     def _find(self, block: int) -> mmap | None:
         """Return a block's file. If it is not mapped yet, a file of the whole object is looked for first."""
-        if block in self._found:
-            return self._found[block]
+        if block == self._newest[0]:
+            return self._newest[1]
         name = (self._name, block)
         file = self._files.find(name)
         try:
@@ -347,7 +350,7 @@ class _Search:
                 file = self._files.open(name, partial(self._blocks.open_block, block))
         except (OSError, ValueError):
             pass  # `read_ranges` has the same error, and decides what it means
-        self._found[block] = file
+        self._newest = block, file
         return file
 
 

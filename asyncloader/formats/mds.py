@@ -408,6 +408,10 @@ class MdsReader(PushReader):
                 self._fail("a sample ends after its shard or its range does", at)
             if after != next(ends, after):
                 self._fail("a sample does not end where the table of offsets says", at)
+            if self._skip:
+                yield -size
+                self._skip -= 1
+                continue
             self._read(head, (yield size), at)
 
     def _read(self, head: tuple[int, ...], data: bytes, at: int) -> None:

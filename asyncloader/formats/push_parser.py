@@ -68,6 +68,7 @@ class Reader(ABC):
         the first bytes are fed.
         """
         self._skip, self._left = skip, sys.maxsize if most is None else most
+        self._done = self._done or not self._left
 
     @property
     def feed_from(self) -> int:

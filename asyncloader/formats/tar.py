@@ -50,7 +50,7 @@ class TarReader(PushReader):
         while True:
             at = self._at
             # A part ends where a sample begins: its header need not be read.
-            if first is None and self._stop is not None and at >= self._stop:
+            if first is None and at == self._stop:
                 self._flush(at)
                 return
             block = yield BLOCK

@@ -80,7 +80,8 @@ def tar_samples(url: str) -> ReadWhole:
             text = path.decode("utf-8", "surrogateescape")
             if sample is None:
                 split = split_name(text)
-                if split is None:
+                # Further names with these underscores may be metadata without a folder.
+                if split is None or text.startswith("__"):
                     return None
                 key, field = split
                 stem = f"{key}."

@@ -82,7 +82,8 @@ async def read_shard_range(
 
     Raises:
         ShardError: the shard violates its format or ends too early; raised after the samples before the error.
-        TransportError: the bytes cannot be read; raised after the samples before the error.
+        TransportError: the bytes cannot be read; raised after the samples before the error. A `SegmentRange` that is
+            short is read at once: none of its samples come first.
         ValueError: the shard cannot have this range.
         ImportError: the format needs a package that is not installed.
     """

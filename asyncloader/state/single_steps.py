@@ -136,7 +136,10 @@ def _before(state: dict[str, Any], epoch: int, step: int) -> dict[str, Any]:
 
 def _checked_number(name: str, value: Any) -> int:
     # Also an integer of numpy or torch: steps are found by comparing losses.
-    number = -1 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
     if number < 0:
         raise ValueError(f"{name} should be an integer from 0 on, but got {value!r}")
     return number

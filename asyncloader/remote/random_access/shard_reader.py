@@ -150,17 +150,24 @@ class ShardsReader:
             TransportError: the store cannot be read, or a shard has changed.
         """
         samples: list[Any] = [None] * len(numbers)
-        local: list[_Group] = []
+        local: list[tuple[_Group, list[tuple[int, int]]]] = []
         groups: list[_Group] = []
         for group in self._groups(numbers):
-            (local if self._is_local(group) else groups).append(group)
+            if self._is_local(group):
+                assert group.opened.edges is not None
+                # Here, and not in the thread: another call may forget the edges before it runs.
+                local.append((group, group.spans(group.opened.edges)))
+            else:
+                groups.append(group)
         if local:
-            read = await self._pool.run(partial(self._read_mapped, local, samples))
-            for group, (left, nbytes) in zip(local, read, strict=True):
+            try:
+                read = await self._pool.run(partial(self._read_mapped, local, samples))
+            finally:
+                self._drop_later()
+            for (group, _), (left, nbytes) in zip(local, read, strict=True):
                 self._count(group, left, nbytes)
                 if left is not None:
                     groups.append(left)
-            self._drop_later()
         if groups:
             for group, found in zip(groups, await gather_all(map(self._read_group, groups)), strict=True):
                 for place, sample in zip(group.places, found, strict=True):
@@ -191,8 +198,10 @@ class ShardsReader:
         same = opened.version is None or cached.etag in (None, opened.version)
         return same and not self._is_odd(opened, edges, group.samples)
 
-    def _read_mapped(self, groups: list[_Group], samples: list[Any]) -> list[tuple[_Group | None, int]]:
-        """Read the samples of groups that are in files of the cache; called in a thread.
+    def _read_mapped(
+        self, groups: list[tuple[_Group, list[tuple[int, int]]]], samples: list[Any]
+    ) -> list[tuple[_Group | None, int]]:
+        """Read the samples of groups, each with its spans, that are in files of the cache; called in a thread.
 
         Returns:
             Of each group the samples that are left, and the bytes of those that were read.
@@ -201,11 +210,9 @@ class ShardsReader:
             ShardError: a sample cannot be read.
         """
         results: list[tuple[_Group | None, int]] = []
-        for group in groups:
+        for group, spans in groups:
             opened = group.opened
             assert opened.cached is not None
-            assert opened.edges is not None
-            spans = group.spans(opened.edges)
             if max(length for _, length in spans) > self._max:
                 results.append((group, 0))  # its error does not need the bytes
                 continue
@@ -251,7 +258,7 @@ class ShardsReader:
         edges = await self._edges(opened)
         spans = group.spans(edges)
         if self._is_odd(opened, edges, group.samples) or any(length > self._max for _, length in spans):
-            return [await self._read_stepwise(opened, start, start + length) for start, length in spans]
+            return [await self._read_stepwise(opened, edges, each) for each in group.samples.tolist()]
         try:
             data = await opened.read(spans)
         except RangeOutOfBounds as error:
@@ -269,7 +276,7 @@ class ShardsReader:
         shard, mds = opened.shard, opened.shard.mds
         edges = opened.edges if mds is not None else await self._edges(opened)
         if edges is not None and self._is_odd(opened, edges, samples):
-            return [await self._read_stepwise(opened, int(edges[each]), int(edges[each + 1])) for each in samples]
+            return [await self._read_stepwise(opened, edges, each) for each in samples.tolist()]
 
         def use(view: memoryview) -> tuple[npt.NDArray[np.int64], list[tuple[bytes, int]]]:
             found = edges
@@ -329,8 +336,11 @@ class ShardsReader:
         """
         return not opened.whole and int(samples[-1]) == len(edges) - 2
 
-    async def _read_stepwise(self, opened: _OpenShard, start: int, stop: int) -> Sample:
-        part = CatalogRange(0, start, stop if stop > start else None)
+    async def _read_stepwise(self, opened: _OpenShard, edges: npt.NDArray[np.int64], number: int) -> Sample:
+        start, stop = int(edges[number]), int(edges[number + 1])
+        # Where a shard that was cut off ends, its reader would take a part of a sample for the whole.
+        odd = self._is_odd(opened, edges, np.array([number]))
+        part = CatalogRange(0, start, None if odd or stop <= start else stop)
         reading = read_shard_range(self._stores, opened.shard, part, max_sample_bytes=self._max, read_ahead=self._ahead)
         async with aclosing(reading) as batches:
             async for batch in batches:

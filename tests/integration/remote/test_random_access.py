@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, RemoteMapDataset
 from asyncloader.errors import NoEffectWarning, ShardError
+from asyncloader.remote.random_access.shard_reader import THREADS
 from asyncloader.transports import ObjectNotFound, ReadFailed
 from tests.helpers.comparing import assert_same
 from tests.helpers.http_store import HttpStore
@@ -293,6 +295,55 @@ def test_from_a_cache_that_is_too_small(tmp_path: Path) -> None:
                     assert sum(path.stat().st_size for path in kept) <= limit
                 assert len(dataset._mapped)
             assert not len(dataset._mapped)
+
+    run_async(run())
+
+
+def test_an_index_that_is_forgotten(tmp_path: Path) -> None:
+    """While a read from the cache waits for its thread, another read may need the memory of its index."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "s.tar").write_bytes(tar(range(4)))
+
+    async def run() -> None:
+        async with (
+            serving_http() as store,
+            RemoteMapDataset(put_all(store, folder), cache_dir=tmp_path / "cache") as dataset,
+        ):
+            await dataset.__getitems__([0])
+            reader = dataset._readers[asyncio.get_running_loop()].reader
+            assert reader is not None
+            gate = threading.Event()
+            holding = [asyncio.ensure_future(reader._pool.run(gate.wait)) for _ in range(THREADS)]
+            reading = asyncio.ensure_future(dataset.__getitems__([3, 1]))
+            await asyncio.sleep(0)
+            for opened in reader._open.values():
+                reader._forget(opened)
+            gate.set()
+            assert [int(sample["n"]) for sample in await reading] == [3, 1]
+            await asyncio.gather(*holding)
+
+    run_async(run())
+
+
+def test_files_of_a_read_that_fails(tmp_path: Path) -> None:
+    """They are kept no longer than those of other reads: when they are evicted, their room is free."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "s.jsonl").write_bytes(jsonl([0]) + b"bad\n")
+
+    async def run() -> None:
+        async with (
+            serving_http() as store,
+            RemoteMapDataset(put_all(store, folder), cache_dir=tmp_path / "cache") as dataset,
+        ):
+            await dataset[0]
+            with pytest.raises(ShardError, match="no JSON"):
+                await dataset[1]
+            assert len(dataset._mapped) == 1
+            reader = dataset._readers[asyncio.get_running_loop()].reader
+            assert reader is not None
+            assert reader._timer is not None
 
     run_async(run())
 

@@ -307,6 +307,7 @@ def test_wrong_arguments() -> None:
         cases: list[tuple[dict[str, Any], str]] = [
             ({"step": -1}, "step should be an integer from 0 on, but got -1"),
             ({"step": 1, "epoch": 1.5}, "epoch should be an integer from 0 on, but got 1.5"),
+            ({"step": torch.tensor(1.5)}, r"step should be an integer from 0 on, but got tensor\(1\.5"),
             ({"step": 1, "rank": 2}, "rank should be between 0 and 1, but got rank=2"),
             ({"step": 1, "epoch": 1 << 63}, r"epoch should be below 2\*\*63"),
         ]

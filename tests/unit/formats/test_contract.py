@@ -9,7 +9,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncloader.errors import LoaderError
@@ -17,7 +17,7 @@ from asyncloader.formats import CompressedReader, Located, ShardError, ShardRang
 from asyncloader.formats.base import base_name
 from asyncloader.formats.compressed import decoder
 from tests.unit.formats.shard_readers import URL, check_any_split, check_resume, chunked, cut_points, drive
-from tests.unit.remote.shards import MAKERS
+from tests.unit.remote.shards import MAKERS, mds_entry
 
 
 def test_shard_error_says_where() -> None:
@@ -46,18 +46,23 @@ NARROWED = {
     "a.tar": MAKERS["a.tar"](range(7)),
     "a.tar.gz": gzip.compress(MAKERS["a.tar"](range(7))),
     "a.tfrecord": MAKERS["a.tfrecord"](range(7)),
+    "a.mds": MAKERS["a.mds"](range(7)),
+    "b.jsonl": MAKERS["a.jsonl"](range(7)),
     "a.jsonl": b'\xef\xbb\xbf\n{"n": 0}\n\n{"n": 1}\nbad\n[]\n  \r\n{"n": 2}\r\n{"n": 3}\nbad\n{"n": 4}',
 }
 
 
 @pytest.mark.parametrize("url", NARROWED)
-@given(cuts=cut_points, skip=st.integers(0, 8), most=st.none() | st.integers(1, 8))
+@given(cuts=cut_points, skip=st.integers(0, 8), most=st.none() | st.integers(0, 8))
+@example(cuts=[], skip=0, most=0)
+@example(cuts=[], skip=2, most=3)
 def test_a_narrowed_reader(url: str, cuts: list[float], skip: int, most: int | None) -> None:
     """Samples, good or bad, are counted: those before are passed over, and those behind are neither made nor read."""
 
     def found(skip: int, most: int | None, cuts: list[float]) -> list[tuple[int | None, str]]:
         bad: list[ShardError] = []
-        reader = open_reader(url, on_bad=bad.append, skip=skip, most=most)
+        shard = mds_entry(range(7)) if url.endswith(".mds") else None
+        reader = open_reader(url, on_bad=bad.append, shard=shard, skip=skip, most=most)
         samples, error = drive(reader, chunked(NARROWED[url], cuts))
         assert error is None
         good = [(resume, repr(sample)) for sample, resume in samples]
@@ -75,6 +80,14 @@ def test_a_part_of_a_tar_ends_where_the_next_sample_begins() -> None:
     reader = open_reader("a.tar", part=ShardRange(ends[1], ends[3], sync=False))
     assert [resume for _, resume in reader.feed(data[ends[1] : ends[3]])] == ends[2:4]
     assert reader.done
+
+
+def test_a_part_of_a_tar_that_ends_inside_a_sample() -> None:
+    """As where the shard was replaced since its samples were counted: the sample is whole all the same."""
+    data = NARROWED["a.tar"]
+    whole = drive(open_reader("a.tar"), [data])[0]
+    part = ShardRange(0, whole[0][1] + 512, sync=False)
+    assert drive(open_reader("a.tar", part=part), [data]) == (whole[:2], None)
 
 
 @pytest.mark.parametrize("url", ["a.tar", "a.jsonl", "a.tfrecord"])

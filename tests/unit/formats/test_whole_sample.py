@@ -81,6 +81,7 @@ UNUSUAL = {
     "no extension": pack([("a", b"1")]),
     "a field twice": pack([("a.x", b"1"), ("a.x", b"2")]),
     "reserved": pack([("a.__key__", b"1")]),
+    "metadata without a folder": pack([("__a.x", b"1"), ("__a.y__", b"2")]),
     "two samples": pack([("a.x", b"1"), ("b.x", b"2")]),
     "nothing": b"",
     "an end": END,

@@ -36,6 +36,10 @@ def mapped(kept: MappedFiles, folder: Path, url: str) -> bytes | None:
     return None if file is None else file[: len(DATA)]
 
 
+def descriptors() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
 @pytest.mark.parametrize("whole", [False, True])
 async def test_ranges(tmp_path: Path, whole: bool) -> None:
     """Those in blocks that were read, or in a whole copy; across blocks, too. None has been asked of the store."""
@@ -85,9 +89,9 @@ def test_files_that_are_not_read_are_dropped(tmp_path: Path) -> None:
     put(opened(tmp_path), "a")
     assert mapped(kept, tmp_path, "a") == DATA
     assert kept.drop_unused(1000.0)
-    before = [*Path("/proc/self/fd").iterdir()]
+    before = descriptors()
     assert not kept.drop_unused(0.0)
-    assert len([*Path("/proc/self/fd").iterdir()]) == len(before) - 1
+    assert descriptors() == before - 1
 
 
 def test_their_number_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +131,19 @@ async def test_a_damaged_file(tmp_path: Path) -> None:
             await reader.info()
             assert found_in(reader, kept, [(0, 10)]) == [None]
             assert not path.exists()
+
+
+async def test_many_blocks_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a call reads have no more descriptors at a time than the files that are kept, and two."""
+    monkeypatch.setattr(mapped_files, "MOST_FILES", 4)
+    count = 10
+    ranges = [(number * BLOCK_BYTES, 5) for number in range(count)]
+    kept = MappedFiles()
+    async with around(Asked({"a": bytes(count * BLOCK_BYTES)}), tmp_path) as transport:
+        reader = transport.pinned("a")
+        assert isinstance(reader, CachedObject)
+        await reader.read_ranges(ranges)
+        before = descriptors()
+        for found in reader.read_mapped(ranges, kept):
+            assert found is not None
+            assert descriptors() <= before + 6
