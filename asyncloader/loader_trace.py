@@ -23,11 +23,12 @@ def begin_trace(
     """Begin a trace. `name`: of the loader's class. The rest: see `DataLoader.trace`."""
     from asyncloader.tracing.trace import Trace  # late: few loaders are traced
 
-    known = weakref.ref(spec)  # the trace, to which the statistics refer, must not keep the loader
+    # The statistics refer to the trace, which must keep neither them nor the loader.
+    known, counted = weakref.ref(spec), weakref.ref(statistics)
 
     def verdict() -> str | None:
-        loader = known()
-        return None if loader is None else diagnose_run(loader, statistics).bound
+        loader, run = known(), counted()
+        return None if loader is None or run is None else diagnose_run(loader, run).bound
 
     return Trace(statistics, file, name, last, verdict)
 

@@ -9,8 +9,10 @@ either package the loader's own iterator is returned.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from math import inf
 from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -95,6 +97,8 @@ class _Counted:
     async def __anext__(self) -> Any:
         try:
             batch = await anext(self._iterator)
+        except asyncio.CancelledError:
+            raise  # of this call: the iterator may be asked again
         except BaseException:
             self._display.close()
             raise
@@ -103,7 +107,8 @@ class _Counted:
 
     def __del__(self) -> None:  # a loop that was left
         if not sys.is_finalizing():
-            self._display.close()
+            # Without a new verdict: the collector may call this while the figures' lock is held.
+            self._display.close(judges=False)
 
 
 class _Display:
@@ -149,10 +154,12 @@ class _Display:
         share = min(1.0, waited / passed) if passed > 0 else 0.0
         self._bar.draw(steps, f"waits {share:.0%}{self._verdict}")
 
-    def close(self) -> None:
-        """Draw the last steps, and leave the bar. Idempotent."""
+    def close(self, *, judges: bool = True) -> None:
+        """Draw the last steps, perhaps with a new verdict, and leave the bar. Idempotent."""
         bar = self._bar
         if bar is not None:
+            if not judges:
+                self._judge_at = inf
             self._draw(perf_counter())
             self._bar = None
             bar.close()

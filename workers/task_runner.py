@@ -186,6 +186,8 @@ class TaskRunner:
         if self._processor_use is not None:
             self._processor_use.close()
         self._forget_suspect()
+        # The process may live on: its sink must not, and it refers back to the recorder.
+        self._traced.close()
         # The reader refers back to this object, by the function that collates: a cycle.
         self.__dict__.clear()
 

@@ -32,9 +32,7 @@ class TracedTasks:
     def begin(self, sent: float, begin: float) -> float:
         """Begin the spans of a task that asks for them, or end those of the worker. Returns when the task was sent."""
         if sent >= 0.0:
-            if self.log is not None:
-                self.log.stop()
-                self.log = None
+            self.close()
             return sent
         if self.log is None:
             from asyncloader.tracing.spans import SpanLog  # late: few runs are traced
@@ -42,6 +40,12 @@ class TracedTasks:
             self.log = SpanLog(self._recorder, process=self._shared)
         self.log.begin(-sent, begin)
         return -sent
+
+    def close(self) -> None:
+        """Note nothing more."""
+        if self.log is not None:
+            self.log.stop()
+            self.log = None
 
     def before(self, answer: bytes, channel: Channel, epoch: int, seq: int) -> bytes:
         """Return the bytes to send for an answer: the spans of the current task, if it has any, then the answer."""

@@ -137,7 +137,7 @@ def _events(events: Mapping[str, Sequence[Mapping[str, Any]]], names: Mapping[in
 def _union(spans: Iterable[_Span]) -> float:
     """Seconds in which at least one of the spans lasts."""
     total = until = 0.0
-    for each in sorted(spans):
+    for each in sorted(spans, key=lambda each: each.begin):
         end = each.begin + each.seconds
         total += max(0.0, end - max(each.begin, until))
         until = max(until, end)

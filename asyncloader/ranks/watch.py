@@ -14,6 +14,7 @@ free once the user has shut torch.distributed down.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import weakref
 from functools import partial
@@ -46,7 +47,8 @@ _MOST_UNCHANGED = 30
 def watch_ranks(spec: Any, statistics: Statistics) -> None:
     """Compare a loader's waiting with that on other ranks from now on, if torch.distributed connects them.
 
-    To be called where torch.distributed is initialized, for each of the loader's iterators.
+    To be called where torch.distributed is initialized, for each of the loader's iterators. In a worker, and in any
+    other process that a rank has forked, nothing is compared: it shares the rank's connection to the store.
 
     Args:
         spec: the loader's options.
@@ -54,6 +56,8 @@ def watch_ranks(spec: Any, statistics: Statistics) -> None:
     """
     watch = statistics.watch
     if isinstance(watch, RankWatch) and not watch.stale:
+        return
+    if torch.utils.data.get_worker_info() is not None or any(each.inherited and not each.stale for each in _watches):
         return
     here, members = topology(spec), process_group(spec._asyncloader_options.group)
     if here.world_size > 1 and has_group(here, members):
@@ -74,6 +78,7 @@ class RankWatch:
 
     def __init__(self, here: Topology, members: Any, name: str) -> None:
         self._world = weakref.ref(torch.distributed.group.WORLD)
+        self._owner = os.getpid()
         self._here = here
         self._name = (
             "all" if members is None else "_".join(map(str, torch.distributed.get_process_group_ranks(members)))
@@ -100,9 +105,14 @@ class RankWatch:
         """Whether torch.distributed was shut down since, and perhaps initialized again."""
         return torch.distributed.group.WORLD is not self._world()
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is forked from the rank that it belongs to."""
+        return os.getpid() != self._owner
+
     def look(self, now: float, statistics: Statistics) -> None:
         """Exchange figures, if that is due. Returns at once. In the consumer's thread."""
-        if now < self._next or self._busy or self._over:
+        if now < self._next or self._busy or self._over or self.inherited:
             return
         self._busy = True
         try:

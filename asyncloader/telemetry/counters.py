@@ -237,11 +237,18 @@ def span(name: str, seconds: float) -> None:
         sink(name, seconds)
 
 
-def send_spans(recorder: Recorder, sink: Callable[[str, float], object] | None, *, process: bool = False) -> None:
+def send_spans(recorder: Recorder, sink: Callable[[str, float], object], *, process: bool = False) -> None:
     """Set the recorder's sink, and that of all other code of its process (`process`: also if it serves others)."""
     recorder.sink = sink
     if process or _process.block is recorder.block:
         _process.sink = sink
+
+
+def end_spans(recorder: Recorder, sink: Callable[[str, float], object]) -> None:
+    """Undo `send_spans`; where another recorder of the process has set its own sink since, that stays."""
+    recorder.sink = None
+    if _process.sink == sink:
+        _process.sink = None
 
 
 class recording:  # noqa: N801 - used as a function; a generator would take three times as long

@@ -182,7 +182,7 @@ def unpack(data: bytes) -> RankWait | None:
         if not (isinstance(batches, int) and 0.0 <= share <= 1.0 and len(found) <= _MOST_WORKERS):
             return None
         return RankWait(host, batches, float(share), _quantiles(waits), stage, found)
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

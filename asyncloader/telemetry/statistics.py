@@ -47,6 +47,7 @@ class Statistics(LoaderFigures):
 
     __slots__ = (
         *COUNTED,
+        "__weakref__",
         "_before",
         "_cpu_mark",
         "_first_begun",

@@ -276,7 +276,8 @@ class _Maker:
             return
         offset = clocks[made.source].seconds
         begin = spans.begin - offset
-        figures["queue_ms"] = round(1e3 * max(0.0, begin - spans.asked), 3)
+        if spans.asked:
+            figures["queue_ms"] = round(1e3 * max(0.0, begin - spans.asked), 3)
         own: list[Span] = []
         within = 0.0  # seconds of collation, which the time of the fetch leaves out
         for noted, end, seconds in spans.own:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 MOST_RECORDS = 200_000
 """Records that are kept: a batch has four, so the newest 50,000 batches."""
+MOST_SPAN_BYTES = 32 << 20
+"""Bytes of workers' spans that are kept: fewer batches, where each of them has hundreds of reads."""
 
 _MOST_DUMPS = 10  # that are written by themselves
 _LOOK_S = 5.0  # between two looks at the verdict
@@ -51,21 +53,27 @@ class Recording:
         loader: the name of the loader's class.
         last: seconds that a file covers, up to when it is written; None: the whole trace.
         verdict: returns what bounds the run, or None once the loader is gone.
+        copies: of batches out of rings, before.
     """
 
-    def __init__(self, file: Path, loader: str, last: float | None, verdict: Callable[[], str | None]) -> None:
+    def __init__(
+        self, file: Path, loader: str, last: float | None, verdict: Callable[[], str | None], copies: int
+    ) -> None:
         self.file = file
         self._loader = loader
         self._last = last
         self._verdict = verdict
         self._began, self._began_at = perf_counter(), time()
-        self._records: deque[Record] = deque(maxlen=MOST_RECORDS)
+        # `made` keeps it to `MOST_RECORDS`, and counts what leaves it; without workers only the deque does.
+        self._records: deque[Record] = deque(maxlen=MOST_RECORDS + MOST_RECORDS // 4)
+        self._span_bytes = 0
+        self._shortened = False
         self._append = self._records.append
         self._dumps = 0
         self._looking: threading.Thread | None = None
         self._look_at = float("inf") if last is None else self._began + _LOOK_S
         self._bound: str | None = None
-        self._copies = 0
+        self._copies = copies
         self._owner = os.getpid()
 
     @property
@@ -86,6 +94,11 @@ class Recording:
         spans = answer.spans, result.epoch, len(answer.records)
         source = Source(worker, process.place, process.node)
         self._append(MadeRecord("made", answer.arrived, run, result.seq, source, *batch, *spans))
+        self._span_bytes += len(answer.spans)
+        while len(self._records) > MOST_RECORDS or (self._span_bytes > MOST_SPAN_BYTES and self._records):
+            oldest, self._shortened = self._records.popleft(), True
+            if isinstance(oldest, MadeRecord):
+                self._span_bytes -= len(oldest.spans)
 
     def ordered(self, run: int, seq: int) -> None:
         """Record that all earlier batches have come, so that this batch is passed on. In the loop's thread."""
@@ -161,7 +174,7 @@ class Recording:
             "pid": self._owner,
             "began": self._began_at + begin - self._began,
             "seconds": now - begin,
-            "complete": len(records) < MOST_RECORDS or records[0][1] <= begin,
+            "complete": (len(records) != records.maxlen and not self._shortened) or records[0][1] <= begin,
         }
         write(file, trace_of(records, begin, now, facts))
 
@@ -174,7 +187,7 @@ class Recording:
 
     def _judge(self) -> None:
         bound = self._verdict()
-        if bound is None:
+        if bound is None or bound == "unknown":  # too few batches to judge
             return
         before, self._bound = self._bound, bound
         if before is not None and before != bound:

@@ -15,9 +15,10 @@ from struct import Struct
 from time import perf_counter
 from typing import NamedTuple
 
-from asyncloader.telemetry.counters import STAGES, Recorder, send_spans
+from asyncloader.telemetry.counters import STAGES, Recorder, end_spans, send_spans
 
-NAMES: tuple[str, ...] = (*STAGES, "read", "retry")
+_OF_READS = ("read", "retry")
+NAMES: tuple[str, ...] = (*STAGES, *_OF_READS)
 """The names of spans; in a frame each is a number."""
 
 MOST_BYTES = 1 << 16
@@ -27,6 +28,7 @@ _HEAD = Struct("=IQdddH")  # epoch, seq, asked, begin, end, number of own spans
 _SPAN = Struct("=Bdd")  # name, end, seconds
 _NUMBER = {name: number for number, name in enumerate(NAMES)}
 _MOST = 1000  # spans of one task, and as many of no task
+_MOST_READS = _MOST - 2 * len(NAMES)  # of one task: its stages end after its reads, and must have room
 
 Noted = tuple[str, float, float]
 """A span: name, when it ended, seconds."""
@@ -74,13 +76,12 @@ class SpanLog:
 
     def __init__(self, recorder: Recorder, *, process: bool) -> None:
         self._recorder = recorder
-        self._process = process
         self._loose: deque[Noted] = deque(maxlen=_MOST)
         send_spans(recorder, self._note, process=process)
 
     def stop(self) -> None:
         """Note nothing more."""
-        send_spans(self._recorder, None, process=self._process)
+        end_spans(self._recorder, self._note)
 
     def begin(self, asked: float, begin: float) -> None:
         """Begin a task; in an event loop call it in the task's own context."""
@@ -90,7 +91,7 @@ class SpanLog:
         task = _task.get()
         # A context outlives its task: that of a stream that reads ahead is the first task's.
         noted = self._loose if task is None or task.noted is None else task.noted
-        if len(noted) < _MOST or noted is self._loose:
+        if noted is self._loose or len(noted) < (_MOST_READS if name in _OF_READS else _MOST):
             noted.append((name, perf_counter(), seconds))
 
     def answered(self, epoch: int, seq: int) -> bytes:

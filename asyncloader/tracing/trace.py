@@ -34,22 +34,25 @@ class Trace:
     ) -> None:
         if last is not None and not last > 0:
             raise ValueError(f"last is a number of seconds above 0, got {last!r}")
-        if statistics.trace is not None:
+        # That of a process from which this one was forked goes on there.
+        if statistics.trace is not None and statistics.trace.owned:
             raise RuntimeError(f"the loader is being traced already, to {statistics.trace.file}: end that trace first")
         # Absolute: the program may change its directory before the file is written.
         path = Path(file).absolute()
         check_writable(path)
         self._statistics = statistics
-        self._recording = Recording(path, loader, last, verdict)
-        self._note_sampler = statistics.note_sampler
-        statistics.note_sampler = self._sampler
+        self._recording = recording = Recording(path, loader, last, verdict, statistics.ring_copies)
+        note = statistics.recorder.note("sampler")
+
+        # A function that does not refer to the statistics, which will refer to it.
+        def sampler(seconds: float) -> None:
+            note(seconds)
+            recording.stage("sampler", seconds)
+
+        statistics.note_sampler = sampler
         statistics.recorder.sink = self._recording.stage
         # Last: from here on the loader's threads record.
         statistics.trace = self._recording
-
-    def _sampler(self, seconds: float) -> None:
-        self._note_sampler(seconds)
-        self._recording.stage("sampler", seconds)
 
     @property
     def file(self) -> Path:

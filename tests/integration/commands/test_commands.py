@@ -17,6 +17,8 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import DataLoader, write_shards_sync
 from asyncloader.__main__ import main
+from asyncloader.commands.trace_summary import summarize
+from asyncloader.tracing.chrome import TraceEvents
 from tests.helpers.running import ROOT
 from tests.helpers.seeded_datasets import Rows
 from tests.helpers.shards_of_formats import FORMATS, SIZES, write
@@ -312,6 +314,16 @@ def test_a_trace_in_words(tmp_path: Path, run: Run) -> None:
     assert sum(each["batches"] for each in workers) == 10
     assert all({"fetch", "collate", "write"} <= each["mean_s"].keys() for each in workers)
     assert "of iterator 1 took worker" in found["slowest batch"][1]
+
+
+def test_waits_of_one_moment() -> None:
+    """Several consumers may wait at the same time, for as long as each other."""
+    wait = {"ph": "X", "cat": "consumer", "name": "wait", "ts": 0.0, "dur": 1e6, "pid": 1}
+    batch = {**wait, "name": "batch 0", "args": {"iterator": 1}}
+    facts = {"loader": "DataLoader", "pid": 1, "seconds": 4.0, "complete": True, "left_out": {}}
+    waits = [{**wait, "args": {"batch": number}} for number in (0, 1)]
+    found = {each.name: each for each in summarize(TraceEvents(facts, iter([batch, *waits])))}
+    assert found["consumer"].figures["wait_frac"] == 0.25
 
 
 def test_a_trace_with_faults(tmp_path: Path, run: Run) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import sys
 import termios
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.sync_inline import SyncInlineIterator
+from asyncloader.progress_bar import _Counted, _Display
+from asyncloader.telemetry.statistics import Statistics
 from tests import script_server
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import PATIENCE_S, environment
@@ -116,3 +120,63 @@ def test_nothing_is_shown_without_a_terminal(capfd: pytest.CaptureFixture[str]) 
     with pytest.raises(TypeError, match="read with 'async for'"):
         iter(AsyncDataLoader(Numbers(4)).progress())
     assert capfd.readouterr() == ("", "")
+
+
+class Bar:
+    """Keeps the steps that were drawn."""
+
+    def __init__(self) -> None:
+        self.steps, self.closed = 0, False
+
+    def draw(self, steps: int, text: str) -> None:
+        del text
+        self.steps += steps
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def counted(iterator: Any, bar: Bar) -> _Counted:
+    """Count an iterator's steps; no verdict may be asked for, though one is due."""
+
+    def diagnose() -> Any:
+        raise AssertionError
+
+    display = _Display(bar, Statistics(), diagnose)
+    display._judge_at = 0.0
+    return _Counted(iterator, display)
+
+
+def test_a_cancelled_call_does_not_close_the_bar() -> None:
+    """The next call goes on."""
+
+    class Waits:
+        def __init__(self) -> None:
+            self.go = asyncio.Event()
+
+        async def __anext__(self) -> int:
+            await self.go.wait()
+            return 1
+
+    async def run() -> None:
+        bar, waits = Bar(), Waits()
+        batches = counted(waits, bar)
+        call = asyncio.ensure_future(anext(batches))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert not bar.closed
+        waits.go.set()
+        assert await anext(batches) == 1
+        batches._display.close(judges=False)
+        assert bar.steps == 1
+
+    asyncio.run(run())
+
+
+def test_a_bar_that_is_dropped_asks_for_no_verdict() -> None:
+    """The collector may drop it while its thread holds the lock of the figures, for which a verdict would wait."""
+    bar = Bar()
+    next(counted(iter("ab"), bar))
+    assert (bar.steps, bar.closed) == (1, True)

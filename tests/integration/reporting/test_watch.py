@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncloader import DataLoader
+from asyncloader.ranks.topology import Topology
+from asyncloader.ranks.watch import RankWatch
+from asyncloader.telemetry.statistics import Statistics
 from tests.helpers.datasets import Numbers
 from tests.helpers.rank_group import RankGroup
+from tests.helpers.running import PATIENCE_S
+
+
+class Nested(Numbers):
+    """Reads another loader in its worker; a sample says whether that is not compared with other ranks."""
+
+    def __getitem__(self, index: int) -> Any:
+        with DataLoader(Numbers(4)) as loader:
+            list(loader)
+            return loader._asyncloader_state.statistics.watch is None
+
 
 WORDS = {"fetch": "worker fetches", "decode": "decoding", "collate": "collation", "sampler": "the sampler"}
 
@@ -69,3 +88,31 @@ def test_nothing_exists_without_a_group() -> None:
     with DataLoader(Numbers(100), batch_size=2) as loader:
         assert sum(1 for _ in loader) == 50
         assert loader._asyncloader_state.statistics.watch is None
+
+
+def test_a_forked_child_exchanges_nothing() -> None:
+    """It has a copy of its parent's connection to the store: requests of both would mix. Nor does a worker."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        with DataLoader(Nested(1), num_workers=1, multiprocessing_context="fork") as loader:
+            assert next(iter(loader)).item()
+        watched = RankWatch(Topology(1, 2), None, "mine")
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                watched.look(1.0, Statistics())
+                for thread in threading.enumerate():
+                    if thread is not threading.current_thread():
+                        thread.join(PATIENCE_S)
+                with DataLoader(Numbers(4)) as loader:
+                    list(loader)
+                    code = 10 if watched._next else 20 if loader._asyncloader_state.statistics.watch else 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        with DataLoader(Numbers(4)) as loader:
+            list(loader)
+            assert loader._asyncloader_state.statistics.watch is not None
+    finally:
+        torch.distributed.destroy_process_group()

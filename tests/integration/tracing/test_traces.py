@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import signal
 import threading
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -193,9 +196,10 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.json", "d.json"]
 
 
-def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest records stay, and the file says that older ones are missing."""
-    monkeypatch.setattr(recording, "MOST_RECORDS", 100)
+@pytest.mark.parametrize(("limit", "most"), [("MOST_RECORDS", 100), ("MOST_SPAN_BYTES", 2000)])
+def test_memory_is_bounded(limit: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest records stay, in number and bytes, and the file says that older ones are missing."""
+    monkeypatch.setattr(recording, limit, most)
     found = read_all("sync", Numbers(400), tmp_path / "a.json", batch_size=4, num_workers=1)
     assert not found.facts["complete"]
     assert found.delivered[-1] == (1, 99)
@@ -255,7 +259,7 @@ def test_a_time_out_is_dumped(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_verdict_that_changes_is_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is looked at now and then, in another thread."""
+    """It is looked at now and then, in another thread. That too few batches were made is none."""
     monkeypatch.setattr(recording, "_LOOK_S", 0.0)
     looked = threading.Semaphore(0)
     judge = recording.Recording._judge
@@ -266,10 +270,10 @@ def test_a_verdict_that_changes_is_dumped(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(recording.Recording, "_judge", look)
     with DataLoader[Any](Numbers(80), batch_size=4) as loader, loader.trace(tmp_path / "run.json", last=60) as trace:
-        verdicts = iter(["fetch", "fetch", "cpus"])
+        verdicts = iter(["unknown", "fetch", "unknown", "fetch", "cpus"])
         trace._recording._verdict = lambda: next(verdicts, None)
         batches = iter(loader)
-        for _ in range(3):
+        for _ in range(5):
             next(batches)
             looked.acquire()
     found = read_trace(tmp_path / "run-1-verdict.json")
@@ -278,14 +282,53 @@ def test_a_verdict_that_changes_is_dumped(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_verdict_is_the_loaders(tmp_path: Path) -> None:
-    """And a trace does not keep its loader."""
+    """And a trace keeps neither its loader nor the loader's figures, with which it would keep itself."""
     loader = DataLoader[Any](Numbers(8), batch_size=4)
     list(loader)
     trace = loader.trace(tmp_path / "a.json", last=60)
     assert trace._recording._verdict() == loader.diagnose().bound
-    del loader
-    assert trace._recording._verdict() is None
-    trace.close()
+    verdict, figures = trace._recording._verdict, weakref.ref(loader._asyncloader_state.statistics)
+    gc.disable()
+    try:
+        del loader, trace
+        assert figures() is None
+    finally:
+        gc.enable()
+    assert verdict() is None
+
+
+def test_copies_before_the_trace_are_none_of_its_events(tmp_path: Path) -> None:
+    """Only batches that were copied out of their ring since are."""
+    with DataLoader[Any](Numbers(8), batch_size=4) as loader:
+        loader._asyncloader_state.statistics.ring_copies = 3
+        with loader.trace(tmp_path / "a.json") as trace:
+            for seq, copies in enumerate((3, 4, 4)):
+                trace._recording.delivered(1, seq, 0, 0.0, 0.0, None, -1, copies)
+            assert [getattr(each, "copied", None) for each in trace._recording._records] == [False, True, False]
+
+
+def test_a_forked_child_has_traces_of_its_own(tmp_path: Path) -> None:
+    """Its parent's goes on in the parent alone."""
+    loader = AsyncDataLoader[Any](Numbers(8), batch_size=4)
+
+    async def load() -> None:
+        async for _ in loader:
+            pass
+
+    with loader.trace(tmp_path / "a.json"):
+        asyncio.run(load())
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                with loader.trace(tmp_path / "b.json"):
+                    asyncio.run(load())
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not (tmp_path / "a.json").exists()
+    assert [len(read_trace(tmp_path / name).delivered) for name in ("a.json", "b.json")] == [2, 2]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -360,3 +403,12 @@ def test_other_files_are_no_traces(tmp_path: Path) -> None:
     for name in ("a.json", "b.json", "c.json.gz"):
         with pytest.raises(ValueError, match="is not a trace of a loader"):
             read(tmp_path / name)
+
+
+def test_a_worker_thread_that_has_ended_is_not_traced(tmp_path: Path) -> None:
+    """Nothing refers from its counters, which the loader keeps, to what noted its spans."""
+    with DataLoader[Any](Numbers(8), batch_size=4, num_workers=1, workers="threads") as loader:
+        with loader.trace(tmp_path / "a.json"):
+            list(loader)
+        workers = loader._asyncloader_state.statistics._workers
+    assert [each.recorder.sink for each in workers.values()] == [None]

@@ -119,6 +119,7 @@ def test_other_bytes_are_left_out(data: bytes) -> None:
         {"stage": "rm -rf"},
         {"waits": (0.1, 0.2)},
         {"waits": (0.1, 0.2, float("inf"))},
+        {"waits": (0.1, 0.2, 10**400)},
         {"batches": "many"},
         {"workers": dict.fromkeys(range(17), (0.1, 0.1, 0.1))},
         {"workers": {0: (-1.0, 0.1, 0.1)}},

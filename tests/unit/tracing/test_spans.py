@@ -6,7 +6,8 @@ import struct
 
 import pytest
 
-from asyncloader.telemetry.counters import Recorder
+from asyncloader.telemetry import counters
+from asyncloader.telemetry.counters import STAGES, Recorder, span
 from asyncloader.tracing.spans import MOST_BYTES, SpanLog, unpack, with_asked
 
 
@@ -48,6 +49,39 @@ def test_a_frame_is_bounded() -> None:
         recorder.time("fetch", 0.0)
     assert len(log.answered(0, 0)) <= MOST_BYTES
     log.stop()
+
+
+def test_a_task_of_many_reads_keeps_its_stages() -> None:
+    """They end last, when the reads have taken all the room that reads get."""
+    recorder = Recorder()
+    log = SpanLog(recorder, process=False)
+    log.begin(1.0, 1.0)
+    for _ in range(3000):
+        log._note("read", 0.0)
+    for stage in STAGES:
+        recorder.time(stage, 0.0)
+    body = log.answered(0, 0)
+    log.stop()
+    assert len(body) <= MOST_BYTES
+    found = unpack(body, 0, 0)
+    assert found is not None
+    names = [name for name, _, _ in found.own]
+    assert names[-len(STAGES) :] == list(STAGES)
+    assert names.count("read") > 900
+
+
+def test_two_workers_of_a_process() -> None:
+    """Code of no task goes to the newer; the end of the other changes nothing, and after both nothing is left."""
+    first, second = Recorder(), Recorder()
+    ended, log = SpanLog(first, process=True), SpanLog(second, process=True)
+    ended.stop()
+    span("read", 0.5)
+    log.begin(1.0, 1.0)
+    found = unpack(log.answered(0, 0), 0, 0)
+    assert found is not None
+    assert [(name, seconds) for name, _, seconds in found.loose] == [("read", 0.5)]
+    log.stop()
+    assert first.sink is second.sink is counters._process.sink is None
 
 
 @pytest.mark.parametrize("body", [b"", b"12", bytes(MOST_BYTES + 1)])
