@@ -207,8 +207,8 @@ def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -
         return RankGroup(_of_members(members))
     except RuntimeError as error:
         raise RanksDisagree(
-            "the ranks could not be connected: another rank failed or left while the loader's group was made, or cannot "
-            f"be reached ({error})"
+            "the ranks could not be connected: another rank failed or left while the loader's group was made, or "
+            f"cannot be reached ({error})"
         ) from error
 
 
