@@ -134,7 +134,7 @@ def _crc(data: Any) -> int:
 
 
 def leaves(batch: Any) -> dict[str, str]:
-    """Return the token of each part of a batch, by its path, such as ``[0]`` or ``['image']``: 64 parts, and the rest."""
+    """Return the token of each part of a batch by its path, as ``[0]`` or ``['image']``: 64 parts, and the rest."""
     found: dict[str, str] = {}
     for number, (path, part) in enumerate(_parts(batch, "")):
         name = (path or "the batch") if number < _MOST_LEAVES else "the rest"
