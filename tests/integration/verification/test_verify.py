@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -23,15 +22,14 @@ import pytest
 import asyncloader
 from asyncloader.__main__ import main
 from asyncloader.commands.findings import Finding
-from asyncloader.verification import interpreter as interpreter_module
 from asyncloader.verification import verify as verify_module
-from asyncloader.verification.interpreter import Interpreter, ServerEnded
+from asyncloader.verification.interpreter import Interpreter
 from asyncloader.verification.junit import as_junit
 from asyncloader.verification.making import CannotVerify, import_target, made
 from asyncloader.verification.plan import LoaderFacts, disturbances
 from asyncloader.verification.runs import _kill_worker
 from asyncloader.verification.verify import Verification, verify
-from tests.helpers.running import PATIENCE_S, ROOT
+from tests.helpers.running import ROOT
 from tests.integration.verification import awkward, chosen, planted
 
 PLANTED, AWKWARD = Path(planted.__file__), Path(awkward.__file__)
@@ -210,18 +208,6 @@ def test_nothing_stays_behind(
     assert pids
     running = {each.pid for each in psutil.process_iter() if each.status() != psutil.STATUS_ZOMBIE}
     assert not running.intersection(pids)
-
-
-@pytest.mark.thorough
-def test_output_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Does not keep the wait for an answer from ending."""
-    monkeypatch.setattr(interpreter_module, "_MARGIN_S", 0.0)
-    file = tmp_path / "flooding.py"
-    file.write_text("while True:\n    print('x' * 1000)\n")
-    with Interpreter(f"{file}:make", 1) as flooding:
-        select.select([flooding._process.stdout], [], [], PATIENCE_S)
-        with pytest.raises(ServerEnded, match="no answer within 0 s"):
-            flooding.answer(0.0)
 
 
 def test_only_a_worker_is_killed() -> None:
