@@ -103,7 +103,8 @@ def _report(command: str, flags: dict[str, Any]) -> int:
     if flags.get("junit"):
         from asyncloader.verification.junit import as_junit
 
-        flags["junit"].write_text(as_junit(flags["target"], findings, perf_counter() - began))
+        text = as_junit(flags["target"], findings, perf_counter() - began)
+        flags["junit"].write_text(text, encoding="utf-8")
     return int(has_problem(findings))
 
 

@@ -89,6 +89,7 @@ def _serve(opened: Sequence[LoaderSocket], port: int) -> int:
         names = "\n".join(f"  asyncloader top --web {each.path}" for each in opened)
         raise NotWatched(f"{len(opened)} loaders can be watched: name one.\n{names}")
     path = opened[0].path
+    opened[0].close()  # while nobody looks at the page, the loader makes no snapshots
     with suppress(KeyboardInterrupt):
         run_in_thread(_serve_page(path, port))
     return 0

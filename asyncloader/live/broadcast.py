@@ -49,6 +49,7 @@ class Broadcast:
         follower = self._followers[writer] = _Follower(writer, framing)
         try:
             if self.over.is_set():
+                follower.end()
                 return
             if self._task is None:
                 self._task = asyncio.get_running_loop().create_task(self._run())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import select
 import socket
 from collections.abc import AsyncGenerator, Sequence
@@ -85,10 +86,20 @@ def _connect(path: Path) -> socket.socket:
         check_peer(sock)
     except OSError as error:
         sock.close()
-        if isinstance(error, ConnectionRefusedError) and path.parent == folder():
+        if isinstance(error, ConnectionRefusedError) and path.parent == folder() and not _runs(path):
             path.unlink(missing_ok=True)  # its process was killed
         raise NotWatched(f"{path} cannot be read: {error.strerror or error}") from error
     return sock
+
+
+def _runs(path: Path) -> bool:
+    """Whether the process of a socket runs: it may be about to listen."""
+    number = path.name.partition("-")[0]
+    try:
+        os.kill(int(number), 0)
+    except (ValueError, OverflowError, OSError):  # PermissionError: another user's process has the number now
+        return False
+    return True
 
 
 def _checked(line: bytes, path: Path) -> dict[str, Any]:
@@ -105,6 +116,8 @@ def open_sockets(path: Path | None) -> list[LoaderSocket]:
     Raises:
         NotWatched: there is none.
     """
+    if not hasattr(socket, "AF_UNIX"):
+        raise NotWatched("Python has no Unix sockets on this system: see the page of loader.dashboard() instead")
     if path is not None:
         return [LoaderSocket(path)]
     found = []
@@ -139,9 +152,12 @@ async def relay(path: Path) -> AsyncGenerator[bytes]:
     """Yield the lines of a loader's socket, for a page that another process serves. Ends with the loader.
 
     Raises:
-        NotWatched: as `LoaderSocket`.
+        NotWatched: these are no snapshots that this version understands.
     """
-    sock = _connect(path)
+    try:
+        sock = _connect(path)
+    except NotWatched:  # it has ended since the page was opened
+        return
     sock.setblocking(False)
     # `limit` bounds the bytes of a line, and the loader waits for nobody: it leaves out lines.
     reader, writer = await asyncio.open_unix_connection(sock=sock, limit=_MOST_LINE)

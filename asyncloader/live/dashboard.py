@@ -97,9 +97,11 @@ class Dashboard:
         """End the page, the socket and the thread. Idempotent; the loader's `close` calls it."""
         if os.getpid() != self._owner or self._finalizer.detach() is None:
             return
-        with suppress(LoaderClosed):  # the process exits, which has ended the loop
-            self._bridge.run(self._server.close())
-        self._bridge.release()
+        try:
+            with suppress(LoaderClosed):  # the process exits, which has ended the loop
+                self._bridge.run(self._server.close())
+        finally:  # Ctrl-C
+            self._bridge.release()
 
     def _close_soon(self) -> None:
         """`close` for the process's exit: does not wait."""
@@ -138,7 +140,7 @@ def watch(loader: Any, look: Callable[[Any], LoaderParts], statistics: Statistic
         return None
     try:
         return Dashboard(loader, look, statistics)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: no more threads can be started
         _log.warning("ASYNCLOADER_TOP: %r cannot be watched: %s", loader, error)
         return None
 

@@ -13,6 +13,7 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -49,7 +50,7 @@ class LiveServer:
         self._token = secrets.token_urlsafe(24)
         self._listeners: list[socket.socket] = []
         self._connections: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
-        self._waiting: dict[asyncio.Task[None], None] = {}  # those that have not sent a request yet, the oldest first
+        self._waiting: dict[asyncio.Task[None], None] = {}  # those without a request that is granted, the oldest first
         self.path: Path | None = None
         """The Unix socket, once `listen_at_socket` was called."""
         self.url = ""
@@ -100,8 +101,8 @@ class LiveServer:
             sock.close()
             return
         if len(self._connections) >= _MOST_CONNECTIONS:
-            # A browser's request comes at once, so the oldest connection without one sends nothing, or slowly on
-            # purpose. If there is none, all are in use.
+            # A request with the secret comes at once, so the oldest connection without one sends nothing, or slowly on
+            # purpose, or was refused. If there is none, all are in use.
             if not self._waiting:
                 sock.close()
                 return
@@ -146,8 +147,9 @@ class LiveServer:
     async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(_REQUEST_S):
             head = await reader.readuntil(b"\r\n\r\n")
-        self._in_use()
         found = answer(head, self._token)
+        if isinstance(found, Answer200):
+            self._in_use()
         if isinstance(found, Answer200) and found.kind == "events":
             writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{_HEADERS}\r\n".encode())
             await self.broadcast.follow(reader, writer, EVENTS)
@@ -161,7 +163,7 @@ class LiveServer:
                 pass
 
     def _in_use(self) -> None:
-        """The connection's request has come: another connection does not take its place."""
+        """The connection is granted: another one does not take its place."""
         task = asyncio.current_task()
         assert task is not None
         self._waiting.pop(task, None)
@@ -175,7 +177,8 @@ class LiveServer:
         loop = asyncio.get_running_loop()
         # First: the name must not lead to a socket at which no process listens.
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # the folder may be gone, or closed to this user by now
+                self.path.unlink(missing_ok=True)
         for listener in self._listeners:
             loop.remove_reader(listener.fileno())
             listener.close()

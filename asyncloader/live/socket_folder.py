@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import tempfile
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -78,5 +79,10 @@ def bind_socket() -> tuple[socket.socket, Path]:
 
 def sockets() -> list[Path]:
     """Return the sockets in the folder, the newest first. Some may be of processes that were killed."""
-    found = [path for path in folder().glob("*.sock") if path.is_socket()]
-    return sorted(found, key=lambda path: -path.lstat().st_mtime)
+    found = []
+    for path in folder().glob("*.sock"):
+        with suppress(FileNotFoundError):  # its loader was closed just now
+            status = path.lstat()
+            if stat.S_ISSOCK(status.st_mode):
+                found.append((status.st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]

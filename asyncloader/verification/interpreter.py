@@ -41,6 +41,7 @@ class Interpreter:
 
     def __init__(self, target: str, hash_seed: int) -> None:
         self._output = b""
+        self._import: dict[str, Any] | None = None
         self._mark = secrets.token_hex(16)
         # Sockets of start methods and what user code puts there are gone with the folder.
         self._folder = tempfile.TemporaryDirectory(prefix="alv", ignore_cleanup_errors=True)
@@ -74,6 +75,12 @@ class Interpreter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def ready(self, seconds: float) -> dict[str, Any]:
+        """Wait for the import of the module, and return its result. Raises as `ask`."""
+        if self._import is None:
+            self._import = self.answer(seconds)
+        return self._import
 
     def ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Send a job, which is ended after some seconds, and return its result.
@@ -127,8 +134,11 @@ class Interpreter:
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        while any(map(_end, _marked(self._mark))):
-            pass
+        ended: set[int] = set()
+        while left := {*_marked(self._mark)} - ended:  # those that these have started meanwhile
+            for pid in left:
+                _end(pid)
+            ended |= left
         self._folder.cleanup()
 
 
@@ -145,7 +155,7 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-def _end(pid: int) -> bool:
+def _end(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
@@ -154,5 +164,3 @@ def _end(pid: int) -> bool:
                 select.select([fd], [], [], 5)
             finally:
                 os.close(fd)
-        return True
-    return False

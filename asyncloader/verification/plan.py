@@ -83,8 +83,10 @@ def disturbances(facts: LoaderFacts, seed: int, most: int = 16) -> Iterator[Dist
     several = facts.workers if facts.iterable else 2
     first = [drawn("again", workers=facts.workers if facts.iterable else 0)]
     first += [drawn("plain", method, several) for method in facts.methods[:1]]
-    kinds: list[Kind] = ["break", "resume"]
-    if not facts.iterable:  # a stream goes on as from a state
+    kinds: list[Kind] = ["break"]
+    if facts.batches > 1:
+        kinds.append("resume")
+    if not facts.iterable and "threads" not in facts.methods:  # a stream goes on as from a state
         kinds.append("kill")
     if facts.ranks:
         kinds.append("ranks")

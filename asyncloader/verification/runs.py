@@ -122,7 +122,7 @@ def _length(loader: DataLoader[Any]) -> int | None:
 
 def _kill_worker() -> None:
     for process in sorted(active_children(), key=lambda each: each.pid or 0):
-        if process.pid is not None:
+        if process.pid is not None and process.name.startswith("asyncloader-worker-"):  # others are the user's
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             return

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_MOST_BYTES = 16 << 20  # of an array, of which more is sampled
+_MOST_BYTES = 16 << 20  # of an array; of one that has twice as many or more, about as many are sampled
 _MOST_ITEMS = 1000
 _MOST_LEAVES = 64
 
@@ -102,11 +102,19 @@ def state_of_generator(value: Any) -> str | None:
 
 
 def _tensor(value: torch.Tensor) -> str:
+    if value.is_nested:
+        return f"nested[{','.join(map(_tensor, value.unbind()))}]"
     head = f"{value.dtype}{tuple(value.shape)}"
-    if value.layout != torch.strided or value.device.type == "meta" or (value.dtype.is_complex and value.is_conj()):
-        return f"{head}{value.layout}:{_text(value.coalesce().values(), 1) if value.layout == torch.sparse_coo else ''}"
+    if value.device.type == "meta":
+        return head
     with torch.no_grad():
-        plain = value.detach().cpu().contiguous().reshape(-1)
+        value = value.detach()
+        if value.layout not in (torch.strided, torch.sparse_coo):
+            value = value.to_sparse_coo() if value.is_sparse_csr else value.to_dense()
+        if value.layout == torch.sparse_coo:
+            whole = value.coalesce()
+            return f"{head}sparse:{_tensor(whole.indices())}:{_tensor(whole.values())}"
+        plain = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return f"{head}:{_crc(plain.view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8))}"
 
 
@@ -118,15 +126,27 @@ def _array(value: Any, depth: int) -> str:
 
 
 def _crc(data: Any) -> int:
-    if data.nbytes <= _MOST_BYTES:
+    if data.nbytes < 2 * _MOST_BYTES:
         return zlib.crc32(data)
-    sampled: Any = np.ascontiguousarray(data[:: data.nbytes // _MOST_BYTES + 1])
+    # An odd step: all bytes of each type's numbers are among those that are looked at.
+    sampled: Any = np.ascontiguousarray(data[:: data.nbytes // _MOST_BYTES | 1])
     return zlib.crc32(sampled, zlib.crc32(data[:65536]))
 
 
 def leaves(batch: Any) -> dict[str, str]:
-    """Return the token of each part of a batch, by its path, such as ``[0]`` or ``['image']``; at most 64 parts."""
-    return {path or "the batch": token(part) for path, part in itertools.islice(_parts(batch, ""), _MOST_LEAVES)}
+    """Return the token of each part of a batch by its path, as ``[0]`` or ``['image']``: 64 parts, and the rest."""
+    found: dict[str, str] = {}
+    for number, (path, part) in enumerate(_parts(batch, "")):
+        name = (path or "the batch") if number < _MOST_LEAVES else "the rest"
+        found[name] = token([found[name], _whole(part)]) if name in found else _whole(part)
+    return found
+
+
+def _whole(part: Any) -> str:
+    """Return the token of a part, with all elements of a long list."""
+    if not isinstance(part, list | tuple) or len(part) <= _MOST_ITEMS:
+        return token(part)
+    return token([token(part[first : first + _MOST_ITEMS]) for first in range(0, len(part), _MOST_ITEMS)])
 
 
 def _parts(value: Any, path: str, depth: int = 5) -> Iterator[tuple[str, Any]]:

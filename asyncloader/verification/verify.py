@@ -20,6 +20,8 @@ from asyncloader.verification.user_code import CodeLine
 MOST_BATCHES = 24
 _MOST_PROBLEMS = 3  # of disturbed runs, before the rest is left out
 _MOST_SITES = 10
+_MOST_S = 86_400
+_LEAST_CAP_S = 30.0  # a busy machine takes its time
 _ALWAYS = 4  # disturbed runs that are made even when the time is up: of different kinds, with forked workers
 
 
@@ -34,21 +36,21 @@ def verify(target: str, *, seed: int = 0, seconds: float = 60.0) -> Iterator[Fin
             is ended.
 
     Raises:
-        ValueError: there is no such function, it makes no loader, or `seconds` is not above 0.
+        ValueError: there is no such function, it makes no loader, or `seconds` is not above 0, or is more than a day.
         UnsupportedPlatform: processes cannot be forked here.
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds should be above 0, but got {seconds!r}")
+    if not 0 < seconds <= _MOST_S:
+        raise ValueError(f"seconds should be above 0 and at most {_MOST_S} (a day), but got {seconds!r}")
     if "fork" not in multiprocessing.get_all_start_methods():
         from asyncloader.errors import UnsupportedPlatform
 
         raise UnsupportedPlatform(f"asyncloader verify forks the processes of its runs, which {sys.platform} cannot do")
     with Interpreter(target, 1) as here, Interpreter(target, 2) as elsewhere:
-        yield from _Verification(here, elsewhere, seed, seconds).findings()
+        yield from Verification(here, elsewhere, seed, seconds).findings()
 
 
-class _Verification:
-    """One verification.
+class Verification:
+    """One verification. Interpreters may serve several, one after the other.
 
     Attributes:
         here: the interpreter of all runs but those in `elsewhere`, which has another hash seed.
@@ -57,10 +59,9 @@ class _Verification:
     def __init__(self, here: Interpreter, elsewhere: Interpreter, seed: int, seconds: float) -> None:
         self.here, self.elsewhere, self.seed = here, elsewhere, seed
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
-        self._cap = max(seconds, 30.0)  # for one run; a busy machine takes its time
+        self._cap = max(seconds, _LEAST_CAP_S)  # for one run
         self._facts: dict[str, Any] = {}
         self._expected: list[dict[str, Any]] = []
-        self._done: list[str] = []
 
     def findings(self) -> Iterator[Finding]:
         """Yield the findings."""
@@ -80,7 +81,7 @@ class _Verification:
             ValueError: there is no such function.
         """
         try:
-            answer = interpreter.answer(max(self._seconds, 30.0))
+            answer = interpreter.ready(self._cap)
         except ServerEnded as error:
             text = f"importing the module ended its process, or took too long: {error}"
             return Finding("import", "problem", text, "a module must only define its functions when it is imported")
@@ -102,7 +103,9 @@ class _Verification:
 
     def _run(self, interpreter: Interpreter | None = None, **job: Any) -> dict[str, Any]:
         most = len(self._expected) or MOST_BATCHES
-        return self._ask({"do": "run", "batches": most, "ambient": 0, **job}, interpreter)
+        # The number of batches bounds a run that is compared: it is not to be cut off while its workers are started.
+        limit: dict[str, Any] = {"seconds": self._cap / 2} if self._expected else {}
+        return self._ask({"do": "run", "batches": most, "ambient": 0, **limit, **job}, interpreter)
 
     @property
     def _time_is_up(self) -> bool:
@@ -271,18 +274,21 @@ class _Verification:
         elif facts["method"] in methods:
             methods = sorted(methods, key=lambda each: each != facts["method"])
         plan = LoaderFacts(facts["iterable"], facts["workers"], methods, len(self._expected), facts["ranks"])
+        made, same = 0, list[str]()
         causes: set[str] = set()
         noted: set[str] = set()
         drawn = list(disturbances(plan, self.seed))
         for each in drawn:
-            late = self._time_is_up and len(self._done) >= _ALWAYS
+            late = self._time_is_up and made >= _ALWAYS
             if late or len(causes) >= _MOST_PROBLEMS:
                 why = "the time is up" if late else "enough was found"
-                text = f"{len(self._done)} of {len(drawn)} were made: {why}"
+                text = f"{made} of {len(drawn)} were made: {why}"
                 yield Finding("disturbed runs", "note", text, "give more --seconds for all" if late else "")
                 break
             finding = self._differs(each)
-            self._done.append(str(each))
+            made += 1
+            if finding is None:
+                same.append(str(each))
             if (
                 finding is not None
                 and (cause := f"{finding.figures.get('path')} {finding.text.partition(':')[0]}") not in causes
@@ -293,10 +299,9 @@ class _Verification:
                     continue
                 noted.add(cause)
                 yield finding
-        if not causes:
+        if same and not causes:
             yield Finding(
-                "disturbed runs", "ok", f"{len(self._done)} gave the same bytes: {'; '.join(self._done)}",
-                figures={"runs": self._done},
+                "disturbed runs", "ok", f"{len(same)} gave the same bytes: {'; '.join(same)}", figures={"runs": same}
             )  # fmt: skip
 
     def _differs(self, each: Disturbance) -> Finding | None:
@@ -313,10 +318,20 @@ class _Verification:
         if failed := self._broken(result, each):
             return failed
         number = verdict.difference(self._expected, result["batches"])
-        if number is None and result.get("ended") and len(result["batches"]) < len(self._expected):
-            number = len(result["batches"])
+        if number is None:
+            return self._too_few(result, len(self._expected), each)
+        return self._why_other(number, each, result["batches"][number])
+
+    def _too_few(self, result: dict[str, Any], most: int, each: Disturbance) -> Finding | None:
+        """Return a finding if a run whose batches are the expected ones has not given all of them."""
+        got = len(result["batches"])
+        if got >= most:
+            return None
+        if result.get("ended"):
+            number = len(self._expected) - most + got
             return verdict.unexplained(number, f"{each}: the epoch ended before it", "all", [])
-        return None if number is None else self._why_other(number, each, result["batches"][number])
+        text = f"the run with {each} was cut off: {got} of {most} batches came in time"
+        return Finding("disturbed run", "note", text, "give more --seconds")
 
     def _broken(self, result: dict[str, Any], each: Disturbance) -> Finding | None:
         failed = verdict.broken("disturbed run", result, f"the run with {each}")
@@ -328,7 +343,8 @@ class _Verification:
         part = verdict.part_of(self._expected[number], got)
         if self._facts["worker_init_fn"] and each.workers:
             without: dict[str, Any] = {"workers": each.workers, "method": each.method, "without_init": True}
-            if verdict.difference(self._expected, self._run(**without).get("batches", [])) is None:
+            alone = self._run(**without).get("batches", [])
+            if len(alone) > number and verdict.difference(self._expected, alone) is None:
                 setup = self._ask({"do": "setup", "batches": MOST_BATCHES, "workers": 0, "ambient": 0})
                 where = verdict.place(setup.get("init_place"))
                 return verdict.at(
@@ -362,10 +378,8 @@ class _Verification:
         if number is not None:
             return self._why_other(number, each, first["batches"][number])
         if "state" not in first:
-            return None
+            return self._too_few(first, len(self._expected), each)
         state, left = first["state"], len(self._expected) - each.at
-        if left <= 0:
-            return None
         then: Any = {"workers": each.then, "method": each.method if each.then else None}
         rest = self._run(**then, state=state, batches=left)
         places = self._ask({"do": "kept", "at": 0, "workers": 0, "ambient": 0}).get("places", {})
@@ -375,7 +389,7 @@ class _Verification:
             return failed
         number = verdict.difference(self._expected, rest["batches"], each.at)
         if number is None:
-            return None
+            return self._too_few(rest, left, each)
         if not self._facts["iterable"] and not self._facts["stateful"]:
             found = self._why_other(number, each, rest["batches"][number - each.at])
             if found.name != "bytes":

@@ -75,14 +75,25 @@ def test_several_loaders(running: DataLoader[Any], capsys: pytest.CaptureFixture
 
 def test_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The text says how a loader is watched; a socket that was left behind is removed, and one that lies is named."""
-    left = folder() / "1-0.sock"
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(left))
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    left, begins = folder() / f"{ended.pid}-0.sock", folder() / f"{os.getpid()}-0.sock"
+    for each in (left, begins):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(each))
     assert main(["top"]) == 2
     assert "ASYNCLOADER_TOP=1" in capsys.readouterr().err
     assert not left.exists()
+    assert begins.exists()  # its process runs, and may be about to listen
     assert main(["top", str(tmp_path / "missing")]) == 2
     assert "missing cannot be read: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_system_without_unix_sockets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Has the page, which the text names."""
+    monkeypatch.delattr(socket, "AF_UNIX")
+    assert main(["top"]) == 2
+    assert "see the page of loader.dashboard()" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

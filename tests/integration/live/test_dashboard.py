@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import threading
 import urllib.error
@@ -239,3 +240,25 @@ def test_the_table_for_notebooks() -> None:
         assert "<th>delivered</th><td>10 batches, 40 samples</td>" in loader._repr_html_()
         assert "<th>verdict</th><td>" in loader._repr_html_()
         json.dumps(loader._repr_html_())
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    """Does not keep the loader, and all else that it has, from being closed."""
+    with DataLoader[Any](Numbers(8), num_workers=1) as loader:
+        board = loader.dashboard()
+        shutil.rmtree(Path(board.socket).parent)
+        Path(board.socket).parent.touch()
+        assert len([*loader]) == 8
+    assert not board.open
+
+
+def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that is watched by its environment goes on unwatched, and the log says why."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setenv("ASYNCLOADER_TOP", "1")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert len([*DataLoader[Any](Numbers(8))]) == 8
+    assert "cannot be watched: can't start new thread" in caplog.text

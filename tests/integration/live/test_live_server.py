@@ -123,7 +123,7 @@ async def test_the_stream() -> None:
         third.close()
         await server.broadcast.over.wait()
         late, fourth = await stream(server)
-        assert await late.read() == b""
+        assert await late.read() == b"event: end\ndata: \n\n"
         fourth.close()
 
 
@@ -211,6 +211,21 @@ async def test_more_connections_than_are_served() -> None:
             assert await events.readuntil(b"\n\n")
         for _, connection in [*following, *silent, *more, (reader, writer)]:
             connection.close()
+
+
+@pytest.mark.loops
+async def test_requests_that_are_refused_hold_no_place() -> None:
+    """Whoever lacks the secret cannot keep others out, with as many connections as are served."""
+    async with serving(Feed()) as server:
+        refused = []
+        for _ in range(server_module._MOST_CONNECTIONS):
+            reader, writer = await connect(server)
+            writer.write(b"GET /x/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await reader.readline()).split()[1] == b"403"
+            refused.append(writer)
+        assert (await ask(server, request(server))).startswith(b"HTTP/1.1 200 OK")
+        for writer in refused:
+            writer.close()
 
 
 async def test_a_port_in_use() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ def deadly() -> Any:
 
 class Endless(Rows):
     def __getitem__(self, index: int) -> Any:
-        while index == 6:
-            pass  # fault: endless
+        if index == 6:
+            threading.Event().wait()  # fault: endless
         return super().__getitem__(index)
 
 

@@ -398,6 +398,38 @@ def forgetting() -> Any:
     return loader(Forgetting(), num_workers=1)
 
 
+class Ending(Forgetting):
+    end = 32
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.end:
+            self.at += 1
+            yield torch.tensor([self.at])
+        self.at = 0
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.end = state["at"], 28
+
+
+def ending() -> Any:
+    return loader(Ending(), num_workers=1)
+
+
+STARTED: list[int] = []
+
+
+class ByWorker(Rows):
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        if info is None:
+            return torch.tensor([index, 0])
+        return torch.tensor([index, 1 + STARTED[0]])  # fails where worker_init_fn was not called
+
+
+def by_worker() -> Any:
+    return loader(ByWorker(), worker_init_fn=STARTED.append)
+
+
 class Undivided(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:  # fault: undivided
         return iter(torch.arange(64).reshape(32, 2))

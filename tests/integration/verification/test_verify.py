@@ -1,12 +1,17 @@
-"""`asyncloader verify`: planted faults are named by their lines, sound loaders have none, and nothing stays behind."""
+"""`asyncloader verify`: planted faults are named by their lines, sound loaders have none, and nothing stays behind.
+
+An interpreter imports torch, for seconds, so the tests share two. A fault is looked for until its problem comes.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -14,13 +19,18 @@ from xml.etree import ElementTree as ET
 import psutil
 import pytest
 
+import asyncloader
 from asyncloader.__main__ import main
 from asyncloader.commands.findings import Finding
+from asyncloader.verification import verify as verify_module
+from asyncloader.verification.interpreter import Interpreter
 from asyncloader.verification.junit import as_junit
+from asyncloader.verification.making import CannotVerify, import_target, made
 from asyncloader.verification.plan import LoaderFacts, disturbances
-from asyncloader.verification.verify import verify
+from asyncloader.verification.runs import _kill_worker
+from asyncloader.verification.verify import Verification, verify
 from tests.helpers.running import ROOT
-from tests.integration.verification import awkward, planted
+from tests.integration.verification import awkward, chosen, planted
 
 PLANTED, AWKWARD = Path(planted.__file__), Path(awkward.__file__)
 FAULTS = {
@@ -50,20 +60,35 @@ FAULTS = {
     "forgetting": "resume",
     "undivided": "duplicates",
 }
-Run = Callable[..., tuple[int, dict[str, Any]]]
 
 pytestmark = pytest.mark.timeout(400)
 
+Verify = Callable[..., list[Finding]]
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command, and returns its exit code and its output from JSON."""
 
-    def call(*argv: Any) -> tuple[int, dict[str, Any]]:
-        code = main(["verify", *map(str, argv), "--json"])
-        return code, json.loads(capsys.readouterr().out)
+@pytest.fixture(scope="module")
+def verified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verify]:
+    """Verifies a loader of `planted` or `awkward`, up to its first problem, or to its first of a kind; however long its
+    runs take. Returns the findings.
+    """
+    choice = tmp_path_factory.mktemp("verify") / "choice"
+    target = f"{chosen.__file__}:make"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERIFY_CHOICE", str(choice))
+        with Interpreter(target, 1) as here, Interpreter(target, 2) as elsewhere:
 
-    return call
+            def verify_one(name: str, seconds: float = 30.0, kind: str = "", runs: int = 16) -> list[Finding]:
+                choice.write_text(name)
+                found: list[Finding] = []
+                with pytest.MonkeyPatch.context() as unhurried:
+                    unhurried.setattr(verify_module, "_ALWAYS", runs)
+                    for each in Verification(here, elsewhere, 0, seconds).findings():
+                        found.append(each)
+                        if each.state == "problem" and kind in ("", each.name):
+                            break
+                return found
+
+            yield verify_one
 
 
 def line_of(file: Path, name: str) -> int:
@@ -74,25 +99,55 @@ def line_of(file: Path, name: str) -> int:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "cursor")) for name in FAULTS]
 )
-def test_a_planted_fault_is_named_by_its_line(name: str, run: Run) -> None:
+def test_a_planted_fault_is_named_by_its_line(name: str, verified: Verify) -> None:
     """It is a problem of its kind, at the line that has it."""
-    code, answer = run(f"{PLANTED}:{name}", "--seconds", 12)
-    assert code == 1
-    problems = [each for each in answer["findings"] if each["state"] == "problem" and each["name"] == FAULTS[name]]
-    places = [(each["figures"].get("file"), each["figures"].get("line")) for each in problems]
-    assert (str(PLANTED.relative_to(Path.cwd())), line_of(PLANTED, name)) in places, answer
+    *before, found = verified(name, kind=FAULTS[name])
+    assert (found.state, found.name) == ("problem", FAULTS[name]), found
+    others = [each.name for each in before if each.state == "problem"]
+    assert others == ["kept state"] * (name == "forgetting"), others
+    assert (found.figures.get("file"), found.figures.get("line")) == (
+        str(PLANTED.relative_to(Path.cwd())),
+        line_of(PLANTED, name),
+    ), found
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "batch", "texts"),
+    [
+        ("ending", 7, ["resumed after batch", "the epoch ended before it"]),
+        ("by_worker", 0, ["with 2 workers (fork)"]),
+    ],
+)
+def test_faults_without_a_line(name: str, batch: int, texts: list[str], verified: Verify) -> None:
+    """Are problems, too: a stream that ends early after a resume, although each of its batches is the right one; and
+    samples that depend on the worker, which are not put down to a worker_init_fn that the dataset needs.
+    """
+    found = verified(name, kind="bytes")[-1]
+    assert (found.state, found.name, found.figures["batch"]) == ("problem", "bytes", batch), found
+    assert all(each in found.text for each in texts), found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "runs"), [("sound", 8), ("divided", 4), ("local_class", 4)])
+def test_a_sound_loader_has_no_problem(name: str, runs: int, verified: Verify) -> None:
+    """Each disturbance gives the same bytes (the first eight are of all kinds and start methods), and a dataset that
+    only forked workers can get is a note.
+    """
+    findings = verified(name, 0.01, runs=runs)
+    assert [each.name for each in findings if each.state == "note"] == [
+        *["pickling"] * (name == "local_class"),
+        "disturbed runs",
+    ], findings
+    assert len(findings[-1].figures["runs"]) == runs, findings
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sound", "divided", "local_class"])
-def test_a_sound_loader_has_no_problem(name: str, run: Run) -> None:
-    """Every disturbance gives the same bytes, and a dataset that only forked workers can get is a note."""
-    code, answer = run(f"{AWKWARD}:{name}", "--seconds", 40)
-    assert code == 0, answer
-    notes = [
-        each["name"] for each in answer["findings"] if each["state"] == "note" and each["name"] != "disturbed runs"
-    ]
-    assert notes == ["pickling"] * (name == "local_class")
+def test_a_sound_loader_has_no_problem_in_any_drawn_run(name: str, verified: Verify) -> None:
+    """All sixteen runs give the same bytes."""
+    findings = verified(name)
+    assert len(findings[-1].figures["runs"]) == 16, findings
 
 
 @pytest.mark.thorough
@@ -104,15 +159,15 @@ def test_a_sound_loader_has_no_problem(name: str, run: Run) -> None:
         ("endless", "undisturbed run", "did not end in time"),
     ],
 )
-def test_a_loader_that_cannot_be_run(name: str, finding: str, text: str, run: Run) -> None:
+def test_a_loader_that_cannot_be_run(
+    name: str, finding: str, text: str, verified: Verify, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The line that raised, ended its process, or never ends, is named."""
-    code, answer = run(f"{AWKWARD}:{name}", "--seconds", 12)
-    assert code == 1
-    found = next(each for each in answer["findings"] if each["state"] == "problem")
-    assert found["name"] == finding
-    assert text in found["text"]
-    line = line_of(AWKWARD, name)
-    assert found["figures"]["line"] in ((line - 1, line) if name == "endless" else (line,))
+    monkeypatch.setattr(verify_module, "_LEAST_CAP_S", 6.0)
+    found = verified(name, 6.0)[-1]
+    assert found.name == finding
+    assert text in found.text
+    assert found.figures["line"] == line_of(AWKWARD, name)
 
 
 @pytest.mark.parametrize(
@@ -124,25 +179,53 @@ def test_a_loader_that_cannot_be_run(name: str, finding: str, text: str, run: Ru
         (f"{AWKWARD}:iterator", "return the loader, not an iterator"),
     ],
 )
+def test_targets_that_make_no_loader(target: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are refused with a text that says why."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "awkward", awkward)
+    with pytest.raises(CannotVerify, match=why):
+        made(import_target(target), 0)
+
+
 @pytest.mark.thorough
-def test_targets_that_make_no_loader(target: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """End with a line that says why, and exit code 2."""
-    assert main(["verify", target]) == 2
+def test_a_target_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ends the command with a line that says why, and exit code 2."""
+    assert main(["verify", f"{AWKWARD}:absent"]) == 2
     told = capsys.readouterr().err
-    assert why in told
+    assert "has no 'absent'" in told
     assert told.count("\n") == 1
 
 
 @pytest.mark.thorough
-def test_nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+def test_nothing_stays_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Processes that have left the session are ended, and what is printed is neither kept nor shown."""
     monkeypatch.setenv("VERIFY_MARKS", str(tmp_path))
-    code, _ = run(f"{AWKWARD}:chatty", "--seconds", 8)
-    assert code == 0
+    assert main(["verify", f"{AWKWARD}:chatty", "--seconds", "0.01", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert pids
     running = {each.pid for each in psutil.process_iter() if each.status() != psutil.STATUS_ZOMBIE}
     assert not running.intersection(pids)
+
+
+def test_only_a_worker_is_killed() -> None:
+    """The user's own processes, started before, are left alone."""
+    helper = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    helper.start()
+    try:
+        with asyncloader.DataLoader[Any](planted.Rows(), batch_size=4, num_workers=1, seed=1) as loader:
+            batches = iter(loader)
+            next(batches)
+            _kill_worker()
+            assert len([*batches]) == 7
+            assert loader.stats()["data/worker_restarts"] == 1
+        assert helper.is_alive()
+    finally:
+        helper.kill()
+        helper.join()
+        helper.close()
 
 
 @pytest.mark.thorough
@@ -159,23 +242,34 @@ def test_a_module_that_reads_its_loader_when_it_is_imported(tmp_path: Path) -> N
 def test_the_fixture_fails_a_test(tmp_path: Path) -> None:
     """With the findings in words; a sound loader passes."""
     test = tmp_path / "test_it.py"
-    body = "def test_{0}(asyncloader_verify):\n    asyncloader_verify('{1}:{0}', seconds=8)\n\n\n"
-    test.write_text(body.format("cursor", PLANTED) + body.format("sound", AWKWARD))
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["asyncloader.integrations.pytest"]\n')
+    body = "def test_{0}(asyncloader_verify):\n    asyncloader_verify('{1}:{0}', seconds=0.01)\n\n\n"
+    test.write_text(body.format("raising", AWKWARD) + body.format("sound", AWKWARD))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test), "--rootdir", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    assert f"planted.py:{line_of(PLANTED, 'cursor')} in __getitem__: changes dataset.seen" in done.stdout
+    assert f"awkward.py:{line_of(AWKWARD, 'raising')} in raising: making the loader raised RuntimeError" in done.stdout
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e12])
+def test_seconds_that_are_no_time(seconds: float) -> None:
+    """Are refused before anything is started."""
+    with pytest.raises(ValueError, match="seconds should be above 0 and at most 86400"):
+        next(verify("nowhere:make", seconds=seconds))
 
 
 def test_draws_follow_from_the_seed() -> None:
-    """The same seed draws the same runs, another seed others; a stream keeps its number of workers."""
+    """The same seed draws the same runs, another seed others; a stream keeps its number of workers, threads are not
+    killed, and a single batch has no place to resume from.
+    """
     facts = LoaderFacts(iterable=False, workers=2, methods=["fork", "spawn"], batches=9, ranks=True)
     assert list(disturbances(facts, 1)) == list(disturbances(facts, 1)) != list(disturbances(facts, 2))
     assert {each.kind for each in disturbances(facts, 1)} == {"again", "plain", "break", "kill", "resume", "ranks"}
     stream = facts._replace(iterable=True, workers=3, ranks=False)
     assert {each.workers for each in disturbances(stream, 1)} == {3}
+    assert "kill" not in {each.kind for each in disturbances(facts._replace(methods=["threads"]), 1)}
+    assert "resume" not in {each.kind for each in disturbances(facts._replace(batches=1), 1)}
 
 
 def test_junit() -> None:
