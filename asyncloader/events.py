@@ -120,9 +120,12 @@ class Replaced(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """There is one worker more: a new one with the next number, or one that had been excused."""
+    """There is one worker more: a new one with the next number, or one that had been excused. `gone`: that one has
+    ended since, without a task for a replacement.
+    """
 
     worker: int
+    gone: bool = False
 
 
 class Excused(NamedTuple):

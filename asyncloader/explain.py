@@ -83,7 +83,8 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
             "the consumer held more batches than the ring can spare"
         )
     if config.auto is not None:
-        lines += [f"num_workers: {words}" for words in config.auto.decisions]
+        # A copy, in one step: the loop's thread may add to them.
+        lines += [f"num_workers: {words}" for words in list(config.auto.decisions)]
     lines += _waiting(statistics)
     lines += [] if statistics.watch is None else statistics.watch.lines()
     lines.append(diagnose_run(spec, statistics).text)

@@ -28,14 +28,14 @@ from asyncloader.options.objects import Tuning
 _log = logging.getLogger("asyncloader")
 
 _SECONDS = 10.0
-"""The longest trial, besides the start of the first workers."""
+"""From the trial's first batch on; the batch that comes then is its last."""
 _SEED = 0  # of the trial's order
 
 
 def choose_workers(spec: LoaderSpec[Any]) -> None:
     """Choose the number of workers, if it is the loader's to choose by a trial and was not chosen yet. Blocks.
 
-    An error of the dataset ends the trial, with the number so far: the epoch raises it at its place.
+    An error of the dataset ends the trial, with the number at its beginning: the epoch raises it at its place.
     """
     auto: Any = spec.num_workers
     if not isinstance(auto, AutoWorkers) or auto.chosen or spec._asyncloader_options.seed is not None:
@@ -90,6 +90,8 @@ def _try(spec: LoaderSpec[Any]) -> AutoWorkers:
             ends = ends or now + _SECONDS
             if now >= ends or (auto.tuner.settled and not auto.tuner.tries):
                 break
+    # A number that was still being tried is not decided.
+    auto.tuner.failed("the trial's time was over", auto.number)
     return auto
 
 

@@ -9,6 +9,7 @@ lists of the pool stay parallel.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.pool import WorkerPool
@@ -16,7 +17,11 @@ from asyncloader.workers.source import WorkerHandle
 
 
 class GrowingPool(WorkerPool):
-    """A pool that workers are added to and taken from."""
+    """A pool that workers are added to and taken from. Its arguments are those of `WorkerPool`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._given_up: list[WorkerHandle] = []  # those that `dismiss` will end
+        super().__init__(*args, **options)
 
     def extend(self, process: WorkerHandle) -> bool:
         """Take a process from `make` as one worker more. In the loop's thread, while attached.
@@ -43,9 +48,13 @@ class GrowingPool(WorkerPool):
         self._listen_to(self._loop, process)
         return True
 
-    def shorten(self) -> WorkerHandle:
-        """Give up the worker with the highest number, which has no tasks, and return it: `dismiss` it then. In the
-        loop's thread, while attached.
+    def vacant(self, worker: int) -> bool:
+        """Whether the worker has ended, and was not replaced yet."""
+        return worker in self._vacant
+
+    def shorten(self) -> None:
+        """Give up the worker with the highest number, which has no tasks: `dismiss_soon` follows. In the loop's thread,
+        while attached.
         """
         process, worker = self.processes[-1], len(self.processes) - 1
         if self._loop is not None:
@@ -55,22 +64,23 @@ class GrowingPool(WorkerPool):
         # In this order: `stop`, in another thread, must find it in one of the two.
         with self._making:
             self._spare.add(process)
+            self._given_up.append(process)
             self.processes.pop()
         self._vacant.discard(worker)
         self._inboxes.pop()
         # Batches that are not delivered yet keep the ring's memory.
         self.rings.pop().close()
-        return process
 
-    def dismiss(self, process: WorkerHandle) -> None:
-        """End a worker from `shorten` in order. Blocks until it has ended, a few seconds at most; any thread."""
-        with self._making:
-            if process not in self._spare:
-                return  # `stop` has taken it
-            self._spare.discard(process)
-        if not process.released:
-            self._source.end([process])
+    def dismiss(self) -> None:
+        """End the workers that were given up. Blocks until they have ended, a few seconds at most; any thread."""
+        # `stop` waits for this, and ends those whose turn has not come: it returns when all workers have ended.
+        with self._stop_lock:
+            with self._making:
+                ending = [process for process in self._given_up if process in self._spare]  # else `stop` has taken it
+                self._spare.difference_update(ending)
+                self._given_up.clear()
+            self._source.end([process for process in ending if not process.released])
 
-    def dismiss_soon(self, process: WorkerHandle) -> None:
+    def dismiss_soon(self) -> None:
         """Run `dismiss` in a thread of its own."""
-        threading.Thread(target=self.dismiss, args=(process,), name="asyncloader-stop", daemon=True).start()
+        threading.Thread(target=self.dismiss, name="asyncloader-stop", daemon=True).start()

@@ -102,9 +102,7 @@ class WorkerPool:
             credits, ring_bytes, reorder_window, len(setup.starts), least_credits
         )
         inherited = None if kept is None else kept.take(ring_options)
-        # The pool before may have ended with another number of workers than it began with.
-        self.rings = (inherited or [])[: len(setup.starts)]
-        self.rings += [source.ring_manager(*ring_options) for _ in range(len(setup.starts) - len(self.rings))]
+        self.rings = inherited or [source.ring_manager(*ring_options) for _ in setup.starts]
         # Several samples in flight are several tasks at work, so none waits for another. And a node is far away.
         self.held = HeldTasks(self.rings, possible=not concurrent and source.start_method != "service")
         self._inboxes: list[Inbox] = []
@@ -506,7 +504,9 @@ class WorkerPool:
             if not process.left:  # a child of a killed worker, or a pending write, may still change its ring
                 manager.abandon()
         if self.processes:
-            kept.keep(self._ring_options, [manager.successor() for manager in self.rings])
+            # There may be more workers than at the beginning, or fewer.
+            options = self._ring_options._replace(workers=len(self.rings))
+            kept.keep(options, [manager.successor() for manager in self.rings])
 
 
 class Stoppable(Protocol):

@@ -183,7 +183,8 @@ class Pipeline(Listener):
             self._adapt()
         self._offers.extend(offers)
         self._handle(Started())
-        if self._count is not None:
+        # An error in `_handle` may have closed the pipeline just before this line.
+        if self._count is not None and not self._closed:
             parts = self._pool, self._scheduler, self._respawner
             self._count.start(*parts, self._handle, self.notices, self._resume_points, self._starts)
 
@@ -420,6 +421,8 @@ class Pipeline(Listener):
             if (trace := self._statistics.trace) is not None:
                 trace.event("worker replaced", made.worker_id, place=made.place)
             self._handle(Replaced(made.worker_id))
+            if self._count is not None:
+                self._count.answered(made.worker_id)  # its tasks may have gone to others
         else:  # Ctrl-C right after it was made caused it to be made a second time
             self._respawner.discard_soon(made)
 

@@ -212,7 +212,7 @@ class Scheduler:
             self._recovery.up(event.worker)
             return self._send_waiting(event.worker)
         if isinstance(event, Joined):
-            return self._joined(event.worker)
+            return self._joined(event.worker, gone=event.gone)
         if isinstance(event, Excused):
             self._active[event.worker], self.workers = False, event.worker
             return []
@@ -232,20 +232,27 @@ class Scheduler:
             actions += self.offered(None)
         return actions
 
-    def _joined(self, worker: int) -> list[Action]:
+    def _joined(self, worker: int, *, gone: bool) -> list[Action]:
         if worker == len(self._active):
             self._active.append(True)
             self._load.append(0)
             self._unanswered.append(0)  # the list that `_choice` reads
             self._recovery.add_worker()
-        self._active[worker], self.workers = True, self.workers + 1
+        self.workers += 1
         # Never lowered: tasks that were given out while there were more workers still count.
         self._most = max(self._most, self._most_credits * self.workers + self._share - self._most_credits)
+        if gone and self._offers_ended:
+            return []  # no task is left for a replacement
+        self._active[worker] = True
+        actions: list[Action] = []
+        if gone:
+            self._recovery.down(worker)
+            actions.append(Replace(worker))
         if self._choice is not None:
             self._choice.enter(worker)
-            return self._pull_ahead()
+            return [*actions, *self._pull_ahead()]
         number = self.credits * self.workers - len(self._owner) - self._asked
-        return self._pull(number) if number > 0 and not self._offers_ended else []
+        return [*actions, *(self._pull(number) if number > 0 and not self._offers_ended else [])]
 
     def offered(self, index: Any) -> list[Action]:
         """`handle` for `Offered`, of which each batch has one: no event is made. Errors as `handle`."""

@@ -20,19 +20,22 @@ _SECONDS = 1.0
 
 async def report(pool: WorkerPool, scheduler: Scheduler) -> str:
     """Describe the oldest task, and each worker: its state, tasks, ring, and the Python stacks of its threads."""
-    processes = list(pool.processes)  # a worker may be replaced while the answers are awaited
+    # Copies: a worker may be replaced, or given up, while the answers are awaited.
+    processes, rings = list(pool.processes), list(pool.rings)
     lines = [_head(scheduler)]  # before the signal, which may interrupt a worker's system call
     found = await pool.look(processes, _SECONDS)
-    for process in processes:
+    for process, manager in zip(processes, rings, strict=True):
         worker = process.worker_id
         if process.released or worker not in found:
-            lines.append(f"worker {worker} ({process.place}) has ended and is being replaced")
+            replaced = scheduler.replaces(worker) or scheduler.unanswered(worker)
+            then = " and is being replaced" if replaced else ""
+            lines.append(f"worker {worker} ({process.place}) has ended{then}")
             continue
         state, text = found[worker]
         at = "" if process.started else ", still at its start-up code"
         lines.append(
             f"worker {worker} ({process.place}) is {state}{at}; "
-            f"{scheduler.unanswered(worker)} tasks unanswered; ring: {pool.rings[worker].ring or 'none yet'}"
+            f"{scheduler.unanswered(worker)} tasks unanswered; ring: {manager.ring or 'none yet'}"
         )
         lines.append(textwrap.indent(stacks.worker_calls(text), "    "))
     lines.append(_advice(scheduler))

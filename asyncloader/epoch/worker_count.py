@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
@@ -56,9 +57,12 @@ class WorkerCount:
 
     def __init__(self, auto: AutoWorkers, config: EpochConfig, statistics: Statistics) -> None:
         self._auto = auto
-        self._config = config
+        # Weak: the loop refers to this, and must not keep the iterator, which the user's dataset and functions may
+        # refer to.
+        self._config = weakref.ref(config)
         self._statistics = statistics
         self._due = 0.0
+        self._drives = False
         self._begun: Run | None = None  # the figures at the beginning of the window
         self._early: dict[int, WorkerHandle] = {}  # workers that were made before those with lower numbers
         self._requested = 0  # workers that exist, or were requested
@@ -94,7 +98,8 @@ class WorkerCount:
         self._handle, self._notices, self._resume_points, self._starts = handle, notices, resume_points, starts
         self._requested = self._at_work = len(pool.processes)
         self._auto.tuner.interrupted()
-        if self._auto.drive(self):
+        self._drives = self._auto.drive(self)
+        if self._drives:
             # Workers that an earlier epoch had tried, and that live on.
             self._set(self._auto.number, ends_surplus=True)
 
@@ -105,23 +110,34 @@ class WorkerCount:
         now = perf_counter()
         if now < self._due and not self._in_first:
             return
+        config = self._config()
+        if config is None:
+            return  # the iterator was freed
         if self._in_first:
             # From here: the time to the first batch is that of starting workers.
             self._in_first = False
-            self._begin_window()
+            self._begin_window(self._run(config))
             return
         if not self._auto.drive(self):
             self._due = now + _REST_S
             return
+        if not self._drives:
+            # The iterator that changed the number has ended.
+            self._drives = True
+            self._auto.tuner.interrupted()
+            self._set(self._auto.number, ends_surplus=True)
+            self._begin_window(self._run(config))
+            return
         if self._starting_until is not None:
-            self._wait_for_start(now)
+            if self._have_started(now):
+                self._begin_window(self._run(config))
             return
         assert self._begun is not None
         if self._statistics.batches - self._begun.batches < self._auto.tuner.window[1]:
             self._due = now + _LOOK_S
             return
-        run = run_of(self._config, self._statistics, self._at_work)
-        self._observe(run.since(self._begun))
+        run = self._run(config)
+        self._observe(run.since(self._begun), config)
         self._begin_window(run)
 
     def answered(self, worker: int) -> None:
@@ -162,17 +178,21 @@ class WorkerCount:
         for worker in self._early.values():
             self._respawner.discard_soon(worker)
         self._early.clear()
+        self._handle = _ignored  # it refers to the pipeline, which refers to this
 
     # ----------------------------------------------------------------------------------------------- measuring
 
-    def _begin_window(self, run: Run | None = None) -> None:
-        self._begun = run or run_of(self._config, self._statistics, self._at_work)
+    def _run(self, config: EpochConfig) -> Run:
+        return run_of(config, self._statistics, self._at_work)
+
+    def _begin_window(self, run: Run) -> None:
+        self._begun = run
         self._due = perf_counter() + self._auto.tuner.window[0]
 
-    def _observe(self, run: Run) -> None:
+    def _observe(self, run: Run, config: EpochConfig) -> None:
         verdict = diagnose(run)
         proposed = verdict.change.get("num_workers")
-        most, limit = self._most(proposed or 0)
+        most, limit = self._most(proposed or 0, config)
         seconds = max(run.elapsed_s, 1e-9)
         window = Measured(
             batches=run.batches,
@@ -195,16 +215,19 @@ class WorkerCount:
         self._note(f"{verb} {_counted(decision.workers)}{_from(before, decision.workers)}: {decision.reason}")
         self._set(decision.workers, ends_surplus=decision.kept)
 
-    def _most(self, proposed: int) -> tuple[int, str]:
+    def _most(self, proposed: int, config: EpochConfig) -> tuple[int, str]:
         """The most workers that there may be now, and what limits them."""
         cpus = usable_cpus()
         # Samples that are awaited, or read by threads, need no more workers than CPUs: `concurrency` overlaps them.
-        waiting = cpus if self._config.concurrent else max(cpus, MOST_WAITING_WORKERS)
-        most = waiting
+        most = cpus if config.concurrent else max(cpus, MOST_WAITING_WORKERS)
         limit = f"the {cpus} CPUs" if most == cpus else "reads that wait"
+        # The workers were told that there are no more, when there may have been fewer CPUs.
+        most = min(most, config.most_workers)
         there = len(self._pool.processes)
-        # Only where it is asked for: the kernel walks through all pages of each worker to count them.
-        if proposed <= there or self._config.workers is not None or (room := memory_limit()[0]) is None:
+        # Only where more may be tried now: the kernel walks through all pages of each worker to count them.
+        if proposed <= there or not self._auto.tuner.may_try(min(proposed, most)) or config.workers is not None:
+            return most, limit
+        if (room := memory_limit()[0]) is None:
             return most, limit
         rings = max(ring.nbytes for ring in self._pool.rings)
         largest = max(1 << 20, rings + max(private_bytes(process.pid) for process in self._pool.processes))
@@ -214,8 +237,8 @@ class WorkerCount:
         return most, limit
 
     def _give_up(self, reason: str) -> None:
-        """No further worker can be had: return to the number before the trial."""
-        decision = self._auto.tuner.failed(reason)
+        """No further worker can be had: return to the number before the trial, or go on with those at work."""
+        decision = self._auto.tuner.failed(reason, self._at_work)
         self._starting_until = None
         self._requested = len(self._pool.processes)
         if decision is not None:
@@ -245,13 +268,18 @@ class WorkerCount:
 
     def _put_to_work(self) -> None:
         while self._at_work < min(self._auto.number, len(self._pool.processes)):
-            worker, self._at_work = self._at_work, self._at_work + 1
+            worker = self._at_work
+            # It ended while it was excused, and had no task to be replaced for.
+            gone = self._pool.vacant(worker) and not self._scheduler.replaces(worker)
+            if gone and self._pool.obstacle():
+                return
+            self._at_work += 1
             # Before the event: the scheduler asks for more indices, which the consumer takes from the sampler.
             self._notices.append(Resized(self._at_work))
-            self._handle(Joined(worker))
+            self._handle(Joined(worker, gone))
 
-    def _wait_for_start(self, now: float) -> None:
-        """Begin to measure once all workers have begun."""
+    def _have_started(self, now: float) -> bool:
+        """Whether all workers have begun, or were given up: a window may begin."""
         begun = self._at_work >= self._auto.number and all(
             process.started for process in self._pool.processes[: self._at_work]
         )
@@ -261,19 +289,25 @@ class WorkerCount:
         if begun:
             self._starting_until = None
             self._auto.tuner.interrupted()
-            self._begin_window()
         else:
             self._due = now + _LOOK_S
+        return begun
 
     def _end_surplus(self) -> None:
         """End the last workers, as long as they have no tasks. Not within the pool's callbacks."""
         # A trial, or the end of the epoch, may have come since this was asked for.
-        while self._ends_surplus and len(self._pool.processes) > self._at_work:
-            last = len(self._pool.processes) - 1
+        before = len(self._pool.processes)
+        while self._ends_surplus and (last := len(self._pool.processes) - 1) >= self._at_work:
             if self._scheduler.unanswered(last) or self._scheduler.replaces(last):
-                return
-            self._pool.dismiss_soon(self._pool.shorten())
+                break
+            self._pool.shorten()
+        if len(self._pool.processes) < before:
+            self._pool.dismiss_soon()
         self._requested = max(len(self._pool.processes), min(self._requested, self._auto.number))
+
+
+def _ignored(event: Event) -> None:
+    del event
 
 
 def _counted(workers: int) -> str:

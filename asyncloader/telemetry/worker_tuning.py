@@ -117,9 +117,23 @@ class WorkerTuner:
         """The next window is no measure: an epoch begins, or workers are started."""
         self._skips = True
 
-    def failed(self, reason: str) -> Decision | None:
-        """Workers could not be started: end the trial. Returns the number before; None if no trial runs."""
-        return self._reject(reason) if self.tries else None
+    def may_try(self, workers: int) -> bool:
+        """Whether the next window may begin a trial of more workers, up to this number."""
+        least, until = self._up
+        return not self.tries and (min(workers, 2 * self.workers) < least or self._now + 1 >= until)
+
+    def failed(self, reason: str, workers: int) -> Decision | None:
+        """No more than `workers` are to be had: end the trial, or go on with these. Returns the change to make now;
+        None: none.
+        """
+        if self.tries:
+            return self._reject(reason)
+        if self.workers <= workers:
+            return None
+        self._up = self.workers, self._now + self._rest
+        self._go_to(workers)
+        self._before, self._control = workers, []
+        return Decision(workers, kept=True, reason=reason)
 
     def observe(self, window: Measured) -> Decision | None:
         """Take a window into account. Returns the change to make now; None: none."""
@@ -199,7 +213,7 @@ class WorkerTuner:
         control, trial = _mean(self._control), _mean(self._trial)
         change = trial / max(control, 1e-9) - 1.0
         if change < _CLEARLY - 1.0:
-            return self._reject(f"batches came {-change:.0%} slower")
+            return self._reject(f"batches came {-change:.0%} slower, with {self.workers}")
         if len(self._trial) < _LEAST:
             return None
         noise = _noise(self._control, self._trial) / max(control, 1e-9)
@@ -210,11 +224,11 @@ class WorkerTuner:
                 return self._accept(words)
             # Not worth it, or worth it only if more windows lower the noise.
             if change < WORTH or len(self._trial) >= _MOST:
-                return self._reject(words)
+                return self._reject(f"{words}, with {self.workers}")
             return None
         # Fewer are kept unless they cost something: also waiting, where the consumer was the bound before.
         if -change > needed or (_mean(self._waited) > 2 * _HEALTHY_WAIT and -change > WORTH / 2):
-            return self._reject(words)
+            return self._reject(f"{words}, with {self.workers}")
         if noise <= WORTH or len(self._trial) >= _MOST:
             return self._accept(words)
         return None
@@ -236,7 +250,7 @@ class WorkerTuner:
         self._rest = min(2 * self._rest, _LAST_REST)
         self._phase, self._control = "control", []
         self._go_to(self._before)
-        return Decision(self._before, kept=True, reason=f"{words}, with {tried}")
+        return Decision(self._before, kept=True, reason=words)
 
 
 def _mean(values: list[float]) -> float:

@@ -4,9 +4,13 @@ epoch runs, the batches are those of a fixed number, and nothing is left behind.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import time
+import weakref
 from collections.abc import Iterator
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +47,18 @@ class Planned(WorkerTuner):
         self.before, self.workers = self.workers, self.numbers.pop(0)
         return Decision(self.workers, kept=len(self.numbers) % 2 == 0, reason="it is planned")
 
-    def failed(self, reason: str) -> Decision | None:
+    def failed(self, reason: str, workers: int) -> Decision | None:
+        del workers
         self.workers = self.before
         return Decision(self.workers, kept=True, reason=reason)
+
+
+class Trying(Planned):
+    """Keeps no number for good."""
+
+    def observe(self, window: Measured) -> Decision | None:
+        found = super().observe(window)
+        return None if found is None else found._replace(kept=False)
 
 
 def planned(loader: Any, *numbers: int) -> Any:
@@ -237,3 +250,83 @@ def test_fixed_streams(numbers: tuple[int, ...], tmp_path: Path) -> None:
         expected = [list(loader) for _ in range(2)]
     with planned(loader_of("auto", multiprocessing_context="fork"), *numbers) as loader:
         assert_same([list(loader) for _ in range(2)], expected)
+
+
+def test_an_excused_worker_that_is_killed_before_it_is_needed_again(expected: list[Any]) -> None:
+    """It had no tasks, so nothing replaced it at its death."""
+    with DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS) as loader:
+        vars(loader)["num_workers"].tuner = tuner = Trying(4, 2)
+        batches, found = iter(loader), list[Any]()
+        while loader.stats()["data/num_workers"] != 2.0:
+            found.append(next(batches))
+        found += [next(batches) for _ in range(40)]  # all that they had when they were excused
+        for process in batches._workers[2:]:
+            process.kill()
+        found += [next(batches) for _ in range(20)]
+        tuner.numbers.append(4)
+        assert_same([*found, *batches], expected[0])
+        stats = loader.stats()
+    assert (stats["data/num_workers"], stats["data/worker_restarts"]) == (4.0, 2.0)
+
+
+def test_an_iterator_that_outlives_the_first() -> None:
+    """It goes on with the number that the first one has left, and changes it from then on."""
+    with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 1, 3) as loader:
+        first, second = iter(loader), iter(loader)
+        next(first), next(second)
+        assert len(list(first)) == SAMPLES // 4 - 1
+        while len(second._workers) < 3:
+            next(second)
+
+
+class Owner:
+    """It has a loader and its iterator, and the loader calls it."""
+
+    def __init__(self) -> None:
+        self.loader = DataLoader[Any](Rows(SAMPLES), num_workers="auto", collate_fn=self.collate, **OPTIONS)
+        self.batches = iter(self.loader)
+
+    def collate(self, samples: list[Any]) -> int:
+        return len(samples)
+
+
+def test_a_loader_that_is_dropped() -> None:
+    """In the middle of an epoch, with the object that its options refer to."""
+    owner = Owner()
+    assert next(owner.batches) == 4
+    freed = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert freed() is None
+
+
+def test_an_epoch_leaves_no_cycle() -> None:
+    """Its parts are freed at its end, before garbage is collected."""
+    with planned(DataLoader[Any](Rows(SAMPLES), num_workers="auto", **OPTIONS), 1, 3) as loader:
+        batches = iter(loader)
+        next(batches)
+        gc.collect()
+        gc.disable()
+        try:
+            freed = weakref.ref(batches._pipeline)
+            assert len(list(batches)) == SAMPLES // 4 - 1
+            del batches
+            assert freed() is None
+        finally:
+            gc.enable()
+
+
+def _slow_to_end(worker: int) -> None:
+    util.Finalize(None, time.sleep, args=(0.4 * bool(worker),), exitpriority=1)
+
+
+def test_a_loader_that_is_closed_while_workers_end() -> None:
+    """`close` returns when they have ended, too."""
+    loader = DataLoader[Any](AllDraws(10**6), num_workers="auto", worker_init_fn=_slow_to_end, **OPTIONS)
+    with planned(loader, 4, 4, 1):
+        batches = iter(loader)
+        processes = list(batches._workers)
+        while len(batches._workers) > 1:
+            next(batches)
+    # Not `is_alive`, which would reap them.
+    assert [process._popen.returncode for process in processes] == [0] * 4

@@ -7,7 +7,7 @@ import logging
 import pickle
 import random
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +16,9 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, definition, worker_trial
 from asyncloader.dataloader2 import MultiProcessingReadingService
+from asyncloader.options import auto_workers
 from asyncloader.options.auto_workers import AutoWorkers
+from asyncloader.telemetry.worker_tuning import Decision, Measured, WorkerTuner
 from tests.helpers.comparing import assert_same
 from tests.helpers.seeded_datasets import Rows
 from tests.integration.auto_workers.test_changing_workers import planned
@@ -165,6 +167,29 @@ def test_torch_mode(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, expected_states, _ = run(number)
     assert_same(found, expected)
     assert_same(states, expected_states)
+
+
+class Undecided(WorkerTuner):
+    """Tries one worker more, and never decides on it."""
+
+    tried: ClassVar[list[int]] = []
+
+    @property
+    def window(self) -> tuple[float, int]:
+        return 0.0, 1
+
+    def observe(self, window: Measured) -> Decision | None:
+        self.tried.append(self.workers + 1)
+        return None if self.tries else self._start(self.workers + 1, "it is planned")
+
+
+def test_a_trial_whose_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number that it was trying is not chosen."""
+    monkeypatch.setattr(auto_workers, "WorkerTuner", Undecided)
+    monkeypatch.setattr(worker_trial, "perf_counter", lambda: 1e9 if Undecided.tried else 1.0)
+    with DataLoader[Any](Rows(8), num_workers="auto") as loader:
+        assert len(list(loader)) == 8
+        assert int(loader.num_workers) == int(AutoWorkers()) == Undecided.tried[0] - 1
 
 
 def test_a_trial_that_fails(caplog: pytest.LogCaptureFixture) -> None:

@@ -427,3 +427,17 @@ def test_an_excused_worker_that_dies_is_replaced_for_its_tasks() -> None:
     assert scheduler.handle(Replaced(1)) == [Assign(1, Task(0, 1, 1), suspect=True)]
     assert not scheduler.replaces(1)
     assert scheduler.unanswered(1) == 1
+
+
+def test_an_excused_worker_that_has_ended_is_replaced_when_it_is_needed_again() -> None:
+    """Not at its death, when it had no task. Its tasks wait for the replacement; behind the last index none is made."""
+    scheduler = Scheduler(workers=2, credits=1, assignment="least_loaded", max_restarts=2)
+    scheduler.handle(Started())
+    for event in (Excused(1), Died(1, WorkerDied(1, 7, 1))):
+        assert scheduler.handle(event) == []
+    assert scheduler.handle(Joined(1, gone=True)) == [Replace(1)]
+    assert [scheduler.offered(index) for index in "ab"] == [[Assign(0, Task(0, 0, "a"))], []]
+    assert scheduler.handle(Replaced(1)) == [Assign(1, Task(0, 1, "b"))]
+    scheduler.completed(1, 1, "b")
+    for event in (Excused(1), SamplerEnded(), Died(1, WorkerDied(1, 8, 1)), Joined(1, gone=True)):
+        assert scheduler.handle(event) == []

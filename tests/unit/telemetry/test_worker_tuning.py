@@ -101,11 +101,21 @@ def test_workers_for_which_there_is_no_room_go_without_a_trial() -> None:
 def test_a_trial_without_further_workers_ends() -> None:
     """Also after it had been told of a failure, no trial runs."""
     tuner = WorkerTuner(2)
-    assert tuner.failed("no memory") is None
+    assert tuner.failed("no memory", 2) is None
     fed(tuner, window(1), window(10), window(10))
-    found = tuner.failed("no memory")
+    found = tuner.failed("no memory", 2)
     assert found is not None
     assert (found.workers, tuner.workers, tuner.tries) == (2, 2, False)
+
+
+def test_a_number_that_is_not_to_be_had() -> None:
+    """Without a trial, too: the tuner goes on with the workers that there are, and lets the others rest."""
+    tuner = WorkerTuner(4)
+    assert tuner.may_try(8)
+    assert tuner.failed("no memory", 2) == Decision(2, kept=True, reason="no memory")
+    assert tuner.may_try(3)
+    assert not tuner.may_try(8)
+    assert fed(tuner, *[window(10)] * 10) == [None] * 10
 
 
 @given(
@@ -128,12 +138,13 @@ def test_any_windows(workers: int, windows: list[Measured]) -> None:
     """The number stays at least 1, grows by twice at most and not beyond the limit, and is the one that it decides."""
     tuner = WorkerTuner(workers)
     for each in windows:
-        before = tuner.workers
+        before, may_try = tuner.workers, tuner.may_try(min(each.proposed or 0, each.most))
         found = tuner.observe(each)
         assert (before if found is None else found.workers) == tuner.workers >= 1
         if found is not None and not found.kept:
             assert found.workers != before
             assert found.workers <= max(before, min(2 * before, each.most))
+            assert may_try or found.workers < before
 
 
 # -------------------------------------------------------------------------------------------------- convergence
