@@ -15,7 +15,7 @@ with warnings.catch_warnings(action="ignore"):  # that these layouts are new in 
     _NESTED = (torch.nested.nested_tensor([_DENSE]), torch.nested.nested_tensor([_DENSE, _DENSE]))
 _COMPLEX = torch.tensor([1 + 2j, 3 - 4j])
 _LARGE = np.zeros(12 << 20, np.float32)  # 48 MiB, of which bytes are sampled
-_LARGER = np.repeat(np.float32([0, 1]), 6 << 20)
+_LARGER = np.repeat(np.array([0, 1], np.float32), 6 << 20)
 
 
 @pytest.mark.parametrize(
