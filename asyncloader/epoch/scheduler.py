@@ -227,10 +227,7 @@ class Scheduler:
         count = self.credits * self.workers
         if not self.iterable:
             return self._pull(count)
-        actions: list[Action] = []
-        for _ in range(count):
-            actions += self.offered(None)
-        return actions
+        return [action for _ in range(count) for action in self.offered(None)]
 
     def _joined(self, worker: int, *, gone: bool) -> list[Action]:
         if worker == len(self._active):
@@ -241,18 +238,15 @@ class Scheduler:
         self.workers += 1
         # Never lowered: tasks that were given out while there were more workers still count.
         self._most = max(self._most, self._most_credits * self.workers + self._share - self._most_credits)
-        if gone and self._offers_ended:
+        self._active[worker] = not (gone and self._offers_ended)
+        if not self._active[worker]:
             return []  # no task is left for a replacement
-        self._active[worker] = True
-        actions: list[Action] = []
         if gone:
             self._recovery.down(worker)
-            actions.append(Replace(worker))
         if self._choice is not None:
             self._choice.enter(worker)
-            return [*actions, *self._pull_ahead()]
-        number = self.credits * self.workers - len(self._owner) - self._asked
-        return [*actions, *(self._pull(number) if number > 0 and not self._offers_ended else [])]
+        # With round robin the next delivery makes room for more indices.
+        return [*([Replace(worker)] if gone else []), *self._pull_ahead()]
 
     def offered(self, index: Any) -> list[Action]:
         """`handle` for `Offered`, of which each batch has one: no event is made. Errors as `handle`."""

@@ -4,6 +4,7 @@ epoch runs, the batches are those of a fixed number, and nothing is left behind.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -256,7 +257,8 @@ def test_an_excused_worker_that_is_killed_before_it_is_needed_again(expected: li
     """It had no tasks, so nothing replaced it at its death."""
     with DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS) as loader:
         vars(loader)["num_workers"].tuner = tuner = Trying(4, 2)
-        batches, found = iter(loader), list[Any]()
+        batches: Any = iter(loader)
+        found: list[Any] = []
         while loader.stats()["data/num_workers"] != 2.0:
             found.append(next(batches))
         found += [next(batches) for _ in range(40)]  # all that they had when they were excused
@@ -284,7 +286,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.loader = DataLoader[Any](Rows(SAMPLES), num_workers="auto", collate_fn=self.collate, **OPTIONS)
-        self.batches = iter(self.loader)
+        self.batches: Any = iter(self.loader)
 
     def collate(self, samples: list[Any]) -> int:
         return len(samples)
@@ -294,6 +296,8 @@ def test_a_loader_that_is_dropped() -> None:
     """In the middle of an epoch, with the object that its options refer to."""
     owner = Owner()
     assert next(owner.batches) == 4
+    # Behind the work on that delivery, which refers to the options for a moment.
+    owner.batches._bridge.run(asyncio.sleep(0))
     freed = weakref.ref(owner)
     del owner
     gc.collect()
@@ -324,7 +328,7 @@ def test_a_loader_that_is_closed_while_workers_end() -> None:
     """`close` returns when they have ended, too."""
     loader = DataLoader[Any](AllDraws(10**6), num_workers="auto", worker_init_fn=_slow_to_end, **OPTIONS)
     with planned(loader, 4, 4, 1):
-        batches = iter(loader)
+        batches: Any = iter(loader)
         processes = list(batches._workers)
         while len(batches._workers) > 1:
             next(batches)

@@ -13,6 +13,7 @@ from asyncloader.events import (
     Delivered,
     Died,
     Drop,
+    Event,
     Excused,
     Exhausted,
     Fail,
@@ -439,5 +440,5 @@ def test_an_excused_worker_that_has_ended_is_replaced_when_it_is_needed_again() 
     assert [scheduler.offered(index) for index in "ab"] == [[Assign(0, Task(0, 0, "a"))], []]
     assert scheduler.handle(Replaced(1)) == [Assign(1, Task(0, 1, "b"))]
     scheduler.completed(1, 1, "b")
-    for event in (Excused(1), SamplerEnded(), Died(1, WorkerDied(1, 8, 1)), Joined(1, gone=True)):
-        assert scheduler.handle(event) == []
+    last: list[Event] = [Excused(1), SamplerEnded(), Died(1, WorkerDied(1, 8, 1)), Joined(1, gone=True)]
+    assert [scheduler.handle(event) for event in last] == [[]] * 4
