@@ -275,7 +275,8 @@ def test_an_iterator_that_outlives_the_first() -> None:
     """It goes on with the number that the first one has left, and changes it from then on."""
     with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 1, 3) as loader:
         first, second = iter(loader), iter(loader)
-        next(first), next(second)
+        next(first)
+        next(second)
         assert len(list(first)) == SAMPLES // 4 - 1
         while len(second._workers) < 3:
             next(second)
