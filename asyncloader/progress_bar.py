@@ -105,8 +105,8 @@ class _Counted:
         self._display.step()
         return batch
 
-    def __del__(self) -> None:  # a loop that was left
-        if not sys.is_finalizing():
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:  # a loop that was left
+        if not exiting():
             # Without a new verdict: the collector may call this while the figures' lock is held.
             self._display.close(judges=False)
 
