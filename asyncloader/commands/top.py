@@ -29,7 +29,7 @@ def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
     """Show the loader at this socket; None: all loaders of this user. Returns the exit code: 1 if one is input-bound.
 
     Raises:
-        NotWatched: there is no such loader, or it does not answer.
+        NotWatched: no such loader runs, or it does not answer.
     """
     opened = open_sockets(path)
     try:
@@ -89,7 +89,7 @@ def _serve(opened: Sequence[LoaderSocket], port: int) -> int:
         names = "\n".join(f"  asyncloader top --web {each.path}" for each in opened)
         raise NotWatched(f"{len(opened)} loaders can be watched: name one.\n{names}")
     path = opened[0].path
-    opened[0].close()  # while nobody looks at the page, the loader makes no snapshots
+    opened[0].close()  # without a page that is open the loader makes no snapshots
     with suppress(KeyboardInterrupt):
         run_in_thread(_serve_page(path, port))
     return 0

@@ -114,7 +114,7 @@ def open_sockets(path: Path | None) -> list[LoaderSocket]:
     """Connect to a loader; None: to all loaders of this user, the newest first.
 
     Raises:
-        NotWatched: there is none.
+        NotWatched: no loader of this user can be watched.
     """
     if not hasattr(socket, "AF_UNIX"):
         raise NotWatched("Python has no Unix sockets on this system: see the page of loader.dashboard() instead")
@@ -159,7 +159,7 @@ async def relay(path: Path) -> AsyncGenerator[bytes]:
     except NotWatched:  # it has ended since the page was opened
         return
     sock.setblocking(False)
-    # `limit` bounds the bytes of a line, and the loader waits for nobody: it leaves out lines.
+    # `limit` bounds the bytes of a line, and the loader does not wait for a slow reader: it leaves out lines.
     reader, writer = await asyncio.open_unix_connection(sock=sock, limit=_MOST_LINE)
     try:
         while (line := await reader.readline()).endswith(b"\n"):

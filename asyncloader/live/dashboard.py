@@ -2,8 +2,8 @@
 
 Data path: loader -> [dashboard] -> live_server, in a thread of its own.
 
-The thread and the sockets exist from `open_dashboard` to `Dashboard.close`; while nobody looks, the thread sleeps. It
-keeps no loader alive: when a loader is freed, or the process exits, its view ends. A forked child has none.
+The thread and the sockets exist from `open_dashboard` to `Dashboard.close`; without a reader the thread sleeps. It
+keeps no loader alive: when a loader is freed, or the process exits, its view ends. A forked child has no view.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Dashboard:
 
     @property
     def url(self) -> str:
-        """The page's address, with its secret: whoever has it, and an account on this machine, can read the page."""
+        """The page's address, with its secret: a user of this machine who has it can read the page."""
         return self._server.url
 
     @property
@@ -149,7 +149,7 @@ _open: LiveObjects[Dashboard] = LiveObjects()
 
 
 def _close_copies() -> None:
-    """In a forked child: let go of the sockets, which are the parent's, and of a lock that its thread may have held."""
+    """In a forked child: replace the parent's sockets, and a lock that its thread may have held."""
     for dashboard in _open:
         dashboard._statistics.renew_lock()
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Decides what a request for the page gets. Pure.
+"""Decides the answer to a request for the page. Pure.
 
 Data path: live_server -> [http_requests] -> live_server.
 

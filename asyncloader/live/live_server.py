@@ -102,7 +102,7 @@ class LiveServer:
             return
         if len(self._connections) >= _MOST_CONNECTIONS:
             # A request with the secret comes at once, so the oldest connection without one sends nothing, or slowly on
-            # purpose, or was refused. If there is none, all are in use.
+            # purpose, or was refused. Without such a connection all are in use.
             if not self._waiting:
                 sock.close()
                 return
@@ -163,7 +163,7 @@ class LiveServer:
                 pass
 
     def _in_use(self) -> None:
-        """The connection is granted: another one does not take its place."""
+        """The connection is granted: another connection does not take its place."""
         task = asyncio.current_task()
         assert task is not None
         self._waiting.pop(task, None)

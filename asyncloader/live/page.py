@@ -24,4 +24,4 @@ CONTENT_SECURITY_POLICY = (
     f"default-src 'none'; script-src {_hashes(b'script')}; style-src {_hashes(b'style')}; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""The header: only the page's own script and style, as they are here, and its own stream."""
+"""The header: only the page's own script and style, as they stand in the file, and its own stream."""

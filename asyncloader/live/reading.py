@@ -74,7 +74,7 @@ def read(watched: LoaderParts) -> Reading:
 def _workers(pool: WorkerPool | None) -> Iterator[WorkerReading]:
     if pool is None or pool.stopped:
         return
-    # Copies: the loop's thread may replace a worker meanwhile.
+    # Copies: the loop's thread may replace a worker while they are read.
     for handle, manager in zip(list(pool.processes), list(pool.rings), strict=False):
         ring = manager.ring
         # Threads and the workers of a service have no process of their own here.

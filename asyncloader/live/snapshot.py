@@ -1,4 +1,4 @@
-"""Describes a running loader as a plain dictionary: what the terminal view, the page and notebooks show. Pure.
+"""Describes a running loader as a plain dictionary, which the terminal view, the page and notebooks show. Pure.
 
 Data path: reading -> [snapshot] -> top, page, `_repr_html_`.
 
@@ -44,7 +44,7 @@ class WorkerReading(NamedTuple):
         outstanding: tasks that it was sent and has not answered.
         answers: tasks that it has answered.
         state: its process's state, as `stacks.process_state` says it; empty where it has no process here.
-        slots: of its ring; 0: it has none.
+        slots: of its ring; 0: it has no ring.
         slots_in_use: of these, assigned to tasks, or held by the consumer.
         ring_bytes: size of the ring.
     """
@@ -258,7 +258,7 @@ def _nodes(stats: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _activity(worker: WorkerReading, spent: Mapping[Stage, float], since: float) -> str:
-    """What a worker has done since the reading before, or does now."""
+    """A worker's activity since the reading before, or now."""
     if worker.state in _ENDED:
         return "ended"
     if worker.state.startswith(("stopped", "waiting for a disk")):

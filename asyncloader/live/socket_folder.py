@@ -32,7 +32,7 @@ def folder() -> Path:
     else:
         path = Path(tempfile.gettempdir()) / f"asyncloader-{os.geteuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
-    # Others may write to the folder for temporary files, and may have made this one before.
+    # Others may write to the folder for temporary files, and may have made this folder before.
     if not _is_private(path):
         raise PermissionError(
             f"{path} must be a folder of this user that nobody else may enter (chmod 700): rename it, or set "

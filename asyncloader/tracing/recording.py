@@ -52,7 +52,7 @@ class Recording:
         file: where the trace is written.
         loader: the name of the loader's class.
         last: seconds that a file covers, up to when it is written; None: the whole trace.
-        verdict: returns what bounds the run, or None once the loader is gone.
+        verdict: returns what bounds the run, or None once the loader was freed.
         copies: of batches out of rings, before.
     """
 
@@ -155,7 +155,7 @@ class Recording:
         file = self.file.with_name(f"{stem}-{self._dumps}-{reason}{dot}{rest}")
         try:
             self.dump(file)
-        except OSError as error:  # of the disk: the run goes on, and its own error is the one to raise
+        except OSError as error:  # of the disk: the run goes on, and its own error is to be raised
             return f"Its trace could not be written to {file}: {error}"
         return f"Its last {self._last:g} seconds are in {file}"
 
@@ -167,7 +167,7 @@ class Recording:
         """
         now = perf_counter()
         begin = self._began if self._last is None else max(self._began, now - self._last)
-        # Other threads append meanwhile, at which an iteration over the deque would raise; `copy` is atomic.
+        # Other threads append to it, at which an iteration over the deque would raise; `copy` is atomic.
         records = self._records.copy()
         facts = {
             "loader": self._loader,

@@ -34,7 +34,7 @@ class Trace:
     ) -> None:
         if last is not None and not last > 0:
             raise ValueError(f"last is a number of seconds above 0, got {last!r}")
-        # That of a process from which this one was forked goes on there.
+        # A parent's trace goes on in the parent.
         if statistics.trace is not None and statistics.trace.owned:
             raise RuntimeError(f"the loader is being traced already, to {statistics.trace.file}: end that trace first")
         # Absolute: the program may change its directory before the file is written.

@@ -45,7 +45,7 @@ class ExperimentFailed(RuntimeError):
 
 
 def in_fork(experiment: Callable[[], Any], seconds: float) -> Any:
-    """Return what an experiment returns in a fork of this process; a text with its stacks if it takes longer.
+    """Run an experiment in a fork of this process, and return its result; a text with its stacks if it takes longer.
 
     Raises:
         ExperimentFailed: it raised, or the fork died.
@@ -161,7 +161,7 @@ def _until(loader: Any, job: Job) -> Iterator[Any]:
 
 
 def _restore(held: Kept, saved: Any) -> None:
-    """Put a value back in place, so that all who hold the object see it."""
+    """Put a value back in place, so that every holder of the object sees it."""
     value = held.get()
     if isinstance(value, torch.Tensor) and value.shape == getattr(saved, "shape", None):
         value.detach().copy_(saved)
@@ -269,8 +269,8 @@ class _nothing:  # noqa: N801 - as `contextlib.nullcontext`
 
 
 def setup(make: Callable[[], Any], job: Job, sources: Sources) -> dict[str, Any]:
-    """Look at what the workers get: the part that does not pickle, handles that forked workers use, and whether
-    `worker_init_fn` seeds all workers alike.
+    """Look at the objects that the workers get: the part that does not pickle, handles that forked workers use, and
+    whether `worker_init_fn` seeds all workers alike.
     """
     loader = opened(make, job)
     roots = parts(loader)

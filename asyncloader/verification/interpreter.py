@@ -43,7 +43,7 @@ class Interpreter:
         self._output = b""
         self._import: dict[str, Any] | None = None
         self._mark = secrets.token_hex(16)
-        # Sockets of start methods and what user code puts there are gone with the folder.
+        # Sockets of start methods, and files of the user's code, are removed with the folder.
         self._folder = tempfile.TemporaryDirectory(prefix="alv", ignore_cleanup_errors=True)
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(
@@ -97,7 +97,7 @@ class Interpreter:
             self._socket.sendall(json.dumps({"seconds": seconds, **job, "limit": seconds}).encode() + b"\n")
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """Return the next answer; meanwhile take what the user's code prints, of which the end is kept."""
+        """Return the next answer. Output of the user's code is read until then, and its end is kept."""
         deadline = time.monotonic() + seconds + _MARGIN_S
         assert self._process.stdout is not None
         watched: list[Any] = [self._socket, self._process.stdout]
@@ -135,7 +135,7 @@ class Interpreter:
         if self._process.stdout is not None:
             self._process.stdout.close()
         ended: set[int] = set()
-        while left := {*_marked(self._mark)} - ended:  # those that these have started meanwhile
+        while left := {*_marked(self._mark)} - ended:  # and those that these have started since
             for pid in left:
                 _end(pid)
             ended |= left

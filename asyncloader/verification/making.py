@@ -41,7 +41,7 @@ def import_target(target: str) -> Callable[[], Any]:
     """Import the function that ``"module:name"``, or ``"file.py:name"``, names.
 
     Raises:
-        CannotVerify: there is no such function, or it needs arguments.
+        CannotVerify: the function does not exist, or it needs arguments.
         IteratedAtImport: the module reads a loader while it is imported.
         Exception: whatever the module raises.
     """

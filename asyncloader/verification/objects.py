@@ -63,7 +63,7 @@ def _is_library(value: Any) -> bool:
 
 
 def kept(roots: dict[str, Any]) -> Iterator[Kept]:
-    """Yield what the objects keep: attributes, elements, closures' values, and data of their classes' modules."""
+    """Yield the values that objects keep: attributes, elements, closures' values, data of their classes' modules."""
     seen: set[int] = set()
     modules: dict[str, types.ModuleType] = {}
     left: list[tuple[str, Any, int]] = [(name, value, 0) for name, value in roots.items()]

@@ -49,7 +49,7 @@ class Disturbance(NamedTuple):
 
 
 class LoaderFacts(NamedTuple):
-    """What the draws depend on.
+    """The facts that the draws depend on.
 
     Attributes:
         iterable: the dataset is iterated: the number of workers stays.

@@ -141,7 +141,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def look(make: Callable[[], Any], job: Job) -> dict[str, Any]:
-    """Return the facts about the loader that the user's function makes, and about the one that the runs read."""
+    """Return the facts about the loader that the user's function makes, and about the loader that the runs read."""
     loader = made(make, job.get("ambient", 0))
     found = facts(loader)
     changed(loader, num_workers=0, workers=None).close()

@@ -5,7 +5,7 @@ imported, and in no other process.
 
 A *site* is the user's line that asked. While a site is frozen, its answers follow from the site and from the number of
 its earlier questions: a run in which all are frozen is reproducible, and a run in which all but one are frozen shows
-whether the batches depend on that one.
+whether the batches depend on that line.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_MOST_BYTES = 16 << 20  # of an array; of one that has twice as many or more, about as many are sampled
+_MOST_BYTES = 16 << 20  # of an array; an array of at least twice that number is sampled down to about it
 _MOST_ITEMS = 1000
 _MOST_LEAVES = 64
 

@@ -1,4 +1,4 @@
-"""Findings about a loader, in words: what was seen, the line that causes it, and what to do.
+"""Findings about a loader, in words: the observation, the line that causes it, and the remedy.
 
 Data path: results of runs and experiments -> [verdict] -> findings.
 """

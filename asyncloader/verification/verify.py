@@ -36,7 +36,7 @@ def verify(target: str, *, seed: int = 0, seconds: float = 60.0) -> Iterator[Fin
             is ended.
 
     Raises:
-        ValueError: there is no such function, it makes no loader, or `seconds` is not above 0, or is more than a day.
+        ValueError: the function does not exist, it makes no loader, or `seconds` is not above 0, or is more than a day.
         UnsupportedPlatform: processes cannot be forked here.
     """
     if not 0 < seconds <= _MOST_S:
@@ -78,7 +78,7 @@ class Verification:
         """Wait for the import of the module. Returns why it cannot be used.
 
         Raises:
-            ValueError: there is no such function.
+            ValueError: the function does not exist.
         """
         try:
             answer = interpreter.ready(self._cap)
@@ -250,7 +250,7 @@ class Verification:
     # ------------------------------------------------------------------------------------------- the set-up
 
     def _set_up(self) -> Generator[Finding, None, bool]:
-        """Look at what the workers get. Returns whether it cannot be pickled."""
+        """Look at the objects that the workers get. Returns whether it cannot be pickled."""
         facts = self._facts
         found = self._ask({"do": "setup", "batches": MOST_BATCHES, "workers": 0, "ambient": 0})
         for each in found.get("handles", []):

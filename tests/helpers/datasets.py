@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,6 +181,20 @@ def collate_strings(samples: list[Any]) -> list[Any]:
 
 
 # ------------------------------------------------------------------------------------------- asynchronous
+
+
+class DiesOnce(Numbers):
+    """Kills its process at sample 13, unless the file exists, which it makes then."""
+
+    def __init__(self, length: int, path: Path) -> None:
+        super().__init__(length)
+        self.path = path
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13 and not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
 
 
 class AsyncNumbers(Numbers):

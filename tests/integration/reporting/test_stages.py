@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
 from asyncloader.telemetry.counters import STAGES
-from tests.helpers.datasets import AsyncNumbers, Numbers
+from tests.helpers.datasets import AsyncNumbers, DiesOnce, Numbers
 from tests.helpers.http_store import serving, status
 from tests.helpers.running import KINDS, run_async
 
@@ -118,30 +118,13 @@ def test_an_interval_counts_what_is_new() -> None:
 
 def test_what_a_dead_worker_counted_is_kept(tmp_path: Path) -> None:
     """Its replacement, and the workers of the next epoch, add to its counts."""
-    loader = DataLoader[Any](DiesOnce(tmp_path / "died"), batch_size=4, num_workers=1, seed=1)
+    loader = DataLoader[Any](DiesOnce(24, tmp_path / "died"), batch_size=4, num_workers=1, seed=1)
     for epoch in (1, 2):
         list(loader)
         found = stages(loader.stats())
         assert found["fetch"]["count"] + found["first_read"]["count"] == 6 * epoch
         assert found["start_process"]["count"] == 1 + epoch
     assert loader.stats()["data/worker_restarts"] == 1
-
-
-class DiesOnce(Numbers):
-    """Kills its process at sample 13, once."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(24)
-        self.path = path
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 13 and not self.path.exists():
-            import os
-            import signal
-
-            self.path.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

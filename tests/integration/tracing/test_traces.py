@@ -20,7 +20,7 @@ from asyncloader import AsyncDataLoader, DataLoader, LoaderTimeout, RemoteIterab
 from asyncloader.tracing import recording
 from asyncloader.tracing.trace import Trace
 from asyncloader.tracing.trace_file import read
-from tests.helpers.datasets import AsyncNumbers, Numbers
+from tests.helpers.datasets import AsyncNumbers, DiesOnce, Numbers
 from tests.helpers.http_store import serving, status
 from tests.helpers.running import KINDS, run_async
 from tests.helpers.trace_events import Found, read_trace
@@ -115,24 +115,10 @@ def test_persistent_workers_and_two_traces(tmp_path: Path) -> None:
     assert second.spans[second.tracks[1], "tasks"]["fetch"] == 10
 
 
-class DiesOnce(Numbers):
-    """Kills its process at sample 13, once."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(40)
-        self.path = path
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 13 and not self.path.exists():
-            self.path.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
-
-
 @pytest.mark.chaos
 def test_a_worker_that_dies(tmp_path: Path) -> None:
     """Its death and its replacement are events of its tracks, and each batch has one way nevertheless."""
-    dataset = DiesOnce(tmp_path / "died")
+    dataset = DiesOnce(40, tmp_path / "died")
     found = read_all("sync", dataset, tmp_path / "a.json", batch_size=4, num_workers=2, seed=1)
     assert sorted(found.delivered) == [(1, seq) for seq in range(10)]
     assert found.ways == dict.fromkeys(found.delivered, WAY)
