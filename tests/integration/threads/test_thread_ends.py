@@ -200,8 +200,10 @@ assert os.waitpid(pid, 0)[1] == 0
 assert sum(1 for _ in batches) == 499
 print('done')
 """,
+    # The handler: a shell starts jobs in the background with SIGINT ignored, and programs inherit that.
     "Ctrl-C": """
 import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     while True:
