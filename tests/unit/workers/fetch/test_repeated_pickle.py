@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncloader.workers.fetch.repeated_pickle import RepeatedPickle
@@ -44,6 +44,7 @@ CHANGES = st.tuples(
 )
 
 
+@example(ELEMENTS.index(True), [("none", 0, None), ("set", 0, 1)])
 @given(st.sampled_from(range(len(ELEMENTS))), st.lists(CHANGES, max_size=8))
 def test_each_pickle_gives_the_state_of_its_moment(kind: int, changes: list[Change]) -> None:
     """The pickle is right whatever changed since the last: in place, deep inside of an element, or by another list."""
