@@ -10,7 +10,7 @@ import pickle
 from typing import Any
 
 _LONG = 1000  # elements from which comparing a list is worth it
-# Elements that cannot change in their place. Neither bools nor floats, which are equal to other values: True to 1, 0.0 to
+# Elements that cannot change in their place. Neither bools nor floats, which equal other values: True is 1, and 0.0 is
 # -0.0. That an int was replaced by an equal bool or float is not noticed; comparing types takes as long as pickling.
 _FIXED = frozenset({int, str, bytes, type(None)})
 
