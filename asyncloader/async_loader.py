@@ -198,7 +198,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         if self._closed:
             iterator.close()
             raise self._closed_error()
-        if self._dashboard is None and os.environ.get("ASYNCLOADER_TOP"):
+        if self._dashboard is None and os.environ.get("ASYNCLOADER_TOP") == "1":
             from asyncloader.live.dashboard import watch
 
             self._dashboard = watch(self, AsyncDataLoader._watched, self._statistics)

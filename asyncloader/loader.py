@@ -133,7 +133,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             iterator._shutdown_workers()
             raise self._asyncloader_closed()
         # Only now, when the workers exist: they are forked before there is a thread for it.
-        if state.dashboard is None and os.environ.get("ASYNCLOADER_TOP"):
+        if state.dashboard is None and os.environ.get("ASYNCLOADER_TOP") == "1":
             from asyncloader.live.dashboard import watch
 
             state.dashboard = watch(self, DataLoader._asyncloader_watched, state.statistics)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import Any, TypeAlias
+
+import torch
 
 from asyncloader.async_loader import AsyncDataLoader
 from asyncloader.loader import DataLoader
@@ -22,6 +25,7 @@ class ExportedLoaders:
 
     def __init__(self, loaders: dict[str, Loader]) -> None:
         self._loaders: dict[str, weakref.ref[Loader]] = {}
+        self._ranks: dict[str, int] = {}  # the newest; they outlive the process group
         for name, loader in loaders.items():
             self.add(name, loader)
 
@@ -33,6 +37,7 @@ class ExportedLoaders:
         """
         if not isinstance(loader, (DataLoader, AsyncDataLoader)):
             raise TypeError(f"{name} should be a loader of asyncloader, but is a {type(loader).__name__}")
+        self._ranks[name] = _rank(loader)
         self._loaders[name] = weakref.ref(loader)
 
     def metrics(self) -> dict[str, Metric]:
@@ -42,8 +47,15 @@ class ExportedLoaders:
             loader = reference()
             if loader is None:
                 continue
-            labels = {"loader": name, "rank": str(topology(getattr(loader, "_spec", loader)).rank)}
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                with suppress(ValueError, RuntimeError):  # the loader's group is of an earlier initialization
+                    self._ranks[name] = _rank(loader)
+            labels = {"loader": name, "rank": str(self._ranks[name])}
             for metric in loader.metrics():
                 samples = merged.setdefault(metric.name, (metric, []))[1]
                 samples += [MetricSample(each.name, labels | dict(each.labels), each.value) for each in metric.samples]
         return {name: metric._replace(samples=samples) for name, (metric, samples) in merged.items()}
+
+
+def _rank(loader: Loader) -> int:
+    return topology(getattr(loader, "_spec", loader)).rank

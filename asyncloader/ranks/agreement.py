@@ -291,9 +291,9 @@ def close_at_exit(stage: Any) -> None:
 
 
 def start_thread(function: Callable[[], None]) -> None:
-    """Run a function that reduces, in a thread of its own."""
+    """Run a function that may wait for other ranks, in a thread of its own."""
     # A daemon: a reduction that the other ranks never join must not keep the process.
-    thread = threading.Thread(target=function, name="asyncloader-agree", daemon=True)
+    thread = threading.Thread(target=function, name="asyncloader-ranks", daemon=True)
     _threads.add(thread)
     thread.start()
 

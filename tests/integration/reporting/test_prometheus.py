@@ -13,8 +13,10 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 import prometheus_client as prometheus
+import torch
 from prometheus_client.openmetrics.exposition import generate_latest as as_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.integrations.exported import ExportedLoaders
@@ -140,3 +142,17 @@ def test_the_dashboard_shows_what_is_exported() -> None:
         assert place["x"] + place["w"] <= 24
         places.update((place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"]))
     assert set(places.values()) == {1}
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_rank_outlives_the_process_group(grouped: bool) -> None:
+    """A scrape after torch.distributed was shut down, as at the end of a run, has the rank of before, and no error."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        group: Any = torch.distributed.new_group([0, 1], backend="fake") if grouped else None
+        loader = DataLoader[Any](Numbers(8), batch_size=2, seed=1, group=group)
+        exported = ExportedLoaders({"train": loader})
+    finally:
+        torch.distributed.destroy_process_group()
+    for metric in exported.metrics().values():
+        assert {dict(sample.labels)["rank"] for sample in metric.samples} <= {"1"}
