@@ -304,11 +304,11 @@ class LocalWorkers:
             self._dataset, self._marks = dataset, marks(dataset)
 
     def obstacle(self) -> str:
-        """Why a forked replacement would have another dataset than the other workers; empty if it would not."""
+        """Why a worker that is forked now would have another dataset than the other workers; empty if it would not."""
         changed = "" if self._dataset is None else changed_since(self._marks, self._dataset)
         return changed and (
-            f"It was not replaced, because {changed} has changed in the main process since the workers were started: "
-            "its replacement would be forked from the main process, and have another dataset than the other workers. "
+            f"No new worker was forked, because {changed} has changed in the main process since the workers were "
+            "started: it would be a fork of the main process, and have another dataset than the other workers. "
             "Leave the dataset as it is while workers use it, change it by set_epoch, or use "
             'multiprocessing_context="forkserver", which keeps what the workers were started with.'
         )

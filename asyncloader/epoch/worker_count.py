@@ -209,7 +209,7 @@ class WorkerCount:
         if decision is None:
             return
         if decision.workers > len(self._pool.processes) and (obstacle := self._pool.obstacle()):
-            self._give_up(f"no further worker can be started. {obstacle}")
+            self._give_up(obstacle)
             return
         verb = "tries" if not decision.kept else "keeps" if decision.workers == before else "goes to"
         self._note(f"{verb} {_counted(decision.workers)}{_from(before, decision.workers)}: {decision.reason}")

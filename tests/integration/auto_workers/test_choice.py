@@ -212,7 +212,7 @@ def test_a_dataset_that_has_changed() -> None:
         dataset.length = 401
         assert len(list(batches)) == 199
         assert loader.stats()["data/num_workers"] == 1.0
-        assert "no further worker can be started" in loader.explain()
+        assert "No new worker was forked, because" in loader.explain()
 
 
 def test_every_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -100,6 +100,6 @@ def in_place(dataset: Levels) -> None:
 )
 def test_forked_replacement_of_a_changed_dataset_is_refused(kind: str, change: Any, named: str) -> None:
     """The replacement would be forked with the dataset in its present state: the error names the changed attribute."""
-    refused = f"It was not replaced, because {re.escape(named)} has changed in the main process.*forkserver"
+    refused = f"No new worker was forked, because {re.escape(named)} has changed in the main process.*forkserver"
     with pytest.raises(WorkerDied, match=refused):
         two_epochs(kind, change, set_epoch=True, seed=1, multiprocessing_context="fork")
