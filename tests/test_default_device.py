@@ -6,13 +6,14 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch.utils import _device
 
 from tests.helpers.running import run_script
 
 ROOT = Path(__file__).parent.parent
-CONSTRUCTORS = {function.__name__ for function in _device._device_constructors()}
-OF_ANOTHERS_DTYPE = {"as_tensor", "asarray", "tensor", "nested_tensor"}  # the dtype is that of the data
+CONSTRUCTORS = _device._device_constructors()
+OF_ANOTHERS_DTYPE = {torch.as_tensor, torch.asarray, torch.tensor}  # the dtype is that of the data
 
 
 def unnamed(tree: ast.AST) -> Iterator[str]:
@@ -20,13 +21,15 @@ def unnamed(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
             continue
-        name = ast.unparse(node.func).rpartition(".")[2]
-        if name not in CONSTRUCTORS:
+        called = torch
+        for name in ast.unparse(node.func).split(".")[1:]:
+            called = getattr(called, name, None)  # type: ignore[assignment]  # None: a method of what another call gave
+        if called not in CONSTRUCTORS:  # torch.cuda.nvtx.range, for one, makes no tensor
             continue
         named = {keyword.arg for keyword in node.keywords}
         if None in named:
             continue  # **options: a comment stands where these are made
-        if "device" not in named or not ("dtype" in named or name in OF_ANOTHERS_DTYPE):
+        if "device" not in named or not ("dtype" in named or called in OF_ANOTHERS_DTYPE):
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
