@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils import _device
@@ -21,9 +22,9 @@ def unnamed(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
             continue
-        called = torch
+        called: Any = torch
         for name in ast.unparse(node.func).split(".")[1:]:
-            called = getattr(called, name, None)  # type: ignore[assignment]  # None: a method of what another call gave
+            called = getattr(called, name, None)  # None: a method of another call's result
         if called not in CONSTRUCTORS:  # torch.cuda.nvtx.range, for one, makes no tensor
             continue
         named = {keyword.arg for keyword in node.keywords}
