@@ -26,6 +26,7 @@ from time import monotonic
 from typing import Any, TypeAlias, TypeVar, cast
 
 from asyncloader.errors import LoaderClosed
+from asyncloader.process_hooks import THIS_PROCESS, own_pid
 
 try:
     # Imported with this module, not at the first `iter()`: it takes as long as starting a worker.
@@ -112,7 +113,7 @@ class Bridge:
             over.set()
             loop.call_soon_threadsafe(loop.stop)
             raise
-        self._owner = os.getpid()
+        self._owner = THIS_PROCESS.pid or own_pid()
         # Calls of iterators that have ended: this loop must not run them, and its first call must wake it. Not only in
         # `release`: another thread's call may come just behind it, and the loop of before accept it without running it.
         self._calls.clear()
@@ -186,7 +187,7 @@ class Bridge:
             LoaderClosed: the loop has ended.
         """
         loop = self._loop
-        if loop is None or os.getpid() != self._owner:
+        if loop is None or THIS_PROCESS.pid != self._owner:
             loop = self._live_loop()  # raises
         # Added before `_woken` is read: `_run_calls` clears that before it reads the calls. So it either finds this
         # call, or the loop is woken again.

@@ -49,7 +49,7 @@ def settle(loop: Any, iterator: Any) -> None:
         reached.wait()
         if full:
             return
-        full = iterator._queue.qsize() == 2
+        full = len(iterator._queue) == 2
 
 
 def steady_batch() -> Count:

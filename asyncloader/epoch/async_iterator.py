@@ -42,6 +42,7 @@ from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSample
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options.declaration import B_co
 from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.process_hooks import THIS_PROCESS, own_pid
 from asyncloader.shielding import shielded
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import recording
@@ -114,7 +115,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         # raised one refers to the consumer's frames, and so to the batches that those hold.
         self._ended: str | None = None
         self._closed = False
-        self._owner = os.getpid()
+        self._owner = THIS_PROCESS.pid or own_pid()
         self._yielded = 0
 
     def _begin(self) -> None:
@@ -209,7 +210,7 @@ class AsyncLoaderIterator(Generic[B_co]):
     # ------------------------------------------------------------------------------------------- iterating
 
     async def __anext__(self) -> B_co:
-        if os.getpid() != self._owner:
+        if THIS_PROCESS.pid != self._owner:
             raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
         begin = perf_counter()
         items = self._queue.items

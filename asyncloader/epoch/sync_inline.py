@@ -21,7 +21,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
-import torch
+from torch.autograd import profiler
 
 from asyncloader.bridge import Bridge, join_all
 from asyncloader.epoch.consumer import NO_BATCH
@@ -55,7 +55,7 @@ class CountedNext(TorchIterator):
 
     def __next__(self) -> Any:
         try:
-            if NVTX or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            if NVTX or profiler._is_profiler_enabled:  # `recorded`, without the call
                 self._profiled = True
                 try:
                     with in_range(self._profile_name):

@@ -18,13 +18,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice, repeat
 from time import perf_counter
 from typing import Any
 
 from asyncloader.bridge import Bridge, in_thread, run_in_thread
 from asyncloader.delivery.loader_device import kept_rings_of, transfer_of
 from asyncloader.delivery.opener import raise_worker_error
+from asyncloader.epoch.blocking_queue import BlockingQueue
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import check_workers, make_pool, quarantine, worker_setup
@@ -35,6 +35,7 @@ from asyncloader.epoch.torch_iterator import shared_seed
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.options.declaration import LoaderSpec
+from asyncloader.process_hooks import THIS_PROCESS, own_pid
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.profiler_ranges import in_range
 from asyncloader.telemetry.statistics import Statistics
@@ -42,6 +43,9 @@ from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.held_tasks import HeldTasks
 from asyncloader.workers.pool import WorkerPool
+
+_POP = deque[Action | None].popleft
+_NOTHING = contextlib.nullcontext()
 
 
 class WorkerIterator(CountedNext):
@@ -63,12 +67,12 @@ class WorkerIterator(CountedNext):
         self._timeout_or_none = self._timeout if 0 < self._timeout <= threading.TIMEOUT_MAX else None
         self._statistics = statistics
         self._bridge = bridge
-        self._owner = os.getpid()
+        self._owner = THIS_PROCESS.pid or own_pid()
         self._pipeline: Pipeline | None = None
         self._consumer: Consumer | None = None
         self._acquired: Sequence[EpochStart] | None = None  # where newly started workers begin
         self._ended: str | None = None  # as in async_iterator.py
-        self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: check for respawn requests
+        self._queue = BlockingQueue()
         self._taken: deque[Action | None] = deque()  # taken from the queue and not finished; one at most
         self._delivering: Consumer | None = None  # the consumer that has begun to deliver it
         self._begun = statistics.begin()
@@ -131,7 +135,7 @@ class WorkerIterator(CountedNext):
     @property
     def queue_depth(self) -> int:
         """Number of batches that are ready and not taken."""
-        return self._queue.qsize()
+        return len(self._queue)
 
     def _setup_for(self, request: Request) -> WorkerSetup:
         return request.setup(self._setup)
@@ -162,7 +166,7 @@ class WorkerIterator(CountedNext):
         self._ended = None
         self._fresh = True
         # A new queue: the one before may hold the item with which `_shutdown_workers` woke its readers.
-        self._queue = queue.SimpleQueue()
+        self._queue = BlockingQueue()
         put = self._queue.put
         # Taken out: they hold for one epoch, and persistent workers begin the next epoch at other positions.
         starts, self._acquired = self._acquired, None
@@ -202,7 +206,7 @@ class WorkerIterator(CountedNext):
         if self._ended is not None:
             self._drop_taken()
             raise StopIteration if not self._ended else LoaderClosed(self._ended)
-        if os.getpid() != self._owner:
+        if THIS_PROCESS.pid != self._owner:
             raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
         if self._fresh:
             # In seeded mode `set_epoch` may come between `iter()` and the first batch.
@@ -221,27 +225,14 @@ class WorkerIterator(CountedNext):
             begin = perf_counter()
             taken = self._taken
             if not taken:
-                held = self._pool.held
-                # Before `holding` is read: see `HeldTasks`.
-                if self._queue.empty():
-                    held.awaiting = 1
-                if held.holding:
-                    self._send_held(held)
-                self._statistics.waiting_since = begin
-                waiting = None
-                # One call into C moves the item from the queue to the deque, so Ctrl-C cannot lose it.
+                held, ready = self._pool.held, self._queue
+                if not ready or held.holding or self._profiled:
+                    self._wait(held, begin)
                 try:
-                    if self._profiled:
-                        waiting = in_range("asyncloader::wait")
-                        waiting.__enter__()
-                    taken.extend(islice(map(self._queue.get, repeat(True), repeat(self._timeout_or_none)), 1))
-                except queue.Empty:
-                    raise self._timed_out() from None
-                finally:
-                    self._statistics.waiting_since = None
-                    held.awaiting = 0
-                    if waiting is not None:
-                        waiting.__exit__(None, None, None)
+                    # One call into C moves the item, so Ctrl-C cannot lose it.
+                    taken.extend(map(_POP, (ready,)))
+                except IndexError:  # woken without an item, or another thread is closing the iterator
+                    continue
             item = taken[0]
             # A request for a replacement: the top of the loop carries it out.
             if item is None:
@@ -271,6 +262,23 @@ class WorkerIterator(CountedNext):
             self._delivering, delivery.item, delivery.batch, delivery.error = None, None, None, None
             if batch is not NO_BATCH:
                 return batch
+
+    def _wait(self, held: HeldTasks, begin: float) -> None:
+        """Wait until an item may be ready, and send the tasks that were held back until now."""
+        # Before `holding` is read: see `HeldTasks`.
+        if not self._queue:
+            held.awaiting = 1
+        try:
+            if held.holding:
+                self._send_held(held)
+            self._statistics.waiting_since = begin
+            with in_range("asyncloader::wait") if self._profiled else _NOTHING:
+                self._queue.wait(self._timeout_or_none)
+        except queue.Empty:
+            raise self._timed_out() from None
+        finally:
+            self._statistics.waiting_since = None
+            held.awaiting = 0
 
     def _send_held(self, held: HeldTasks) -> None:
         pipeline = self._pipeline
@@ -332,7 +340,7 @@ class WorkerIterator(CountedNext):
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             consumer.close()
-        _discard_ready(self._queue)
+        self._queue.discard()
 
     def _shutdown_workers(self) -> None:
         """End the epoch and the workers, and wait until they have ended. Idempotent. The name is torch's."""
@@ -388,7 +396,7 @@ async def _close(pipeline: Pipeline) -> None:
 
 
 async def _close_dropped(
-    pipeline: Pipeline | None, consumer: Consumer | None, ready: queue.SimpleQueue[Action | None], pool: WorkerPool
+    pipeline: Pipeline | None, consumer: Consumer | None, ready: BlockingQueue, pool: WorkerPool
 ) -> None:
     """End the parts of an iterator that was dropped."""
     if pipeline is not None:
@@ -398,17 +406,9 @@ async def _close_dropped(
         try:
             if consumer is not None:
                 consumer.close()
-            _discard_ready(ready)
+            ready.discard()
         finally:
             pool.stop()
 
     # In a thread, because closing the stages and stopping the workers both block.
     await in_thread(end)
-
-
-def _discard_ready(ready: queue.SimpleQueue[Action | None]) -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            item = ready.get_nowait()
-            if item is not None:
-                discard(item)

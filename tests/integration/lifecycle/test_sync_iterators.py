@@ -234,7 +234,7 @@ def test_iterator_that_the_loop_collects() -> None:
     loader = DataLoader[Any](Pages(), num_workers=1, prefetch_factor=3)
     batches: Any = iter(loader)
     next(batches)
-    batches._queue.put(batches._queue.get())  # a batch is ready that is never taken
+    batches._queue.wait(None)  # a batch is ready that is never taken
     (loop,) = (thread for thread in threading.enumerate() if thread.name == "asyncloader-loop")
     gc.disable()
     try:
