@@ -1,6 +1,6 @@
-"""`asyncloader top`: shows loaders of this user's processes while they run.
+"""`asyncloader top`: shows loaders of this user's processes, and nodes of a service, while they run.
 
-Data path: live_server -> client -> [top].
+Data path: live_server -> client -> [top] -> top_view.
 
 A terminal gets a view that is renewed each second, where rich is installed; a pipe gets the figures of one second.
 """
@@ -11,13 +11,15 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from asyncloader.bridge import run_in_thread
-from asyncloader.commands.findings import Finding, as_lines, in_bytes
-from asyncloader.live.client import LoaderSocket, NotWatched, open_sockets, receive_all, relay
+from asyncloader.commands.findings import Finding, as_lines
+from asyncloader.commands.top_view import by_kind, process_text, ring_text, session_text, view
+from asyncloader.live.client import LoaderSocket, NotWatched, fetch_trace, open_sockets, receive_all, relay
 from asyncloader.live.live_server import LiveServer
 from asyncloader.live.snapshot import summary
 
@@ -26,10 +28,11 @@ _PERIOD_S = 1.5  # a snapshot comes each second
 
 
 def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
-    """Show the loader at this socket; None: all loaders of this user. Returns the exit code: 1 if one is input-bound.
+    """Show the loader or node at this socket; None: all of this user. Returns the exit code: 1 if a loader is
+    input-bound, or a node cannot serve.
 
     Raises:
-        NotWatched: no such loader runs, or it does not answer.
+        NotWatched: none such runs, or it does not answer.
     """
     opened = open_sockets(path)
     try:
@@ -42,12 +45,13 @@ def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
     finally:
         for connection in opened:
             connection.close()
-    ok = all(each["verdict"]["ok"] for each in found)
+    loaders, nodes = by_kind(found)
+    ok = all(each["verdict"]["ok"] for each in loaders) and all(each["ok"] for each in nodes)
     if as_json:
-        print(json.dumps({"ok": ok, "loaders": found}, indent=2))  # noqa: T201 - a command's own words
+        print(json.dumps({"ok": ok, "loaders": loaders, "nodes": nodes}, indent=2))  # noqa: T201 - a command's own words
     else:
-        for each in found:
-            print("\n".join(map(as_lines, _findings(each))), flush=True)  # noqa: T201
+        for lines in (*map(_of_loader, loaders), *map(_of_node, nodes)):
+            print("\n".join(map(as_lines, lines)), flush=True)  # noqa: T201
         if live:
             print("a view that is renewed each second needs rich: pip install 'asyncloader[top]'", file=sys.stderr)  # noqa: T201
     return int(not ok)
@@ -64,7 +68,17 @@ def _one_second(opened: Sequence[LoaderSocket]) -> list[dict[str, Any]]:
     return found
 
 
-def _findings(snapshot: dict[str, Any]) -> Iterator[Finding]:
+def _of_node(snapshot: dict[str, Any]) -> Iterator[Finding]:
+    yield Finding("node", "ok", f"{snapshot['name']}, process {snapshot['pid']}, {snapshot['state']}")
+    for each in snapshot["sessions"]:
+        yield Finding(f"loader {each['loader']}", "ok", f"{each['dataset']}, at {each['peer']}; {session_text(each)}")
+    for each in snapshot["processes"]:
+        yield Finding(f"process {each['pid']}", "ok", f"{each['dataset']}; {process_text(each)}")
+    if snapshot["problem"]:
+        yield Finding("problem", "problem", snapshot["problem"])
+
+
+def _of_loader(snapshot: dict[str, Any]) -> Iterator[Finding]:
     texts, verdict = summary(snapshot), snapshot["verdict"]
     text = texts.pop("verdict")
     yield Finding("loader", "ok", f"{snapshot['name']}, process {snapshot['pid']}, {snapshot['state']}")
@@ -72,22 +86,15 @@ def _findings(snapshot: dict[str, Any]) -> Iterator[Finding]:
     for name, each in texts.items():
         yield Finding(name, "note" if name in ("workers replaced", "samples skipped") else "ok", each)
     for worker in snapshot["workers"]:
-        yield Finding(
-            f"worker {worker['worker']}", "ok", ", ".join((worker["place"], worker["activity"], _ring(worker)))
-        )
+        now = ", ".join((worker["place"], worker["activity"], ring_text(worker)))
+        yield Finding(f"worker {worker['worker']}", "ok", now)
     yield Finding("verdict", "ok" if verdict["ok"] else "problem", text)
-
-
-def _ring(worker: dict[str, Any]) -> str:
-    if not worker["slots"]:
-        return "no ring"
-    return f"{worker['slots_in_use']} of {worker['slots']} slots in use ({in_bytes(worker['ring_bytes'])})"
 
 
 def _serve(opened: Sequence[LoaderSocket], port: int) -> int:
     if len(opened) > 1:
         names = "\n".join(f"  asyncloader top --web {each.path}" for each in opened)
-        raise NotWatched(f"{len(opened)} loaders can be watched: name one.\n{names}")
+        raise NotWatched(f"{len(opened)} loaders or nodes can be watched: name one.\n{names}")
     path = opened[0].path
     opened[0].close()  # without a page that is open the loader makes no snapshots
     with suppress(KeyboardInterrupt):
@@ -96,7 +103,7 @@ def _serve(opened: Sequence[LoaderSocket], port: int) -> int:
 
 
 async def _serve_page(path: Path, port: int) -> None:
-    server = LiveServer(lambda: relay(path))
+    server = LiveServer(lambda: relay(path), partial(fetch_trace, path))
     try:
         await server.listen_at_port(port)
         print(server.url, flush=True)  # noqa: T201 - a command's own words
@@ -119,43 +126,3 @@ def _live(opened: Sequence[LoaderSocket]) -> int:
     except KeyboardInterrupt:
         return 0
     return 0
-
-
-def view(found: Sequence[dict[str, Any]]) -> Any:
-    """Return what rich draws: a table of the loaders, and the details of the loader that waits most."""
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
-    loaders = Table("process", "loader", "batches/s", "waits", "state", "position", expand=True, box=None)
-    for each in found:
-        rates = each["rates"]
-        texts = (each["pid"], each["name"], f"{rates['batches_per_s']:.3g}", f"{rates['wait_frac']:.0%}")
-        loaders.add_row(*(Text(str(text)) for text in (*texts, each["state"], each["place"])))
-    if not found:
-        return loaders
-    most = max(found, key=lambda each: each["rates"]["wait_frac"])
-    workers = Table("worker", "place", "now", "busy", "tasks", "ring", expand=True, box=None)
-    for each in most["workers"]:
-        does = (
-            each["worker"],
-            each["place"],
-            each["activity"],
-            f"{each['busy_frac']:.0%}",
-            each["tasks"],
-            _ring(each),
-        )
-        workers.add_row(*(Text(str(text)) for text in does))
-    stages = Table("stage", "batches", "median", "95 %", "99 %", expand=True, box=None)
-    for each in most["stages"]:
-        times = (f"{each[name] * 1e3:.3g} ms" for name in ("p50_s", "p95_s", "p99_s"))
-        stages.add_row(each["stage"], f"{each['count']:.0f}", *times)
-    verdict = most["verdict"]
-    lines = [f"{name}: {text}" for name, text in summary(most).items() if name != "verdict"]
-    return Group(
-        Panel(loaders, title="asyncloader top: Ctrl-C ends it"),
-        Panel(Text("\n".join([verdict["text"], *lines])), title="ok" if verdict["ok"] else f"! {verdict['bound']}"),
-        Panel(workers, title=f"workers of process {most['pid']}"),
-        Panel(stages, title="stages, over the whole run"),
-    )

@@ -129,7 +129,9 @@ def _events(events: Mapping[str, Sequence[Mapping[str, Any]]], names: Mapping[in
             where = names.get(each["track"], "").partition(" (")[0]
             text = f"{where} after {each['at']:.3g} s" + (f": {reason}" if reason else "")
             yield Finding(name, "problem", text, advice, figures=dict(each))
-    counts = Counter({name: len(found) for name, found in events.items() if name not in (*_FAULTS, "lease")})
+    counts = Counter(
+        {name: len(found) for name, found in events.items() if name not in (*_FAULTS, "lease", "lease ended")}
+    )
     for name, number in sorted(counts.items()):
         yield Finding(name, "note", f"{number:,} times" if number > 1 else "once", figures={"number": number})
 

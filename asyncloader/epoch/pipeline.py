@@ -364,8 +364,8 @@ class Pipeline(Listener):
     ) -> None:
         """Pass a worker's death to the scheduler. See `Listener`."""
         # Kept until `_replace`, which the scheduler may ask for in `_handle` below.
-        if self._statistics.trace is not None:
-            self._statistics.trace.died(worker, death, left=saved_rng_state is not None, lost=lost)
+        if (trace := self._statistics.trace) is not None:
+            trace.died(worker, death, left=saved_rng_state is not None, lost=lost)
         self._saved_rng_states[worker] = saved_rng_state
         self._deaths[worker] = death, lost
         # `begun` must not wait for this worker: the consumer gets the death with its next item.
@@ -446,8 +446,8 @@ class Pipeline(Listener):
             if isinstance(action, Deliver):
                 if isinstance(action.outcome, Answer):
                     self._statistics.note_order(perf_counter() - action.outcome.arrived)
-                    if self._statistics.trace is not None:
-                        self._statistics.trace.ordered(self._run, action.seq)
+                    if (trace := self._statistics.trace) is not None:
+                        trace.ordered(self._run, action.seq)
                 self._sink(action)
             elif isinstance(action, Assign):
                 task, trace = action.task, self._statistics.trace

@@ -29,6 +29,7 @@ from asyncloader.errors import LoaderClosed
 from asyncloader.live.live_server import LiveServer
 from asyncloader.live.reading import LoaderParts, read
 from asyncloader.live.snapshot import Snapshots
+from asyncloader.live.trace_download import TraceDownload
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.memory.live_objects import LiveObjects
@@ -54,7 +55,8 @@ class Dashboard:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._statistics = statistics
-        self._server = server = LiveServer(partial(_lines, weakref.ref(loader), look))
+        traces = TraceDownload(statistics, type(loader).__name__)
+        self._server = server = LiveServer(partial(_lines, weakref.ref(loader), look), traces.take)
         self._bridge = bridge = Bridge()
         # Before the first socket: a fork in another thread from now on closes it in its child.
         in_forked_child(_close_copies)

@@ -68,6 +68,7 @@ def read(watched: LoaderParts) -> Reading:
         workers=[*_workers(watched.pool)],
         decodes_apart=config is None or not config.concurrent,
         verdict=None if config is None else diagnose_run(spec, statistics),
+        traced=(trace := statistics.trace) is not None and trace.owned and trace.file is not None,
     )
 
 

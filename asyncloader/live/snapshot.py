@@ -14,8 +14,8 @@ from asyncloader.telemetry.counters import STAGES, Stage, stage_sum
 from asyncloader.telemetry.diagnosis import Diagnosis
 from asyncloader.telemetry.figures import NODE_FIGURES, STAGE_HELP
 
-VERSION = 1
-"""Of the dictionary; grows when a key changes its meaning or goes."""
+VERSION = 2
+"""Of the dictionary, and of that of a node; grows when a key changes its meaning or goes."""
 
 # The stages in which a worker makes a batch, and those of this process that a waiting consumer may wait for.
 _MADE: tuple[Stage, ...] = ("fetch", "decode", "collate", "write", "transfer")
@@ -79,6 +79,7 @@ class Reading(NamedTuple):
         workers: of the newest iterator, while they run.
         decodes_apart: whether decoding is no part of the time of fetching.
         verdict: None before the first batch.
+        traced: whether a trace is on, so that its last seconds can be had.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Reading(NamedTuple):
     workers: Sequence[WorkerReading]
     decodes_apart: bool
     verdict: Diagnosis | None
+    traced: bool
 
 
 class Snapshots:
@@ -113,6 +115,7 @@ class Snapshots:
         stats = now.stats
         return {
             "version": VERSION,
+            "kind": "loader",
             "name": now.name,
             "pid": now.pid,
             "time": now.time,
@@ -139,6 +142,7 @@ class Snapshots:
             "store": {key: stats[key] for key in stats if key.startswith("store/") and stats[key]},
             "nodes": _nodes(stats),
             "verdict": _verdict(now.verdict),
+            "traced": now.traced,
         }
 
     def _changed(self, worker: WorkerReading, clock: float) -> tuple[int, float]:

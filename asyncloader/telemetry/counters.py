@@ -139,8 +139,9 @@ class Recorder:
         base, block = _BASE[stage], self.block
         block[base] += seconds
         block[base + 1 + bucket] += 1.0
-        if self.sink is not None:
-            self.sink(stage, seconds)
+        sink = self.sink  # read once: another thread may end the trace
+        if sink is not None:
+            sink(stage, seconds)
 
     def note(self, stage: Stage) -> Callable[[float], object]:
         """Return a function that notes a time of this stage, in any thread, for `count_noted`. Like `time`, and takes a

@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -129,6 +130,19 @@ class Statistics(LoaderFigures):
             self._workers[worker] = _Worker(recorder, earlier, node)
             if node:
                 self._nodes.setdefault(node, {"batches": 0.0, "busy_s": 0.0, "bytes": 0.0})
+
+    def set_trace(self, before: Recording | None, recording: Recording | None) -> bool:
+        """Record from now on, or (None) no more, unless another thread has changed that since `trace` was `before`.
+        Returns whether it had not. Any thread.
+        """
+        note = self.recorder.note("sampler")
+        with self._lock:
+            if self.trace is not before:
+                return False
+            self.recorder.sink = None if recording is None else recording.stage
+            self.note_sampler = note if recording is None else partial(_note_twice, note, recording)
+            self.trace = recording
+            return True
 
     def renew_lock(self) -> None:
         """In a forked child: another thread of the parent may have held the lock."""
@@ -307,6 +321,11 @@ class Statistics(LoaderFigures):
         with self._lock:
             found = [each.node for each in self._workers.values()]
             return {f"{_NODE}{address}/workers": found.count(address) for address in self._nodes}
+
+
+def _note_twice(note: Callable[[float], object], recording: Recording, seconds: float) -> None:
+    note(seconds)
+    recording.stage("sampler", seconds)
 
 
 _NODE = "node/"

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncloader.tracing.chrome import (
     AssignedRecord,
@@ -27,6 +28,7 @@ from asyncloader.tracing.chrome import (
     Record,
     Source,
     StageRecord,
+    TraceEvents,
     trace_of,
 )
 from asyncloader.tracing.trace_file import write
@@ -36,8 +38,8 @@ if TYPE_CHECKING:
     from asyncloader.workers.listener import Answer
     from asyncloader.workers.source import WorkerHandle
 
-MOST_RECORDS = 200_000
-"""Records that are kept: a batch has four, so the newest 50,000 batches."""
+MOST_RECORDS = 250_000
+"""Records that are kept: a batch has five, so the newest 50,000 batches."""
 MOST_SPAN_BYTES = 32 << 20
 """Bytes of workers' spans that are kept: fewer batches, where each of them has hundreds of reads."""
 
@@ -45,21 +47,38 @@ _MOST_DUMPS = 10  # that are written by themselves
 _LOOK_S = 5.0  # between two looks at the verdict
 
 
+class _Leased(NamedTuple):
+    """A slot that the consumer holds, with a weak reference to the memory that its batch views."""
+
+    view: weakref.ref[Any]
+    run: int
+    seq: int
+    worker: int
+    slot: int
+
+
 class Recording:
     """The records of one trace, and the methods that add them.
 
     Args:
-        file: where the trace is written.
         loader: the name of the loader's class.
         last: seconds that a file covers, up to when it is written; None: the whole trace.
-        verdict: returns what bounds the run, or None once the loader was freed.
         copies: of batches out of rings, before.
+        file: where the trace is written; None: a page asks for it, and gets it.
+        verdict: returns what bounds the run, or None once the loader was freed. It is looked at only with `last`.
     """
 
     def __init__(
-        self, file: Path, loader: str, last: float | None, verdict: Callable[[], str | None], copies: int
+        self,
+        loader: str,
+        last: float | None,
+        copies: int,
+        file: Path | None = None,
+        verdict: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.file = file
+        self.ended_at: float | None = None
+        """When it ended; None: it goes on."""
         self._loader = loader
         self._last = last
         self._verdict = verdict
@@ -74,6 +93,7 @@ class Recording:
         self._look_at = float("inf") if last is None else self._began + _LOOK_S
         self._bound: str | None = None
         self._copies = copies
+        self._leases: deque[_Leased] = deque()  # those whose end was not noticed yet, the oldest first
         self._owner = os.getpid()
 
     @property
@@ -122,10 +142,25 @@ class Recording:
         now = perf_counter()
         held = -1 if ring is None else ring.leased
         copied, self._copies = copies > self._copies, copies
+        self._note_lease_ends(now)
+        if ring is not None and not copied and (batch := ring.view_of(slot)) is not None:
+            self._leases.append(_Leased(batch, run, seq, worker, slot))
         self._append(BatchRecord("batch", now, run, seq, worker, begin, taken, slot, held, copied))
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
             self._look()
+
+    def _note_lease_ends(self, now: float) -> None:
+        """Record the leases whose last view has died since this was called before. Any thread."""
+        # Not when the view dies: that may be inside the garbage collector, where no Python code of ours should run.
+        with suppress(IndexError):  # another thread, which has another iterator or writes a file, looks, too
+            for _ in range(len(self._leases)):
+                leased = self._leases.popleft()
+                if leased.view() is None:
+                    figures = {"iterator": leased.run, "batch": leased.seq, "slot": leased.slot}
+                    self._append(EventRecord("event", now, "lease ended", leased.worker, figures))
+                else:
+                    self._leases.append(leased)
 
     def stage(self, name: str, seconds: float) -> None:
         """Record a span of the main process that ends now. Any thread."""
@@ -148,7 +183,7 @@ class Recording:
     # ------------------------------------------------------------------------------------------------ files
 
     def _dump_now(self, reason: str) -> str:
-        if self._last is None or self._dumps >= _MOST_DUMPS or not self.owned:
+        if self._last is None or self.file is None or self._dumps >= _MOST_DUMPS or not self.owned:
             return ""
         self._dumps += 1
         stem, dot, rest = self.file.name.partition(".")
@@ -165,8 +200,13 @@ class Recording:
         Raises:
             OSError: it cannot be written.
         """
-        now = perf_counter()
-        begin = self._began if self._last is None else max(self._began, now - self._last)
+        write(file, self.events(self._last))
+
+    def events(self, last: float | None) -> TraceEvents:
+        """Make the trace so far, or of its last seconds. Takes a while. Any thread."""
+        now = self.ended_at or perf_counter()
+        begin = self._began if last is None else max(self._began, now - last)
+        self._note_lease_ends(now)
         # Other threads append to it, at which an iteration over the deque would raise; `copy` is atomic.
         records = self._records.copy()
         facts = {
@@ -176,7 +216,7 @@ class Recording:
             "seconds": now - begin,
             "complete": (len(records) != records.maxlen and not self._shortened) or records[0][1] <= begin,
         }
-        write(file, trace_of(records, begin, now, facts))
+        return trace_of(records, begin, now, facts)
 
     def _look(self) -> None:
         """Have a thread of its own find out whether the verdict has changed."""
@@ -194,7 +234,9 @@ class Recording:
             self.event("verdict", before=before, now=bound)
             self._dump_now("verdict")
 
-    def close(self) -> None:
-        """Wait for a look at the verdict."""
+    def end(self) -> None:
+        """Note that the loader records nothing more, and wait for a look at the verdict. Idempotent."""
+        if self.ended_at is None:
+            self.ended_at = perf_counter()
         if self._looking is not None and self._looking.ident is not None:
             self._looking.join()

@@ -34,30 +34,23 @@ class Trace:
     ) -> None:
         if last is not None and not last > 0:
             raise ValueError(f"last is a number of seconds above 0, got {last!r}")
-        # A parent's trace goes on in the parent.
-        if statistics.trace is not None and statistics.trace.owned:
-            raise RuntimeError(f"the loader is being traced already, to {statistics.trace.file}: end that trace first")
         # Absolute: the program may change its directory before the file is written.
         path = Path(file).absolute()
+        _check_free(statistics.trace)
         check_writable(path)
         self._statistics = statistics
-        self._recording = recording = Recording(path, loader, last, verdict, statistics.ring_copies)
-        note = statistics.recorder.note("sampler")
-
-        # A function that does not refer to the statistics, which will refer to it.
-        def sampler(seconds: float) -> None:
-            note(seconds)
-            recording.stage("sampler", seconds)
-
-        statistics.note_sampler = sampler
-        statistics.recorder.sink = self._recording.stage
-        # Last: from here on the loader's threads record.
-        statistics.trace = self._recording
+        self._file = path
+        self._recording = Recording(loader, last, statistics.ring_copies, path, verdict)
+        # Again if a page has begun or ended its recording in between.
+        while not statistics.set_trace(before := statistics.trace, self._recording):
+            _check_free(statistics.trace)
+        if before is not None:
+            before.end()  # a page's: it gets the spans so far
 
     @property
     def file(self) -> Path:
         """Where the trace is written when it ends."""
-        return self._recording.file
+        return self._file
 
     def dump(self, file: str | os.PathLike[str] | None = None) -> Path:
         """Write the trace so far, and go on. Blocks for about three seconds for 10,000 batches. Any thread.
@@ -107,6 +100,12 @@ class Trace:
             error.add_note(f"Its trace could not be written to {self.file}: {failed}")
 
 
+def _check_free(current: Recording | None) -> None:
+    # A parent's trace goes on in the parent, and a page's recording gives way.
+    if current is not None and current.owned and current.file is not None:
+        raise RuntimeError(f"the loader is being traced already, to {current.file}: end that trace first")
+
+
 def end_trace(statistics: Statistics, recording: Any = None) -> None:
     """End a loader's trace, if it has one (`recording`: if it is this), and write its file. Blocks.
 
@@ -117,8 +116,8 @@ def end_trace(statistics: Statistics, recording: Any = None) -> None:
     # Not in a forked child, which has a copy of all this: the file is its parent's.
     if current is None or recording not in (None, current) or not current.owned:
         return
-    statistics.trace = None
-    statistics.recorder.sink = None
-    statistics.note_sampler = statistics.recorder.note("sampler")
-    current.close()
-    current.dump(current.file)
+    if not statistics.set_trace(current, None):  # another thread has ended it, or taken it over
+        return
+    current.end()
+    if current.file is not None:
+        current.dump(current.file)

@@ -97,12 +97,13 @@ async def test_a_connection_that_is_opened_while_the_node_drains() -> None:
 
     setup = SimpleNamespace(arguments={})
     host = SimpleNamespace(begun=begun, open=open_in_process, setup=setup, close_connection=closed.append, kill=id)
-    opening = SimpleNamespace(share=False, loader="loader", credits=4)
+    opening = SimpleNamespace(share=False, loader="loader", worker=0, credits=4)
     loader = Link(ours)
-    await node._open(Link(theirs), host, SimpleNamespace(target="data:train"), opening, DatasetInfo())
+    await node._open(Link(theirs), "here", host, SimpleNamespace(target="data:train"), opening, DatasetInfo())
     assert [message.header.kind for message in loader.receive()] == [frames.OPENED]
     assert loader.ended
     assert closed == [7]
     assert not node.figures()["lanes"]
+    assert not node.sessions
     loader.close()
     process[0].close()

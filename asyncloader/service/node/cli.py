@@ -68,6 +68,8 @@ def _options(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _serve(options: dict[str, Any]) -> None:
+    from asyncloader.live.node_view import NodeView  # late: it imports the node
+
     node = Node(_served(options), _workers(options), _token(options), _tls(options))
     listen = options["listen"] or ["127.0.0.1:7070"]
     _check_open_addresses(listen, options)
@@ -75,8 +77,9 @@ async def _serve(options: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    metrics = MetricsEndpoint(node)
+    metrics, view = MetricsEndpoint(node), NodeView(node)
     try:
+        await view.open()
         if options["metrics"]:
             await metrics.listen(options["metrics"])
         # Two tasks: datasets may take minutes to be made, and a signal ends the node before.
@@ -87,8 +90,10 @@ async def _serve(options: dict[str, Any]) -> None:
             starting.result()
             # Only now, because the node ends if a dataset cannot be made.
             addresses = [await node.listen(address) for address in listen]
-            metrics.ready = True
+            metrics.ready, view.addresses = True, addresses
             said: dict[str, Any] = {"listening": addresses[0], "addresses": addresses, "pid": os.getpid()}
+            if view.path:
+                said["view"] = view.path
             if metrics.address:
                 said["metrics"] = metrics.address
             print(json.dumps(said), flush=True)  # noqa: T201 - the line that says that it is ready
@@ -102,6 +107,7 @@ async def _serve(options: dict[str, Any]) -> None:
                 await task
     finally:
         await metrics.close()
+        await view.close()
         await node.close()
 
 

@@ -59,6 +59,11 @@ class EpochCache:
         self._failures: deque[Hashable] = deque()
         self._failing = False
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batches."""
+        return self._bytes
+
     def join(self) -> None:
         """Count a worker connection that uses the cache."""
         self._users += 1

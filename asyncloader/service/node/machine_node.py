@@ -7,6 +7,7 @@ Data path: that of `server.py`.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -36,11 +37,18 @@ def _main(argv: Sequence[str]) -> None:
 
 
 async def _serve(served: Sequence[Served], problem: str, listener: socket.socket) -> None:
+    from asyncloader.live.node_view import NodeView  # late: it imports the node
+
     node = Node(served, usable_cpus(), problem=problem)
+    view = NodeView(node)
     try:
+        if os.environ.get("ASYNCLOADER_TOP") == "1":  # as its loaders
+            await view.open()
+            view.addresses = ("this machine",)
         node.listen_at(listener)
         await node.left(_FIRST_S)
     finally:
+        await view.close()
         await node.close()
 
 

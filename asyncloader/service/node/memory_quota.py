@@ -67,6 +67,21 @@ class MemoryQuota:
                 resume()
 
     @property
+    def ring_bytes(self) -> int:
+        """Size of the loader's rings."""
+        return self._rings
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of messages that it has not read yet."""
+        return self._unsent
+
+    @property
+    def most_bytes(self) -> int | None:
+        """Bytes that it may have, at most; None: no limit."""
+        return self._most
+
+    @property
     def full(self) -> bool:
         """Whether the loader has more than the limit."""
         return self._most is not None and self._rings + self._unsent > self._most

@@ -22,9 +22,11 @@ from typing import Any
 from asyncloader.service.node.admission import Refused, Served, as_text, find_served
 from asyncloader.service.node.async_io import message_of, secure, send_whole, speaks_tls, wait_for
 from asyncloader.service.node.epoch_cache import EpochCache
+from asyncloader.service.node.local_connection import LocalConnection
 from asyncloader.service.node.memory_quota import MemoryQuota
+from asyncloader.service.node.sessions import OpenConnection, Session
 from asyncloader.service.node.shared_epoch_connection import SharedEpochConnection
-from asyncloader.service.node.worker_connections import LocalConnection, RelayedConnection
+from asyncloader.service.node.worker_connections import RelayedConnection
 from asyncloader.service.node.worker_host import HostSetup
 from asyncloader.service.node.worker_processes import HostProcesses, NotMade, WorkerConnection
 from asyncloader.service.pickled import PickledDefinition
@@ -105,7 +107,8 @@ class Node:
         self._connections: set[RelayedConnection | LocalConnection] = set()
         self._sockets: list[socket.socket] = []
         self._paths: list[str] = []
-        self._quotas: dict[str, MemoryQuota] = {}
+        self.sessions: dict[str, Session] = {}
+        """The loaders that read here, by their names."""
         memory = memory_limit()[0]
         self._most_memory = None if memory is None else int(_MOST_MEMORY * memory)
         self._cache = EpochCache(_CACHED_BYTES if memory is None else int(_MOST_CACHED * memory))
@@ -292,10 +295,20 @@ class Node:
             connection.close()
         await asyncio.gather(*(host.close() for host in self._hosts.values()), *self._closing)
 
+    @property
+    def hosts(self) -> list[HostProcesses]:
+        """The processes of each dataset."""
+        return list(self._hosts.values())
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the batches that several loaders share."""
+        return self._cache.nbytes
+
     def figures(self) -> dict[str, float]:
         """Return the numbers for `/metrics`."""
         return {
-            "sessions": len(self._quotas),
+            "sessions": len(self.sessions),
             "lanes": len(self._connections),
             "refused": self.refusals,
             "processes": sum(host.running for host in self._hosts.values()),
@@ -330,7 +343,7 @@ class Node:
                 raise Refused("it speaks TLS, and this node does not: start the node with --tls-cert")
             if wanted and not tls:
                 raise Refused("it does not speak TLS, and this node does: set Service(tls_ca=)")
-            opened = await self._handshake(link)
+            opened = await self._handshake(link, peer)
         except (Refused, NotMade, ValueError) as error:
             self.refusals += 1
             text, for_now = (
@@ -353,7 +366,7 @@ class Node:
             if not opened:
                 link.close()
 
-    async def _handshake(self, link: Link) -> bool:
+    async def _handshake(self, link: Link, peer: str) -> bool:
         """Carry out the handshake. Returns whether the link stays open.
 
         Raises:
@@ -383,9 +396,11 @@ class Node:
         served, arguments = find_served(self._served, hello)
         host = self._host(served, arguments)
         with host.in_use():  # or `_make_room` could end the processes while the loader waits for them
-            return await self._welcome(link, host, served, hello.nonce, mine)
+            return await self._welcome(link, peer, host, served, hello.nonce, mine)
 
-    async def _welcome(self, link: Link, host: HostProcesses, served: Served, theirs: bytes, mine: bytes) -> bool:
+    async def _welcome(
+        self, link: Link, peer: str, host: HostProcesses, served: Served, theirs: bytes, mine: bytes
+    ) -> bool:
         # Without a deadline of its own: to make a dataset may take minutes, and the loader gets signs of life.
         info = await wait_for(host.dataset_info(), link)
         if info.problem:
@@ -417,9 +432,9 @@ class Node:
                     problem = (await wait_for(host.dataset_info(), link)).problem
                     if problem:
                         raise Refused(problem)
-                    await self._open(link, host, served, opening, info)
+                    await self._open(link, peer, host, served, opening, info)
             else:
-                await self._open(link, host, served, opening, info)
+                await self._open(link, peer, host, served, opening, info)
         return True
 
     async def _plan(self, link: Link, host: HostProcesses, info: DatasetInfo, request: PlanRequest) -> None:
@@ -448,13 +463,16 @@ class Node:
         guest: LocalConnection = LocalConnection(link, lambda: self._ended(guest), lambda: None)
         self._connections.add(guest)
 
-    async def _open(self, link: Link, host: HostProcesses, served: Served, opening: Opening, info: DatasetInfo) -> None:
+    async def _open(
+        self, link: Link, peer: str, host: HostProcesses, served: Served, opening: Opening, info: DatasetInfo
+    ) -> None:
         connection: RelayedConnection | LocalConnection | None = None
         passed: list[socket.socket] = []
 
         def ended() -> None:
             if connection is not None:
                 host.close_connection(number)
+                session.left(number)
                 self._forget(quota)
                 self._ended(connection)
 
@@ -471,10 +489,12 @@ class Node:
                 connection = RelayedConnection(link, sock, opening.credits, quota, ended, kill)
             return connection
 
-        quota = self._quotas.setdefault(opening.loader, MemoryQuota(opening.loader, self._most_memory))
-        if not quota.connections:
-            reads = quota.name, served.target, as_text(host.setup.arguments)
-            _log.info("loader %s reads %s with %s", *reads, extra={"peer": "loaders"})
+        dataset = f"{served.target} with {as_text(host.setup.arguments)}"
+        made = Session(MemoryQuota(opening.loader, self._most_memory), peer, dataset)
+        session = self.sessions.setdefault(opening.loader, made)
+        if session is made:
+            _log.info("loader %s reads %s", opening.loader, dataset, extra={"peer": "loaders"})
+        quota = session.quota
         # Before anything is awaited: the loader's other connections may end, and the last would drop the quota.
         quota.connections += 1
         try:
@@ -485,6 +505,7 @@ class Node:
             raise
         assert connection is not None
         self._connections.add(connection)
+        session.connections[number] = OpenConnection(opening.worker, pid, connection)
         # Before anything is awaited, too: frames of the process are passed on from the event loop, and follow OPENED.
         try:
             link.send(frames.OPENED, pack_record(Opened(pid)), fd=passed[0].fileno() if passed else -1)
@@ -499,9 +520,9 @@ class Node:
     def _forget(self, quota: MemoryQuota) -> None:
         quota.connections -= 1
         if not quota.connections:
-            del self._quotas[quota.name]
+            del self.sessions[quota.name]
             _log.info("loader %s has ended", quota.name, extra={"peer": "loaders"})
-        if not self._quotas:  # no loader is left that could ask for a batch again
+        if not self.sessions:  # no loader is left that could ask for a batch again
             self._cache.clear()
 
 

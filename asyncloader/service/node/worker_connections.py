@@ -2,9 +2,8 @@
 
 Data path: loader -> link -> [worker_connections] -> worker_host -> [worker_connections] -> link -> loader.
 
-A loader on another machine has a `RelayedConnection`: the process writes a batch into a ring of the node's, and the
-node sends it from there. A loader on this machine has a `LocalConnection`: it gets the process's socket itself and
-shares its own ring with the process, so that the node only reports how the process ended.
+The process writes a batch into a ring of the node's, and the node sends it from there. A loader on this machine has a
+`LocalConnection` instead.
 
 The memory that a loader makes the node hold is bounded: tasks wait in the node until the process may have them, and
 the node stops reading from either side while the queue towards the other side is too long (see `_steer`).
@@ -46,52 +45,6 @@ _SILENT_S = 2.0
 """Seconds that a process has to report why a connection ended, or to turn out to be dying."""
 
 
-class LocalConnection:
-    """The connection of a loader on this machine, which has the process's socket itself.
-
-    Args:
-        link: to the loader. After OPENED only KILL and DIED are sent on it.
-        ended: called once the connection is closed.
-        kill: called when a task takes too long for the loader.
-    """
-
-    def __init__(self, link: Link, ended: Callable[[], None], kill: Callable[[], None]) -> None:
-        self._link = link
-        self._ended = ended
-        self._kill = kill
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(link.fileno(), self._readable)
-
-    def _readable(self) -> None:
-        try:
-            for message in self._link.receive():
-                if message.header.kind == frames.KILL:
-                    # Closes this link if the process is at another connection's task: see `HostProcesses.kill`.
-                    self._kill()
-        except ValueError:  # a broken stream
-            self._link.ended = True
-        if self._link.ended:
-            self.close()
-
-    def died(self, death: DeathReport) -> None:
-        """Report to the loader that the process died."""
-        # Not kept if the socket is full: a report is small, and nothing else was sent on this link.
-        with contextlib.suppress(ConnectionError):
-            self._link.send(frames.DIED, pack_record(death))
-        self.close()
-
-    def close(self) -> None:
-        """Close the link. Idempotent."""
-        if self._link.fileno() >= 0:
-            self._loop.remove_reader(self._link.fileno())
-            self._link.close()
-            self._ended()
-
-    async def drain(self) -> None:
-        """Close the link: batches that the process has made are in the loader's own ring already."""
-        self.close()
-
-
 class RelayedConnection:
     """The connection of a loader on any machine, whose batches the node sends.
 
@@ -104,6 +57,8 @@ class RelayedConnection:
         kill: called when a task takes too long for the loader.
     """
 
+    relayed = True
+
     def __init__(
         self,
         link: Link,
@@ -113,6 +68,7 @@ class RelayedConnection:
         ended: Callable[[], None],
         kill: Callable[[], None],
     ) -> None:
+        self.batches = self.sent_bytes = 0
         self._link = link
         self._quota = quota
         self._held = 0  # bytes of the ring, as the quota counts them
@@ -205,10 +161,19 @@ class RelayedConnection:
         self._steer()
 
     @property
+    def in_work(self) -> int:
+        """Tasks that the process has."""
+        return len(self._unanswered) - len(self._waiting)
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that the process does not have yet."""
+        return len(self._waiting)
+
+    @property
     def _may_give(self) -> bool:
         """Whether the process may be given one more task."""
-        given = len(self._unanswered) - len(self._waiting)
-        return given < self._most_given and self._given_bytes < _MOST_QUEUED and not self._quota.full
+        return self.in_work < self._most_given and self._given_bytes < _MOST_QUEUED and not self._quota.full
 
     def _start(self, epoch: int, task: int, index: bytes) -> None:
         self._unanswered[epoch, task] = len(index)
@@ -446,6 +411,9 @@ class RelayedConnection:
             return
         try:
             done = self._link.send(kind, body, epoch=epoch, task=task, payload=payload, sent=sent)
+            if kind == wire.RESULT:
+                self.batches += 1
+                self.sent_bytes += 0 if payload is None else payload.nbytes
         except OSError:
             # Not closed here: callers go on with the channel and the rings. Not left to the link's reader, either: it
             # may be removed at the moment.

@@ -1,18 +1,31 @@
-"""The page of a loader in a browser: it loads without errors, follows the run, and can be used by keyboard.
+"""The page of a loader or a node in a browser: it loads without errors, follows the run, can be used by keyboard, and
+gives traces.
 
 make test-browser        needs Chromium: apt-get install chromium
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from asyncloader import DataLoader
 from tests.helpers.datasets import Numbers
+from tests.helpers.recorded_seconds import Seconds
+from tests.helpers.running import PATIENCE_S, environment
+from tests.helpers.trace_events import Found, read_trace
+from tests.service import definitions
+from tests.service.serving import serving
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -34,6 +47,13 @@ def browser() -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes of this user may be watched at the same time."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
 
 
 Open = Callable[..., Any]
@@ -108,6 +128,8 @@ def test_it_is_used_by_keyboard_and_screen_reader(open_page: Open) -> None:
         page.keyboard.press("Enter")
         has_text(page, "#place", "epoch 0, finished")
         assert page.locator("#said").text_content() == page.locator("#text").text_content()
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent") == "Download trace"
         for name in ("Waiting, by stage", "Workers", "Times of stages"):
             page.keyboard.press("Tab")
             focused = page.get_by_role("group", name=name)
@@ -115,6 +137,8 @@ def test_it_is_used_by_keyboard_and_screen_reader(open_page: Open) -> None:
                 focused.get_attribute("aria-labelledby")
             )
         assert page.locator("[aria-live]").count() == 1
+        assert page.get_by_role("status").count() == 1
+        assert page.get_by_role("main").count() == 1
         assert page.locator("table thead th:not([scope=col])").count() == 0
         assert page.get_by_role("row", name="fetch").count() >= 1
 
@@ -146,3 +170,142 @@ def test_every_text_can_be_read(scheme: str, open_page: Open) -> None:
             }"""
         )
         assert worst >= 4.5
+
+
+def saved(page: Any, file: Path, after: Callable[[], object]) -> Found:
+    """Click on "Download trace", do something, and read the file that the browser saves."""
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download trace").click()
+        after()
+    assert download.value.suggested_filename.endswith(".json.gz")
+    download.value.save_as(file)
+    return read_trace(file)
+
+
+def test_a_trace_of_the_next_seconds(open_page: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no trace is on, one is recorded: progress is shown, it can be cancelled, and the file is a trace."""
+    seconds = Seconds(monkeypatch)
+    with DataLoader[Any](Numbers(40), batch_size=4, num_workers=1, seed=1) as loader:
+        page = open_page(loader.dashboard().url)
+        has_text(page, "#place", "not iterated yet")
+        page.get_by_role("button", name="Download trace").click()
+        has_text(page, "#trace-note", "Recording the next 10 s")
+        assert page.get_by_role("progressbar", name="Recording a trace").get_attribute("max") == "10"
+        seconds.began()
+        page.get_by_role("button", name="Cancel trace").click()
+        has_text(page, "#trace-note", "Cancelled")
+        seconds.ended()
+        assert page.get_by_role("progressbar").count() == 0
+
+        def run() -> None:
+            seconds.began()
+            list(loader)
+            seconds.passed()
+
+        found = saved(page, tmp_path / "a.json.gz", run)
+        assert found.delivered == [(1, seq) for seq in range(10)]
+        assert found.ways.keys() == set(found.delivered)
+        has_text(page, "#trace-note", "Saved")
+        page.get_by_role("button", name="Download trace").click()
+        seconds.began()
+    has_text(page, "#trace-note", "No trace: the loader ended first")
+    assert page.get_by_role("button", name="Download trace").is_disabled()
+
+
+def test_a_trace_of_the_last_seconds(open_page: Open, tmp_path: Path) -> None:
+    """Where a trace is on, its newest seconds come at once; also through `asyncloader top --web`."""
+    with DataLoader[Any](Numbers(40), batch_size=4, num_workers=1, seed=1) as loader:
+        board = loader.dashboard()
+        with loader.trace(tmp_path / "run.json"), top_web(board.socket) as url:
+            list(loader)
+            for address in (board.url, url):
+                page = open_page(address)
+                has_text(page, "#place", "finished")
+                found = saved(page, tmp_path / "a.json.gz", lambda: None)
+                assert found.delivered == [(1, seq) for seq in range(10)]
+
+
+@contextmanager
+def top_web(path: str | Path) -> Iterator[str]:
+    """Run `asyncloader top --web`. Gives the page's address; the command ends with the loader or node, or by Ctrl-C."""
+    command = [sys.executable, "-m", "asyncloader", "top", "--web", str(path)]
+    env = {**environment(), "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_node_with_two_loaders(open_page: Open, tmp_path: Path) -> None:
+    """A row for each, with its workers, its rate and its memory; the rows go with the loaders."""
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 1}
+    with serving(tmp_path, ["numbers"]) as node, top_web(node.said["view"]) as url:
+        page = open_page(url)
+        has_text(page, "#name", f"node at {node.addresses[0]}")
+        has_text(page, "#node-mark", "it can serve")
+        has_text(page, "#sessions caption", "None read here now")
+        with (
+            DataLoader[Any](definitions.numbers(), **options, workers=node.tcp) as far,
+            DataLoader[Any](definitions.numbers(), **options, workers=node.unix) as near,
+        ):
+            batches = iter(far), iter(near)
+            for each in batches:
+                next(each)
+            rows = page.locator("#sessions tbody tr")
+            playwright.expect(rows).to_have_count(2, timeout=20_000)
+            playwright.expect(page.locator("#connections tbody tr")).to_have_count(4)
+            has_text(page, "#sessions", "127.0.0.1")
+            has_text(page, "#sessions", "this machine")
+            has_text(page, "#sessions tbody tr:nth-child(1)", "iB of ")
+            has_text(page, "#processes tbody tr:nth-child(2)", "pid ")
+            assert not page.get_by_role("button", name="Download trace").is_visible()
+            assert page.get_by_role("main").count() == 1
+            for name in ("Loaders", "Their workers", "Processes"):
+                assert page.get_by_role("group", name=name).count() == 1
+        playwright.expect(rows).to_have_count(0, timeout=20_000)
+    has_text(page, "#state", "closed")
+
+
+PROGRAM = """
+import sys
+from asyncloader import DataLoader
+if __name__ == "__main__":
+    with DataLoader(range(8), batch_size=2) as loader:
+        print(loader.dashboard(int(sys.argv[1])), flush=True)
+        sys.stdin.read()
+"""
+
+
+@contextmanager
+def program(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a program that serves its loader's page at this port. Gives the process, and the page's address."""
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(folder / "program.py"), str(port)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+        process.kill()
+
+
+def test_a_program_that_is_killed_and_started_again(browser: Any, tmp_path: Path) -> None:
+    """The page says that it has no connection, and, once another run answers at the port, that its address is old. The
+    new run's address works.
+    """
+    context = browser.new_context()
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    with program(tmp_path, 0) as (process, url):
+        page.goto(url)
+        has_text(page, "#place", "not iterated yet")
+        process.kill()
+        has_text(page, "#state", "no connection: trying again")
+    with program(tmp_path, urlsplit(url).port or 0) as (_, new):
+        has_text(page, "#state", "the address is an old one")
+        page.goto(new)
+        has_text(page, "#state", "idle")
+    context.close()
+    assert not errors

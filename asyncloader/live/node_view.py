@@ -1,0 +1,119 @@
+"""Opens the view of a service's node: a Unix socket that `asyncloader top` reads.
+
+Data path: node -> [node_view] -> node_snapshot -> live_server -> terminal view, page.
+
+It runs in the node's event loop. Without a reader it costs nothing; with one it makes a snapshot each second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from collections.abc import AsyncGenerator, Sequence
+from time import monotonic, time
+
+from asyncloader.live.live_server import LiveServer
+from asyncloader.live.node_snapshot import (
+    ConnectionReading,
+    NodeReading,
+    NodeSnapshots,
+    ProcessReading,
+    SessionReading,
+)
+from asyncloader.service.node.admission import as_text
+from asyncloader.service.node.server import Node
+from asyncloader.service.node.sessions import Session
+from asyncloader.workers.ipc.peer_text import line_of
+from asyncloader.workers.stacks import process_state
+
+_log = logging.getLogger("asyncloader")
+
+_PERIOD_S = 1.0
+_NAME, _DATASET = 100, 200  # characters of a loader's name, and of a dataset's, that are shown
+
+
+class NodeView:
+    """The view of a node, from `open` to `close`.
+
+    Args:
+        node: the node.
+
+    Attributes:
+        addresses: at which it listens; to be set once it does.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._began = monotonic()
+        self._server = LiveServer(self._lines)
+        self.addresses: Sequence[str] = ()
+
+    async def open(self) -> None:
+        """Open the socket. If that fails, the node goes on without a view, and its log says why."""
+        if not hasattr(socket, "AF_UNIX"):
+            return
+        try:
+            await self._server.listen_at_socket()
+        except OSError as error:
+            _log.info("`asyncloader top` cannot show this node: %s", error)
+
+    @property
+    def path(self) -> str:
+        """The path of the socket; empty if it has none."""
+        return "" if self._server.path is None else str(self._server.path)
+
+    async def close(self) -> None:
+        """Close the socket, and end its connections. Idempotent."""
+        await self._server.close()
+
+    async def _lines(self) -> AsyncGenerator[bytes]:
+        snapshots = NodeSnapshots()
+        while True:
+            yield json.dumps(snapshots.take(self._read())).encode()
+            await asyncio.sleep(_PERIOD_S)
+
+    def _read(self) -> NodeReading:
+        node, now = self._node, monotonic()
+        processes = [
+            ProcessReading(
+                each.pid, _dataset(f"{host.setup.target} with {as_text(host.setup.arguments)}"), *each[1:],
+                process_state(each.pid),
+            )
+            for host in node.hosts
+            for each in host.read()
+        ]  # fmt: skip
+        return NodeReading(
+            pid=os.getpid(),
+            time=time(),
+            clock=now,
+            up_s=now - self._began,
+            addresses=self.addresses,
+            draining=node.draining,
+            problem=line_of(node.problem(), _DATASET),
+            figures=node.figures(),
+            cached_bytes=node.cached_bytes,
+            sessions=[_session(each) for each in node.sessions.values()],
+            processes=processes,
+        )
+
+
+def _dataset(text: str) -> str:
+    return line_of(text, _DATASET)
+
+
+def _session(session: Session) -> SessionReading:
+    quota = session.quota
+    connections = [
+        ConnectionReading(
+            number, each.worker, each.pid, each.end.relayed, each.end.batches, each.end.sent_bytes,
+            each.end.in_work, each.end.waiting,
+        )
+        for number, each in session.connections.items()
+    ]  # fmt: skip
+    return SessionReading(
+        line_of(quota.name, _NAME), session.peer, _dataset(session.dataset), session.batches, session.sent_bytes,
+        quota.ring_bytes, quota.unsent_bytes, quota.most_bytes, connections,
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""The dictionary that describes a node: rates of loaders and processes that come and go, in a bounded size."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from asyncloader.commands.findings import as_lines
+from asyncloader.commands.top import _of_node
+from asyncloader.commands.top_view import process_text, session_text
+from asyncloader.live.node_snapshot import (
+    ConnectionReading,
+    NodeReading,
+    NodeSnapshots,
+    ProcessReading,
+    SessionReading,
+)
+
+
+def connection(worker: int = 0, *, relayed: bool = True, in_work: int = 2, waiting: int = 1) -> ConnectionReading:
+    counts = (in_work, waiting) if relayed else (0, 0)
+    return ConnectionReading(7, worker, 100 + worker, relayed, 5, 500, *counts)
+
+
+def session(name: str, batches: int, *connections: ConnectionReading, most: int | None = 1 << 30) -> SessionReading:
+    return SessionReading(name, "10.0.0.2", "data:x with n=1", batches, 100 * batches, 4096, 0, most, connections)
+
+
+def reading(clock: float, *sessions: SessionReading, **changes: Any) -> NodeReading:
+    figures = {"sessions": 1.0, "lanes": 1.0, "refused": 0.0, "processes": 1.0, "deaths": 0.0}
+    usual = NodeReading(
+        1, 1e9 + clock, clock, clock, ["tcp://127.0.0.1:7070"], False, "", {**figures, "tasks": 0.0}, 0, sessions, []
+    )
+    return usual._replace(**changes)
+
+
+def test_rates_are_those_since_the_last_reading() -> None:
+    """Of loaders and processes that were read before; of others, all that they have; never below 0."""
+    snapshots = NodeSnapshots()
+    (first,) = snapshots.take(reading(10.0, session("a", 20, connection())))["sessions"]
+    assert (first["batches_per_s"], first["in_work"], first["waiting"]) == (2, 2, 1)
+    process = ProcessReading(9, "x", True, 1, 8, 3.0, "running")
+    found = snapshots.take(reading(12.0, session("a", 30, connection()), session("b", 4), processes=[process]))
+    assert [each["batches_per_s"] for each in found["sessions"]] == [5, 2]
+    assert found["rates"] == {"interval_s": 2, "batches_per_s": 7, "bytes_per_s": 700}
+    assert (found["processes"][0]["busy_frac"], found["processes"][0]["tasks_per_s"]) == (1, 4)
+    again = snapshots.take(reading(13.0, session("a", 1), processes=[process._replace(busy_s=3.5)]))
+    assert again["sessions"][0]["batches_per_s"] == 0
+    assert again["processes"][0]["busy_frac"] == pytest.approx(0.5)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_states() -> None:
+    """Until it listens it is starting; a problem is not all right."""
+    take = NodeSnapshots().take
+    assert (take(reading(1.0))["state"], take(reading(2.0, addresses=[]))["state"]) == ("serving", "starting")
+    broken = take(reading(3.0, draining=True, problem="no disk"))
+    assert (broken["state"], broken["ok"], broken["problem"]) == ("draining", False, "no disk")
+    assert [as_lines(each) for each in _of_node(broken)][-1].startswith("!!  problem")
+
+
+def test_many_loaders_are_counted_and_not_shown() -> None:
+    """Their rates are in the sum, and the line stays shorter than a reader takes."""
+    found = NodeSnapshots().take(reading(1.0, *(session(f"{n}" * 30, 1, connection()) for n in range(4096))))
+    assert len(found["sessions"]) == 200
+    assert found["sessions_left_out"] == 3896
+    assert found["rates"]["batches_per_s"] == 4096
+    assert len(json.dumps(found)) < 1 << 22
+
+
+def test_in_words() -> None:
+    """A loader whose batches pass the node by has no rate; without a limit, memory is a number."""
+    local = session("a", 0, connection(relayed=False), most=None)
+    found = NodeSnapshots().take(reading(1.0, local, session("b", 3, connection(), connection(1))))
+    texts = [session_text(each) for each in found["sessions"]]
+    assert texts[0] == "1 workers, not counted: batches pass the node by; memory 4 KiB"
+    assert texts[1] == "2 workers, 3 batches/s, 300 B/s, 4 tasks in work, 2 waiting; memory 4 KiB of 1 GiB"
+    process = {"ready": False}
+    assert process_text(process) == "making its dataset"
