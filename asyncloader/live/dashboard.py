@@ -27,9 +27,9 @@ from asyncloader.bridge import Bridge
 from asyncloader.epoch.sync_inline import close_at_exit
 from asyncloader.errors import LoaderClosed
 from asyncloader.live.live_server import LiveServer
+from asyncloader.live.page_trace import TraceDownload
 from asyncloader.live.reading import LoaderParts, read
 from asyncloader.live.snapshot import Snapshots
-from asyncloader.live.trace_download import TraceDownload
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.memory.live_objects import LiveObjects

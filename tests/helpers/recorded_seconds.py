@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from asyncloader.live import trace_download
+from asyncloader.live import page_trace
 from tests.helpers.running import PATIENCE_S
 
 
@@ -20,7 +20,7 @@ class Seconds:
         self.begun = threading.Semaphore(0)
         self.left = threading.Semaphore(0)
         self._wakes: list[Callable[[], object]] = []
-        monkeypatch.setattr(trace_download, "sleep", self._sleep)
+        monkeypatch.setattr(page_trace, "sleep", self._sleep)
 
     async def _sleep(self, _: float) -> None:
         over = asyncio.Event()

@@ -106,9 +106,9 @@ def test_the_ends_of_leases(tmp_path: Path) -> None:
         last = list(batches)
         del last
     found = read_trace(tmp_path / "a.json")
-    ended = [each["batch"] for each in found.events["lease ended"]]
-    assert sorted(ended) == [1, *range(3, 10)]
-    assert len(found.events["lease"]) == 10
+    leased, ended = ({each["batch"] for each in found.events[name]} for name in ("lease", "lease ended"))
+    assert leased >= {0, 1, 2, 3}  # the ring may have no slot for all: then later batches are copied
+    assert ended == leased - {0, 2}
     assert {each["track"] for each in found.events["lease ended"]} == {found.tracks[1]}
     assert len(kept) == 2
 

@@ -1,6 +1,6 @@
 """Makes the trace that a page asks for: the last seconds of the trace that is on, or else the next seconds.
 
-Data path: recording -> [trace_download] -> live_server -> page.
+Data path: recording -> [page_trace] -> live_server -> page.
 
 A recording for a page gives way to `loader.trace()`, and ends when no page waits for it.
 """
