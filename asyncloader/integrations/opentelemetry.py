@@ -11,7 +11,7 @@ OpenTelemetry has no observable histograms and summaries. The stages are two cou
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import monotonic
 
@@ -52,12 +52,12 @@ def instrument(meter_provider: MeterProvider | None = None, /, **loaders: Loader
         name = "asyncloader." + metric.name.removeprefix("asyncloader_").removesuffix("_seconds").replace("_", ".", 1)
         unit = _UNITS.get(metric.unit, f"{{{metric.unit}}}")
         if metric.type == "counter":
-            read = partial(_observe, newest, metric.name, f"{metric.name}_total")
+            read = partial(_observe, newest, f"{metric.name}_total")
             meter.create_observable_counter(name, [read], unit, metric.help)
         elif metric.type == "gauge":
-            read = partial(_observe, newest, metric.name, metric.name)
+            read = partial(_observe, newest, metric.name)
             meter.create_observable_gauge(name, [read], unit, metric.help)
-    of_stages = partial(partial, _observe, newest, _STAGES)
+    of_stages = partial(partial, _observe, newest)
     meter.create_observable_counter(
         "asyncloader.stage.time", [of_stages(f"{_STAGES}_sum")], "s", "seconds that batches spent in a stage"
     )
@@ -71,24 +71,32 @@ def instrument(meter_provider: MeterProvider | None = None, /, **loaders: Loader
 
 
 class _Newest:
-    """The metrics that are being collected."""
+    """The observations that are being collected, by the names of their samples."""
 
     def __init__(self, exported: ExportedLoaders) -> None:
         self._exported = exported
         self._lock = threading.Lock()  # several readers of a provider collect in threads of their own
         self._read_at = float("-inf")
-        self._metrics: dict[str, Metric] = {}
+        self._observations: dict[str, list[Observation]] = {}
 
-    def get(self, name: str) -> Metric | None:
+    def get(self, sample_name: str) -> Sequence[Observation]:
         with self._lock:
             now = monotonic()
             if now - self._read_at > _SAME_S:
-                self._metrics, self._read_at = self._exported.metrics(), now
-            return self._metrics.get(name)
+                # In one pass: a fleet's stages are hundreds of samples, which several instruments share.
+                self._observations = _by_name(self._exported.metrics().values())
+                self._read_at = now
+            return self._observations.get(sample_name, ())
 
 
-def _observe(newest: _Newest, name: str, sample_name: str, _: CallbackOptions) -> list[Observation]:
-    metric = newest.get(name)
-    if metric is None:
-        return []
-    return [Observation(each.value, dict(each.labels)) for each in metric.samples if each.name == sample_name]
+def _by_name(metrics: Iterable[Metric]) -> dict[str, list[Observation]]:
+    found: dict[str, list[Observation]] = {}
+    for metric in metrics:
+        for each in metric.samples:
+            # The labels as they are: the SDK copies them.
+            found.setdefault(each.name, []).append(Observation(each.value, each.labels))
+    return found
+
+
+def _observe(newest: _Newest, sample_name: str, _: CallbackOptions) -> Sequence[Observation]:
+    return newest.get(sample_name)
