@@ -23,6 +23,9 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PURE = {
     f"asyncloader.{name}"
     for name in [
+        "benchmarking.arrival_times",
+        "benchmarking.comparison",
+        "benchmarking.search_settings",
         "delivery.tensors",
         "epoch.hedging",
         "epoch.reassignment",

@@ -56,13 +56,24 @@ def parser() -> argparse.ArgumentParser:
         help="begin no run after these, but for four that are always made; default 60",
     )
     verify.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML, too")
+    bench = commands.add_parser("bench", help="measure a loader, and search a faster setting")
+    bench.add_argument(
+        "target", metavar="MODULE:FUNCTION", help="a function that returns a loader; or file.py:function"
+    )
+    bench.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="begin no run after these, but for three rounds that are always made; default 60",
+    )
+    bench.add_argument("--html", type=Path, metavar="FILE", help="write a report with charts, too")
     trace = commands.add_parser("trace", help="what a trace of `loader.trace()` shows, in words")
     trace.add_argument("file", type=Path, help="the .json or .json.gz file")
     top = commands.add_parser("top", help="show running loaders of this user")
     top.add_argument("socket", nargs="?", type=Path, help="a loader's socket; default: all loaders of this user")
     top.add_argument("--web", action="store_true", help="serve the page of one loader, and print its address")
     top.add_argument("--port", type=int, default=0, help="of the page; default: any that is free")
-    for each in (doctor, inspect, show, verify, trace, top):
+    for each in (doctor, inspect, show, verify, bench, trace, top):
         each.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -122,6 +133,10 @@ def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
         from asyncloader.verification.verify import verify
 
         return verify(flags["target"], seed=flags["seed"], seconds=flags["seconds"])
+    if command == "bench":
+        from asyncloader.benchmarking.bench import bench
+
+        return bench(flags["target"], seconds=flags["seconds"], html=flags["html"])
     if command == "trace":
         from asyncloader.commands.trace_summary import summarize
         from asyncloader.tracing.trace_file import read

@@ -14,9 +14,16 @@ PAGE = Path(__file__).with_name("page.html").read_bytes()
 """The page: HTML with its style and script, and nothing from elsewhere."""
 
 
+def _parts(tag: bytes) -> list[bytes]:
+    return re.findall(rb"<" + tag + rb">(.*?)</" + tag + rb">", PAGE, re.DOTALL)
+
+
+STYLE = _parts(b"style")[0].decode()
+"""The page's style, for other pages."""
+
+
 def _hashes(tag: bytes) -> str:
-    found = re.findall(rb"<" + tag + rb">(.*?)</" + tag + rb">", PAGE, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(each).digest()).decode() for each in found)
+    digests = (base64.b64encode(hashlib.sha256(each).digest()).decode() for each in _parts(tag))
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 

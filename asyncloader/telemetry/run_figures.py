@@ -95,6 +95,15 @@ class Run:
         }
         return replace(self, **changed, blocks=blocks, epochs=1)
 
+    def longer(self, times: int) -> Self:
+        """The figures of a run with so many times the batches, and the same starts of workers."""
+        summed = ("batches", "main_cpu_s", "ring_copies", "oversize", "retirements", "busy_s")
+        changed = {name: getattr(self, name) * times for name in summed}
+        for name in ("elapsed_s", "wait_s"):
+            changed[name] = self.startup_s + max(0.0, getattr(self, name) - self.startup_s) * times
+        blocks = {number: [value * times for value in block] for number, block in self.blocks.items()}
+        return replace(self, **changed, blocks=blocks)
+
     def stage(self, stage: Stage) -> StageTimes:
         """The times of a stage in all processes."""
         return stage_times(self.merged, stage)

@@ -28,7 +28,7 @@ _WINDOW_S, _SETTLED_WINDOW_S = 0.5, 2.0
 _LEAST_BATCHES = 8
 _LEAST, _MOST = 2, 8  # windows of a control or a trial
 _CLEARLY = 0.85  # of the control's rate: a trial that is slower in its first window ends with that
-_T95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.9, 1.86, 1.83, 1.81, 1.8, 1.78)  # by degrees of freedom
+_T95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.9, 1.86, 1.83, 1.81, 1.8, 1.78)
 _BUSY = 0.7  # the share of their time for which fewer workers may be busy
 _FIRST_REST, _LAST_REST = 16, 512  # windows for which a rejected change is not tried again
 
@@ -261,7 +261,17 @@ def _noise(control: list[float], trial: list[float]) -> float:
     """The difference of the two means that 19 of 20 comparisons of equal numbers stay below (one-sided t-test)."""
     freedom = len(control) + len(trial) - 2
     variance = sum(_squares(values) for values in (control, trial)) / freedom
-    return _T95[min(freedom, len(_T95)) - 1] * sqrt(variance * (1 / len(control) + 1 / len(trial)))
+    return t95(freedom) * sqrt(variance * (1 / len(control) + 1 / len(trial)))
+
+
+def t95(freedom: int) -> float:
+    """The one-sided 95 % quantile of Student's distribution; from 12 degrees of freedom on, that of 12, which is above
+    the true one.
+
+    Args:
+        freedom: degrees of freedom, at least 1.
+    """
+    return _T95[min(freedom, len(_T95)) - 1]
 
 
 def _squares(values: list[float]) -> float:

@@ -36,10 +36,12 @@ class Interpreter:
 
     Args:
         target: see `import_target`.
-        hash_seed: of the order of its sets of strings.
+        hash_seed: of the order of its sets of strings, for reproducible runs, whose computations have a thread. None:
+            the environment is left as it is.
+        server: the module that carries out the jobs.
     """
 
-    def __init__(self, target: str, hash_seed: int) -> None:
+    def __init__(self, target: str, hash_seed: int | None, server: str = "asyncloader.verification.server") -> None:
         self._output = b""
         self._import: dict[str, Any] | None = None
         self._mark = secrets.token_hex(16)
@@ -52,16 +54,16 @@ class Interpreter:
         environ = {
             **os.environ,
             "PYTHONPATH": path,
-            "PYTHONHASHSEED": str(hash_seed),
             "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": "1",
             "TMPDIR": self._folder.name,
             _MARK: self._mark,
         }
+        if hash_seed is not None:
+            environ |= {"PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": "1"}
         self._socket, self._received = ours, bytearray()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "asyncloader.verification.server", str(theirs.fileno()), target],
+                [sys.executable, "-m", server, str(theirs.fileno()), target],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -31,15 +31,32 @@ _NOTE_BYTES = 4096
 _GRACE_S = 2.0
 
 
+CarryOut = Callable[[Job, Callable[[], Any], Callable[[str], None]], dict[str, Any]]
+"""Carries out a job with the user's function, and returns its result; it also gets a function that notes in words how
+far the job is.
+"""
+
+
 def main(fd: int, target: str) -> None:
     """Serve jobs over a socket until it is closed."""
     import torch
 
     torch.set_num_threads(1)
-    connection = socket.socket(fileno=fd)
-    connection.set_inheritable(False)
     sources = Sources()
     sources.install()
+    serve(fd, target, lambda job, make, note: _carry_out(job, make, sources, note))
+
+
+def serve(fd: int, target: str, carry_out: CarryOut) -> None:
+    """Import the user's function, and carry out jobs, each in a fork of this process, until the socket is closed.
+
+    Args:
+        fd: of the socket.
+        target: see `import_target`.
+        carry_out: called in the forks.
+    """
+    connection = socket.socket(fileno=fd)
+    connection.set_inheritable(False)
     warnings.simplefilter("ignore")
     answer: dict[str, Any] = {"ready": True}
     make: Callable[[], Any] | None = None
@@ -56,7 +73,7 @@ def main(fd: int, target: str) -> None:
     if make is None:
         return
     for line in lines:
-        _send(lines, _in_child(json.loads(line), make, sources))
+        _send(lines, _in_child(json.loads(line), make, carry_out))
 
 
 def _send(lines: IO[str], answer: dict[str, Any]) -> None:
@@ -64,12 +81,12 @@ def _send(lines: IO[str], answer: dict[str, Any]) -> None:
     lines.flush()
 
 
-def _in_child(job: Job, make: Callable[[], Any], sources: Sources) -> dict[str, Any]:
+def _in_child(job: Job, make: Callable[[], Any], carry_out: CarryOut) -> dict[str, Any]:
     note, (reading, writing) = mmap.mmap(-1, _NOTE_BYTES), os.pipe()
     with tempfile.TemporaryFile() as stacks:
         pid = os.fork()
         if not pid:
-            _child(job, make, sources, note, writing, stacks)
+            _child(job, make, carry_out, note, writing, stacks)
         os.close(writing)
         try:
             data, status, late = _collect(pid, reading, time.monotonic() + job["limit"])
@@ -137,7 +154,7 @@ def _wait(pid: int, seconds: float) -> int | None:
 
 
 def _child(
-    job: Job, make: Callable[[], Any], sources: Sources, note: mmap.mmap, writing: int, stacks: IO[bytes]
+    job: Job, make: Callable[[], Any], carry_out: CarryOut, note: mmap.mmap, writing: int, stacks: IO[bytes]
 ) -> None:
     """Carry out a job in this fork, write the result, and end the process."""
     try:
@@ -149,7 +166,7 @@ def _child(
             note[: len(data) + 1] = data + b"\0"
 
         try:
-            result = _carry_out(job, make, sources, write)
+            result = carry_out(job, make, write)
         except CannotVerify as error:
             result = {"refused": str(error)}
         except BaseException as error:  # sys.exit() of user code is an answer, too

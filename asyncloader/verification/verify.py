@@ -49,6 +49,28 @@ def verify(target: str, *, seed: int = 0, seconds: float = 60.0) -> Iterator[Fin
         yield from Verification(here, elsewhere, seed, seconds).findings()
 
 
+def import_problem(interpreter: Interpreter, seconds: float) -> Finding | None:
+    """Wait for the import of the module. Returns why it cannot be used; None: it can.
+
+    Raises:
+        ValueError: the function does not exist.
+    """
+    try:
+        answer = interpreter.ready(seconds)
+    except ServerEnded as error:
+        text = f"importing the module ended its process, or took too long: {error}"
+        return Finding("import", "problem", text, "a module must only define its functions when it is imported")
+    if "refused" in answer:
+        raise ValueError(answer["refused"])
+    if "iterated" in answer:
+        return verdict.at(
+            "import", "problem", verdict.place(answer["iterated"]),
+            "reads a loader while the module is imported, which every spawned worker does again",
+            'put all but imports, classes and functions under `if __name__ == "__main__":`',
+        )  # fmt: skip
+    return verdict.broken("import", answer, "importing the module")
+
+
 class Verification:
     """One verification. Interpreters may serve several, one after the other.
 
@@ -65,7 +87,7 @@ class Verification:
 
     def findings(self) -> Iterator[Finding]:
         """Yield the findings."""
-        ready = self._ready(self.here)
+        ready = import_problem(self.here, self._cap)
         if ready is not None:
             yield ready
             return
@@ -73,27 +95,6 @@ class Verification:
             yield from self._verified()
         except ServerEnded as error:
             yield Finding("process", "problem", str(error), "the module's code ended its process, or holds it up")
-
-    def _ready(self, interpreter: Interpreter) -> Finding | None:
-        """Wait for the import of the module. Returns why it cannot be used.
-
-        Raises:
-            ValueError: the function does not exist.
-        """
-        try:
-            answer = interpreter.ready(self._cap)
-        except ServerEnded as error:
-            text = f"importing the module ended its process, or took too long: {error}"
-            return Finding("import", "problem", text, "a module must only define its functions when it is imported")
-        if "refused" in answer:
-            raise ValueError(answer["refused"])
-        if "iterated" in answer:
-            return verdict.at(
-                "import", "problem", verdict.place(answer["iterated"]),
-                "reads a loader while the module is imported, which every spawned worker does again",
-                'put all but imports, classes and functions under `if __name__ == "__main__":`',
-            )  # fmt: skip
-        return verdict.broken("import", answer, "importing the module")
 
     def _ask(self, job: dict[str, Any], interpreter: Interpreter | None = None) -> dict[str, Any]:
         answer = (interpreter or self.here).ask({"seconds": max(self._seconds / 6, 5.0), **job}, self._cap)
@@ -206,7 +207,7 @@ class Verification:
         """Run in another interpreter, then with other seeds of the process's generators. Yields the findings, and
         whether disturbed runs cannot be compared.
         """
-        if (failed := self._ready(self.elsewhere)) is not None:
+        if (failed := import_problem(self.elsewhere, self._cap)) is not None:
             yield failed, True
             return
         for ambient in (0, 1):

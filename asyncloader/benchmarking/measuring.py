@@ -1,0 +1,182 @@
+"""Reads a loader as fast as it delivers, and returns its rate, its times of stages and the verdict on the run.
+
+Data path: job -> [measuring: making -> loader] -> the process that compares. In a process of its own.
+
+The consumer takes a batch, drops it, and takes the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from asyncloader.benchmarking.arrival_times import ArrivalTimes, Rate
+from asyncloader.epoch.run_reading import run_of
+from asyncloader.loader import DataLoader
+from asyncloader.options.auto_workers import AutoWorkers, number_of
+from asyncloader.options.clone import constructor_arguments, made_from
+from asyncloader.options.declaration import OUR_OPTION_NAMES, LoaderSpec
+from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.samplers.position_source import PositionSource
+from asyncloader.telemetry.counters import STAGES, stage_times
+from asyncloader.telemetry.diagnosis import diagnose
+from asyncloader.telemetry.prediction import candidates
+from asyncloader.verification.making import facts, made
+from asyncloader.verification.runs import Job, described
+from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+
+
+def look(make: Callable[[], Any]) -> dict[str, Any]:
+    """Return the facts about the user's loader."""
+    loader = made(make, 0)
+    options = loader._asyncloader_options if isinstance(loader, LoaderSpec) else None
+    auto = isinstance(vars(loader)["num_workers"], AutoWorkers)
+    found = facts(loader)
+    if isinstance(loader, LoaderSpec) and not isinstance(loader, DataLoader):
+        found["class"] = "asyncloader.AsyncDataLoader (read by a sync loader)"
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return {
+        **found,
+        "workers": number_of(loader.num_workers),
+        "auto": auto,
+        "prefetch": loader.prefetch_factor,
+        "persistent": loader.persistent_workers,
+        "concurrency": None if options is None else options.concurrency,
+        "asynchronous": is_async_dataset(loader.dataset),
+        "context": loader.multiprocessing_context is not None,
+        "assigned": assigns_shards(loader.dataset),
+        "batch_size": size if isinstance(size, int) else None,
+        "batches": _length(loader),
+        "not_torch": _not_torch(loader),
+    }
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except Exception:
+        return None
+
+
+def _not_torch(loader: torch.utils.data.DataLoader[Any]) -> str:
+    """Why torch's DataLoader cannot do the same; empty: it can."""
+    if not isinstance(loader, LoaderSpec):
+        return ""
+    options = loader._asyncloader_options
+    if is_async_dataset(loader.dataset):
+        return "the dataset's methods are async"
+    if assigns_shards(loader.dataset) or isinstance(loader._index_sampler, PositionSource):
+        return "asyncloader assigns the dataset's shards to the workers"
+    if EpochConfig.of(loader).source is not None:
+        return "the sampler is async"
+    asked = {
+        "decode=": options.decode is not None,
+        "on_error=": options.on_error != "raise",
+        "balance=": options.balance is not None,
+        "device=": options.device is not None,
+    }
+    return ", ".join(f"it has no {name}" for name, set_ in asked.items() if set_)
+
+
+# ---------------------------------------------------------------------------------------------------- the loaders
+
+
+def _loader_of(make: Callable[[], Any], job: Job) -> torch.utils.data.DataLoader[Any]:
+    """Make the loader of a job: the user's own, asyncloader's or torch's with its options and the job's changes."""
+    loader, changes = made(make, 0), job["changes"]
+    if job["loader"] == "torch":
+        given = constructor_arguments(loader, changes)
+        return torch.utils.data.DataLoader(**{n: v for n, v in given.items() if n not in OUR_OPTION_NAMES})
+    if isinstance(loader, DataLoader):
+        return loader.clone(**changes) if changes else loader
+    if job["loader"] == "given" and not changes and not isinstance(loader, LoaderSpec):
+        return loader
+    # Of torch's loader, or of an async one, which is read by a sync one.
+    return made_from(loader, DataLoader, changes)
+
+
+@contextmanager
+def _closed(loader: Any) -> Generator[None]:
+    if isinstance(loader, DataLoader):
+        with closing(loader):
+            yield
+    else:
+        yield  # torch's workers end with their iterator
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+
+_LONGER = 1000  # times that an epoch is taken to be as long as a run that ends within it
+
+
+def measure(make: Callable[[], Any], job: Job, note: Callable[[str], None]) -> dict[str, Any]:
+    """Carry out a job, and return its result: plain values.
+
+    Args:
+        make: the user's function.
+        job: ``loader``: "given", "asyncloader" or "torch"; ``changes``: arguments that replace the user's; ``window``:
+            seconds to measure.
+        note: gets in words how far the run is.
+    """
+    note("the loader was being made")
+    loader = _loader_of(make, job)
+    try:
+        with _closed(loader):
+            note("the first batch was being made")
+            times = ArrivalTimes(perf_counter(), job["window"], *_ahead(loader))
+            for number in _read(loader, times):
+                if number < 100 or not number % 100:  # a batch may take microseconds
+                    note(f"batch {number} was being made")
+            rate = times.result()
+            result: dict[str, Any] = {"workers": number_of(loader.num_workers), "rate": 0.0}
+            if rate is not None:
+                result |= rate._asdict()
+                if isinstance(loader, DataLoader) and rate.rate:
+                    result |= _judged(loader, rate)
+    except Exception as error:
+        return {"error": described(error)}
+    return result
+
+
+def _judged(loader: DataLoader[Any], rate: Rate) -> dict[str, Any]:
+    """What the loader's own figures say of the run."""
+    statistics = loader._asyncloader_state.statistics
+    run = run_of(EpochConfig.of(loader), statistics)
+    if not rate.epochs:
+        run = run.longer(_LONGER)  # an epoch is longer than this run, whose workers start once all the same
+    found = diagnose(run)
+    stages = {stage: stage_times(run.merged, stage) for stage in STAGES}
+    return {
+        "bound": found.bound,
+        "verdict": found.text,
+        "stages": {stage: list(times) for stage, times in stages.items() if times.number},
+        "candidates": candidates(run, any_order=assigns_shards(loader.dataset)),
+        "computing": run.computing_share,
+        "bytes": statistics.bytes / max(1, statistics.batches),
+    }
+
+
+def _ahead(loader: torch.utils.data.DataLoader[Any]) -> tuple[int, int]:
+    """The batches that may be ready when the first is taken, and the number of workers."""
+    workers = number_of(loader.num_workers)
+    if not isinstance(loader, LoaderSpec):
+        return workers * (loader.prefetch_factor or 0), workers
+    return max(1, workers) * EpochConfig.of(loader).credits, workers
+
+
+def _read(loader: torch.utils.data.DataLoader[Any], times: ArrivalTimes) -> Iterator[int]:
+    """Read batches until there are enough. Yields the number of the next one."""
+    number = 0
+    while True:
+        for _ in loader:
+            number += 1
+            yield number
+            if times.came(perf_counter()):
+                return
+        if times.ended(perf_counter()):
+            return

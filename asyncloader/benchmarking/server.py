@@ -1,0 +1,37 @@
+"""A process that imports the user's module once and measures each loader in a fork of itself.
+
+Data path: jobs as lines of JSON -> [server: fork -> measuring] -> results as lines of JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from asyncloader.benchmarking.measuring import look, measure
+from asyncloader.verification.runs import Job
+from asyncloader.verification.server import serve
+
+
+def main(fd: int, target: str) -> None:
+    """Serve jobs over a socket until it is closed."""
+    # A fork cannot use the threads that torch has started for computations, and waits for them without an end. So the
+    # module's import computes in one thread, and each fork has the number that there would be without this.
+    of_torch: Any = torch
+    set_threads, wanted = torch.set_num_threads, [torch.get_num_threads()]
+    set_threads(1)
+    of_torch.set_num_threads = wanted.append
+
+    def carry_out(job: Job, make: Callable[[], Any], note: Callable[[str], None]) -> dict[str, Any]:
+        of_torch.set_num_threads = set_threads
+        set_threads(wanted[-1])
+        return look(make) if job["do"] == "look" else measure(make, job, note)
+
+    serve(fd, target, carry_out)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

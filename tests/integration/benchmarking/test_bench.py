@@ -1,0 +1,154 @@
+"""`asyncloader bench`: a faster setting is found and is faster, noise is none, and nothing is measured that cannot be.
+
+An interpreter imports torch, for seconds, so the tests share one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader.__main__ import main
+from asyncloader.benchmarking import bench as bench_module
+from asyncloader.benchmarking.bench import SERVER, Benchmark, bench
+from asyncloader.commands.findings import Finding
+from asyncloader.verification.interpreter import Interpreter
+from tests.integration.benchmarking import loaders
+
+Bench = Callable[..., tuple[Benchmark, dict[str, Finding]]]
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module")
+def benched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Benchmarks a loader of `loaders`. Returns the benchmark, and its findings by their names."""
+    choice = tmp_path_factory.mktemp("bench") / "choice"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BENCH_CHOICE", str(choice))
+        with Interpreter(f"{loaders.__file__}:make", None, SERVER) as interpreter:
+
+            def bench_one(name: str, seconds: float) -> tuple[Benchmark, dict[str, Finding]]:
+                choice.write_text(name)
+                made = Benchmark(interpreter, seconds)
+                return made, {each.name: each for each in made.findings()}
+
+            yield bench_one
+
+
+@pytest.mark.thorough
+def test_a_faster_setting_is_found(benched: Bench) -> None:
+    """Samples that wait are read by more workers, or threads; the gain is that of runs made after the choice."""
+    made, found = benched("waiting", 1.0)
+    answer = found["setting"]
+    assert answer.state == "problem", found
+    assert answer.figures["low"] > 1.5
+    assert answer.figures["setting"]["workers"] + answer.figures["setting"]["concurrency"] > 1
+    rounds = [each.contender for each in made.outcome.runs if each.phase == "rounds"]
+    assert made.outcome.best is not None
+    assert rounds.count(made.outcome.given) == 2 * rounds.count(made.outcome.best) > 0
+    assert "torch's DataLoader, num_workers=0" in found["same options"].text
+    assert 10 < found["rate"].figures["batches_per_sec"] < 50  # a sample takes at least 20 ms
+    assert found["verdict"].figures["bound"] == "fetch"
+
+
+@pytest.mark.thorough
+def test_torchs_loader(benched: Bench) -> None:
+    """Its setting is searched for ours, which is compared with it."""
+    _, found = benched("torchs", 2.0)
+    assert found["loader"].text.startswith("torch.DataLoader, map dataset, num_workers=1")
+    assert found["setting"].state == "problem"
+    assert found["setting"].advice.startswith("use asyncloader.DataLoader with ")
+    assert found["same options"].text.startswith("asyncloader.DataLoader, num_workers=1: ")
+
+
+@pytest.mark.thorough
+def test_what_fails_is_not_chosen(benched: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads, of a dataset that refuses them; the search names the error."""
+    monkeypatch.setattr(bench_module, "predicted", lambda *_: [])  # numbers of workers, which are tried before
+    made, found = benched("one_thread", 1.0)
+    chosen = made.outcome.best
+    assert chosen is not None
+    assert not chosen.setting.threads
+    assert not chosen.setting.concurrency
+    assert "failed" in found["search"].text
+    assert "not in this thread" in found["search"].text
+
+
+@pytest.mark.thorough
+def test_what_torch_cannot_read(benched: Bench) -> None:
+    """An async dataset is not measured by it; more samples in flight are found."""
+    _, found = benched("awaited", 2.0)
+    assert "AsyncDataLoader" in found["loader"].text
+    assert found["same options"].text == "torch's DataLoader was not measured: the dataset's methods are async"
+    assert found["setting"].figures["low"] > 1.5
+
+
+@pytest.mark.thorough
+def test_a_stream_keeps_its_workers(benched: Bench) -> None:
+    """Other numbers would give other samples."""
+    made, _ = benched("stream", 0.1)
+    assert {each.contender.setting.workers for each in made.outcome.runs} == {2}
+
+
+@pytest.mark.thorough
+def test_short_epochs_are_measured_with_their_starts(benched: Bench) -> None:
+    """So persistent workers, of which a long epoch shows nothing, are found."""
+    made, found = benched("short", 6.0)
+    assert made.outcome.result["epochs"] >= 1
+    assert found["setting"].state == "problem", found
+    assert found["setting"].figures["setting"]["persistent"] or not found["setting"].figures["setting"]["workers"]
+
+
+@pytest.mark.thorough
+def test_a_number_that_the_loader_chooses(benched: Bench) -> None:
+    """Is found out first, and then measured as any other."""
+    made, found = benched("automatic", 4.0)
+    assert 'num_workers="auto" has chosen' in found["loader"].text
+    assert made.outcome.given.setting.workers >= 1
+    assert "setting" in found
+
+
+def test_a_loader_that_fails(benched: Bench) -> None:
+    """Is named by its line, and nothing else is tried."""
+    made, found = benched("failing", 2.0)
+    line = next(n for n, text in enumerate(Path(loaders.__file__).read_text().splitlines(), 1) if "is named" in text)
+    assert list(found) == ["loader", "rate"]
+    assert (found["rate"].state, found["rate"].figures["line"]) == ("problem", line)
+    assert "sample 0 is damaged" in found["rate"].text or "sample 1 is damaged" in found["rate"].text
+    assert len(made.outcome.runs) == 1
+
+
+def test_a_loader_without_batches(benched: Bench) -> None:
+    """Has no rate, and is not waited for."""
+    _, found = benched("empty", 2.0)
+    assert found["rate"].state == "problem"
+    assert "less than two batches" in found["rate"].text
+
+
+@pytest.mark.thorough
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It exits with 1 if there is a faster setting, prints JSON, and writes the report."""
+    page = tmp_path / "report.html"
+    assert main(["bench", f"{loaders.__file__}:waiting", "--seconds", "1", "--json", "--html", str(page)]) == 1
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert not said["ok"]
+    assert said["findings"][-1]["name"] == "setting"
+    assert said["findings"][-1]["text"] in page.read_text()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e12])
+def test_seconds_that_are_no_time(seconds: float) -> None:
+    """Are refused before anything is started."""
+    with pytest.raises(ValueError, match="seconds should be above 0 and at most 86400"):
+        next(bench("nowhere:make", seconds=seconds))
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Is known before anything is measured."""
+    assert main(["bench", "nowhere:make", "--html", str(tmp_path / "no" / "report.html")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err

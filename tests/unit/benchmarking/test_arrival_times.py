@@ -1,0 +1,82 @@
+"""The rate follows from steady batches, or from whole epochs, and a run ends when there are enough."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncloader.benchmarking.arrival_times import ArrivalTimes
+
+
+def test_batches_that_were_ready_do_not_count() -> None:
+    """Ten come at once behind a start of 3 seconds; then one comes each tenth of a second."""
+    times = ArrivalTimes(0.0, window=0.95, ahead=10, workers=1)
+    assert not any(times.came(3.0) for _ in range(10))
+    number = next(number for number in range(1, 100) if times.came(3.0 + number / 10))
+    found = times.result()
+    assert found is not None
+    assert number == 11  # the first of these begins the second
+    assert found.rate == pytest.approx(10.0)
+    assert (found.batches, found.first_s, found.epochs) == (10, 3.0, 0)
+    assert found.gaps == pytest.approx([0.1] * 10)
+
+
+def test_workers_in_step_are_counted_as_whole_turns() -> None:
+    """Four workers deliver four batches at a time, each second; a part of a turn would come for nothing."""
+    times = ArrivalTimes(0.0, window=3.5, ahead=4, workers=4)
+    for number in range(100):
+        if times.came(float(number // 4)):
+            break
+    found = times.result()
+    assert found is not None
+    assert found.batches % 4 == 0
+    assert found.rate == pytest.approx(4.0)
+
+
+def test_short_epochs_are_counted_whole() -> None:
+    """With the starts of their workers, but without the first epoch, which also starts the process's own parts."""
+    times, now = ArrivalTimes(0.0, window=0.95, ahead=4, workers=2), 0.0
+    for epoch in range(10):
+        now += 5.0 if not epoch else 0.4
+        for _ in range(5):
+            now += 0.02
+            assert not times.came(now)
+        if times.ended(now):
+            break
+    found = times.result()
+    assert found is not None
+    assert (found.epochs, found.batches) == (2, 10)
+    assert found.rate == pytest.approx(10 / 1.0)
+
+
+def test_what_cannot_be_read_again_is_counted_once() -> None:
+    """A generator's second epoch has no batch."""
+    times = ArrivalTimes(0.0, window=1.0, ahead=1, workers=0)
+    for number in range(5):
+        times.came(number * 0.1)
+    assert not times.ended(0.5)
+    assert times.ended(0.5)
+    found = times.result()
+    assert found is not None
+    assert found.rate == pytest.approx(10.0)
+
+
+def test_slow_batches_end_the_run_early() -> None:
+    """A batch each 4 seconds does not make the run wait for eight of them."""
+    times = ArrivalTimes(0.0, window=1.0, ahead=4, workers=2)
+    number = next(number for number in range(1, 100) if times.came(90.0 + number * 4.0))  # the start takes its time
+    assert number == 5  # later than twice the longest run, and two turns of both workers
+    found = times.result()
+    assert found is not None
+    assert found.rate == pytest.approx(0.25)
+
+
+def test_too_few_batches_have_no_rate() -> None:
+    """One batch has no distance from another, and none has no time of the first."""
+    times = ArrivalTimes(0.0, window=1.0, ahead=4, workers=2)
+    assert times.result() is None
+    times.came(1.0)
+    times.ended(1.0)
+    times.ended(1.0)
+    found = times.result()
+    assert found is not None
+    assert found.rate == 0.0
