@@ -28,6 +28,7 @@ from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard
 from asyncloader.remote.dataset_warnings import log_left_out, warn_without_effect
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.fixed_streams import FixedStreams
+from asyncloader.remote.parquet_sharing import SharedParquet
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.prefetch import AnyRange
 from asyncloader.remote.rank_shares import (
@@ -386,7 +387,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
             return await sample_position(shard, number, stores)
 
         assert self._listed is not None
-        return Shards(self._listed, counted, partial(self._open_from, stores, Pins(), ahead), position)
+        open_range = partial(self._open_from, stores, Pins(), ahead, tables=SharedParquet())
+        return Shards(self._listed, counted, open_range, position)
 
     def _open(
         self, pins: Pins, shard: Shard, shard_range: AnyRange, on_bad: OnBad
@@ -394,7 +396,14 @@ class RemoteIterableDataset(IterableDataset[Any]):
         return self._open_from(self._stores.here(), pins, self.read_ahead, shard, shard_range, on_bad)
 
     def _open_from(
-        self, stores: Stores, pins: Pins, read_ahead: int, shard: Shard, shard_range: AnyRange, on_bad: OnBad
+        self,
+        stores: Stores,
+        pins: Pins,
+        read_ahead: int,
+        shard: Shard,
+        shard_range: AnyRange,
+        on_bad: OnBad,
+        tables: SharedParquet | None = None,
     ) -> AsyncGenerator[Sequence[Located], None]:
         return read_shard_range(
             stores,
@@ -406,6 +415,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             read_ahead=read_ahead,
             columns=self.columns,
             pins=pins,
+            tables=tables,
         )
 
     def _sample_counts(

@@ -24,7 +24,7 @@ from asyncloader.formats import Sample
 from asyncloader.remote.batch_rows import BatchRows
 from asyncloader.remote.sample_counts import Counted
 from asyncloader.remote.stream_blocks import Element, StreamBlocks, TableRow, copied
-from asyncloader.remote.stream_order import LANES, BlockPart, StreamOrder
+from asyncloader.remote.stream_order import LANES, StreamOrder, StreamRun
 from asyncloader.remote.stream_rest import OrderBefore, order_of, read_before
 from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.seeding import derive
@@ -194,17 +194,17 @@ class FixedStreams(Dataset[Any]):
             IndexError: the epoch has no such position.
         """
         order = self._present_order()
-        parts = list(order.parts_of(positions))
-        readers = [self._reader(order, part) for part in parts]
+        runs = list(order.runs(positions))
+        readers = [self._reader(order, run) for run in runs]
         samples: list[Element] = []
         try:
             # All of them, before the first is waited for: they are loaded at the same time.
-            there = [reader.found(part.block) for part, reader in zip(parts, readers, strict=True)]
-            for (_, block, start, stop), reader, elements in zip(parts, readers, there, strict=True):
-                samples += (elements or await reader.block(block))[start:stop]
+            there = [reader.found(first, first + size) for (_, first, size), reader in zip(runs, readers, strict=True)]
+            for (_, first, size), reader, elements in zip(runs, readers, there, strict=True):
+                samples += elements or await reader.read(first, first + size)
         finally:
-            for part, reader in zip(parts, readers, strict=True):
-                self._release(part.stream, reader)
+            for run, reader in zip(runs, readers, strict=True):
+                self._release(run.stream, reader)
         kinds = {*map(type, samples)}
         if kinds == {TableRow}:
             return BatchRows(cast("list[TableRow]", samples))
@@ -233,14 +233,16 @@ class FixedStreams(Dataset[Any]):
         now = OrderBefore(plan.batch, source.streams or 1, source.shuffle_buffer, source.shuffle_shards, 0)
         return order_of(counts, before, now, derive(self.seed, "streams", epoch))
 
-    def _reader(self, order: StreamOrder, part: BlockPart) -> StreamBlocks:
-        """Return the reader of the part's stream that has its block or comes to it soon, else a new one. The caller
-        must `_release` it.
+    def _reader(self, order: StreamOrder, run: StreamRun) -> StreamBlocks:
+        """Return the reader of the run's stream that has its first sample or comes to it soon, else a new reader. The
+        caller must `_release` it.
         """
-        readers = self._readers.setdefault(part.stream, [])
-        at = next((at for at, reader in enumerate(readers) if reader.serves(part.block)), None)
-        reader = StreamBlocks(order, part.stream, part.block, self._shards) if at is None else readers.pop(at)
-        readers.append(reader)  # the newest last
+        readers = self._readers.setdefault(run.stream, [])
+        if not (readers and readers[-1].serves(run.first)):  # mostly the newest, which is the last, does
+            at = next((at for at, reader in enumerate(readers) if reader.serves(run.first)), None)
+            other = StreamBlocks(order, run.stream, run.first, self._shards) if at is None else readers.pop(at)
+            readers.append(other)
+        reader = readers[-1]
         reader.users += 1
         return reader
 

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.bridge import in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, OnBad, ShardError
@@ -25,6 +25,8 @@ from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_f
 from asyncloader.formats.rows import LocatedRows
 from asyncloader.shielding import shielded, wait_until_done
 from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
+
+T = TypeVar("T")
 
 
 async def read_footer(pinned: PinnedReader, url: str) -> tuple[Footer, ObjectInfo]:
@@ -55,14 +57,17 @@ async def read_parquet(
     on_bad: OnBad | None = None,
     read_ahead: int = 8 << 20,
     columns: Sequence[str] | None = None,
+    footer: Footer | None = None,
 ) -> AsyncGenerator[LocatedRows, None]:
     """Read rows ``[start, stop)`` of a file, like `formats.parquet.read_rows`, but call `on_bad` in the loop.
+    `footer` is the file's, if it was read before.
 
     Raises:
         ShardError: the file is damaged.
         TransportError: the bytes cannot be read, or are of another version of the file than its footer.
     """
-    footer, _ = await read_footer(pinned, url)
+    if footer is None:
+        footer, _ = await read_footer(pinned, url)
     ranges = Ranges(pinned)
     bad: list[ShardError] = []
     rows = read_rows(
@@ -88,20 +93,20 @@ async def read_parquet(
         bad.clear()
         return Step(batch, bad_rows, fault)
 
-    async with aclosing(_Steps(ranges, step)) as steps:
-        steps.begin()
+    async with aclosing(RangeThread(ranges)) as thread:
+        coming = thread.call(step)
         while True:
-            batch, bad_rows, fault = await steps.result()
+            made = await result_of(coming)
             if on_bad is not None:
-                for error in bad_rows:
+                for error in made.bad_rows:
                     on_bad(error)
-            if fault is not None:
-                raise fault
-            if batch is None:
+            if made.fault is not None:
+                raise made.fault
+            if made.batch is None:
                 break
             # Before the consumer gets this batch: the next batch is decoded while the consumer works.
-            steps.begin()
-            yield batch
+            coming = thread.call(step)
+            yield made.batch
 
 
 class Step(NamedTuple):
@@ -166,49 +171,54 @@ def _closed_error() -> TransportClosed:
     return TransportClosed("the shard is no longer read: its reader was closed")
 
 
-class _Steps:
-    """Calls a blocking function in a separate thread, one call at a time.
+async def result_of(coming: Future[T]) -> T:
+    """Wait for a call of `RangeThread`."""
+    # Shielded: a cancelled wait must not cancel the future, which the thread resolves and `aclose` waits for.
+    return await shielded(asyncio.wrap_future(coming))
+
+
+class RangeThread:
+    """Calls blocking functions in a separate thread, one after the other.
 
     The thread is a daemon: if the loop dies before `aclose`, the interpreter's exit does not wait for it.
+
+    Args:
+        ranges: read the bytes that the functions wait for.
     """
 
-    def __init__(self, ranges: Ranges, step: Callable[[], Step]) -> None:
+    def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges
-        self._asked: SimpleQueue[Future[Step] | None] = SimpleQueue()
-        self._present: Future[Step] | None = None
-        serve = partial(_serve, self._asked, step)
+        self._asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._last: Future[Any] | None = None
         self._thread = threading.Thread(
-            target=copy_context().run, args=(serve,), name="asyncloader-parquet", daemon=True
+            target=copy_context().run, args=(_serve, self._asked), name="asyncloader-parquet", daemon=True
         )
         self._thread.start()
 
-    def begin(self) -> None:
-        """Start the next call."""
-        self._present = Future()
-        self._asked.put(self._present)
-
-    async def result(self) -> Step:
-        """Wait for the call that was started last."""
-        assert self._present is not None
-        # Shielded: a cancelled wait must not cancel the future, which the thread resolves and `aclose` waits for.
-        return await shielded(asyncio.wrap_future(self._present))
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Have the thread call a function after those before."""
+        coming: Future[T] = Future()
+        self._last = coming
+        self._asked.put((coming, function))
+        return coming
 
     async def aclose(self) -> None:
-        """End the reads, the call that waits for them, and the thread."""
-        # The thread ends after its present call, which ends because its reads fail.
+        """End the reads, the calls that wait for them, and the thread."""
+        # The thread ends after the calls so far, which end because their reads fail.
         self._asked.put(None)
         try:
             await self._ranges.aclose()
         finally:
-            if self._present is not None and not self._present.done():
-                await wait_until_done([asyncio.wrap_future(self._present)])
+            if self._last is not None and not self._last.done():
+                await wait_until_done([asyncio.wrap_future(self._last)])
 
 
-def _serve(asked: SimpleQueue[Future[Step] | None], step: Callable[[], Step]) -> None:
-    while (answer := asked.get()) is not None:
+def _serve(asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (call := asked.get()) is not None:
+        answer, function = call
         try:
-            answer.set_result(step())
+            answer.set_result(function())
         except BaseException as error:
             answer.set_exception(error)
         # Otherwise the thread would keep the last batch while it waits for the next call.
-        del answer
+        del call, answer, function

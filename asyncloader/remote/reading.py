@@ -10,7 +10,7 @@ to keep the loop responsive. Parquet is read by byte ranges instead: `parquet_re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeAlias, cast
 
@@ -25,6 +25,8 @@ from asyncloader.formats import (
     open_reader,
 )
 from asyncloader.remote.catalog import PARQUET, Shard
+from asyncloader.remote.parquet_reading import read_parquet
+from asyncloader.remote.parquet_sharing import RowOptions, SharedParquet
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.prefetch import AnyRange, StreamBuffer
 from asyncloader.remote.shard_splitting import SegmentRange
@@ -46,6 +48,14 @@ AT_ONCE = 1 << 18
 SLOW_CHUNK = 1 << 17
 """Parsing JSON takes about 10 ms per MB."""
 
+PIECE = 1 << 15
+"""Bytes of a segment of a fixed stream that are parsed at a time, at first. A worker reads many of these streams:
+samples of whole chunks would leave the CPU's cache before they are needed.
+"""
+
+PIECE_SAMPLES = 16
+"""After a piece with fewer samples the next piece is larger."""
+
 
 async def read_shard_range(
     stores: Stores,
@@ -58,6 +68,7 @@ async def read_shard_range(
     read_ahead: int = READ_AHEAD,
     columns: Sequence[str] | None = None,
     pins: Pins | None = None,
+    tables: SharedParquet | None = None,
 ) -> AsyncGenerator[Sequence[Located], None]:
     """Read one range of a shard.
 
@@ -76,6 +87,7 @@ async def read_shard_range(
         read_ahead: bytes that are fetched ahead of parsing, at least 1. A chunk of up to 1 MiB may come on top.
         columns: of Parquet, the columns to read. None: all. Other formats have no columns.
         pins: the versions of the shards of which samples have been read; this shard's is added. None: any version.
+        tables: the Parquet files that are read at the same time, which share row groups. None: it shares none.
 
     Yields:
         Non-empty sequences of samples, in the shard's order, each sample with the offset at which to continue after it.
@@ -94,18 +106,22 @@ async def read_shard_range(
     with (Pins() if pins is None else pins).hold(transport, path, shard.url) as pin:
         bad: list[ShardError] = []
         if shard.format == PARQUET and reader is None:
-            from asyncloader.remote.parquet_reading import read_parquet
-
-            found = read_parquet(
-                pin.reader,
-                shard.url,
-                start=shard_range.start,
-                stop=shard_range.stop,
-                max_sample_bytes=max_sample_bytes,
-                on_bad=None if on_bad is None else bad.append,
-                read_ahead=read_ahead,
-                columns=columns,
-            )
+            on_bad_row = None if on_bad is None else bad.append
+            start, stop = shard_range.start, shard_range.stop
+            if tables is None:
+                found = read_parquet(
+                    pin.reader,
+                    shard.url,
+                    start=start,
+                    stop=stop,
+                    max_sample_bytes=max_sample_bytes,
+                    on_bad=on_bad_row,
+                    read_ahead=read_ahead,
+                    columns=columns,
+                )
+            else:
+                options = RowOptions(columns, max_sample_bytes, read_ahead)
+                found = tables.read(pin.reader, shard.url, start, stop, options, on_bad_row)
         else:
             part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)
             skip, most = (shard_range.skip, shard_range.most) if isinstance(shard_range, SegmentRange) else (0, None)
@@ -180,6 +196,7 @@ async def _push(
         exact: the last sample of the reader ends at `stop`.
     """
     parsing = JobThreads(1, "asyncloader-parse")
+    pieces = _FeedPieces(PIECE if exact and not thread else chunk_size, chunk_size)
 
     async def call(function: Callable[[bytes], list[Located]], data: bytes) -> list[Located]:
         if thread:
@@ -196,8 +213,10 @@ async def _push(
         data = b""
         with suppress(RangeOutOfBounds):
             (data,) = await pinned.read_ranges([(start, stop - start)])
-        for at in range(0, len(data), chunk_size):
-            yield await call(reader.feed, data[at : at + chunk_size])
+        for piece in pieces.cut(data):
+            found = await call(reader.feed, piece)
+            pieces.note(len(found))
+            yield found
             if reader.done:
                 return
         start += len(data)
@@ -206,12 +225,41 @@ async def _push(
     ahead = StreamBuffer(chunks, most=most, wanted=wanted)
     try:
         while (chunk := await ahead.next()) is not None:
-            yield await call(reader.feed, chunk)
-            while reader.pending:
-                yield await call(reader.feed, b"")
-            if reader.done:
-                return
+            for piece in pieces.cut(chunk):
+                found = await call(reader.feed, piece)
+                pieces.note(len(found))
+                yield found
+                while reader.pending:
+                    yield await call(reader.feed, b"")
+                if reader.done:
+                    return
         yield await call(lambda _: reader.end(), b"")
     finally:
         parsing.close()
         await ahead.aclose()
+
+
+class _FeedPieces:
+    """Cuts chunks into the pieces that a reader is fed with.
+
+    Args:
+        size: bytes of the first pieces.
+        most: bytes of a piece, where the samples are large.
+    """
+
+    def __init__(self, size: int, most: int) -> None:
+        self._size = size
+        self._most = most
+
+    def cut(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield the pieces of a chunk in order; `note` may be called in between."""
+        at = 0
+        while at < len(chunk):
+            end = at + self._size
+            yield chunk[at:end]
+            at = end
+
+    def note(self, samples: int) -> None:
+        """Note how many samples a piece gave: after few of them, the next pieces are larger."""
+        if samples < PIECE_SAMPLES and self._size < self._most:
+            self._size = min(2 * self._size, self._most)

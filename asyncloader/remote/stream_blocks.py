@@ -12,7 +12,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from itertools import islice, takewhile
+from itertools import islice, repeat, takewhile
 from typing import NamedTuple
 
 from asyncloader.errors import is_about_sample
@@ -42,7 +42,9 @@ many streams: each round trip is one of many."""
 
 _ERRORS = 1024  # in a list
 
-_KEPT = 2  # blocks before the newest that are kept: two batches in progress may be of neighbouring blocks
+_KEPT = 2  # as many times the samples of a call, before it, are kept
+
+_DROPPED = 32  # samples that are dropped together, at least
 
 
 class Shards:
@@ -172,7 +174,7 @@ def _taken(reading: RangeReading, most: int) -> list[Element]:
     while len(taken) < most:
         samples, _ = reading.take(most - len(taken), bad[0].resume if bad else None)
         if isinstance(samples, Rows):
-            taken += [TableRow(samples.table, row) for row in samples.within]
+            taken += map(TableRow._make, zip(repeat(samples.table), samples.within, strict=False))
         else:
             taken += samples
         if not samples:
@@ -191,55 +193,67 @@ def copied(error: Exception) -> Exception:
 
 
 class StreamBlocks:
-    """Reads the blocks of one stream in order, from one on. Several calls of `block` may wait at a time.
+    """Reads one stream from one of its blocks on, each block in its order. Several calls of `read` may wait at a time.
 
     Args:
         order: of the epoch.
-        stream: which one.
-        block: at which to begin.
+        stream: its number.
+        first: a sample of the block at which to begin.
         shards: how shards are read.
     """
 
-    def __init__(self, order: StreamOrder, stream: int, block: Block, shards: Shards) -> None:
+    def __init__(self, order: StreamOrder, stream: int, first: int, shards: Shards) -> None:
         self._order = order
         self._stream = stream
         self._shards = shards
-        self._next = block
+        self._next = order.block_at(stream, first)
         self._near = order.parts
         self.users = 0
         """Calls that use this reader now; it must not be closed while there are any."""
         self._ended = False
-        self._blocks: dict[int, list[Element]] = {}
+        self._held: list[Element] = []  # the loaded blocks one after the other, each in its order
+        self._first = self._next.first  # number of the first sample that is held
+        self._last = self._next.first  # that of the first sample of the last block
         self._elements: AsyncGenerator[list[Element], None] | None = None
         self._read: list[Element] = []  # behind the last block that is complete
         self._loading: asyncio.Task[None] | None = None
 
-    def serves(self, block: Block) -> bool:
-        """Whether a block is loaded, or will be soon: each part of a global batch may need a block of its own."""
-        return block.number in self._blocks or (self._comes(block) and block.number <= self._next.number + self._near)
+    def serves(self, first: int) -> bool:
+        """Whether a sample is loaded, or will be soon: each part of a global batch may need a block of its own."""
+        if self._first <= first < self._first + len(self._held):
+            return True
+        if self._ended or first < self._next.first:
+            return False
+        return self._order.block_at(self._stream, first).number <= self._next.number + self._near
 
-    def found(self, block: Block) -> list[Element] | None:
-        """Return the samples of a block, arranged; None: it, or a block before it, is being loaded from now on."""
-        found = self._blocks.get(block.number)
-        if found is None or self._next.number <= block.number + 1:
+    def found(self, first: int, stop: int) -> list[Element] | None:
+        """Return the samples ``[first, stop)`` of the stream's order; None: some of them are being loaded from now on,
+        or were dropped.
+        """
+        if stop > self._last:
             self._begin()
-        if found is not None:
-            while len(self._blocks) > 1 and (oldest := next(iter(self._blocks))) <= block.number - _KEPT:
-                del self._blocks[oldest]
+        held, at, end = self._held, first - self._first, stop - self._first
+        if at < 0 or end > len(held):
+            return None
+        found = held[at:end]
+        # Two batches in progress may need samples that lie next to each other.
+        if (done := at - _KEPT * (end - at)) > _DROPPED and 2 * done > len(held):
+            del held[:done]
+            self._first += done
         return found
 
-    async def block(self, block: Block) -> list[Element]:
-        """Return the samples of a block, arranged.
+    async def read(self, first: int, stop: int) -> list[Element]:
+        """Return the samples ``[first, stop)`` of the stream's order.
 
         Raises:
             TransportError: the store cannot be read. The next call tries again.
         """
-        while (found := self.found(block)) is None:
-            if not self._comes(block):
-                # It was dropped, for another call that is farther.
-                again = StreamBlocks(self._order, self._stream, block, self._shards)
+        while (found := self.found(first, stop)) is None:
+            if first < self._first:
+                # They were dropped, for another call that is farther.
+                again = StreamBlocks(self._order, self._stream, first, self._shards)
                 async with aclosing(again):
-                    return await again.block(block)
+                    return await again.read(first, stop)
             loading = self._loading
             assert loading is not None
             try:
@@ -247,9 +261,6 @@ class StreamBlocks:
             finally:
                 del loading  # its error refers to this frame
         return found
-
-    def _comes(self, block: Block) -> bool:
-        return not self._ended and block.number >= self._next.number
 
     def _begin(self) -> None:
         """Begin to load the next block, unless that is being done, or there is none."""
@@ -273,9 +284,14 @@ class StreamBlocks:
         taken = 0
         after: Block | None = block
         while after is not None and taken + after.size <= len(read):
-            order = self._order.arranged(self._stream, after)
-            self._blocks[after.number] = [read[taken + place] for place in order]
-            taken += after.size
+            if self._order.shuffled:
+                self._held += [read[taken + place] for place in self._order.arranged(self._stream, after)]
+            else:
+                # As many of them as there are, all of one size, in the order in which they were read.
+                after = self._order.last_block(self._stream, after, len(read) - taken)
+                self._held += read[taken : after.first + after.size - block.first]
+            taken = after.first + after.size - block.first
+            self._last = after.first
             after = self._order.block_after(self._stream, after)
         del read[:taken]
         if after is None:
@@ -290,7 +306,7 @@ class StreamBlocks:
             loading.cancel()
             await wait_until_done([loading])
         elements, self._elements = self._elements, None
-        self._blocks.clear()
+        self._held.clear()
         self._read.clear()
         if elements is not None:
             await elements.aclose()

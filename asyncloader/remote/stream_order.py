@@ -53,15 +53,6 @@ class Block(NamedTuple):
     size: int
 
 
-class BlockPart(NamedTuple):
-    """Consecutive samples of a stream's block, as it is arranged: ``[start, stop)``."""
-
-    stream: int
-    block: Block
-    start: int
-    stop: int
-
-
 class Segment(NamedTuple):
     """Samples of a shard, from number `first` on.
 
@@ -118,27 +109,19 @@ class StreamOrder:
         self._bounds = [batch * part // self.parts for part in range(self.parts + 1)]
         self._stretches: dict[int, tuple[int, int]] = {}
 
-    def parts_of(self, positions: Sequence[int]) -> Iterator[BlockPart]:
-        """Return where the samples at these positions of the order are found, in the same order."""
-        for stream, first, size in self.runs(positions):
-            at, stop = first, first + size
-            while at < stop:
-                block = self.block_at(stream, at)
-                end = min(stop, block.first + block.size)
-                yield BlockPart(stream, block, at - block.first, end - block.first)
-                at = end
-
     def runs(self, positions: Sequence[int]) -> Iterator[StreamRun]:
         """Return the samples at these positions of the order, as runs of consecutive ones."""
         at, end = 0, len(positions)
+        # Mostly all of them follow each other.
+        together = bool(end) and list(positions) == list(range(positions[0], positions[0] + end))
         while at < end:
             first = positions[at]
             run = self._run(first)
             count = min(run.size, end - at)
-            # Mostly all of them follow each other.
-            if list(positions[at : at + count]) != list(range(first, first + count)):
-                count = next(more for more in range(1, count) if positions[at + more] != first + more)
-            yield StreamRun(run.stream, run.first, count)
+            if not together:
+                following = (more for more in range(1, count) if positions[at + more] != first + more)
+                count = next(following, count)
+            yield run if count == run.size else StreamRun(run.stream, run.first, count)
             at += count
 
     def _run(self, position: int) -> StreamRun:
@@ -200,6 +183,17 @@ class StreamOrder:
         """Return the block that follows; None after the last."""
         first = block.first + block.size
         return None if first >= self.stretch(stream)[1] else self.block_at(stream, first)
+
+    def last_block(self, stream: int, block: Block, size: int) -> Block:
+        """Return the last block that ends within `size` samples from a block's first sample on; at least this block."""
+        end = min(block.first + size, self.stretch(stream)[1])
+        last = self.block_at(stream, end - 1)
+        return last if last.first + last.size <= end else self.block_at(stream, last.first - 1)
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether the blocks' samples are in another order than in the shards."""
+        return bool(self._buffer)
 
     def arranged(self, stream: int, block: Block) -> list[int]:
         """Return the order in which a block's samples are delivered: for each place, the sample's number in it."""

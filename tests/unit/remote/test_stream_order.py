@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.remote.stream_order import LANES, StreamOrder
+from tests.unit.remote.stream_parts import parts_of
 
 counts_of_shards = st.lists(st.integers(0, 40), max_size=12)
 
@@ -33,7 +34,7 @@ def test_each_sample_once(counts: list[int], batch: int, parts: int, buffer: int
     order = order_of(counts, batch, parts, buffer, key, shuffle=shuffle)
     found = []
     for first in range(0, order.total, batch):
-        for stream, block, start, stop in order.parts_of(range(first, min(first + batch, order.total))):
+        for stream, block, start, stop in parts_of(order, range(first, min(first + batch, order.total))):
             assert 0 <= start < stop <= block.size
             read = samples_of(order, stream, block.first, block.size)
             found += [read[place] for place in order.arranged(stream, block)[start:stop]]
@@ -117,7 +118,7 @@ def test_orders_stay_as_they_are() -> None:
     """A state that was saved by an earlier version goes on in the same order."""
     order = order_of([5, 0, 7, 4], 6, 2, 8, 11, shuffle=True)
     found = []
-    for stream, block, start, stop in order.parts_of(range(order.total)):
+    for stream, block, start, stop in parts_of(order, range(order.total)):
         read = samples_of(order, stream, block.first, block.size)
         found += [read[place] for place in order.arranged(stream, block)[start:stop]]
     assert found == [

@@ -13,6 +13,7 @@ from asyncloader.errors import StateError
 from asyncloader.remote.stream_order import LANES, StreamOrder
 from asyncloader.remote.stream_rest import MOST_BEFORE, OrderBefore, order_of, read_before, rest_of
 from tests.drawn import scaled
+from tests.unit.remote.stream_parts import parts_of
 
 Sample = tuple[int, int]
 
@@ -20,7 +21,7 @@ Sample = tuple[int, int]
 def samples_of(order: StreamOrder, first: int, last: int) -> list[Sample]:
     """The samples at these positions, as shards and numbers in them: read as `StreamBlocks` reads them."""
     found: list[Sample] = []
-    for stream, block, start, stop in order.parts_of(range(first, last)):
+    for stream, block, start, stop in parts_of(order, range(first, last)):
         numbers: list[Sample] = []
         for segment in order.segments(stream, block.first):
             numbers += [(segment.shard, number) for number in segment.numbers()]
