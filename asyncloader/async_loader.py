@@ -24,7 +24,9 @@ from asyncloader.epoch.thread_workers import has_thread_workers, refusal
 from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
+from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.loader_trace import begin_trace, finish_trace
+from asyncloader.options.auto_setting import set_later
 from asyncloader.options.auto_workers import AUTO
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
@@ -109,11 +111,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     """
 
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
-        if arguments["num_workers"] == AUTO and arguments["seed"] is None:
-            raise ValueError(
-                'num_workers="auto" needs seed= in an AsyncDataLoader: without it a trial of some seconds before the '
-                "first epoch finds the number, for which the event loop would have to wait. Give a seed, or a number"
-            )
+        _check_auto(arguments["num_workers"], arguments["seed"])
         self._spec: LoaderSpec[Any] = LoaderSpec(**arguments)
         self._begin()
 
@@ -130,7 +128,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._idle_pool: WorkerPool | None = None
         self._claim: weakref.ref[_LoaderPoolCache] | None = None
         self._closed = False
-        self._dashboard: Dashboard | None = None
+        self._dashboard = LoaderDashboard()
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what `_begin` makes; a subclass's attributes are included. The spec is copied: its options can be set.
@@ -152,6 +150,9 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
                 raise ValueError(fixed_option(name))
             super().__setattr__(name, value)
             return
+        if name == "num_workers":
+            _check_auto(value, self._spec._asyncloader_options.seed)
+            value = set_later(self._spec, value)
         try:
             setattr(self._spec, name, value)
         except ValueError as error:  # torch forbids setting this attribute
@@ -198,10 +199,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         if self._closed:
             iterator.close()
             raise self._closed_error()
-        if self._dashboard is None and os.environ.get("ASYNCLOADER_TOP") == "1":
-            from asyncloader.live.dashboard import watch
-
-            self._dashboard = watch(self, AsyncDataLoader._watched, self._statistics)
+        self._dashboard.watch(self, AsyncDataLoader._watched, self._statistics)
         return iterator
 
     def _closed_error(self) -> LoaderClosed:
@@ -259,8 +257,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         # Also those of iterators that were just dropped, which are ending in threads of their own.
         for pool in self._pools:
             await shielded(in_thread(pool.stop))
-        if self._dashboard is not None:
-            await shielded(in_thread(self._dashboard.close))
+        if (dashboard := self._dashboard.end()) is not None:
+            await shielded(in_thread(dashboard.close))
         if rings := kept_rings_of(self._spec):
             await shielded(in_thread(rings.close))
         if self._keeper.grouped:
@@ -277,8 +275,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._idle_pool = None
         for pool in self._pools:
             pool.stop()
-        if self._dashboard is not None:
-            self._dashboard.close()
+        if (dashboard := self._dashboard.end()) is not None:
+            dashboard.close()
         if rings := kept_rings_of(self._spec):
             rings.close()
         self._keeper.retire_group()
@@ -389,14 +387,12 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
 
     def dashboard(self, port: int = 0) -> Dashboard:
         """Serve a page that shows the loader while it runs; see `DataLoader.dashboard`."""
-        from asyncloader.live.dashboard import Dashboard
-
-        if self._closed:
+        opened = None
+        if not self._closed:
+            opened = self._dashboard.open(self, AsyncDataLoader._watched, self._statistics, port)
+        if opened is None:
             raise self._closed_error()
-        if self._dashboard is None or not self._dashboard.open:
-            self._dashboard = Dashboard(self, AsyncDataLoader._watched, self._statistics)
-        self._dashboard.serve_page(port)
-        return self._dashboard
+        return opened
 
     def _watched(self) -> LoaderParts:
         from asyncloader.live.reading import LoaderParts
@@ -479,3 +475,11 @@ class _LoaderPoolCache:
             return False
         loader._idle_pool, loader._kept = pool, self._epoch
         return True
+
+
+def _check_auto(num_workers: Any, seed: int | None) -> None:
+    if seed is None and isinstance(num_workers, str) and num_workers == AUTO:
+        raise ValueError(
+            'num_workers="auto" needs seed= in an AsyncDataLoader: without it a trial of some seconds before the '
+            "first epoch finds the number, for which the event loop would have to wait. Give a seed, or a number"
+        )

@@ -21,8 +21,10 @@ from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
+from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.loader_trace import begin_trace, finish_trace
 from asyncloader.never_iterated import warn_if_replaced
+from asyncloader.options.auto_setting import set_later
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
     OUR_OPTION_NAMES,
@@ -133,10 +135,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             iterator._shutdown_workers()
             raise self._asyncloader_closed()
         # Only now, when the workers exist: they are forked before there is a thread for it.
-        if state.dashboard is None and os.environ.get("ASYNCLOADER_TOP") == "1":
-            from asyncloader.live.dashboard import watch
-
-            state.dashboard = watch(self, DataLoader._asyncloader_watched, state.statistics)
+        state.dashboard.watch(self, DataLoader._asyncloader_watched, state.statistics)
         return iterator
 
     def _asyncloader_closed(self) -> LoaderClosed:
@@ -156,8 +155,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         for iterator in state.iterators:
             iterator._shutdown_workers()
         state.bridge.wait_for_releases()  # waits for iterators that were just dropped
-        if state.dashboard is not None:
-            state.dashboard.close()
+        if (dashboard := state.dashboard.end()) is not None:
+            dashboard.close()
         if rings := kept_rings_of(self):
             rings.close()
         state.keeper.retire_group()
@@ -389,15 +388,12 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             LoaderClosed: the loader is closed.
             OSError: the port is in use, or the folder for the socket of `asyncloader top` cannot be used.
         """
-        from asyncloader.live.dashboard import Dashboard
-
-        state = self._asyncloader_state
-        if state.closed:
+        state, opened = self._asyncloader_state, None
+        if not state.closed:
+            opened = state.dashboard.open(self, DataLoader._asyncloader_watched, state.statistics, port)
+        if opened is None:
             raise self._asyncloader_closed()
-        if state.dashboard is None or not state.dashboard.open:
-            state.dashboard = Dashboard(self, DataLoader._asyncloader_watched, state.statistics)
-        state.dashboard.serve_page(port)
-        return state.dashboard
+        return opened
 
     def _asyncloader_watched(self) -> LoaderParts:
         from asyncloader.live.reading import LoaderParts
@@ -425,6 +421,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OUR_OPTION_NAMES and self._asyncloader_fixed:
             raise ValueError(fixed_option(name))
+        if name == "num_workers" and "_asyncloader_options" in vars(self):
+            value = set_later(self, value)
         super().__setattr__(name, value)
 
     @property
@@ -496,7 +494,7 @@ class _FacadeState:
         self.bridge = Bridge()
         self.keeper = StateKeeper()
         self.closed = False
-        self.dashboard: Dashboard | None = None
+        self.dashboard = LoaderDashboard()
         self.iterators: LiveObjects[SyncInlineIterator | WorkerIterator | ThreadIterator] = LiveObjects()
         self.newest: weakref.ref[SyncInlineIterator | WorkerIterator] | None = None
 

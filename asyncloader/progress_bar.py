@@ -47,21 +47,21 @@ class EpochProgress(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         """Begin an epoch of a `DataLoader`."""
-        shown: Iterator[B] = self._shown(iter(self._loader))
+        shown: Iterator[B] = self._shown(iter(self._loader), _CountedSteps)
         return shown
 
     def __aiter__(self) -> AsyncIterator[B]:
         """Begin an epoch of an `AsyncDataLoader`."""
-        shown: AsyncIterator[B] = self._shown(aiter(self._loader))
+        shown: AsyncIterator[B] = self._shown(aiter(self._loader), _CountedAsyncSteps)
         return shown
 
-    def _shown(self, iterator: Any) -> Any:
+    def _shown(self, iterator: Any, counted: type[_Counted]) -> Any:
         try:
             total = len(self._loader)
         except TypeError:
             total = None
         bar = _open_bar(f"epoch {self._loader.epoch}", total, self._first_step())
-        return iterator if bar is None else _Counted(iterator, _Display(bar, self._statistics, self._loader.diagnose))
+        return iterator if bar is None else counted(iterator, _Display(bar, self._statistics, self._loader.diagnose))
 
 
 class _Bar(Protocol):
@@ -79,10 +79,16 @@ class _Counted:
         self._iterator = iterator
         self._display = display
 
-    def __iter__(self) -> _Counted:
-        return self
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:  # a loop that was left
+        if not exiting():
+            # Without a new verdict: the collector may call this while the figures' lock is held.
+            self._display.close(judges=False)
 
-    def __aiter__(self) -> _Counted:
+
+class _CountedSteps(_Counted):
+    """Of a `DataLoader`."""
+
+    def __iter__(self) -> _CountedSteps:
         return self
 
     def __next__(self) -> Any:
@@ -93,6 +99,13 @@ class _Counted:
             raise
         self._display.step()
         return batch
+
+
+class _CountedAsyncSteps(_Counted):
+    """Of an `AsyncDataLoader`."""
+
+    def __aiter__(self) -> _CountedAsyncSteps:
+        return self
 
     async def __anext__(self) -> Any:
         try:
@@ -105,10 +118,19 @@ class _Counted:
         self._display.step()
         return batch
 
-    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:  # a loop that was left
-        if not exiting():
-            # Without a new verdict: the collector may call this while the figures' lock is held.
-            self._display.close(judges=False)
+    async def aclose(self) -> None:
+        """End the epoch, as the loader's own iterator does, and leave the bar. Idempotent."""
+        try:
+            await self._iterator.aclose()
+        finally:
+            self._display.close()
+
+    def close(self) -> None:
+        """`aclose` for code that is not async."""
+        try:
+            self._iterator.close()
+        finally:
+            self._display.close()
 
 
 class _Display:

@@ -44,6 +44,10 @@ def choose_workers(spec: LoaderSpec[Any]) -> None:
     began = perf_counter()
     with _generators_kept():
         try:
+            if not len(spec.dataset):  # type: ignore[arg-type]
+                # An empty epoch measures nothing; the first epoch with samples has the trial.
+                auto.chosen = False
+                return
             trial = _try(spec)
         except Exception as error:
             auto.decisions.append(f"keeps {auto.number}: the trial failed with {type(error).__name__}: {error}")

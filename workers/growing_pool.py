@@ -42,6 +42,7 @@ class GrowingPool(WorkerPool):
             self.processes.append(process)
             self._spare.discard(process)
         self.rings.append(ring)
+        self._count_rings()
         self._inboxes.append(Inbox(process, ring))
         if self._watchdog is not None:
             self._watchdog.add_worker()
@@ -70,6 +71,12 @@ class GrowingPool(WorkerPool):
         self._inboxes.pop()
         # Batches that are not delivered yet keep the ring's memory.
         self.rings.pop().close()
+        self._count_rings()
+
+    def _count_rings(self) -> None:
+        """Tell each ring how many there are: the next time that one grows, it looks whether all of them fit."""
+        for ring in self.rings:
+            ring.workers = len(self.rings)
 
     def dismiss(self) -> None:
         """End the workers that were given up. Blocks until they have ended, a few seconds at most; any thread."""

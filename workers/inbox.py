@@ -23,7 +23,6 @@ from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.watchdog import TaskWatchdog
 
-_MOST_SPANS = 1 << 16  # bytes of a frame
 _ANSWERS = (wire.ERROR, wire.EXHAUSTED, wire.ALL_DROPPED)
 
 
@@ -89,7 +88,7 @@ class Inbox:
                     watchdog.asked(self._worker)
                 listener.on_ask(self._worker, number, batch, self._codec.loads(left))
         elif kind == wire.SPANS:
-            if len(body) > _MOST_SPANS:
+            if len(body) > wire.MOST_SPAN_BYTES:
                 raise ValueError(f"broken stream: {len(body)} bytes of spans from worker {self._worker}")
             self._spans = body
         elif kind == wire.COUNTS:

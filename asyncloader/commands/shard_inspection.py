@@ -16,8 +16,8 @@ from asyncloader.commands.findings import Finding, in_bytes
 from asyncloader.errors import is_about_sample
 from asyncloader.formats import ShardError
 from asyncloader.remote.catalog import Shard
-from asyncloader.remote.discovery import find_shards
-from asyncloader.remote.index_counts import Promise, read_promises
+from asyncloader.remote.discovery import expand_urls, find_shards, split_url
+from asyncloader.remote.index_counts import Promise, read_records
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_sizes import with_counts, with_sizes
 from asyncloader.remote.shard_splitting import CatalogRange
@@ -52,7 +52,7 @@ async def inspect(urls: Sequence[str], format: str | None, *, read: bool) -> lis
         shards = await find_shards(urls, stores, format)
         leave = (ObjectNotFound, ShardError)
         shards = await with_counts(await with_sizes(shards, stores, leave=leave), stores, leave=leave)
-        promises = await read_promises(shards, stores)
+        promises, others = await read_records(shards, stores)
         found: dict[int, _Read] = {}
         if read:
             waiting = iter(enumerate(shards))
@@ -66,7 +66,7 @@ async def inspect(urls: Sequence[str], format: str | None, *, read: bool) -> lis
         shard._replace(samples=promises[number].samples) if number in promises else shard
         for number, shard in enumerate(shards)
     ]
-    return [_summary(shards), *_counts(shards, found), *_damage(shards, found)]
+    return [_summary(shards), *_counts(shards, found), *_missing(urls, others), *_damage(shards, found)]
 
 
 async def _read(shard: Shard, stores: Stores, promise: Promise | None) -> _Read:
@@ -131,6 +131,21 @@ def _counts(shards: Sequence[Shard], found: dict[int, _Read]) -> Iterator[Findin
 def _spread(values: Sequence[int], text: Callable[[float], str]) -> str:
     least, middle, most = (text(each) for each in np.percentile(values, [0, 50, 100]).tolist())
     return f"{least}" if least == most else f"{least} to {most}, half of them at most {middle}"
+
+
+def _missing(urls: Sequence[str], listed: Sequence[str]) -> Iterator[Finding]:
+    """Name the shards of given folders that an index lists, and that are not there."""
+    folders = tuple(split_url(url)[0].removesuffix("/") + "/" for url in expand_urls(urls))
+    missing = [url for url in listed if url.startswith(folders)]
+    if missing:
+        names = ", ".join(missing[:_SHOWN]) + (f", and {len(missing) - _SHOWN:,} more" if len(missing) > _SHOWN else "")
+        yield Finding(
+            "missing shards",
+            "problem",
+            f"the index lists {len(missing):,} that are not in their folder: {names}",
+            "write them again, or the index if they were removed on purpose",
+            figures={"missing": len(missing), "urls": missing[:_SHOWN]},
+        )
 
 
 def _damage(shards: Sequence[Shard], found: dict[int, _Read]) -> Iterator[Finding]:

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import socket
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -53,7 +52,6 @@ class Dashboard:
 
     def __init__(self, loader: Any, look: Callable[[Any], LoaderParts], statistics: Statistics) -> None:
         self._owner = os.getpid()
-        self._lock = threading.Lock()
         self._statistics = statistics
         traces = TraceDownload(statistics, type(loader).__name__)
         self._server = server = LiveServer(partial(_lines, weakref.ref(loader), look), traces.take)
@@ -75,10 +73,9 @@ class Dashboard:
             raise
 
     def serve_page(self, port: int) -> None:
-        """Serve the page, too, unless it is served already. Raises OSError."""
-        with self._lock:
-            if not self._server.url:
-                self._bridge.run(self._server.listen_at_port(port))
+        """Serve the page, too, unless it is served already. One thread at a time. Raises OSError."""
+        if not self._server.url:
+            self._bridge.run(self._server.listen_at_port(port))
 
     @property
     def url(self) -> str:

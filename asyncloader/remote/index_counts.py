@@ -48,6 +48,18 @@ class Promise(NamedTuple):
         return self.size == info.size and (None in (self.etag, info.etag) or self.etag == info.etag)
 
 
+class Records(NamedTuple):
+    """The records of indexes.
+
+    Attributes:
+        promises: of given shards, by their places.
+        others: URLs of the shards that an index lists and that were not given, in their order.
+    """
+
+    promises: dict[int, Promise]
+    others: list[str]
+
+
 class _Series(NamedTuple):
     """Shards whose names differ in one number: ``folder before 000123 after ? query``."""
 
@@ -63,16 +75,32 @@ async def read_promises(shards: Sequence[Shard], stores: Stores) -> dict[int, Pr
     Raises:
         TransportError: the store cannot be read; an index that is missing or damaged is no error.
     """
+    uncounted = [at for at, shard in enumerate(shards) if shard.samples is None and shard.format != PARQUET]
+    return (await _read_all(uncounted, shards, stores)).promises
+
+
+async def read_records(shards: Sequence[Shard], stores: Stores) -> Records:
+    """Return what `read_promises` does, and the shards that the indexes list besides. Nothing of it has been checked.
+
+    Raises:
+        TransportError: as `read_promises`.
+    """
+    found = await _read_all(range(len(shards)), shards, stores)
+    uncounted = {at: each for at, each in found.promises.items() if shards[at].samples is None}
+    return Records(uncounted, found.others)
+
+
+async def _read_all(places: Sequence[int], shards: Sequence[Shard], stores: Stores) -> Records:
     members: dict[_Series, list[tuple[int, str]]] = defaultdict(list)
-    for at, shard in enumerate(shards):
-        if shard.samples is None and shard.mds is None and shard.format != PARQUET:
-            for series, number in _series_of(shard.url):
+    for at in places:
+        if shards[at].mds is None:
+            for series, number in _series_of(shards[at].url):
                 members[series].append((at, number))
     largest = Counter({series: len(found) for series, found in members.items()}).most_common(MOST_INDEXES)
-    found: dict[int, Promise] = {}
-    indexes = await gather_all(_read(series, members[series], shards, stores) for series, _ in largest)
-    for index in indexes:
-        found |= index
+    found = Records({}, [])
+    for promises, others in await gather_all(_read(series, members[series], shards, stores) for series, _ in largest):
+        found.promises.update(promises)
+        found.others.extend(others)
     return found
 
 
@@ -88,23 +116,24 @@ def _series_of(url: str) -> list[tuple[_Series, str]]:
 
 async def _read(
     series: _Series, members: Sequence[tuple[int, str]], shards: Sequence[Shard], stores: Stores
-) -> dict[int, Promise]:
+) -> Records:
     digits = min(len(number) for _, number in members)
     names = ShardNames(series.folder, series.before, digits, series.after, shards[members[0][0]].format)
     transport, path = stores.find(join_url(series.folder + series.query, names.index_name))
     try:
         data = await transport.read(path, max_bytes=MAX_INDEX_BYTES)
     except (ObjectNotFound, AccessDenied, ObjectTooLarge):
-        return {}
-    return await in_thread(partial(_parse, data, names, members))
+        return Records({}, [])
+    promises, others = await in_thread(partial(_parse, data, names, members))
+    return Records(promises, [join_url(series.folder + series.query, name) for name in others])
 
 
-def _parse(data: bytes, names: ShardNames, members: Sequence[tuple[int, str]]) -> dict[int, Promise]:
+def _parse(data: bytes, names: ShardNames, members: Sequence[tuple[int, str]]) -> tuple[dict[int, Promise], list[str]]:
     try:
         index = parse_index(data, names)
     except ValueError:
-        return {}
-    found = {}
+        return {}, []
+    found: dict[int, Promise] = {}
     for at, number in members:
         record = index.shards.get(int(number))
         if record is None or record.name != names.name(number):
@@ -112,4 +141,5 @@ def _parse(data: bytes, names: ShardNames, members: Sequence[tuple[int, str]]) -
         # A sample has a byte at least, before compression.
         if record.samples <= (record.bytes if names.format.compression is None else _MOST_SAMPLES):
             found[at] = Promise(record.samples, record.bytes, record.etag)
-    return found
+    given = {int(number) for _, number in members}
+    return found, [record.name for number, record in sorted(index.shards.items()) if number not in given]

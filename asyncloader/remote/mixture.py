@@ -61,7 +61,8 @@ class Mixture(Dataset[Any]):
             weights, each of which holds until the next, with weights for epoch 0. `loader.feedback(weights)` sets them
             for the epochs that have not begun.
         lengths: of each source, the mean number of tokens of its samples, or an array of the lengths of all its
-            samples: weights are then shares of tokens, exact over whole passes. None: shares of samples.
+            samples: weights are then shares of tokens, exact over whole passes. None: shares of samples. The number of
+            an array's lengths is compared with that of the samples; of a stream when these are counted.
         num_samples: samples of an epoch; for ``on_exhausted="repeat"`` only. Default: all samples of the sources that
             have a weight.
         on_exhausted: the rule for a source that is used up:
@@ -98,9 +99,12 @@ class Mixture(Dataset[Any]):
         if lengths is not None and len(lengths) != len(self.sources):
             raise ValueError(f"there should be lengths for each source, but got {len(lengths)} for {len(self.sources)}")
         self._means: list[Fraction] | None = None
+        self._given: list[int | None] = [None] * len(self.sources)  # lengths of each source; None: no array of them
         if lengths is not None:
             sizes = [None if _is_stream(source) else len(source) for source in self.sources]
             self._means = [_mean(at, *each) for at, each in enumerate(zip(lengths, sizes, strict=True))]
+            given: list[Any] = [*lengths]
+            self._given = [np.size(each) if np.ndim(each) else None for each in given]
         by_epoch = weights if isinstance(weights, Mapping) else {0: weights}
         if 0 not in by_epoch or not all(isinstance(epoch, int) and epoch >= 0 for epoch in by_epoch):
             raise ValueError(f"weights by epoch should begin with epoch 0, but got epochs {list(by_epoch)}")
@@ -127,6 +131,14 @@ class Mixture(Dataset[Any]):
             return whole_weights(weights)
         exact = whole_weights(weights)
         return whole_weights([weight / mean for weight, mean in zip(exact, self._means, strict=True)])
+
+    def check_counted(self, number: int, samples: int) -> None:
+        """Compare the number of a source's samples, once they are counted, with the number of its lengths.
+
+        Raises:
+            ValueError: they differ.
+        """
+        _check_number(number, self._given[number], samples)
 
     def fixed_streams(self, seed: int) -> MixedSources:
         """Return the mixture as a loader with this seed reads it."""
@@ -202,6 +214,7 @@ class MixedSources(Dataset[Any]):
             ranks: not used.
 
         Raises:
+            ValueError: a stream has another number of samples than `lengths` has for it.
             The errors of `FixedStreams.plan_streams`.
         """
         sizes: list[int] = []
@@ -210,6 +223,7 @@ class MixedSources(Dataset[Any]):
                 # About the samples of a global batch that are the stream's, which are then read from few streams.
                 share = max(Fraction(weights[number], sum(weights)) for _, weights in self.weights)
                 await part.plan_streams(max(1, round(batch * share)))
+                self.source.check_counted(number, part.samples)
                 sizes.append(part.samples)
             else:
                 sizes.append(await in_thread(partial(len, part)))  # the user's code
@@ -384,9 +398,14 @@ def _mean(number: int, lengths: Any, samples: int | None) -> Fraction:
                 f"the lengths of source {number} should be a number, or integers with one axis, but got "
                 f"{f'{given.dtype} of shape {given.shape}' if given.ndim else repr(lengths)}"
             )
-        if samples is not None and len(given) != samples:
-            raise ValueError(f"source {number} has {samples} samples, but got {len(given)} lengths")
+        if samples is not None:
+            _check_number(number, len(given), samples)
         mean = Fraction(int(given.sum(dtype=np.int64)), max(1, given.size))
     if mean <= 0:
         raise ValueError(f"the lengths of source {number} should be positive, but their mean is {mean}")
     return mean
+
+
+def _check_number(number: int, lengths: int | None, samples: int) -> None:
+    if lengths is not None and lengths != samples:
+        raise ValueError(f"source {number} has {samples} samples, but got {lengths} lengths")

@@ -16,13 +16,11 @@ from time import perf_counter
 from typing import NamedTuple
 
 from asyncloader.telemetry.counters import STAGES, Recorder, end_spans, send_spans
+from asyncloader.workers.ipc.wire import MOST_SPAN_BYTES
 
 _OF_READS = ("read", "retry")
 NAMES: tuple[str, ...] = (*STAGES, *_OF_READS)
 """The names of spans; in a frame each is a number."""
-
-MOST_BYTES = 1 << 16
-"""Bytes of a task's spans, at most."""
 
 _HEAD = Struct("=IQdddH")  # epoch, seq, asked, begin, end, number of own spans
 _SPAN = Struct("=Bdd")  # name, end, seconds
@@ -123,7 +121,7 @@ def with_asked(body: bytes, asked_at: Callable[[int, int], float]) -> bytes:
 
 
 def _head(body: bytes) -> tuple[int, int, float, float, float, int]:
-    if not _HEAD.size <= len(body) <= MOST_BYTES or (len(body) - _HEAD.size) % _SPAN.size:
+    if not _HEAD.size <= len(body) <= MOST_SPAN_BYTES or (len(body) - _HEAD.size) % _SPAN.size:
         raise ValueError(f"broken stream: {len(body)} bytes of spans")
     epoch, seq, asked, begin, end, own = _HEAD.unpack_from(body)
     return epoch, seq, asked, begin, end, own

@@ -22,6 +22,7 @@ from asyncloader.bridge import run_in_thread
 from asyncloader.errors import NoEffectWarning
 from asyncloader.loader import DataLoader
 from asyncloader.options.declaration import LoaderSpec
+from asyncloader.samplers.distributed import replicas
 from asyncloader.verification.user_code import CodeLine, place_of
 
 
@@ -134,6 +135,8 @@ def facts(loader: torch.utils.data.DataLoader[Any]) -> dict[str, Any]:
     size = loader.batch_size
     whole_batches = size is not None and size % 2 == 0 and plain_collate and not iterable
     single = options is None or (options.rank is None and options.group is None and options.balance is None)
+    # A sampler that divides the samples among ranks by itself has no batches of a single rank to compare with.
+    single = single and replicas(loader.sampler, loader.batch_sampler) is None
     return {
         "class": f"{type(loader).__module__.partition('.')[0]}.{type(loader).__name__}",
         "ours": ours,
@@ -163,7 +166,8 @@ def changed(loader: torch.utils.data.DataLoader[Any], **changes: Any) -> DataLoa
     options = loader._asyncloader_options if isinstance(loader, LoaderSpec) else None
     always: dict[str, Any] = {"device": None, "pin_memory": False}
     if options is None or options.seed is None:
-        always["seed"] = 0
+        # A seed excludes torch's generator, from which shuffle=True would draw: the seed's order is verified then.
+        always |= {"seed": 0, "generator": None}
     if loader._dataset_kind == torch.utils.data._DatasetKind.Iterable and not hasattr(loader.dataset, "state_dict"):
         always["allow_replay"] = True
     with warnings.catch_warnings():

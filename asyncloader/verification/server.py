@@ -88,12 +88,12 @@ def _in_child(job: Job, make: Callable[[], Any], carry_out: CarryOut) -> dict[st
         if not pid:
             _child(job, make, carry_out, note, writing, stacks)
         os.close(writing)
+        child = _Child(pid)
         try:
-            data, status, late = _collect(pid, reading, time.monotonic() + job["limit"])
+            data, status, late = _collect(child, reading, time.monotonic() + job["limit"])
         finally:
             os.close(reading)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            child.end()
         if data.endswith(b"\n"):
             return dict(json.loads(data))
         stacks.seek(0)
@@ -105,11 +105,11 @@ def _in_child(job: Job, make: Callable[[], Any], carry_out: CarryOut) -> dict[st
         }
 
 
-def _collect(pid: int, reading: int, deadline: float) -> tuple[bytes, int, bool]:
+def _collect(child: _Child, reading: int, deadline: float) -> tuple[bytes, int, bool]:
     """Read a child's result; end the child at the deadline. Returns the bytes, its status, and whether it was late."""
-    data, late, status = bytearray(), False, None
+    data, late = bytearray(), False
     watched = [reading]
-    pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    pidfd = os.pidfd_open(child.pid) if hasattr(os, "pidfd_open") else None
     if pidfd is not None:
         watched.append(pidfd)
     try:
@@ -117,9 +117,7 @@ def _collect(pid: int, reading: int, deadline: float) -> tuple[bytes, int, bool]
             left = deadline - time.monotonic()
             if left <= 0:
                 late = True
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGABRT)  # the stacks are written
-                _wait(pid, _GRACE_S)
+                child.kill(signal.SIGABRT)  # the stacks are written
                 break
             # Without pidfds the child's end is looked for now and then; its workers may hold the pipe open.
             ready = select.select(watched, [], [], left if pidfd is not None else min(left, 0.1))[0]
@@ -128,29 +126,55 @@ def _collect(pid: int, reading: int, deadline: float) -> tuple[bytes, int, bool]
                 data += chunk
                 if not chunk:
                     break
-            elif pidfd in ready or _wait(pid, 0) is not None:
+            elif pidfd in ready or child.has_ended():
                 break
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if not data.endswith(b"\n"):
-                status = _wait(pid, _GRACE_S)
-            os.kill(pid, signal.SIGKILL)
     finally:
         if pidfd is not None:
             os.close(pidfd)
-    with contextlib.suppress(ChildProcessError):
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return bytes(data), status or 0, late
+    if not data.endswith(b"\n"):
+        child.wait(_GRACE_S)
+    return bytes(data), child.end(), late
 
 
-def _wait(pid: int, seconds: float) -> int | None:
-    """Wait for the child's end, without taking its status from `waitpid`."""
-    end = time.monotonic() + seconds
-    while True:
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            return 0
-        if time.monotonic() >= end:
-            return None
-        select.select([], [], [], 0.02)
+class _Child:
+    """A forked process, and the group that it leads."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+
+    def has_ended(self) -> bool:
+        """Whether it has ended. Does not wait."""
+        if self._status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # the module's code ignores SIGCHLD, so that the system has taken the status
+                self._status = 0
+            else:
+                self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status is not None
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended, for so long at most."""
+        end = time.monotonic() + seconds
+        while not self.has_ended() and time.monotonic() < end:
+            select.select([], [], [], 0.02)
+
+    def kill(self, number: int) -> None:
+        """Send a signal to the process and its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+        if not self.has_ended():  # its number may be another process's by now
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+    def end(self) -> int:
+        """End the process and its group. Returns its exit code, or the signal that ended it as a negative number."""
+        self.kill(signal.SIGKILL)
+        while not self.has_ended():
+            with contextlib.suppress(ChildProcessError):
+                self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._status or 0
 
 
 def _child(

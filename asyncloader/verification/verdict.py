@@ -102,6 +102,13 @@ def unexplained(number: int, seen: str, part: str, changed: Sequence[str]) -> Fi
     return Finding("bytes", "problem", text, advice, {"batch": number, "changed": list(changed)})
 
 
+def goes_on(batches: int, seen: str) -> Finding:
+    """An epoch with more batches than the undisturbed run had."""
+    text = f"the epoch goes on behind its {batches} batches with {seen}"
+    advice = "let the number of samples depend on the epoch alone, not on what was read before, the worker or the clock"
+    return Finding("bytes", "problem", text, advice, {"batch": batches})
+
+
 def unpicklable(given: Sequence[Any], *, needed: bool, method: str) -> Finding:
     """A part that spawned workers cannot get."""
     path, what, why, where = given

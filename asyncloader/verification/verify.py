@@ -84,6 +84,7 @@ class Verification:
         self._cap = max(seconds, _LEAST_CAP_S)  # for one run
         self._facts: dict[str, Any] = {}
         self._expected: list[dict[str, Any]] = []
+        self._ends = False  # whether the epoch ends with the last of these; then a run reads on, for one more
 
     def findings(self) -> Iterator[Finding]:
         """Yield the findings."""
@@ -103,7 +104,7 @@ class Verification:
         return answer
 
     def _run(self, interpreter: Interpreter | None = None, **job: Any) -> dict[str, Any]:
-        most = len(self._expected) or MOST_BATCHES
+        most = (len(self._expected) or MOST_BATCHES) + self._ends
         # The number of batches bounds a run that is compared: it is not to be cut off while its workers are started.
         limit: dict[str, Any] = {"seconds": self._cap / 2} if self._expected else {}
         return self._ask({"do": "run", "batches": most, "ambient": 0, **limit, **job}, interpreter)
@@ -125,13 +126,14 @@ class Verification:
         yield Finding("loader", "ok", text, figures={**facts, "seed": self.seed})
         workers = facts["workers"] if facts["iterable"] and facts["workers"] > 1 else 0
         self._base: dict[str, Any] = {"workers": workers, "method": self._own_method if workers else None}
-        result = self._run(**self._base, rows=True)
+        result = self._run(**self._base, rows=True, batches=MOST_BATCHES + 1)
         if failed := verdict.broken("undisturbed run", result, "the undisturbed run"):
             if "died" in result:
                 failed = self._located(failed, result)
             yield failed
             return
-        self._expected = result["batches"]
+        # The batch behind the last that is compared says only that the epoch goes on.
+        self._expected, self._ends = result["batches"][:MOST_BATCHES], bool(result.get("ended"))
         if not self._expected:
             yield Finding("undisturbed run", "problem", "the loader has no batch", "give it a dataset with samples")
             return
@@ -216,8 +218,9 @@ class Verification:
                 yield failed, True
                 return
             number = verdict.difference(self._expected, result["batches"])
-            if number is None and result.get("ended") and len(result["batches"]) < len(self._expected):
-                number = len(result["batches"])
+            got = len(result["batches"])
+            if number is None and ((result.get("ended") and got < len(self._expected)) or got > len(self._expected)):
+                number = min(got, len(self._expected))
             if number is not None:
                 yield self._why_another(number, ambient), not ambient or self._facts["asynchronous"]
                 return
@@ -320,13 +323,15 @@ class Verification:
             return failed
         number = verdict.difference(self._expected, result["batches"])
         if number is None:
-            return self._too_few(result, len(self._expected), each)
+            return self._other_end(result, len(self._expected), each)
         return self._why_other(number, each, result["batches"][number])
 
-    def _too_few(self, result: dict[str, Any], most: int, each: Disturbance) -> Finding | None:
-        """Return a finding if a run whose batches are the expected ones has not given all of them."""
+    def _other_end(self, result: dict[str, Any], most: int, each: Disturbance) -> Finding | None:
+        """Return a finding if a run whose batches are the expected ones has given fewer, or goes on behind them."""
         got = len(result["batches"])
-        if got >= most:
+        if got > most:
+            return verdict.goes_on(len(self._expected), str(each))
+        if got == most:
             return None
         if result.get("ended"):
             number = len(self._expected) - most + got
@@ -379,10 +384,10 @@ class Verification:
         if number is not None:
             return self._why_other(number, each, first["batches"][number])
         if "state" not in first:
-            return self._too_few(first, len(self._expected), each)
+            return self._other_end(first, len(self._expected), each)
         state, left = first["state"], len(self._expected) - each.at
         then: Any = {"workers": each.then, "method": each.method if each.then else None}
-        rest = self._run(**then, state=state, batches=left)
+        rest = self._run(**then, state=state, batches=left + self._ends)
         places = self._ask({"do": "kept", "at": 0, "workers": 0, "ambient": 0}).get("places", {})
         if (error := rest.get("error")) and not rest["batches"] and error["type"] == "StateError":
             return verdict.not_resumed([], places, each.at, each.at, error["text"].splitlines()[-1])
@@ -390,7 +395,7 @@ class Verification:
             return failed
         number = verdict.difference(self._expected, rest["batches"], each.at)
         if number is None:
-            return self._too_few(rest, left, each)
+            return self._other_end(rest, left, each)
         if not self._facts["iterable"] and not self._facts["stateful"]:
             found = self._why_other(number, each, rest["batches"][number - each.at])
             if found.name != "bytes":
@@ -409,7 +414,8 @@ class Verification:
             shares.append(result["batches"])
         number = verdict.joined_difference(self._expected, shares)
         if number is None:
-            return None
+            longer = any(len(share) > len(self._expected) for share in shares)
+            return verdict.goes_on(len(self._expected), str(each)) if longer else None
         found = self._why_other(number, each, self._expected[number])
         if found.name != "bytes":
             return found

@@ -35,7 +35,8 @@ class RankGroup:
         self._store = f"file://{self._folder}/store"
         if store == "tcp":
             with socket.create_server(("127.0.0.1", 0)) as free:
-                self._store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+                # Some builds of torch have no libuv, which the store would use by default.
+                self._store = f"tcp://127.0.0.1:{free.getsockname()[1]}?use_libuv=0"
         self.processes: list[subprocess.Popen[str]] = []
         self._pipes: list[Connection] = []
         try:

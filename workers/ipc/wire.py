@@ -38,6 +38,8 @@ ASK = 20
 """The worker requests its next assignment of shards."""
 SPANS = 23
 """The spans of a task that asked for them (`unpack_task`); the task's answer follows. See `tracing/spans.py`."""
+MOST_SPAN_BYTES = 1 << 16
+"""Bytes of a frame of spans, at most."""
 COUNTS = 22
 """The figures of a worker that shares no memory with the main process: `Recorder.packed`."""
 LOG = 21

@@ -70,7 +70,8 @@ class RingManager:
         workers: int = 1,
         least_credits: int | None = None,
     ) -> None:
-        self._workers = workers
+        self.workers = workers
+        """Number of workers with such a ring; their memory must suffice for all of them."""
         self._most_ahead = reorder_window
         self._least_credits = credits if least_credits is None else least_credits
         self._most_extra = credits - self._least_credits
@@ -150,8 +151,8 @@ class RingManager:
 
     def _check_room(self) -> None:
         credits = self._slots - HEADROOM
-        need = self._workers * credits * self._slot_bytes
-        segment.check_room(need, f"{self._workers} rings for {credits} batches of {self._slot_bytes:,} bytes each")
+        need = self.workers * credits * self._slot_bytes
+        segment.check_room(need, f"{self.workers} rings for {credits} batches of {self._slot_bytes:,} bytes each")
 
     @property
     def full(self) -> bool:

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
 from asyncloader.telemetry.worker_tuning import Decision, Measured, WorkerTuner
+from asyncloader.workers.memory.ring_manager import RingManager
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import KINDS, run_async
 from tests.helpers.seeded_datasets import AllDraws, Rows
@@ -66,6 +68,13 @@ def planned(loader: Any, *numbers: int) -> Any:
     """Have the loader go through these numbers of workers."""
     loader.num_workers.tuner = Planned(*numbers)
     return loader
+
+
+class Growing(Rows):
+    """The samples of the last batches are large."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(1 << 16) if index >= SAMPLES - 160 else torch.zeros(1)
 
 
 class DyingOnce(Rows):
@@ -335,3 +344,21 @@ def test_a_loader_that_is_closed_while_workers_end() -> None:
             next(batches)
     # Not `is_alive`, which would reap them.
     assert [process._popen.returncode for process in processes] == [0] * 4
+
+
+def test_each_ring_knows_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring that grows after workers have come or gone looks whether there is memory for all rings of now."""
+    asked: list[int] = []
+    check = RingManager._check_room
+
+    def noted(self: RingManager) -> None:
+        asked.append(self.workers)
+        check(self)
+
+    monkeypatch.setattr(RingManager, "_check_room", noted)
+    with planned(DataLoader[Any](Growing(SAMPLES), num_workers="auto", batch_size=4, seed=3), 1, 3, 3) as loader:
+        batches = iter(loader)
+        while loader.num_workers.tuner.numbers or loader.stats()["data/num_workers"] < 3.0:
+            next(batches)
+        assert sum(1 for _ in batches) > 0
+    assert asked[-1] == 3  # rings may have grown before, as workers are ahead of the consumer

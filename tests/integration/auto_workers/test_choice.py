@@ -228,3 +228,41 @@ def test_every_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_copies_are_of_one_type() -> None:
     """A copied value is a choice of its own."""
     assert type(copy.copy(AutoWorkers())) is AutoWorkers
+
+
+def test_a_number_that_is_left_to_the_loader_later() -> None:
+    """`num_workers` may be set until an iterator is made, as torch's may; the same is refused as at construction."""
+    loader: Any = DataLoader[Any](Rows(40), batch_size=4, seed=1)
+    loader.num_workers = "auto"
+    chosen: Any = loader.num_workers
+    assert chosen == "auto"
+    assert type(chosen) is AutoWorkers
+    loader.num_workers = chosen
+    assert loader.num_workers is chosen
+    with loader:
+        assert_same(list(loader), list(DataLoader[Any](Rows(40), batch_size=4, seed=1)))
+        assert loader.stats()["data/num_workers"] >= 1.0
+    other: Any = DataLoader[Any](Rows(40), batch_size=4, seed=1)
+    other.num_workers = chosen
+    assert other.num_workers is not chosen
+    stream: Any = DataLoader[Any](Stream(), seed=1)
+    with pytest.raises(ValueError, match="another number of workers gives other batches"):
+        stream.num_workers = "auto"
+    assert stream.num_workers == 0
+    awaited: Any = AsyncDataLoader[Any](Rows(4))
+    with pytest.raises(ValueError, match="needs seed= in an AsyncDataLoader"):
+        awaited.num_workers = "auto"
+    awaited = AsyncDataLoader[Any](Rows(4), seed=1)
+    awaited.num_workers = "auto"
+    assert awaited.num_workers == "auto"
+
+
+def test_an_empty_dataset(caplog: pytest.LogCaptureFixture) -> None:
+    """Has an empty epoch, without a trial; the first epoch with samples has it."""
+    dataset = Rows(0)
+    with DataLoader[Any](dataset, num_workers="auto") as loader:
+        assert list(loader) == []
+        assert list(loader) == []
+        chosen: Any = loader.num_workers
+        assert not chosen.chosen
+    assert "trial" not in caplog.text

@@ -127,6 +127,29 @@ def test_an_index_that_counts_wrong(tmp_path: Path, run: Run) -> None:
     assert found["empty shards"][:2] == ("note", "1")
 
 
+@pytest.mark.parametrize("ending", ["tar", "parquet"])
+def test_shards_that_are_missing(ending: str, tmp_path: Path, run: Run) -> None:
+    """Of a folder those are named that the index of `write_shards` lists; shards that were not asked for are not."""
+    samples = [{"__key__": f"{number}", "txt": "a"} if ending == "tar" else {"txt": "a"} for number in range(8)]
+    shards = write_shards_sync(samples, f"{tmp_path}/a/train-{{shard:02d}}.{ending}", max_samples=2)
+    assert [Path(shard.url).name for shard in shards] == [f"train-0{number}.{ending}" for number in range(4)]
+    for number in (1, 3):
+        Path(shards[number].url).unlink()
+    for folder in (tmp_path / "a", f"{tmp_path}/a/", tmp_path, f"file://{tmp_path}/a/"):
+        for how in ([], ["--no-read"]):
+            code, found = run("inspect", folder, *how)
+            assert code == 1
+            assert found["missing shards"][0] == "problem"
+            assert [url.rpartition("/")[2] for url in found["missing shards"][2]["urls"]] == [
+                f"train-01.{ending}",
+                f"train-03.{ending}",
+            ]
+            assert found["shards"][2]["shards"] == 2
+    code, found = run("inspect", shards[0].url, shards[2].url)
+    assert code == 0
+    assert "missing shards" not in found
+
+
 def test_the_index_of_write_shards(tmp_path: Path, run: Run) -> None:
     """Counts without reading, and shows that lines, or bytes behind an archive's end, are missing."""
     for ending, name in (("jsonl", "txt"), ("tar", "__key__")):

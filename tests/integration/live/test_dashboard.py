@@ -10,6 +10,7 @@ import signal
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.errors import LoaderClosed
 from asyncloader.live.client import LoaderSocket, NotWatched, open_sockets, receive_all
+from asyncloader.live.dashboard import Dashboard
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import PATIENCE_S, await_our_threads, run_async, run_script
 
@@ -82,6 +84,49 @@ def test_it_follows_a_run(options: dict[str, Any]) -> None:
         fetch(board.url)
     with pytest.raises(LoaderClosed):
         loader.dashboard()
+
+
+@pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
+def test_threads_that_ask_at_the_same_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Get the same view, with one page; and a child that is forked meanwhile can open its own."""
+    loader: Any = make(Numbers(8))
+    entered, go, begin = threading.Event(), threading.Event(), Dashboard.__init__
+
+    def held_up(self: Any, *given: Any) -> None:
+        entered.set()
+        assert go.wait(PATIENCE_S)
+        begin(self, *given)
+
+    monkeypatch.setattr(Dashboard, "__init__", held_up)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(loader.dashboard)
+        assert entered.wait(PATIENCE_S)
+        second = threads.submit(loader.dashboard)
+        if not (child := os.fork()):
+            signal.alarm(30)
+            monkeypatch.undo()
+            os._exit(0 if loader.dashboard().open else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        go.set()
+        assert first.result() is second.result()
+    assert "<title>asyncloader</title>" in fetch(first.result().url)
+    loader.close()
+    assert not first.result().open
+
+
+def test_a_loader_that_is_closed_while_its_view_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The view is closed, and the thread that asked for it is told why."""
+    loader, made, begin = DataLoader[Any](Numbers(8)), list[Dashboard](), Dashboard.__init__
+
+    def closing(self: Any, *given: Any) -> None:
+        loader.close()
+        begin(self, *given)
+        made.append(self)
+
+    monkeypatch.setattr(Dashboard, "__init__", closing)
+    with pytest.raises(LoaderClosed):
+        loader.dashboard()
+    assert [each.open for each in made] == [False]
 
 
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
@@ -201,7 +246,7 @@ def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         opened.close()
         assert opened.latest is not None
         assert opened.latest["name"] == "DataLoader of Numbers"
-        board = loader._asyncloader_state.dashboard
+        board = loader._asyncloader_state.dashboard._dashboard
         assert board is not None
         assert not board.url
         assert len([*batches]) == 8

@@ -289,6 +289,19 @@ def test_shares_of_tokens(folder: Path) -> None:
         assert abs(rows * mean / (rows * mean + (1 - rows) * 40) - Fraction(2, 3)) < Fraction(1, 200)
 
 
+def test_lengths_of_a_stream(folder: Path) -> None:
+    """Are compared with its samples, once they are counted."""
+    names = COMBINATIONS["map+stream"]
+    samples = next(size for name, size in SIZES.items() if name == names[1])
+    right = loader_of(folder, names, lengths=[7, np.full(samples, 40)], num_samples=60)
+    assert epochs_of(right, 1) == epochs_of(loader_of(folder, names, lengths=[7, 40], num_samples=60), 1)
+    with (
+        loader_of(folder, names, lengths=[7, [40] * (samples + 1)], num_samples=60) as loader,
+        pytest.raises(ValueError, match=f"source 1 has {samples} samples, but got {samples + 1} lengths"),
+    ):
+        list(loader)
+
+
 class Endless(IterableDataset[int]):
     """A stream whose samples are not counted."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import re
 import sys
 import termios
 import textwrap
+from contextlib import aclosing
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ import pytest
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.sync_inline import SyncInlineIterator
-from asyncloader.progress_bar import _Counted, _Display
+from asyncloader.errors import LoaderClosed
+from asyncloader.progress_bar import _CountedAsyncSteps, _CountedSteps, _Display
 from asyncloader.telemetry.statistics import Statistics
 from tests import script_server
 from tests.helpers.datasets import Numbers
@@ -136,15 +140,15 @@ class Bar:
         self.closed = True
 
 
-def counted(iterator: Any, bar: Bar) -> _Counted:
-    """Count an iterator's steps; no verdict may be asked for, though one is due."""
+def display_of(bar: Bar) -> _Display:
+    """A display on which no verdict may be asked for, though one is due."""
 
     def diagnose() -> Any:
         raise AssertionError
 
     display = _Display(bar, Statistics(), diagnose)
     display._judge_at = 0.0
-    return _Counted(iterator, display)
+    return display
 
 
 def test_a_cancelled_call_does_not_close_the_bar() -> None:
@@ -160,7 +164,7 @@ def test_a_cancelled_call_does_not_close_the_bar() -> None:
 
     async def run() -> None:
         bar, waits = Bar(), Waits()
-        batches = counted(waits, bar)
+        batches = _CountedAsyncSteps(waits, display_of(bar))
         call = asyncio.ensure_future(anext(batches))
         await asyncio.sleep(0)
         call.cancel()
@@ -178,5 +182,28 @@ def test_a_cancelled_call_does_not_close_the_bar() -> None:
 def test_a_bar_that_is_dropped_asks_for_no_verdict() -> None:
     """The collector may drop it while its thread holds the lock of the figures, for which a verdict would wait."""
     bar = Bar()
-    next(counted(iter("ab"), bar))
+    next(_CountedSteps(iter("ab"), display_of(bar)))
     assert (bar.steps, bar.closed) == (1, True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_is_closed(workers: int) -> None:
+    """By `aclose` of the bar's iterator, as by that of the loader's own: workers and bar have ended then, and the
+    next epoch is whole.
+    """
+
+    async def run() -> None:
+        bar = Bar()
+        display = display_of(bar)
+        display._judge_at = inf
+        async with AsyncDataLoader[Any](Numbers(8), batch_size=2, num_workers=workers, seed=1) as loader:
+            async with aclosing(_CountedAsyncSteps(aiter(loader), display)) as batches:
+                await anext(batches)
+            assert (bar.steps, bar.closed) == (1, True)
+            assert not multiprocessing.active_children()
+            with pytest.raises(LoaderClosed):
+                await anext(batches)
+            await batches.aclose()
+            assert len([batch async for batch in loader]) == 4
+
+    asyncio.run(run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from asyncloader import (
     RemoteIterableDataset,
     StatefulDataLoader,
 )
+from asyncloader.samplers.permutation import Permutation
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import run_async, run_script
 from tests.helpers.seeded_datasets import AllDraws, AwaitedDraws, Lists, Rows, Threaded, WholeDraws, draw_and_collate
@@ -346,25 +348,42 @@ def test_packed_rows() -> None:
             assert loader.where(rows[5]) == [(1, 0, 1)]  # type: ignore[arg-type]
 
 
-def test_in_another_process(tmp_path: Path) -> None:
-    """Steps of a finished run of three ranks with two workers each, made again without workers elsewhere."""
-    options = {"batch_size": 3, "seed": 11, "shuffle": True, "world_size": RANKS}
-    ranks = []
-    for rank in range(RANKS):
-        with Stepwise("sync", AllDraws(400), **options, rank=rank, num_workers=2) as run:
-            ranks.append([run.epoch() for _ in range(2)])
-    torch.save(ranks, tmp_path / "run.pt")
-    script = f"""
-    import random, torch
-    from asyncloader import DataLoader
-    from tests.helpers.seeded_datasets import AllDraws
-
-    ranks = torch.load({str(tmp_path / "run.pt")!r})
-    loader = DataLoader(AllDraws(400), rank=0, **{options!r})
-    drawn = random.Random(4)
-    for _ in range(100):
-        rank, epoch, step = drawn.randrange(3), drawn.randrange(2), drawn.randrange(len(ranks[0][0]))
-        assert torch.equal(loader.batch_at(step, epoch=epoch, rank=rank), ranks[rank][epoch][step])
+@pytest.mark.parametrize(("rows", "processes"), [(400, 1), pytest.param(3000, 10, marks=pytest.mark.slow)])
+def test_in_another_process(rows: int, processes: int, tmp_path: Path) -> None:
+    """A hundred random steps of a finished run of three ranks with two workers each, made again without workers in each
+    of some processes: to the byte.
     """
-    done = run_script(tmp_path, script)
-    assert done.returncode == 0, done.stderr
+    options = {"batch_size": 3, "seed": 11, "shuffle": True, "world_size": RANKS}
+    run: dict[tuple[int, int, int], int] = {}
+    for rank in range(RANKS):
+        with Stepwise("sync", AllDraws(rows), **options, rank=rank, num_workers=2) as one:
+            for epoch in range(2):
+                run |= {(rank, epoch, step): crc32(batch.numpy()) for step, batch in enumerate(one.epoch())}
+    assert len({*run.values()}) == len(run)  # no two batches are the same: each step is told from the others
+    drawn = random.Random(4).sample([*run], 100 * processes)
+    for number in range(processes):
+        places = drawn[100 * number :][:100]
+        script = f"""
+        from zlib import crc32
+        from asyncloader import DataLoader
+        from tests.helpers.seeded_datasets import AllDraws
+
+        loader = DataLoader(AllDraws({rows}), rank=0, **{options!r})
+        for rank, epoch, step in {places}:
+            print(crc32(loader.batch_at(step, epoch=epoch, rank=rank).numpy()))
+        """
+        done = run_script(tmp_path, script)
+        assert done.returncode == 0, done.stderr
+        assert [*map(int, done.stdout.split())] == [run[place] for place in places]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1, 10_001, 1000))
+def test_where_is_the_inverse_of_every_order(first: int) -> None:
+    """Of datasets of every length up to 10,000: a sample's place is that at which the order has it."""
+    for length in range(first, first + 1000):
+        loader = DataLoader[Any](Rows(length), batch_size=7, seed=5, shuffle=True, rank=0, world_size=1)
+        epoch = length % 3
+        order = Permutation(length, 5, epoch)(np.arange(length))
+        for position in {0, length // 3, length - 1}:
+            assert loader.where(int(order[position]), epoch=epoch) == [(position // 7, 0, position % 7)]

@@ -437,3 +437,18 @@ class Undivided(IterableDataset[Any]):
 
 def undivided() -> Any:
     return loader(Undivided())
+
+
+class Lengthening(IterableDataset[Any]):
+    """Has a sample more in each epoch that begins after another has ended."""
+
+    def __init__(self) -> None:
+        self.end = 32
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from torch.arange(self.end)
+        self.end += 4
+
+
+def lengthening() -> Any:
+    return loader(Lengthening(), num_workers=0)

@@ -34,6 +34,14 @@ def test_every_small_size(step: int) -> None:
         assert_bijection(n, seed=n * 7919, epoch=n % 3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(4097, 10_001, 492))
+def test_every_size_up_to_ten_thousand(first: int) -> None:
+    """The same for the sizes behind these."""
+    for n in range(first, first + 492):
+        assert_bijection(n, seed=n * 7919, epoch=n % 3)
+
+
 def near_powers(first: int, last: int) -> list[int]:
     return [2**power + delta for power in range(first, last + 1) for delta in range(-2, 3)]
 

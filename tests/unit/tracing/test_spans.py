@@ -8,7 +8,8 @@ import pytest
 
 from asyncloader.telemetry import counters
 from asyncloader.telemetry.counters import STAGES, Recorder, span
-from asyncloader.tracing.spans import MOST_BYTES, SpanLog, unpack, with_asked
+from asyncloader.tracing.spans import SpanLog, unpack, with_asked
+from asyncloader.workers.ipc.wire import MOST_SPAN_BYTES
 
 
 def test_spans_of_a_task_and_of_none() -> None:
@@ -47,7 +48,7 @@ def test_a_frame_is_bounded() -> None:
     log.begin(1.0, 1.0)
     for _ in range(3000):
         recorder.time("fetch", 0.0)
-    assert len(log.answered(0, 0)) <= MOST_BYTES
+    assert len(log.answered(0, 0)) <= MOST_SPAN_BYTES
     log.stop()
 
 
@@ -62,7 +63,7 @@ def test_a_task_of_many_reads_keeps_its_stages() -> None:
         recorder.time(stage, 0.0)
     body = log.answered(0, 0)
     log.stop()
-    assert len(body) <= MOST_BYTES
+    assert len(body) <= MOST_SPAN_BYTES
     found = unpack(body, 0, 0)
     assert found is not None
     names = [name for name, _, _ in found.own]
@@ -84,7 +85,7 @@ def test_two_workers_of_a_process() -> None:
     assert first.sink is second.sink is counters._process.sink is None
 
 
-@pytest.mark.parametrize("body", [b"", b"12", bytes(MOST_BYTES + 1)])
+@pytest.mark.parametrize("body", [b"", b"12", bytes(MOST_SPAN_BYTES + 1)])
 def test_bytes_that_are_no_spans(body: bytes) -> None:
     """Of a node that cannot be trusted."""
     assert unpack(body, 0, 0) is None

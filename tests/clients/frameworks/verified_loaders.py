@@ -1,0 +1,181 @@
+"""Sound loaders over code of other projects, for `asyncloader verify`: `test_verify.py` wants no problem of any.
+
+Each function makes a loader. The frameworks are imported in it, so that one that is missing leaves the others alone.
+`VERIFIED_DATA` is a folder for files, which the first call makes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+
+ROWS = 48
+
+
+class Rows(Dataset[Any]):
+    """Samples that follow from their indices, and from a draw of torch's."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        return {"id": index, "noise": torch.rand(3), "text": f"row {index}"}
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def _folder(name: str) -> Path:
+    return Path(os.environ["VERIFIED_DATA"]) / name
+
+
+# -------------------------------------------------------------------------------------------------------- torch
+
+
+def tensors() -> Any:
+    dataset = TensorDataset(torch.arange(ROWS), torch.arange(ROWS).square())
+    return DataLoader(dataset, 4, shuffle=True, num_workers=2, generator=_seeded())
+
+
+def concatenated_parts() -> Any:
+    first, second = random_split(Rows(), [20, ROWS - 20], generator=_seeded())
+    return DataLoader(ConcatDataset([second, first]), 5, num_workers=2, drop_last=True)
+
+
+def weighted() -> Any:
+    sampler = WeightedRandomSampler(torch.arange(1.0, ROWS + 1).tolist(), ROWS, generator=_seeded())
+    return DataLoader(Rows(), 4, sampler=sampler, num_workers=1)
+
+
+def distributed() -> Any:
+    return DataLoader(Rows(), 4, sampler=DistributedSampler(Rows(), 2, 1, seed=3), num_workers=2)
+
+
+def datapipe() -> Any:
+    pipes = import_module("torch.utils.data.datapipes.iter")
+    pipe = pipes.IterableWrapper(range(ROWS)).sharding_filter().map(torch.tensor)
+    return DataLoader(pipe, 4, num_workers=2)
+
+
+# ----------------------------------------------------------------------------------------------- Hugging Face
+
+
+def _table() -> Any:
+    columns = {"id": [*range(ROWS)], "vector": [[float(i), i / 2] for i in range(ROWS)]}
+    return import_module("datasets").Dataset.from_dict(columns)
+
+
+def hf_map() -> Any:
+    return DataLoader(_table().with_format("torch"), 8, shuffle=True, num_workers=2, generator=_seeded())
+
+
+def _whole(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {"id": batch["id"], "sum": [sum(vector) for vector in batch["vector"]]}
+
+
+def hf_transform() -> Any:
+    return DataLoader(_table().with_transform(_whole), 8, num_workers=2)
+
+
+def hf_mapped() -> Any:
+    return DataLoader(_table().map(_whole, batched=True).shuffle(seed=3).with_format("numpy"), 8, num_workers=2)
+
+
+def hf_stream() -> Any:
+    return DataLoader(_table().to_iterable_dataset(num_shards=4).with_format("torch"), 4, num_workers=2)
+
+
+def hf_shuffled_stream() -> Any:
+    stream = _table().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=8).with_format("torch")
+    return DataLoader(stream, 4, num_workers=2)
+
+
+# ------------------------------------------------------------------------------------------------ webdataset
+
+
+def _shards() -> list[str]:
+    paths = [_folder("web") / f"shard-{number}.tar" for number in range(4)]
+    if not paths[0].parent.exists():
+        paths[0].parent.mkdir(parents=True)
+        for number, path in enumerate(paths):
+            with tarfile.open(path, "w") as tar:
+                for sample in range(12 * number, 12 * number + 12):
+                    array = io.BytesIO()
+                    np.save(array, np.full((2, 3), sample, np.float32))
+                    for suffix, data in (("npy", array.getvalue()), ("cls", b"%d" % sample)):
+                        member = tarfile.TarInfo(f"{sample:04}.{suffix}")
+                        member.size = len(data)
+                        tar.addfile(member, io.BytesIO(data))
+    return [str(path) for path in paths]
+
+
+def web_shards() -> Any:
+    wds = import_module("webdataset")
+    dataset = wds.WebDataset(_shards(), shardshuffle=False).decode().to_tuple("npy", "cls")
+    return DataLoader(dataset, 4, num_workers=2)
+
+
+def web_shuffled() -> Any:
+    wds = import_module("webdataset")
+    dataset = wds.WebDataset(_shards(), shardshuffle=4, seed=5).shuffle(8, seed=5).decode().to_tuple("npy", "cls")
+    return DataLoader(dataset, 4, num_workers=2)
+
+
+# ------------------------------------------------------------------------------------------------- torchdata
+
+
+def torchdata_loader() -> Any:
+    kind = import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    return kind(Rows(), 4, shuffle=True, num_workers=2, generator=_seeded())
+
+
+def torchdata_sampler() -> Any:
+    samplers = import_module("torchdata.stateful_dataloader.sampler")
+    return DataLoader(Rows(), 4, sampler=samplers.RandomSampler(Rows(), generator=_seeded()), num_workers=2)
+
+
+# ------------------------------------------------------------------------------------------------ trainers
+
+
+def lightning_module() -> Any:
+    pytorch = import_module("lightning.pytorch")
+    return pytorch.LightningDataModule.from_datasets(
+        train_dataset=Rows(), batch_size=4, num_workers=2
+    ).train_dataloader()
+
+
+def accelerated() -> Any:
+    accelerator = import_module("accelerate").Accelerator(cpu=True)
+    return accelerator.prepare(DataLoader(Rows(), 4, shuffle=True, num_workers=2))
+
+
+# ------------------------------------------------------------------------------------------------ asyncloader
+
+
+def by_length() -> Any:
+    ours = import_module("asyncloader")
+    lengths = [1 + index % 7 for index in range(ROWS)]
+    sampler = ours.BucketBatchSampler(lengths, 4, 3)
+    return ours.DataLoader(Rows(), batch_sampler=sampler, num_workers=2, seed=3)
+
+
+def chosen() -> Any:
+    """Make the loader that a file names, so that the same interpreters verify many."""
+    return globals()[_folder("choice").read_text()]()
