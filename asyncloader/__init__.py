@@ -91,6 +91,8 @@ if TYPE_CHECKING:
     from asyncloader.service.protocol.address import Service
     from asyncloader.service.protocol.batch_types import register_batch_type
     from asyncloader.shared.share import SharedDict, SharedList, share
+    from asyncloader.sources.lance_table import LanceTable
+    from asyncloader.sources.litdata_folder import LitDataFolder
     from asyncloader.sources.megatron import MegatronTokens
     from asyncloader.sources.tokens import TokenFile
     from asyncloader.stateful_loader import StatefulDataLoader
@@ -113,6 +115,8 @@ _OWN = {
     "DeviceUnavailable": "asyncloader.errors",
     "Diagnosis": "asyncloader.telemetry.diagnosis",
     "JoinSequences": "asyncloader.packing.windows",
+    "LanceTable": "asyncloader.sources.lance_table",
+    "LitDataFolder": "asyncloader.sources.litdata_folder",
     "LoaderClosed": "asyncloader.errors",
     "LoaderError": "asyncloader.errors",
     "LoaderTimeout": "asyncloader.errors",
@@ -186,6 +190,8 @@ __all__ = [
     "IterDataPipe",
     "IterableDataset",
     "JoinSequences",
+    "LanceTable",
+    "LitDataFolder",
     "LoaderClosed",
     "LoaderError",
     "LoaderTimeout",

@@ -102,6 +102,7 @@ PURE = {
         "service.protocol.shard_plan",
         "shared.builder",
         "shared.layout",
+        "sources.litdata_index",
         "sources.megatron_index",
         "state.batch_change",
         "state.epoch_counter",

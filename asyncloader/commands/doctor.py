@@ -30,6 +30,8 @@ _EXTRAS = {
     "http": ("aiohttp",),
     "s3": ("obstore",),
     "parquet": ("pyarrow",),
+    "litdata": ("litdata",),
+    "lance": ("lance",),
     "shards": ("google_crc32c",),
     "service": ("msgspec",),
     "notebook": ("cloudpickle",),

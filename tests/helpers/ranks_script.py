@@ -28,6 +28,7 @@ from asyncloader import AsyncDataLoader, Recovery
 from asyncloader.ranks.process_group import destroy_unused
 from asyncloader.transports import LocalTransport
 from tests.helpers import straggling
+from tests.helpers.package_tables import open_table, texts_of
 from tests.helpers.remote_folders import dataset_of, with_method
 from tests.helpers.running import PATIENCE_S
 from tests.helpers.seeded_datasets import AllDraws, Rows
@@ -409,6 +410,12 @@ class Place:
                 batches = run.rest() if steps is None else run.take(steps)
                 found.append([batch.tolist() for batch in batches])
             return found, len(run.loader), run.loader.state_dict()
+
+    def table(self, kind: str, folder: str, *, loop: str = "sync", **options: Any) -> list[list[str]]:
+        """Read an epoch of a loader over a folder of LitData or Lance."""
+        with Stepwise(loop, open_table(kind, folder), collate_fn=texts_of, **options) as run:
+            run.begin()
+            return run.rest()
 
     def dealt_by_torch(self, length: int, epochs: int, batch_size: int) -> list[list[Any]]:
         """Return the indices of epochs of torch's own loader with its `DistributedSampler`."""

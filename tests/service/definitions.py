@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import asyncloader
+from tests.helpers.package_tables import open_table, texts_of
 
 
 class Pair(NamedTuple):
@@ -363,6 +364,12 @@ def number_of_any(sample: Any) -> int:
 def files(folder: str) -> Any:
     """Shards of any format, which are decoded to the numbers that their samples were made of."""
     return asyncloader.RemoteIterableDataset(f"{folder}/"), {"decode": fields_of}
+
+
+@asyncloader.definition
+def table(kind: str, folder: str) -> Any:
+    """A folder of LitData or Lance, whose samples become text."""
+    return open_table(kind, folder), {"collate_fn": texts_of}
 
 
 @asyncloader.definition

@@ -1,0 +1,206 @@
+"""The rows of a Lance dataset, as a map dataset.
+
+Data path: files or a store -> lance -> [lance_table] -> worker.
+
+Lance has threads, which a forked child does not have. So the trainer, which only asks how many rows there are, asks
+that in a process of its own, and Lance is opened where rows are read. A child that was forked from a process which has
+used Lance is refused, because Lance may hang or crash there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import operator
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from asyncloader.formats.arrow_values import values
+from asyncloader.process_hooks import in_forked_child
+from asyncloader.sources import lance_version
+from asyncloader.sources.tokens import positions
+from asyncloader.transports import ReadFailed
+from asyncloader.workers.fetch.worker_resource import worker_resource
+
+_inherited = False
+"""Whether this process was forked from one that had imported lance."""
+
+
+class _Description(NamedTuple):
+    """A version of a dataset: its number, and its rows."""
+
+    version: int
+    rows: int
+
+
+class LanceTable(Dataset[dict[str, Any]]):
+    """The rows of a Lance dataset.
+
+        data = LanceTable("s3://bucket/images.lance", columns=["image", "label"])
+        row = data[0]    # {"image": ..., "label": ...}
+
+    It needs ``pip install 'asyncloader[lance]'``. A row is a dictionary with the values that a row of Parquet has:
+    fixed-size lists of numbers are arrays of numpy, all other types are Python's. All rows of a batch are read by one
+    call of Lance.
+
+    The newest version is looked up once, when the length or a row is first asked for, and the copies in the workers
+    read that version, whatever is written meanwhile. So do several ranks, and a resumed run, if you name the `version`.
+
+    Lance cannot be used in a process that was forked from one in which it was used. Reading by worker processes does
+    not use it in the trainer. If the trainer uses it itself (it has written the dataset, or has read it without
+    workers), start the workers with ``multiprocessing_context="forkserver"`` or ``"spawn"``.
+
+    Args:
+        uri: the dataset: a local folder, or an address of a store that Lance reads.
+        columns: names of the columns to read; None: all.
+        version: number of the version; None: the newest.
+        storage_options: of the store, as Lance takes them.
+
+    Raises:
+        ValueError: no column is named.
+        ImportError: lance is not installed.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        columns: Sequence[str] | None = None,
+        version: int | None = None,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        if find_spec("lance") is None:
+            raise ImportError(
+                "LanceTable reads rows by lance, which is not installed: pip install 'asyncloader[lance]'"
+            )
+        uri = os.fspath(uri)
+        self.uri = uri if "://" in uri else os.path.abspath(uri)  # noqa: PTH100 - a str is kept
+        if isinstance(columns, str) or (columns is not None and not len(columns)):
+            raise ValueError(f"columns={columns!r} names no column: give a list of names, or None for all columns")
+        self.columns = None if columns is None else list(columns)
+        self.version = None if version is None else operator.index(version)
+        self._storage_options = None if storage_options is None else dict(storage_options)
+        self._description: _Description | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        in_forked_child(_note_fork)
+        self._opened = worker_resource(partial(_open, self._storage_options), shared=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_opened"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+    def __len__(self) -> int:
+        """Number of rows of the version.
+
+        Raises:
+            ReadFailed: the dataset, the version or a column does not exist, or cannot be read.
+        """
+        return self._described().rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a row.
+
+        Raises:
+            IndexError: `index` is out of range.
+            ReadFailed: it cannot be read; or Lance cannot be used in this process, because it was forked.
+        """
+        return self.__getitems__([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the rows of these indices, which may repeat, by one call of Lance. See `__getitem__`."""
+        version, rows = self._described()
+        numbers = positions(indices, rows)
+        if not len(numbers):
+            return []
+        # Once each, ascending: what Lance reads best.
+        asked, places = np.unique(numbers, return_inverse=True)
+        try:
+            with self._opened((self.uri, version)) as dataset:
+                table = dataset.take(asked.tolist(), columns=self.columns)
+        except ReadFailed:
+            raise
+        except Exception as error:
+            raise ReadFailed(f"rows of {self.uri} cannot be read: {type(error).__name__}: {error}") from error
+        columns = [values(column.combine_chunks()) for column in table.columns]
+        lists = [each.tolist() if isinstance(each, np.ndarray) and each.ndim == 1 else each for each in columns]
+        # A copy: rows that are kept hold no others, and rows that are asked for twice are apart.
+        return [
+            {name: _copied(column[place]) for name, column in zip(table.column_names, lists, strict=True)}
+            for place in places.tolist()
+        ]
+
+    def _described(self) -> _Description:
+        if self._description is None:
+            asked = {"uri": self.uri, "version": self.version, "storage_options": self._storage_options}
+            # Nothing is gained by another process where Lance is in use anyway, or where nothing forks.
+            alone = "lance" not in sys.modules and hasattr(os, "fork")
+            found = _describe_apart(asked) if alone else lance_version.describe(_lance(), asked)
+            if "error" in found:
+                raise ReadFailed(f"{self.uri} cannot be read by lance: {found['error']}")
+            if missing := sorted({*(self.columns or [])} - {*found["names"]}):
+                raise ReadFailed(f"{self.uri} has no column {missing[0]!r}; it has {', '.join(found['names'])}")
+            self._description = _Description(found["version"], found["rows"])
+        return self._description
+
+    def __repr__(self) -> str:
+        found = self._description
+        described = "" if found is None else f", version {found.version}: {found.rows:,} rows"
+        return f"<LanceTable {self.uri!r}{described}>"
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray | list | dict) else value
+
+
+def _note_fork() -> None:
+    global _inherited  # noqa: PLW0603 - one fact about one process
+    _inherited = "lance" in sys.modules
+
+
+def _lance() -> Any:
+    """Import lance.
+
+    Raises:
+        ReadFailed: this process was forked from one that has imported it.
+    """
+    if _inherited:
+        raise ReadFailed(
+            "this process was forked from one that had used lance, whose threads exist only there: a read might hang "
+            'or crash. Start the workers with multiprocessing_context="forkserver" or "spawn", or do not use lance in '
+            "the trainer"
+        )
+    return importlib.import_module("lance")
+
+
+def _open(storage_options: dict[str, str] | None, key: tuple[str, int]) -> Any:
+    uri, version = key
+    return _lance().dataset(uri, version=version, storage_options=storage_options)
+
+
+def _describe_apart(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what `describe` does, from a process that ends."""
+    ended = subprocess.run(
+        [sys.executable, "-P", lance_version.__file__],  # without its folder, whose modules would hide others
+        input=json.dumps({**asked, "path": sys.path}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = ended.stdout.splitlines()
+    if ended.returncode or not lines:
+        return {"error": f"its process ended with {ended.returncode}: {ended.stderr[-500:]}"}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found

@@ -1,0 +1,131 @@
+"""Folders of LitData and Lance in every way in which a map dataset is read: the samples that the packages themselves
+read, in the batches that any map dataset of this length has.
+
+A row is a kind of folder, a column a way of reading. What uses Lance in this process would spoil it for forks: ways
+without workers, and by threads, are those of other processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader
+from tests.helpers.package_tables import PACKAGES, open_table, texts_of, written
+from tests.helpers.rank_group import RankGroup
+from tests.service import definitions
+from tests.service.serving import NodeProcess, serving
+from tests.service.test_pools import read
+
+pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+
+OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3}
+OURS: dict[str, Any] = {"collate_fn": texts_of, **OPTIONS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tables")
+
+
+@pytest.fixture(scope="module")
+def samples(folder: Path) -> dict[str, list[str]]:
+    """The samples of each kind, as the packages read them."""
+    return {kind: texts for package in PACKAGES for kind, texts in written(folder, package).items()}
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    with serving(tmp_path_factory.mktemp("node"), ["table"], "--open", "table") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
+    with RankGroup(1, tmp_path_factory.mktemp("alone")) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
+    with RankGroup(2, tmp_path_factory.mktemp("two")) as group:
+        yield group
+
+
+@pytest.fixture(params=[kind for kinds in PACKAGES.values() for kind in kinds])
+def kind(request: pytest.FixtureRequest, samples: dict[str, list[str]]) -> str:
+    found: str = request.param
+    if found not in samples:
+        pytest.skip("its package is not installed")
+    return found
+
+
+@pytest.fixture
+def expected(kind: str, samples: dict[str, list[str]]) -> list[list[str]]:
+    """The batches of a list of the samples."""
+    with DataLoader[Any](samples[kind], collate_fn=list, **OPTIONS) as loader:
+        return list(loader)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_by_processes(kind: str, method: str, folder: Path, expected: list[list[str]]) -> None:
+    """However the workers are started."""
+    table = open_table(kind, folder)
+    with DataLoader[Any](table, num_workers=2, multiprocessing_context=method, **OURS) as loader:
+        assert list(loader) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "workers": "threads"}], ids=["no workers", "threads"])
+@pytest.mark.parametrize("loop", ["sync", "asyncio"])
+def test_in_the_trainer(
+    kind: str, options: dict[str, Any], loop: str, folder: Path, alone: RankGroup, expected: list[list[str]]
+) -> None:
+    """Without a process of its own for each worker, on either kind of loop."""
+    assert alone("table", kind, str(folder), loop=loop, **OPTIONS, **options) == [expected]
+
+
+def test_at_a_service(kind: str, folder: Path, node: NodeProcess, expected: list[list[str]]) -> None:
+    """A service's node reads the same."""
+    served = definitions.table(kind, str(folder))
+    assert read("sync", OPTIONS | {"num_workers": 2, "workers": node.tcp}, served) == [expected]
+
+
+def test_resumed(kind: str, folder: Path, node: NodeProcess, expected: list[list[str]]) -> None:
+    """Here, and then at a service, with other workers."""
+    with DataLoader[Any](open_table(kind, folder), num_workers=2, multiprocessing_context="fork", **OURS) as loader:
+        batches = iter(loader)
+        head = [next(batches) for _ in range(3)]
+        state = loader.state_dict()
+    with DataLoader[Any](definitions.table(kind, str(folder)), num_workers=1, workers=node.tcp, **OPTIONS) as loader:
+        loader.load_state_dict(state)
+        assert [*head, *loader] == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_by_two_ranks(kind: str, workers: int, folder: Path, two: RankGroup, samples: dict[str, list[str]]) -> None:
+    """Each sample on one rank: the length is that of the whole folder on both."""
+    options = OPTIONS | {"batch_size": 1, "num_workers": workers, "multiprocessing_context": "forkserver"}
+    if not workers:
+        del options["multiprocessing_context"]
+    first, second = ([text for batch in rank for text in batch] for rank in two("table", kind, str(folder), **options))
+    assert abs(len(first) - len(second)) < 2
+    assert {*first, *second} <= {*samples[kind]}
+    assert len({*first, *second}) >= len(samples[kind]) - 1
+
+
+def test_copies(kind: str, folder: Path, samples: dict[str, list[str]]) -> None:
+    """A copy of another process, made before anything was read, reads the same, in any order, with repetitions."""
+    count = len(samples[kind])
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        found = pool.apply(read_some, (open_table(kind, folder), [-1, 3, 3, 0, count - 1]))
+        pool.close()
+        pool.join()
+    assert found == (count, [samples[kind][number] for number in (-1, 3, 3, 0, -1)])
+
+
+def read_some(table: Any, numbers: list[int]) -> tuple[int, list[str]]:
+    return len(table), texts_of(table.__getitems__(numbers))

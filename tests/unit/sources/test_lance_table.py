@@ -1,0 +1,121 @@
+"""`LanceTable`: one version for all, clear errors, and no read where Lance could hang.
+
+This process never uses Lance, because processes that are forked from it later could not be trusted then.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader, LanceTable
+from asyncloader.transports import ReadFailed
+from tests.helpers.running import run_script
+
+WRITE = """
+    import warnings
+    warnings.simplefilter("default")
+    import sys
+    import lance, pyarrow
+    lance.write_dataset(pyarrow.table({{"n": list(range({first}, {stop}))}}), {path!r}, mode="append")
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A dataset of ten rows, of version 1."""
+    if find_spec("lance") is None:
+        pytest.skip("lance is not installed")
+    append(tmp_path, 0, 10)
+    return str(tmp_path / "rows")
+
+
+def append(folder: Path, first: int, stop: int) -> None:
+    ended = run_script(folder, WRITE.format(first=first, stop=stop, path=str(folder / "rows")))
+    assert not ended.returncode, ended.stderr
+
+
+def test_all_read_one_version(path: str, tmp_path: Path) -> None:
+    """Workers read the version of the length, whatever is written meanwhile; and the trainer does not use Lance."""
+    table, named = LanceTable(path), LanceTable(path, version=1)
+    assert len(table) == 10
+    append(tmp_path, 10, 20)
+    for each, count in ((table, 10), (named, 10), (LanceTable(path), 20)):
+        with DataLoader[Any](each, batch_size=5, num_workers=1, multiprocessing_context="fork") as loader:
+            assert [int(n) for batch in loader for n in batch["n"]] == [*range(count)]
+    assert "version 1: 10 rows" in repr(table)
+    assert "lance" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"version": 7}, "cannot be read by lance: .*"),
+        ({"columns": ["n", "m"]}, "has no column 'm'; it has n"),
+        ({"uri": "/nowhere/rows"}, "nowhere/rows cannot be read by lance: .*not found"),
+        ({"uri": "elsewhere://bucket/rows"}, "elsewhere://bucket/rows cannot be read by lance"),
+    ],
+)
+def test_what_does_not_exist(path: str, options: dict[str, Any], said: str) -> None:
+    """Said when the length is asked for."""
+    table = LanceTable(**{"uri": path, **options})
+    with pytest.raises(ReadFailed, match=said):
+        len(table)
+
+
+def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no list of columns is refused, and so is a table without the package."""
+    monkeypatch.setattr("asyncloader.sources.lance_table.find_spec", lambda _: object())
+    for columns in ("n", []):
+        with pytest.raises(ValueError, match="names no column: give a list of names, or None"):
+            LanceTable("rows", columns=columns)
+    monkeypatch.setattr("asyncloader.sources.lance_table.find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"pip install 'asyncloader\[lance\]'"):
+        LanceTable("rows")
+
+
+def test_forked_after_use(path: str, tmp_path: Path) -> None:
+    """A worker that is forked from a trainer that has used Lance says so, and does not hang; another start works. Where
+    files are missing, or an index is wrong, that is said, too.
+    """
+    ended = run_script(
+        tmp_path,
+        f"""
+        import shutil, warnings
+        from asyncloader import DataLoader, LanceTable
+        from asyncloader.transports import ReadFailed
+
+        def main():
+            warnings.simplefilter("ignore")  # Lance's, at each fork
+            table = LanceTable({path!r})
+            assert table[-1] == {{"n": 9}}
+            for index in (10, -11):
+                try:
+                    table[index]
+                except IndexError as error:
+                    assert f"sample {{index}} of a dataset of 10" in str(error)
+            for method in ("fork", "forkserver"):
+                with DataLoader(table, batch_size=5, num_workers=1, multiprocessing_context=method) as loader:
+                    try:
+                        print([batch["n"].tolist() for batch in loader])
+                    except ReadFailed as error:
+                        print(error)
+            shutil.rmtree({path!r} + "/data")
+            try:
+                LanceTable({path!r})[0]
+            except ReadFailed as error:
+                print(error)
+
+        if __name__ == "__main__":
+            main()
+        """,
+    )
+    assert not ended.returncode, ended.stderr
+    assert "forked from one that had used lance" in ended.stdout
+    assert 'multiprocessing_context="forkserver" or "spawn"' in ended.stdout
+    assert "[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]" in ended.stdout
+    assert f"rows of {path} cannot be read: " in ended.stdout
